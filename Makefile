@@ -1,0 +1,1 @@
+# `make demo` and `make test` do all set-up from nothing into .venv. See README.md.
