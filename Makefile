@@ -1,1 +1,66 @@
-# `make demo` and `make test` do all set-up from nothing into .venv. See README.md.
+# `make demo` and `make test` do all set-up from nothing into .venv. `make` alone lists the targets.
+
+VENV   ?= .venv
+PYTHON ?=
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+EXTRAS := plot,test,dev
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format compile clean distclean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "  PYTHON=/path/to/python chooses the interpreter (3.12 or 3.13) for .venv."
+
+setup: $(STAMP)  ## make .venv and install this package with pinned dependencies
+
+# A name on PATH proves nothing (version managers leave shims that fail), so every candidate is run.
+FIND_PYTHON = for candidate in "$(PYTHON)" python3.12 python3.13 python3 python \
+    $$(for root in "$$PYENV_ROOT" "$$(pyenv root 2>/dev/null)" "$$HOME/.pyenv"; do \
+        [ -n "$$root" ] && ls -d "$$root"/versions/3.12*/bin/python "$$root"/versions/3.13*/bin/python 2>/dev/null; done); do \
+    [ -n "$$candidate" ] || continue; \
+    found=$$("$$candidate" -c 'import sys, venv, ensurepip; (3, 12) <= sys.version_info[:2] < (3, 14) and print(sys.executable)' 2>/dev/null); \
+    [ -n "$$found" ] && break; \
+    [ "$$candidate" = "$(PYTHON)" ] && break; \
+  done
+
+$(STAMP): pyproject.toml constraints.txt
+	@if ! $(BIN)/python -c 'import sys; sys.exit(not (3, 12) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then \
+	  $(FIND_PYTHON); \
+	  if [ -z "$$found" ]; then \
+	    echo "No Python 3.12 or 3.13 that runs (with venv) was found$(if $(PYTHON), as PYTHON=$(PYTHON))." >&2; \
+	    echo "Install one, e.g. 'apt-get install python3.12 python3.12-venv' or 'pyenv install 3.12'," >&2; \
+	    echo "or name one: make setup PYTHON=/path/to/python3.12" >&2; \
+	    exit 2; \
+	  fi; \
+	  echo "creating $(VENV) with $$found"; \
+	  "$$found" -m venv --clear $(VENV) || exit 2; \
+	fi
+	$(BIN)/python -m pip install -e '.[$(EXTRAS)]' -c constraints.txt
+	@touch $@
+
+demo: setup  ## train a small Megatron GPT on 2 CPU ranks, stock and overlapped, and compare
+	$(BIN)/commfuse demo --ranks 2 --steps 20 --dtype float32 --device cpu
+
+test: setup  ## run the test suite
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup  ## ruff (rules and format) and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup  ## rewrite files as ruff formats them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+compile: setup  ## byte-compile everything (a quick syntax check)
+	$(BIN)/python -m compileall -q commfuse_megatron tests examples
+
+clean:  ## remove caches and the demo's output
+	rm -rf build dist demo_output .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
+	find commfuse_megatron tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## remove .venv too
+	rm -rf $(VENV)
