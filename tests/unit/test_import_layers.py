@@ -1,0 +1,193 @@
+"""Imports point downward only, the package has no import side effects, and nothing syncs a whole device or prints.
+
+Reads syntax trees, so an import inside a function counts as well.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "commfuse_megatron"
+NAME = "commfuse_megatron"
+
+# From the bottom up. Parts on one line may not import each other.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("config", "problem"),
+    ("schedule",),
+    ("transport", "kernels"),
+    ("plan",),
+    ("runtime",),
+    ("ops",),
+    ("__init__",),  # the public names; it may import nothing above itself
+    ("plugin",),
+    ("tracing", "testing"),
+    ("verify", "benchmark", "tune"),
+    ("cli",),
+    ("__main__",),
+)
+HEIGHT = {part: height for height, parts in enumerate(LAYERS) for part in parts}
+MAY_IMPORT_MEGATRON = {"plugin", "testing", "verify", "benchmark", "tune", "cli"}
+NO_DEVICE_WIDE_SYNC = {"ops", "runtime", "plugin", "transport"}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of(file: Path) -> str:
+    """The folder, or the top-level file, that a module belongs to."""
+    first = file.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imported_modules(tree: ast.AST, file: Path) -> Iterator[tuple[int, str]]:
+    """Line and absolute dotted name of everything that a file imports; `from a import b` yields `a.b`."""
+    package = [NAME, *file.relative_to(PACKAGE).parent.parts]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            prefix = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield node.lineno, f"{prefix}.{alias.name}"
+
+
+def own_part(dotted: str) -> str | None:
+    """The part of our package that a dotted name leads to, None for foreign modules."""
+    names = dotted.split(".")
+    if names[0] != NAME:
+        return None
+    return names[1] if len(names) > 1 and names[1] in HEIGHT else "__init__"
+
+
+def parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), str(file))
+
+
+def test_every_part_has_a_layer() -> None:
+    assert FILES, f"no sources under {PACKAGE}"
+    unknown = sorted({part_of(file) for file in FILES} - set(HEIGHT))
+    assert not unknown, f"give these a place in LAYERS: {unknown}"
+
+
+def test_imports_point_downward() -> None:
+    wrong = []
+    for file in FILES:
+        part = part_of(file)
+        for line, dotted in imported_modules(parse(file), file):
+            target = own_part(dotted)
+            if target is not None and target != part and HEIGHT[target] >= HEIGHT[part]:
+                wrong.append(f"{file.relative_to(PACKAGE)}:{line}: {part} must not import {target} ({dotted})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_plugin_and_above_import_megatron() -> None:
+    wrong = [
+        f"{file.relative_to(PACKAGE)}:{line}: {dotted}"
+        for file in FILES
+        if part_of(file) not in MAY_IMPORT_MEGATRON
+        for line, dotted in imported_modules(parse(file), file)
+        if dotted.split(".")[0] in {"megatron", "transformer_engine"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_schedules_import_no_torch() -> None:
+    wrong = [
+        f"{file.relative_to(PACKAGE)}:{line}: {dotted}"
+        for file in FILES
+        if part_of(file) in {"schedule", "errors"}
+        for line, dotted in imported_modules(parse(file), file)
+        if dotted.split(".")[0] in {"torch", "triton", "numpy"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def dotted_call(node: ast.Call) -> str:
+    """`torch.cuda.synchronize` for that call; an empty string where the callee is no plain dotted name."""
+    names: list[str] = []
+    callee: ast.expr = node.func
+    while isinstance(callee, ast.Attribute):
+        names.append(callee.attr)
+        callee = callee.value
+    if not isinstance(callee, ast.Name):
+        return ""
+    return ".".join([callee.id, *reversed(names)])
+
+
+def is_device_wide_sync(call: str) -> bool:
+    return call.endswith(("cuda.synchronize", "accelerator.synchronize")) or call.split(".")[-1] in {
+        "cudaDeviceSynchronize",
+        "cuCtxSynchronize",
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("torch.cuda.synchronize()", True),
+        ("cuda.synchronize(device)", True),
+        ("cudart.cudaDeviceSynchronize()", True),
+        ("event.synchronize()", False),
+        ("context.synchronize(timeout_s)", False),
+    ],
+)
+def test_the_search_for_device_wide_syncs_finds_them(source: str, found: bool) -> None:
+    (call,) = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    assert is_device_wide_sync(dotted_call(call)) is found
+
+
+def test_no_device_wide_sync_in_the_hot_parts() -> None:
+    wrong = [
+        f"{file.relative_to(PACKAGE)}:{node.lineno}: {dotted_call(node)}"
+        for file in FILES
+        if part_of(file) in NO_DEVICE_WIDE_SYNC
+        for node in ast.walk(parse(file))
+        if isinstance(node, ast.Call) and is_device_wide_sync(dotted_call(node))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_prints_outside_the_cli() -> None:
+    wrong = [
+        f"{file.relative_to(PACKAGE)}:{node.lineno}"
+        for file in FILES
+        if part_of(file) != "cli"
+        for node in ast.walk(parse(file))
+        if isinstance(node, ast.Call) and dotted_call(node) == "print"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def run_python(source: str) -> None:
+    subprocess.run([sys.executable, "-c", source], check=True, timeout=50, cwd=PACKAGE.parent)
+
+
+def test_importing_the_package_touches_neither_cuda_nor_megatron() -> None:
+    run_python(
+        "import sys, commfuse_megatron\n"
+        "assert not {'megatron', 'transformer_engine', 'matplotlib'} & set(sys.modules)\n"
+        "torch = sys.modules.get('torch')\n"
+        "assert torch is None or not torch.cuda.is_initialized()\n"
+    )
+
+
+def test_importing_everything_below_the_plugin_touches_neither_cuda_nor_megatron() -> None:
+    below = [
+        ".".join([NAME, *file.relative_to(PACKAGE).with_suffix("").parts])
+        for file in FILES
+        if HEIGHT[part_of(file)] < HEIGHT["plugin"] or part_of(file) in {"tracing", "cli"}
+    ]
+    run_python(
+        "import importlib, sys\n"
+        f"for name in {below!r}:\n"
+        "    importlib.import_module(name.removesuffix('.__init__'))\n"
+        "assert not {'megatron', 'transformer_engine', 'matplotlib'} & set(sys.modules)\n"
+        "torch = sys.modules.get('torch')\n"
+        "assert torch is None or not torch.cuda.is_initialized()\n"
+    )

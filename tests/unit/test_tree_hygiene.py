@@ -1,0 +1,103 @@
+"""The tree holds sources only: no binaries but figures, no paths of one machine, no package hosts, ASCII text.
+
+The patterns are put together from pieces so that this file does not contain what it looks for.
+"""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SKIPPED_DIRS = {".git", "__pycache__", "demo_output", "build", "dist"}
+FIGURE_SUFFIXES = {".png", ".svg"}
+BINARY_SUFFIXES = {
+    ".whl",
+    ".so",
+    ".o",
+    ".a",
+    ".pt",
+    ".pth",
+    ".npy",
+    ".npz",
+    ".pkl",
+    ".zip",
+    ".gz",
+    ".tar",
+    ".cubin",
+    ".exe",
+}
+MAX_SIZE_BYTES = 1 << 20
+
+MACHINE_PATH = re.compile(
+    r"(?<![\w.\-])/(?:" + "|".join(["ho" + "me", "ro" + "ot", "wo" + "rk", "Us" + "ers"]) + r")/\w"
+)
+PACKAGE_HOST = re.compile("|".join(["py" + r"pi\.org", "python" + "hosted", "conda" + r"\.anaconda"]))
+
+
+def files_of_the_tree() -> list[Path]:
+    """What git tracks or would track; without git, all files outside hidden and generated folders."""
+    if shutil.which("git") and (ROOT / ".git").exists():
+        listed = subprocess.run(
+            ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        ).stdout.split("\0")
+        return [ROOT / name for name in listed if name and (ROOT / name).is_file()]
+    return [
+        file
+        for file in ROOT.rglob("*")
+        if file.is_file()
+        and not any(
+            part in SKIPPED_DIRS or part.endswith(".egg-info") or (part.startswith(".") and part != ".ci")
+            for part in file.relative_to(ROOT).parts[:-1]
+        )
+    ]
+
+
+FILES = files_of_the_tree()
+TEXTS = [file for file in FILES if file.suffix not in FIGURE_SUFFIXES]
+
+
+def test_the_patterns_match_what_they_are_for() -> None:
+    assert MACHINE_PATH.search("see /" + "home/someone/x")
+    assert MACHINE_PATH.search('"/' + 'work/main"')
+    assert not MACHINE_PATH.search("frame" + "work/" + "main, /usr/bin/env, docs/work/x")
+    assert PACKAGE_HOST.search("https://py" + "pi.org/simple")
+
+
+def test_no_binaries_and_no_large_files() -> None:
+    assert len(FILES) > 10, "the tree was not found"
+    wrong = [
+        str(f.relative_to(ROOT)) for f in FILES if f.suffix in BINARY_SUFFIXES or f.stat().st_size > MAX_SIZE_BYTES
+    ]
+    wrong += [str(f.relative_to(ROOT)) for f in TEXTS if b"\0" in f.read_bytes()]
+    wrong += [
+        str(f.relative_to(ROOT))
+        for f in FILES
+        if f.suffix in FIGURE_SUFFIXES and f.relative_to(ROOT).parts[0] != "docs"
+    ]
+    assert not wrong, f"not sources: {wrong}"
+
+
+def test_texts_are_ascii() -> None:
+    wrong = [
+        f"{file.relative_to(ROOT)}:{number}"
+        for file in TEXTS
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if not line.isascii()
+    ]
+    assert not wrong, f"not ASCII: {wrong}"
+
+
+def test_no_machine_paths_and_no_package_hosts() -> None:
+    wrong = [
+        f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
+        for file in TEXTS
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if MACHINE_PATH.search(line) or PACKAGE_HOST.search(line)
+    ]
+    assert not wrong, "\n".join(wrong)
