@@ -1,0 +1,153 @@
+"""A recording as a picture: per rank a lane of computations and a lane of transfers, exposed time in red.
+
+Needs matplotlib, which is an extra; imported when a picture is asked for. Draws to a file, never to a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from commfuse_megatron.errors import UnsupportedError
+from commfuse_megatron.tracing.lanes import assign_lanes
+from commfuse_megatron.tracing.meter import COMPUTE, TRANSFER, Span, exposed_spans, measure_overlap
+
+if TYPE_CHECKING:
+    from commfuse_megatron.runtime.recorder import Interval
+
+__all__ = ["draw_timeline", "missing_matplotlib"]
+
+COMPUTE_COLORS = ("#2b6cb0", "#2f9e8f", "#6b5bb5", "#5a7a2c")
+TRANSFER_COLOR = "#f0a63a"
+EXPOSED_COLOR = "#d62839"
+LANE_HEIGHT = 0.8
+WIDTH_IN = 12.0
+CHARS_PER_WIDTH = 165  # of 7-point text across the axes; estimated, used only to leave out labels that do not fit
+
+
+def missing_matplotlib() -> str | None:
+    """Why no picture can be drawn here, None if one can."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return "drawing a timeline needs matplotlib: pip install 'commfuse-megatron[plot]'"
+    return None
+
+
+def draw_timeline(
+    path: str | Path,
+    recording: Mapping[int, Sequence[Interval]],
+    *,
+    title: str = "",
+    window_us: Span | None = None,
+    caption: str = "",
+) -> Path:
+    """Draw `recording` (rank -> its intervals) into the picture `path` (.png or .svg); returns the path.
+
+    Args:
+        window_us: draw only this part of the recorders' clock; default: all of it.
+        caption: one line below the picture, e.g. hardware and date. The measured overlap is added to the title.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed; names the extra to install.
+        ValueError: no interval lies in the window.
+    """
+    reason = missing_matplotlib()
+    if reason is not None:
+        raise UnsupportedError(reason)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = {rank: _clip(intervals, window_us) for rank, intervals in sorted(recording.items())}
+    everything = [i for intervals in shown.values() for i in intervals]
+    if not everything:
+        raise ValueError(f"no interval to draw: {len(recording)} ranks, window_us={window_us}")
+    start_us, end_us = window_us or (min(i.start_us for i in everything), max(i.end_us for i in everything))
+    colors = _compute_colors(everything)
+
+    figure = Figure(figsize=(WIDTH_IN, 1.5 + 1.05 * len(shown)), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    ticks: list[tuple[float, str]] = []
+    for index, (rank, intervals) in enumerate(shown.items()):
+        top = -2.5 * index
+        for track, y in ((COMPUTE, top), (TRANSFER, top - 1)):
+            _draw_lane(axes, [i for i in intervals if i.track == track], y, (start_us, end_us), colors)
+            ticks.append((y, f"rank {rank} {'compute' if track == COMPUTE else 'transfers'}"))
+        spans = [((a - start_us) / 1e3, (b - a) / 1e3) for a, b in exposed_spans(intervals)]
+        axes.broken_barh(spans, (top - 1 - 0.62, 0.14), color=EXPOSED_COLOR, linewidth=0)
+    axes.set_yticks([y for y, _ in ticks], [label for _, label in ticks])
+    axes.set_ylim(-2.5 * len(shown) + 0.7, 0.6)
+    axes.set_xlim(0, (end_us - start_us) / 1e3)
+    axes.set_xlabel("ms" + (f"      {caption}" if caption else ""))
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.set_title("\n".join(line for line in (title, _overlap_line(shown)) if line), loc="left", fontsize=10)
+    _add_legend(axes, colors)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def _clip(intervals: Sequence[Interval], window_us: Span | None) -> list[Interval]:
+    if window_us is None:
+        return list(intervals)
+    return [i for i in intervals if i.end_us > window_us[0] and i.start_us < window_us[1]]
+
+
+def _compute_colors(intervals: Sequence[Interval]) -> dict[str, str]:
+    ops = sorted({i.op for i in intervals})
+    return {op: COMPUTE_COLORS[index % len(COMPUTE_COLORS)] for index, op in enumerate(ops)}
+
+
+def _draw_lane(axes: Any, intervals: list[Interval], y: float, window_us: Span, colors: dict[str, str]) -> None:
+    """Draw one rank's intervals of one track around height `y`, in sub-rows where they overlap."""
+    lanes = assign_lanes(intervals)
+    height = LANE_HEIGHT / max(1, len(lanes))
+    for row, lane in enumerate(lanes):
+        top = y + LANE_HEIGHT / 2 - row * height
+        for interval in lane:
+            left_ms = (interval.start_us - window_us[0]) / 1e3
+            width_ms = (interval.end_us - interval.start_us) / 1e3
+            color = colors[interval.op] if interval.track == COMPUTE else TRANSFER_COLOR
+            axes.broken_barh(
+                [(left_ms, width_ms)], (top - height, height), facecolor=color, edgecolor="white", linewidth=0.4
+            )
+            fits = len(interval.name) + 1 <= CHARS_PER_WIDTH * (interval.end_us - interval.start_us) / (
+                window_us[1] - window_us[0]
+            )
+            if fits and height > 0.2:
+                axes.text(
+                    left_ms + width_ms / 2,
+                    top - height / 2,
+                    interval.name,
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="white" if interval.track == COMPUTE else "black",
+                    clip_on=True,
+                )
+
+
+def _overlap_line(shown: Mapping[int, Sequence[Interval]]) -> str:
+    parts = []
+    for rank, intervals in shown.items():
+        overlap = measure_overlap(intervals)
+        parts.append(f"rank {rank}: {overlap.exposed_us / 1e3:.2f} of {overlap.transfer_us / 1e3:.2f} ms exposed")
+    return "transfers: " + "; ".join(parts[:4]) + ("; ..." if len(parts) > 4 else "")
+
+
+def _add_legend(axes: Any, colors: dict[str, str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=color, label=f"computation of {op}") for op, color in colors.items()]
+    handles.append(Patch(color=TRANSFER_COLOR, label="transfer"))
+    handles.append(Patch(color=EXPOSED_COLOR, label="exposed: transfer without computation"))
+    axes.legend(
+        handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, fontsize=8, borderpad=0
+    )

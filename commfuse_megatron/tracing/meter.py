@@ -1,0 +1,82 @@
+"""How much of the communication was hidden: arithmetic on the intervals of one rank.
+
+Knows nothing of how they were recorded. The contract that bites: only intervals of *one* rank belong together, since
+every rank has its own clock and its own compute stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from commfuse_megatron.runtime.recorder import Interval
+
+__all__ = ["COMPUTE", "TRANSFER", "Overlap", "Span", "exposed_spans", "exposed_us", "measure_overlap", "union_spans"]
+
+COMPUTE = "compute"
+TRANSFER = "transfer"
+
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """What one rank's recording says about hidden communication, each a length of time without double counting."""
+
+    compute_us: float
+    transfer_us: float
+    exposed_us: float
+
+    @property
+    def hidden_fraction(self) -> float:
+        """The share of the transfers' time beside which something was computed; 1 when nothing was sent."""
+        return 1.0 - self.exposed_us / self.transfer_us if self.transfer_us > 0 else 1.0
+
+
+def union_spans(intervals: Iterable[Interval], track: str) -> list[Span]:
+    """Disjoint spans, in order of time, in which at least one interval of `track` runs."""
+    spans = sorted((i.start_us, i.end_us) for i in intervals if i.track == track and i.end_us > i.start_us)
+    merged: list[Span] = []
+    for start_us, end_us in spans:
+        if merged and start_us <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end_us))
+        else:
+            merged.append((start_us, end_us))
+    return merged
+
+
+def exposed_spans(intervals: Iterable[Interval]) -> list[Span]:
+    """Disjoint spans in which a transfer runs and no computation does."""
+    intervals = list(intervals)
+    computing = union_spans(intervals, COMPUTE)
+    exposed: list[Span] = []
+    for start_us, end_us in union_spans(intervals, TRANSFER):
+        cursor_us = start_us
+        for busy_start_us, busy_end_us in computing:
+            if busy_end_us <= cursor_us:
+                continue
+            if busy_start_us >= end_us:
+                break
+            if busy_start_us > cursor_us:
+                exposed.append((cursor_us, busy_start_us))
+            cursor_us = busy_end_us
+        if cursor_us < end_us:
+            exposed.append((cursor_us, end_us))
+    return exposed
+
+
+def exposed_us(intervals: Iterable[Interval]) -> float:
+    """Time in which transfers run and no computation does, of one rank's intervals."""
+    return sum(end_us - start_us for start_us, end_us in exposed_spans(intervals))
+
+
+def measure_overlap(intervals: Iterable[Interval]) -> Overlap:
+    """Computing, transferring and exposed time of one rank's intervals."""
+    intervals = list(intervals)
+    return Overlap(
+        compute_us=sum(end_us - start_us for start_us, end_us in union_spans(intervals, COMPUTE)),
+        transfer_us=sum(end_us - start_us for start_us, end_us in union_spans(intervals, TRANSFER)),
+        exposed_us=exposed_us(intervals),
+    )
