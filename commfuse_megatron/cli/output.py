@@ -1,0 +1,57 @@
+"""Where results, progress and logs go: results to stdout, everything else to stderr, JSON to a file."""
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+__all__ = ["configure_logging", "make_progress", "results", "write_json"]
+
+WIDTH_WITHOUT_TERMINAL = 140
+
+
+def _console(stream: TextIO, *, stderr: bool) -> Console:
+    """A console that does not squeeze tables into 80 columns when it writes to a file or a pipe."""
+    fixed = None if stream.isatty() or "COLUMNS" in os.environ else WIDTH_WITHOUT_TERMINAL
+    return Console(stderr=stderr, width=fixed, highlight=False)
+
+
+def results() -> Console:
+    """The console for results (stdout)."""
+    return _console(sys.stdout, stderr=False)
+
+
+def make_progress(*, is_shown: bool = True) -> Progress:
+    """A progress bar on stderr; silent on ranks that do not speak."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=_console(sys.stderr, stderr=True),
+        disable=not is_shown,
+    )
+
+
+def configure_logging(level: int, *, rank: int = 0) -> None:
+    """Send log records to stderr; ranks other than the first only from WARNING on."""
+    logging.basicConfig(
+        level=level if rank == 0 else max(level, logging.WARNING),
+        format=f"%(levelname)s rank {rank} %(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+
+
+def write_json(path: str | Path, data: Any) -> None:
+    """Write `data` to `path`, making its folder."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

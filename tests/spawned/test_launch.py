@@ -1,0 +1,162 @@
+"""Local ranks start, fail and stop as they should; under a launcher the body runs in place."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from commfuse_megatron.cli.launch import CannotRunError, Rank, RankFailedError, choose_num_ranks, launch
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def write_sum(rank: Rank, folder: str) -> int:
+    total = torch.tensor([float(rank.global_rank + 1)])
+    dist.all_reduce(total)
+    text = f"{total.item()} {rank.world_size} {os.environ['OMP_NUM_THREADS']}"
+    Path(folder, f"rank{rank.global_rank}").write_text(text, encoding="utf-8")
+    return 0
+
+
+def return_own_rank(rank: Rank, options: None) -> int:
+    return rank.global_rank
+
+
+def raise_on_rank_1(rank: Rank, options: None) -> int:
+    if rank.global_rank == 1:
+        raise ValueError("the reason is here")
+    dist.all_reduce(torch.zeros(1))  # never completes: rank 1 does not come
+    return 0
+
+
+def die_on_rank_1(rank: Rank, options: None) -> int:
+    if rank.global_rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.zeros(1))
+    return 0
+
+
+def wait_forever(rank: Rank, folder: str) -> int:
+    dist.all_reduce(torch.zeros(1))
+    Path(folder, f"pid{rank.global_rank}").write_text(str(os.getpid()), encoding="utf-8")
+    dist.barrier()
+    if rank.is_first:
+        Path(folder, "ready").touch()
+    while True:
+        time.sleep(3600)
+
+
+def test_every_rank_runs_the_body_in_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert launch(write_sum, str(tmp_path), num_ranks=3, device_type="cpu") == 0
+    texts = {file.name: file.read_text(encoding="utf-8").split() for file in tmp_path.iterdir()}
+    assert sorted(texts) == ["rank0", "rank1", "rank2"]
+    assert all(text[:2] == ["6.0", "3"] and int(text[2]) >= 1 for text in texts.values())
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
+def test_the_largest_exit_code_is_returned() -> None:
+    assert launch(return_own_rank, None, num_ranks=2, device_type="cpu") == 1
+
+
+def test_a_rank_that_raises_ends_the_others_and_shows_its_traceback() -> None:
+    with pytest.raises(RankFailedError) as caught:
+        launch(raise_on_rank_1, None, num_ranks=2, device_type="cpu")
+    message = str(caught.value)
+    assert message.startswith("rank 1 raised\nTraceback"), message
+    assert "ValueError: the reason is here" in message
+    assert "raise_on_rank_1" in message
+
+
+def test_a_rank_that_is_killed_ends_the_others_and_is_named() -> None:
+    with pytest.raises(RankFailedError, match=r"^rank 1 was ended by SIGKILL"):
+        launch(die_on_rank_1, None, num_ranks=2, device_type="cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_without_a_gpu_is_refused_before_anything_starts() -> None:
+    with pytest.raises(CannotRunError, match="needs a CUDA device and driver"):
+        launch(return_own_rank, None, num_ranks=2, device_type="cuda")
+
+
+def test_ranks_must_not_contradict_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_num_ranks(None) == 2
+    assert choose_num_ranks(5) == 5
+    with pytest.raises(CannotRunError, match="at least 1"):
+        choose_num_ranks(0)
+    for name, value in zip(LAUNCHER_VARIABLES, ("0", "4", "localhost", "1", "0", "4"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert choose_num_ranks(None) == choose_num_ranks(4) == 4
+    with pytest.raises(CannotRunError, match="--ranks 2 under a launcher that started 4 ranks"):
+        choose_num_ranks(2)
+
+
+STARTER = """
+import sys
+sys.path.insert(0, {tests!r})
+import test_launch
+from commfuse_megatron.cli.launch import launch
+if __name__ == "__main__":
+    sys.exit(launch(test_launch.{body}, {folder!r}, num_ranks=2, device_type="cpu"))
+"""
+
+
+def write_starter(folder: Path, body: str) -> Path:
+    script = folder / "starter.py"
+    script.write_text(STARTER.format(tests=str(Path(__file__).parent), body=body, folder=str(folder)), encoding="utf-8")
+    return script
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_ended_starter_leaves_no_ranks_behind(tmp_path: Path, ending: signal.Signals) -> None:
+    script = write_starter(tmp_path, "wait_forever")
+    process = subprocess.Popen([sys.executable, script], start_new_session=True, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 40
+        while not (tmp_path / "ready").exists():
+            assert process.poll() is None, "the starter ended early"
+            assert time.monotonic() < deadline, "the ranks did not start"
+            time.sleep(0.02)
+        pids = [int((tmp_path / f"pid{rank}").read_text(encoding="utf-8")) for rank in range(2)]
+        process.send_signal(ending)
+        _, errors = process.communicate(timeout=20)
+        assert process.returncode != 0
+        while any(is_running(pid) for pid in pids):
+            assert time.monotonic() < deadline, f"ranks still run after {ending.name}: {errors!r}"
+            time.sleep(0.02)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def test_under_torchrun_the_body_runs_in_place(tmp_path: Path) -> None:
+    script = write_starter(tmp_path, "write_sum")
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script],
+        check=True,
+        timeout=55,
+        capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert [(tmp_path / f"rank{rank}").read_text(encoding="utf-8") for rank in range(2)] == ["3.0 2 1"] * 2
