@@ -1,1 +1,35 @@
-"""What is sent and multiplied, in which order, on every rank: frozen data, no torch."""
+"""What is sent and multiplied, in which order, on every rank: frozen data, no torch.
+
+Read `actions` first, then one builder; `validate` says what correct means, `simulate` what it costs, `render` prints.
+"""
+
+from commfuse_megatron.schedule.actions import Algorithm, Chunk, Collective, Compute, Receive, Schedule, Send, Step
+from commfuse_megatron.schedule.all_gather import build_all_gather
+from commfuse_megatron.schedule.bound import schedule_bound_us
+from commfuse_megatron.schedule.reduce_scatter import build_reduce_scatter
+from commfuse_megatron.schedule.render import describe, render
+from commfuse_megatron.schedule.simulate import simulate
+from commfuse_megatron.schedule.timeline import Activity, Interval, Simulation, Timeline
+from commfuse_megatron.schedule.validate import validate
+
+__all__ = [
+    "Activity",
+    "Algorithm",
+    "Chunk",
+    "Collective",
+    "Compute",
+    "Interval",
+    "Receive",
+    "Schedule",
+    "Send",
+    "Simulation",
+    "Step",
+    "Timeline",
+    "build_all_gather",
+    "build_reduce_scatter",
+    "describe",
+    "render",
+    "schedule_bound_us",
+    "simulate",
+    "validate",
+]
