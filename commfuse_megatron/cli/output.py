@@ -4,13 +4,15 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-__all__ = ["configure_logging", "make_progress", "results", "write_json"]
+__all__ = ["configure_logging", "make_progress", "results", "status", "write_json"]
 
 WIDTH_WITHOUT_TERMINAL = 140
 
@@ -38,6 +40,13 @@ def make_progress(*, is_shown: bool = True) -> Progress:
         console=_console(sys.stderr, stderr=True),
         disable=not is_shown,
     )
+
+
+@contextmanager
+def status(text: str) -> Iterator[None]:
+    """Say on stderr what takes a while, with a spinner on terminals."""
+    with _console(sys.stderr, stderr=True).status(text):
+        yield
 
 
 def configure_logging(level: int, *, rank: int = 0) -> None:

@@ -1,0 +1,87 @@
+"""The command line of `commfuse`: subcommands, their options, exit codes. Imports a subcommand's code when it runs.
+
+Exit codes: 0 passed, 1 a check failed or a rank ended with an error, 2 cannot run here (or wrong usage), 130
+interrupted.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from commfuse_megatron.cli.launch import CannotRunError, RankFailedError
+from commfuse_megatron.cli.output import configure_logging
+from commfuse_megatron.errors import CommFuseError, UnsupportedError
+
+__all__ = ["build_parser", "main"]
+
+PASSED, FAILED, CANNOT_RUN, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (default: this process's) and return its exit code."""
+    arguments = build_parser().parse_args(argv)
+    configure_logging(logging.INFO if arguments.verbose else logging.WARNING)
+    run: Callable[[argparse.Namespace], int] = arguments.run
+    try:
+        return run(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except RankFailedError as error:
+        print(f"commfuse {arguments.command} failed.\n{error}", file=sys.stderr)
+        return FAILED
+    except (CannotRunError, UnsupportedError) as error:
+        print(f"commfuse {arguments.command} cannot run here: {error}", file=sys.stderr)
+        return CANNOT_RUN
+    except CommFuseError as error:
+        print(f"commfuse {arguments.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        return FAILED
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with all subcommands; every one's help ends with an example."""
+    parser = argparse.ArgumentParser(
+        prog="commfuse",
+        description="Tensor-parallel communication of Megatron-Core hidden under partial GEMMs.",
+        epilog="exit codes: 0 passed, 1 a check failed, 2 cannot run here (the message says what is missing)",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_doctor(commands)
+    return parser
+
+
+def _add_command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    summary: str,
+    example: str,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the results to FILE")
+    parser.add_argument("-v", "--verbose", action="store_true", help="more logs on stderr")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        from commfuse_megatron.cli.doctor import run_doctor
+
+        return run_doctor(arguments)
+
+    _add_command(
+        commands,
+        "doctor",
+        run,
+        summary="show versions, GPUs and links, what will run here and what not, and why",
+        example="commfuse doctor --json doctor.json",
+    )

@@ -1,0 +1,132 @@
+"""The command line: help, exit codes, and the doctor on whatever machine this is."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from commfuse_megatron.cli import main as cli
+from commfuse_megatron.cli.launch import CannotRunError, RankFailedError
+from commfuse_megatron.errors import UnsupportedError, VerificationError
+from commfuse_megatron.verify import machine as machine_module
+from commfuse_megatron.verify.machine import Ability, Machine, Setting
+
+
+def subcommands() -> list[str]:
+    (action,) = [a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    return list(action.choices)
+
+
+@pytest.mark.parametrize("command", subcommands())
+def test_every_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"example:\n  commfuse {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [[], ["nonsense"], ["doctor", "--nonsense"]])
+def test_wrong_usage_is_exit_code_2(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(wrong)
+    assert ended.value.code == 2
+    assert "usage: commfuse" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "words"),
+    [
+        (CannotRunError("no GPU here"), 2, "commfuse doctor cannot run here: no GPU here"),
+        (UnsupportedError("needs matplotlib"), 2, "cannot run here: needs matplotlib"),
+        (VerificationError("wrong sum"), 1, "commfuse doctor: VerificationError: wrong sum"),
+        (RankFailedError("rank 1 raised\nTraceback"), 1, "commfuse doctor failed.\nrank 1 raised\nTraceback"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_errors_become_exit_codes(
+    error: BaseException,
+    exit_code: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(arguments: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr("commfuse_megatron.cli.doctor.run_doctor", fail)
+    assert cli.main(["doctor"]) == exit_code
+    out, err = capsys.readouterr()
+    assert words in err
+    assert not out
+
+
+def test_python_m_is_the_same_command() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "commfuse_megatron", "--help"], capture_output=True, text=True, timeout=50, check=True
+    )
+    assert ran.stdout.startswith("usage: commfuse ")
+    assert all(command in ran.stdout for command in subcommands())
+
+
+def test_the_doctor_sees_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "new" / "doctor.json"
+    assert cli.main(["doctor", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "gloo transport" in out
+    data = json.loads(file.read_text(encoding="utf-8"))
+    assert set(data) == {"versions", "gpus", "links", "abilities", "settings"}
+    abilities = {row["name"]: row for row in data["abilities"]}
+    assert abilities["gloo transport"]["will_run"]
+    assert all(row["will_run"] or row["missing"] for row in data["abilities"])
+    assert data["versions"]["torch"]
+    assert {"CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_P2P_DISABLE", "COMMFUSE_CONFIG"} <= {
+        row["name"] for row in data["settings"]
+    }
+
+
+def a_machine(*, has_gloo: bool = True, is_config_wrong: bool = False) -> Machine:
+    return Machine(
+        versions={"python": "3"},
+        gpus=(),
+        links=(),
+        abilities=(
+            Ability(name="gloo transport", needs="", missing=None if has_gloo else "absent"),
+            Ability(name="nccl transport", needs="", missing="pip install 'x[y]'"),
+        ),
+        settings=(Setting(name="COMMFUSE_CONFIG", value="f", meaning="", is_wrong=is_config_wrong),),
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "exit_code"),
+    [(a_machine(), 0), (a_machine(is_config_wrong=True), 1), (a_machine(has_gloo=False), 2)],
+)
+def test_exit_codes_of_the_doctor(
+    machine: Machine, exit_code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("commfuse_megatron.cli.doctor.inspect_machine", lambda: machine)
+    assert cli.main(["doctor"]) == exit_code
+    assert "x[y]" in capsys.readouterr().out, "brackets are text, not markup"
+
+
+def test_a_wrong_configuration_file_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    monkeypatch.setenv("COMMFUSE_CONFIG", str(file))
+    assert machine_module._config_file().is_wrong
+    file.write_text("linear: {fprop: {chunk_per_shard: 2}}", encoding="utf-8")
+    setting = machine_module._config_file()
+    assert setting.is_wrong
+    assert "chunks_per_shard" in setting.meaning
+    file.write_text("{}", encoding="utf-8")
+    assert not machine_module._config_file().is_wrong
+
+
+def test_a_package_that_cannot_be_imported_says_why() -> None:
+    assert machine_module._why_import_fails("json", "torch") is None
+    assert machine_module._why_import_fails("json", "no-such-distribution") == "no-such-distribution is not installed"
+    reason = machine_module._why_import_fails("no_such_module", "torch")
+    assert reason is not None
+    assert "No module named 'no_such_module'" in reason
