@@ -1,0 +1,30 @@
+"""commfuse_megatron: tensor-parallel communication hidden under partial GEMMs, as a plugin for Megatron-Core.
+
+    from commfuse_megatron import OverlapConfig, OverlapContext, ops
+
+Importing this package touches neither CUDA nor Megatron; `commfuse_megatron.plugin` is what knows Megatron.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from commfuse_megatron.config import OverlapConfig
+
+if TYPE_CHECKING:
+    from commfuse_megatron.runtime.context import OpRecord, OverlapContext
+
+__all__ = ["OpRecord", "OverlapConfig", "OverlapContext", "__version__", "ops"]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # Torch is imported when it is first needed: `commfuse --help` and `schedule` do without it.
+    if name == "ops":
+        import importlib
+
+        return importlib.import_module("commfuse_megatron.ops")
+    if name in ("OverlapContext", "OpRecord"):
+        from commfuse_megatron.runtime import context
+
+        return getattr(context, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,201 @@
+"""What a user may choose, as frozen dataclasses nested by role, read from YAML.
+
+Owns names, defaults and checks of every option. Knows nothing of torch, groups or devices. The contract that bites: all
+ranks of a group must bring equal configurations; `OverlapContext` compares them before anything is sent.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+
+from commfuse_megatron.errors import ConfigError
+
+__all__ = [
+    "FallbackConfig",
+    "KernelConfig",
+    "LinearConfig",
+    "OverlapConfig",
+    "PassConfig",
+    "TransportConfig",
+    "WgradConfig",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassConfig:
+    """How one communicating pass of a linear is run.
+
+    path: "auto" lets the planner choose; "sliced" forces partial GEMMs over point-to-point transfers; "sequential"
+    forces the plain collective followed by (or following) one GEMM.
+    algorithm: "direct" sends between owner and user, "ring" hop by hop through the neighbours; "auto" means direct.
+    chunks_per_shard: pieces that one rank's shard is cut into; more start the transfer earlier on slow links and make
+    the GEMMs smaller.
+    """
+
+    path: Literal["auto", "sliced", "sequential"] = "auto"
+    algorithm: Literal["auto", "ring", "direct"] = "auto"
+    chunks_per_shard: int = 1
+
+    def __post_init__(self) -> None:
+        if self.chunks_per_shard < 1:
+            raise ConfigError(f"chunks_per_shard must be at least 1, got {self.chunks_per_shard}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WgradConfig:
+    """The weight gradient of an all-gather linear.
+
+    keep_gathered_input: keep the gathered input for the backward pass instead of gathering it again: one all-gather
+    less, at the price of [S, B, K] elements per layer held between forward and backward.
+    """
+
+    keep_gathered_input: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearConfig:
+    """The three GEMMs of a linear: `fprop`, `dgrad` (the backward pass that communicates) and `wgrad`."""
+
+    fprop: PassConfig = field(default_factory=PassConfig)
+    dgrad: PassConfig = field(default_factory=PassConfig)
+    wgrad: WgradConfig = field(default_factory=WgradConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportConfig:
+    """How bytes reach another rank.
+
+    backend: "auto" takes NCCL where the group has a CUDA backend, else gloo.
+    timeout_s: how long a transfer, or a peer's word on a new problem, may take before TransportTimeoutError.
+    nccl_channels: blocks of NCCL's point-to-point kernel, hence SMs it occupies; bandwidth is about proportional
+    (2 x H200, November 2026: 4 channels move 68 MiB in 0.87 ms, 24 in 0.25 ms).
+    """
+
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    timeout_s: float = 600.0
+    nccl_channels: int = 16
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s must be positive, got {self.timeout_s}")
+        if not 1 <= self.nccl_channels <= 64:
+            raise ConfigError(f"nccl_channels must be between 1 and 64, got {self.nccl_channels}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig:
+    """Which GEMM computes the slices.
+
+    gemm: "auto" takes the persistent Triton GEMM beside NCCL (whose kernels need SMs of their own) and cuBLAS
+    elsewhere; "persistent" and "torch" force one.
+    tile_order: "static" deals tiles out beforehand, "stealing" lets blocks fetch the next tile when they are free.
+    reserved_sms: SMs that a slice leaves to the transfers; None reserves as many as `transport.nccl_channels`.
+    """
+
+    gemm: Literal["auto", "persistent", "torch"] = "auto"
+    tile_order: Literal["static", "stealing"] = "static"
+    reserved_sms: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.reserved_sms is not None and self.reserved_sms < 0:
+            raise ConfigError(f"reserved_sms must not be negative, got {self.reserved_sms}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FallbackConfig:
+    """What happens to a layer that cannot be overlapped.
+
+    unsupported: "stock" runs Megatron's own path, logs the reason once and reports it; "raise" raises UnsupportedError
+    with the same sentence.
+    """
+
+    unsupported: Literal["stock", "raise"] = "stock"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapConfig:
+    """Everything a user may choose. See the classes of the parts.
+
+    check_agreement: compare the problem on all ranks at every call, not only when it is new; None means on with gloo
+    and off on GPUs, where it would cost a host round trip per call.
+    record: keep one interval per slice and transfer for `tracing` and the exposed time of `OverlapContext.report()`.
+    """
+
+    linear: LinearConfig = field(default_factory=LinearConfig)
+    transport: TransportConfig = field(default_factory=TransportConfig)
+    kernel: KernelConfig = field(default_factory=KernelConfig)
+    fallback: FallbackConfig = field(default_factory=FallbackConfig)
+    check_agreement: bool | None = None
+    record: bool = False
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """Read a YAML file; unknown keys and wrong values raise ConfigError naming the file and the key."""
+        source = str(path)
+        try:
+            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{source}: cannot be read: {error.strerror or error}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{source}: not valid YAML: {error}") from error
+        return cls.from_dict({} if data is None else data, source=source)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], *, source: str = "OverlapConfig") -> Self:
+        """Build from nested dicts, as read from YAML; `source` names the origin in errors."""
+        return _build(cls, data, source, "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain dicts: `from_dict(config.to_dict()) == config`."""
+        return dataclasses.asdict(self)
+
+
+def _build(cls: type, data: Any, source: str, prefix: str) -> Any:
+    if not isinstance(data, dict):
+        where = prefix.rstrip(".") or "the file"
+        raise ConfigError(f"{source}: {where} must be a mapping of keys to values, got {data!r}")
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]
+    values = {}
+    for key, value in data.items():
+        if key not in names:
+            near = difflib.get_close_matches(str(key), names, n=1)
+            advice = f' Did you mean "{near[0]}"?' if near else f" Known keys: {', '.join(names)}."
+            raise ConfigError(f'{source}: unknown key "{prefix}{key}".{advice}')
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint):
+            values[key] = _build(typing.cast(type, hint), value, source, f"{prefix}{key}.")
+        else:
+            values[key] = _check_value(hint, value, f"{source}: {prefix}{key}")
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {prefix}{error}") from None
+
+
+def _check_value(hint: Any, value: Any, where: str) -> Any:
+    """Return `value` if it fits the annotation `hint` (int to float is widened), else raise ConfigError."""
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices or isinstance(value, bool):
+            raise ConfigError(f"{where} must be one of {', '.join(map(str, choices))}; got {value!r}")
+        return value
+    allowed = typing.get_args(hint) if origin is types.UnionType else (hint,)
+    if value is None and types.NoneType in allowed:
+        return None
+    if isinstance(value, bool):
+        if bool in allowed:
+            return value
+    elif isinstance(value, int) and float in allowed:
+        return float(value)
+    elif isinstance(value, tuple(t for t in allowed if t not in (bool, types.NoneType))):
+        return value
+    expected = " or ".join("null" if t is types.NoneType else t.__name__ for t in allowed)
+    raise ConfigError(f"{where} must be {expected}; got {value!r}")

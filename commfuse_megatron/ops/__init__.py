@@ -1,0 +1,8 @@
+"""Differentiable operations on plain tensors and a process group; usable without Megatron."""
+
+from commfuse_megatron.ops import reference
+from commfuse_megatron.ops.all_gather_linear import all_gather_linear
+from commfuse_megatron.ops.linear_reduce_scatter import linear_reduce_scatter
+from commfuse_megatron.ops.weight_grad import WeightGradTarget
+
+__all__ = ["WeightGradTarget", "all_gather_linear", "linear_reduce_scatter", "reference"]

@@ -1,0 +1,175 @@
+"""Column-parallel linear: the all-gather of the input hides under the GEMM, forward and backward.
+
+Backward:   transfer  [x 1][dx 0][x 2][dx 1]...        x: gathered again, dx: partials on the way to their owners
+            compute   [dgrad 0 ][dgrad 1   ]...[dgrad own][wgrad, un-split          ][sum of dx]
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from commfuse_megatron.ops.arguments import backward_problem, cast_for_autocast, state_problem
+from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
+from commfuse_megatron.ops.passes import Pass, gather_matmul, matmul_scatter, start_gather, weight_gradient
+from commfuse_megatron.ops.weight_grad import WeightGradTarget
+from commfuse_megatron.runtime.context import OverlapContext
+from commfuse_megatron.runtime.executor import AllGatherRun
+from commfuse_megatron.runtime.link import Link
+
+__all__ = ["all_gather_linear"]
+
+
+def all_gather_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    total_rows: int | None = None,
+    *,
+    context: OverlapContext,
+    weight_grad: WeightGradTarget | None = None,
+) -> torch.Tensor:
+    """The rows of all ranks, multiplied by this rank's columns; equals `reference.all_gather_linear` to rounding.
+
+    Shapes:
+        x       [S_r, ..., K]   this rank's rows, `torch.tensor_split` of S over the group; may be 0
+        weight  [N, K]          this rank's output features
+        bias    [N]
+        result  [S, ..., N]     fresh and contiguous
+    Middle dimensions (the batch) are equal on all ranks.
+
+    Gradients: x gets its rows of the sum over ranks, weight and bias theirs. The backward pass gathers x again under
+    the dgrad slices unless `linear.wgrad.keep_gathered_input` is set or the weight needs no gradient.
+
+    Args:
+        total_rows: S. None means that every rank brings equally many rows; uneven ones must pass it, on all ranks.
+        weight_grad: add the weight's gradient into a tensor instead of returning it.
+
+    Raises:
+        ShapeError: the tensors do not fit together, or the ranks bring different problems. Nothing was sent.
+        TransportTimeoutError, TransportError: a peer did not come, here or in an earlier call of a failed context.
+
+    Source: CommFuse Alg. 1, arXiv 2604.24013, 2026.
+    """
+    x, weight, bias = cast_for_autocast(x, weight, bias)
+    problem = state_problem("all_gather_linear", x, weight, bias, total_rows, context)
+    return _AllGatherLinear.apply(x, weight, bias, _Call(Pass.begin(context, problem), weight_grad))
+
+
+class _Call(NamedTuple):
+    forward: Pass
+    weight_grad: WeightGradTarget | None
+
+
+class _AllGatherLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: _Call
+    ) -> torch.Tensor:
+        p = call.forward
+        problem, context = p.problem, p.context
+        shard = x.contiguous().view(-1, problem.K)
+        y = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
+        out = y.view(-1, problem.N)
+        is_kept = p.plan.keep_gathered_input and ctx.needs_input_grad[1]
+        gathered = x.new_empty(problem.M, problem.K) if is_kept else None
+        with context.running(problem) as link:
+            if p.plan.is_scheduled:
+                gather_matmul(p, link, shard, weight.t(), out, bias=bias, gathered=gathered)
+            else:
+                gathered = _gather(p, shard)
+                p.gemm.multiply(gathered, weight.t(), out, addend=bias, is_beside_transfer=False)
+        ctx.call = call
+        ctx.is_kept = is_kept
+        ctx.has_bias = bias is not None
+        ctx.save_for_backward(x, weight, gathered if is_kept else None)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, kept = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        call: _Call = ctx.call
+        context, forward = call.forward.context, call.forward.problem
+        grad = grad_y.contiguous().view(-1, forward.N)
+        grad_x = grad_weight = grad_bias = None
+        if needs_input or needs_weight:
+            problem = backward_problem(forward, needs_input=needs_input, needs_weight=needs_weight)
+            p = Pass.begin(context, problem)
+            with context.running(problem) as link:
+                run = _scheduled_backward if p.plan.is_scheduled else _sequential_backward
+                grad_x, grad_weight = run(p, link, _Operands(grad, x, weight, kept, needs_input, needs_weight), call)
+        if ctx.has_bias and needs_bias:
+            grad_bias = grad.sum(0)
+        return grad_x, grad_weight, grad_bias, None
+
+
+class _Operands(NamedTuple):
+    grad: torch.Tensor  # [M, N]
+    x: torch.Tensor  # [S_r, ..., K]
+    weight: torch.Tensor  # [N, K]
+    kept: torch.Tensor | None  # [M, K]
+    needs_input: bool
+    needs_weight: bool
+
+
+def _scheduled_backward(
+    p: Pass, link: Link, operands: _Operands, call: _Call
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    grad, x, weight, gathered, needs_input, needs_weight = operands
+    grad_x = grad_weight = None
+    regather: AllGatherRun | None = None
+    if needs_weight and gathered is None:
+        gathered = link.carve("gather", (p.problem.M, p.problem.K), x.dtype)
+        regather = start_gather(p, link, x.contiguous().view(-1, p.problem.K), gathered, "re-gather of the input")
+
+    def compute_weight_gradient() -> None:
+        nonlocal grad_weight
+        if needs_weight:
+            assert gathered is not None
+            if regather is not None:
+                regather.finish()
+            grad_weight = weight_gradient(p, link, grad, gathered, weight, call.weight_grad)
+
+    if needs_input:
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        matmul_scatter(
+            p,
+            link,
+            grad,
+            weight,
+            grad_x.view(-1, p.problem.K),
+            before_step=None if regather is None else regather.issue,
+            beside_last_transfer=compute_weight_gradient,
+        )
+    else:
+        if regather is not None:
+            for index in range(regather.num_steps):
+                regather.issue(index)
+        compute_weight_gradient()
+    return grad_x, grad_weight
+
+
+def _sequential_backward(
+    p: Pass, link: Link, operands: _Operands, call: _Call
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    grad, x, weight, gathered, needs_input, needs_weight = operands
+    grad_x = grad_weight = None
+    if needs_input:
+        partial = grad.new_empty(p.problem.M, p.problem.K)
+        p.gemm.multiply(grad, weight, partial, is_beside_transfer=False)
+        summed = reduce_scatter_rows(partial.view(p.problem.rows, -1), p.context.group)
+        grad_x = summed.view(x.shape)
+    if needs_weight:
+        if gathered is None:
+            gathered = _gather(p, x.contiguous().view(-1, p.problem.K))
+        grad_weight = weight_gradient(p, link, grad, gathered, weight, call.weight_grad)
+    return grad_x, grad_weight
+
+
+def _gather(p: Pass, shard: torch.Tensor) -> torch.Tensor:
+    """[M_r, K] -> [M, K] by the plain collective."""
+    features = p.problem.batch * p.problem.K
+    rows = shard.view(-1, features) if features else shard.new_empty(0, 0)
+    return gather_rows(rows, p.problem.rows, p.context.group).view(-1, p.problem.K)

@@ -1,0 +1,113 @@
+"""Checks of what a user passes to an operation, and the problem it states.
+
+Every check that could fail on one rank alone ends in `context.refuse`, so that the other ranks raise too.
+"""
+
+import torch
+
+from commfuse_megatron.errors import ShapeError
+from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, shard_range
+from commfuse_megatron.runtime.context import OverlapContext
+
+__all__ = ["backward_problem", "cast_for_autocast", "state_problem"]
+
+
+def cast_for_autocast(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Cast as autocast would for a linear: it does not reach GEMMs that write into a given output."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def state_problem(
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    total_rows: int | None,
+    context: OverlapContext,
+) -> GemmProblem:
+    """The forward problem of a call.
+
+    Raises ShapeError, on this rank and at the others' next comparison, when the arguments do not fit together.
+    """
+    complaint = _find_complaint(op, x, weight, bias, total_rows, context)
+    if complaint is not None:
+        context.refuse(ShapeError(f"{op}: {complaint}"))
+    if op == "all_gather_linear":
+        rows = x.size(0) * context.group_size if total_rows is None else total_rows
+    else:
+        rows = x.size(0)
+    return GemmProblem(
+        op=op,
+        pass_name="fprop",
+        rows=rows,
+        batch=x.shape[1:-1].numel(),
+        N=weight.size(0),
+        K=weight.size(1),
+        dtype=str(x.dtype).removeprefix("torch."),
+        group_size=context.group_size,
+    )
+
+
+def backward_problem(forward: GemmProblem, *, needs_input: bool, needs_weight: bool) -> GemmProblem:
+    """The backward problem of the same call; which gradients are due decides what is sent."""
+    needs = "+".join(name for name, is_needed in (("input", needs_input), ("weight", needs_weight)) if is_needed)
+    return GemmProblem(
+        op=forward.op,
+        pass_name="backward",
+        rows=forward.rows,
+        batch=forward.batch,
+        N=forward.N,
+        K=forward.K,
+        dtype=forward.dtype,
+        group_size=forward.group_size,
+        needs=needs,
+    )
+
+
+def _find_complaint(
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    total_rows: int | None,
+    context: OverlapContext,
+) -> str | None:
+    named = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    if x.dim() < 2:
+        return f"x must be [S, ..., K] with at least two dimensions, got shape {list(x.shape)}"
+    if weight.dim() != 2:
+        return f"weight must be [N, K], got shape {list(weight.shape)}"
+    if x.size(-1) != weight.size(1):
+        return f"x has {x.size(-1)} input features (last dimension), weight {list(weight.shape)} has {weight.size(1)}"
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return f"bias must be [{weight.size(0)}] for weight {list(weight.shape)}, got shape {list(bias.shape)}"
+    if len({tensor.dtype for tensor in named.values()}) > 1:
+        dtypes = ", ".join(f"{name} {str(tensor.dtype).removeprefix('torch.')}" for name, tensor in named.items())
+        return f"all tensors must have one dtype, got {dtypes}"
+    if str(x.dtype).removeprefix("torch.") not in DTYPE_BYTES:
+        return f"dtype {x.dtype} is not supported; supported are {', '.join(DTYPE_BYTES)}"
+    for name, tensor in named.items():
+        if tensor.device != context.device:
+            served = f"transport {context.transport_name}, which serves {context.device}"
+            return f"{name} is on {tensor.device}, but this context uses {served}"
+    if op == "all_gather_linear" and total_rows is not None:
+        return _find_row_complaint(x, total_rows, context)
+    return None
+
+
+def _find_row_complaint(x: torch.Tensor, total_rows: int, context: OverlapContext) -> str | None:
+    if total_rows < 0:
+        return f"total_rows must not be negative, got {total_rows}"
+    expected = shard_range(total_rows, context.group_size, context.group_rank).size
+    if x.size(0) != expected:
+        return (
+            f"of total_rows={total_rows}, group rank {context.group_rank} of {context.group_size} must bring "
+            f"{expected} rows (torch.tensor_split), x has {x.size(0)}"
+        )
+    return None

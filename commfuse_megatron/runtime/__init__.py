@@ -1,0 +1,1 @@
+"""Runs schedules: the only place where schedule, transport and kernels meet."""

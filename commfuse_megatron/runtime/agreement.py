@@ -1,0 +1,72 @@
+"""Ranks compare what they are about to do, through the group's store, before anything is sent.
+
+A mismatch raises the same ShapeError on every rank instead of hanging the group or corrupting a result. Costs a host
+round trip, so it runs when a problem is new and, if asked for, at every call.
+"""
+
+from datetime import timedelta
+
+from torch import distributed as dist
+
+from commfuse_megatron.errors import ShapeError, TransportTimeoutError
+
+__all__ = ["Agreement"]
+
+_ERROR_MARK = "error: "
+
+
+class Agreement:
+    """Numbered rounds of comparison among the ranks of one group; every rank must take part in every round."""
+
+    def __init__(self, store: dist.Store, group_rank: int, group_size: int, timeout_s: float) -> None:
+        self._store = store
+        self._group_rank = group_rank
+        self._group_size = group_size
+        self._timeout_s = timeout_s
+        self._round = 0
+
+    def agree(self, statement: str) -> None:
+        """Return if all ranks bring the same `statement`; else raise ShapeError on all of them.
+
+        Raises TransportTimeoutError when a rank says nothing in time.
+        """
+        self._post(statement)
+        found = self._collect(statement)
+        if len(set(found)) == 1 and not statement.startswith(_ERROR_MARK):
+            return
+        lines = [f"  group rank {rank}: {text}" for rank, text in enumerate(found)]
+        raise ShapeError("\n".join(["the ranks of the group do not agree on the next operation:", *lines]))
+
+    def refuse(self, error: Exception, *, wait: bool) -> None:
+        """Tell the other ranks that this one cannot go on because of `error`, then raise it here.
+
+        wait: the other ranks are known to take part in this round, so keep the rounds in step.
+        """
+        self._post(f"{_ERROR_MARK}{error}")
+        if wait:
+            self._collect(f"{error}")
+        raise error
+
+    def _post(self, statement: str) -> None:
+        self._store.set(self._key(self._round, self._group_rank), statement)
+
+    def _collect(self, statement: str) -> list[str]:
+        keys = [self._key(self._round, rank) for rank in range(self._group_size)]
+        try:
+            self._store.wait(keys, timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:  # DistStoreError and, with some stores, a plain RuntimeError
+            missing = [rank for rank in range(self._group_size) if not self._store.check([keys[rank]])]
+            raise TransportTimeoutError(
+                f"{statement}: group rank {self._group_rank} waited {self._timeout_s} s for group ranks {missing} to "
+                "announce the same operation. Either they died, or they are doing something else."
+            ) from error
+        found = [self._store.get(key).decode() for key in keys]
+        # All ranks have entered this round, so all have read the one before: nobody needs its key any more.
+        if self._round > 0:
+            self._store.delete_key(self._key(self._round - 1, self._group_rank))
+        self._round += 1
+        return found
+
+    @staticmethod
+    def _key(round_number: int, rank: int) -> str:
+        return f"agreement/{round_number}/{rank}"

@@ -1,0 +1,288 @@
+"""`OverlapContext`: everything that overlapped operations of one process group share.
+
+Owns the private transport, the buffers, the plans and the report. Knows no Megatron. Creating one is collective over
+its own group only; closing it is local.
+"""
+
+import json
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import distributed as dist
+
+from commfuse_megatron.config import OverlapConfig
+from commfuse_megatron.errors import ConfigError, ShapeError, TransportError, TransportTimeoutError
+from commfuse_megatron.plan.choose import LinearPlan, choose_linear_plan
+from commfuse_megatron.problem import GemmProblem
+from commfuse_megatron.runtime.agreement import Agreement
+from commfuse_megatron.runtime.gemm import SliceGemm
+from commfuse_megatron.runtime.link import Link, Peers
+from commfuse_megatron.runtime.recorder import Recorder, exposed_comm_us
+from commfuse_megatron.runtime.slots import Slots
+from commfuse_megatron.transport.select import choose_backend, create_transport, device_of_backend
+
+__all__ = ["OpRecord", "OverlapContext"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpRecord:
+    """One line of the report: a problem, the path it takes and how often it ran.
+
+    M, N, K: tokens of the full sequence, output and input features of this rank's weight.
+    exposed_comm_us: mean over the recorded calls of the time in which a transfer ran and nothing computed; None unless
+    the configuration records.
+    """
+
+    op: str
+    pass_name: str
+    M: int
+    N: int
+    K: int
+    dtype: str
+    group_size: int
+    path: str
+    reason: str
+    algorithm: str
+    chunks_per_shard: int
+    transport: str
+    gemm: str
+    calls: int
+    exposed_comm_us: float | None
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What is known of one problem since it was first met."""
+
+    problem: GemmProblem
+    plan: LinearPlan
+    gemm: SliceGemm
+    calls: int = 0
+
+
+class OverlapContext:
+    """Transport, buffers, plans and report for the overlapped operations of `group`.
+
+    Args:
+        group: the (tensor-parallel) process group. All its members must create the context, in the same order relative
+            to other contexts of this group; nobody else takes part.
+        config: equal on all ranks.
+
+    Raises (before any operation is run):
+        ConfigError: the ranks bring different configurations, or one that cannot be served here.
+        TransportTimeoutError: a member did not come within `config.transport.timeout_s`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, config: OverlapConfig | None = None) -> None:
+        self.config = OverlapConfig() if config is None else config
+        self.group = group
+        self.group_size: int = group.size()
+        self.group_rank: int = group.rank()
+        timeout_s = self.config.transport.timeout_s
+        backend = choose_backend(group, self.config.transport)
+        self.device = device_of_backend(backend)
+        store = _private_store(group, self.group_rank)
+        self._agreement = Agreement(store, self.group_rank, self.group_size, timeout_s)
+        try:
+            self._agreement.agree(f"context over {backend} with {json.dumps(self.config.to_dict(), sort_keys=True)}")
+        except ShapeError as error:
+            raise ConfigError(f"the configurations differ between ranks: {error}") from None
+        transport = create_transport(backend, group, dist.PrefixStore("transport", store), self.config.transport)
+        self._slots = Slots(self.device)
+        self._recorder = Recorder(self.device) if self.config.record else None
+        peers = Peers(self.group_rank, _global_ranks(group))
+        self.link = Link(transport, self._slots, peers, timeout_s, self._recorder)
+        self._entries: dict[GemmProblem, _Entry] = {}
+        self._gemms: dict[torch.dtype, SliceGemm] = {}
+        self._call_problems: dict[int, GemmProblem] = {}
+        self._num_calls = 0
+        self._lock = threading.Lock()
+        self._is_closed = False
+        check = self.config.check_agreement
+        self._agrees_every_call = backend == "gloo" if check is None else check
+        self._last_done = torch.cuda.Event() if self.device.type == "cuda" else None
+        # Runs at garbage collection and at interpreter exit: an unclosed communicator would outlive what it needs.
+        self._finalizer = weakref.finalize(self, _release, self.link)
+
+    # -- what operations use ------------------------------------------------------------------------------------------
+
+    def begin(self, problem: GemmProblem) -> tuple[LinearPlan, SliceGemm]:
+        """The agreed plan of `problem`, counted as one call.
+
+        Raises ShapeError on all ranks when they bring different problems, and what made the context fail, if it did.
+        """
+        self._require_usable()
+        entry = self._entries.get(problem)
+        is_new = entry is None
+        if entry is None:
+            plan = choose_linear_plan(problem, self.config)
+            entry = _Entry(problem, plan, self._gemm(getattr(torch, problem.dtype)))
+        if (is_new or self._agrees_every_call) and self.group_size > 1 and not self._is_capturing():
+            self._agreement.agree(f"{problem}, {entry.plan.path} {entry.plan.algorithm} {entry.plan.chunks_per_shard}")
+        self._entries[problem] = entry
+        entry.calls += 1
+        return entry.plan, entry.gemm
+
+    def refuse(self, error: Exception) -> None:
+        """Raise `error` here, and on the other ranks where they look: at every call, or at a new problem."""
+        self._require_usable()
+        if self.group_size == 1:
+            raise error
+        self._agreement.refuse(error, wait=self._agrees_every_call)
+
+    @contextmanager
+    def running(self, problem: GemmProblem) -> Iterator[Link]:
+        """One operation's use of the buffers: ordered after the one before, whatever stream that ran on."""
+        link = self.link
+        link.is_capturing = self._is_capturing()
+        if link.is_capturing:
+            self._slots.note_capture()
+        stream = torch.cuda.current_stream(self.device) if self._last_done is not None else None
+        if stream is not None and self._last_done is not None and not link.is_capturing:
+            stream.wait_event(self._last_done)
+        if self._recorder is not None:
+            self._num_calls += 1
+            self._call_problems[self._num_calls] = problem
+            self._recorder.begin_call(f"{problem.op}.{problem.pass_name}", self._num_calls)
+        yield link
+        if stream is not None and self._last_done is not None and not link.is_capturing:
+            self._last_done.record(stream)
+
+    # -- what users see -----------------------------------------------------------------------------------------------
+
+    @property
+    def transport_name(self) -> str:
+        """ "gloo" or "nccl"."""
+        return self.link.transport.name
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """The recorder, if the configuration asks for one."""
+        return self._recorder
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory that the context's buffers hold on this rank."""
+        return self._slots.size_bytes
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the context is neither closed nor failed."""
+        return not self._is_closed and self.link.failure is None
+
+    def report(self) -> list[OpRecord]:
+        """One record per problem met, in the order of first calls."""
+        exposed = self._exposed_by_problem()
+        return [
+            OpRecord(
+                op=entry.problem.op,
+                pass_name=entry.problem.pass_name,
+                M=entry.problem.M,
+                N=entry.problem.N,
+                K=entry.problem.K,
+                dtype=entry.problem.dtype,
+                group_size=entry.problem.group_size,
+                path=entry.plan.path,
+                reason=entry.plan.reason,
+                algorithm=str(entry.plan.algorithm),
+                chunks_per_shard=entry.plan.chunks_per_shard,
+                transport=self.transport_name,
+                gemm=entry.gemm.name if entry.plan.is_scheduled else "torch",
+                calls=entry.calls,
+                exposed_comm_us=exposed.get(entry.problem),
+            )
+            for entry in self._entries.values()
+        ]
+
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        """Block until all transfers are done.
+
+        Raises what made the context fail, or TransportTimeoutError after `timeout_s` (default: the configured one).
+        """
+        limit_s = self.config.transport.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        while not self.link.is_idle and self.link.failure is None:
+            if time.monotonic() > deadline:
+                raise self.link.fail(TransportTimeoutError(f"transfers were still in flight after {limit_s} s"))
+            time.sleep(1e-4)
+        if self.link.failure is not None:
+            raise self.link.failure
+
+    def close(self) -> None:
+        """Release transport and buffers; local, may be called again. Raises what made the context fail, if it did."""
+        if self._is_closed:
+            return
+        try:
+            self.synchronize()
+        finally:
+            self._is_closed = True
+            self._finalizer()
+            self._slots = Slots(self.device)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exc_type: object, exc: object, traceback: object) -> None:
+        if exc_type is None:
+            self.close()
+        else:  # the peers may never come: give up the transfers instead of waiting for them
+            self._is_closed = True
+            self._finalizer()
+
+    # -- details ------------------------------------------------------------------------------------------------------
+
+    def _gemm(self, dtype: torch.dtype) -> SliceGemm:
+        if dtype not in self._gemms:
+            transport = self.config.transport
+            self._gemms[dtype] = SliceGemm(
+                self.config.kernel, self.transport_name, transport.nccl_channels, self.device, dtype
+            )
+        return self._gemms[dtype]
+
+    def _is_capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _require_usable(self) -> None:
+        if self.link.failure is not None:
+            raise self.link.failure
+        if self._is_closed:
+            raise TransportError("this OverlapContext is closed; create a new one")
+
+    def _exposed_by_problem(self) -> dict[GemmProblem, float]:
+        if self._recorder is None:
+            return {}
+        by_call: dict[int, list] = {}
+        for interval in self._recorder.intervals():
+            by_call.setdefault(interval.call, []).append(interval)
+        totals: dict[GemmProblem, list[float]] = {}
+        for call, intervals in by_call.items():
+            totals.setdefault(self._call_problems[call], []).append(exposed_comm_us(intervals))
+        return {problem: sum(values) / len(values) for problem, values in totals.items()}
+
+
+def _release(link: Link) -> None:
+    link.stop_watching()
+    if link.failure is None:
+        link.transport.close()
+
+
+def _private_store(group: dist.ProcessGroup, group_rank: int) -> dist.Store:
+    """A part of the group's store that only this context uses: all members make their n-th context together."""
+    store = group.get_group_store()
+    ordinal = store.add(f"commfuse/contexts/{group_rank}", 1)
+    return dist.PrefixStore(f"commfuse/context-{ordinal}", store)
+
+
+def _global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    if not dist.is_initialized():
+        return tuple(range(group.size()))
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):  # a group made without torch.distributed's registry
+        return tuple(range(group.size()))

@@ -1,0 +1,141 @@
+"""What a running schedule needs of its context: transfers, buffers, tags, marks - and what happens when a peer is late.
+
+The link of a context that failed (or was closed) refuses to start anything.
+"""
+
+import logging
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from commfuse_megatron.errors import TransportError, TransportTimeoutError
+from commfuse_megatron.runtime.binding import BoundSchedule
+from commfuse_megatron.runtime.recorder import Recorder
+from commfuse_megatron.runtime.slots import Slots
+from commfuse_megatron.runtime.watchdog import Watchdog
+from commfuse_megatron.schedule import render
+from commfuse_megatron.transport.base import Message, PeerTimeoutError, Transfer, Transport
+
+__all__ = ["Link", "Peers"]
+
+logger = logging.getLogger(__name__)
+
+
+class Peers(NamedTuple):
+    """Who this rank is within its group, and the global rank of every member."""
+
+    group_rank: int
+    global_ranks: tuple[int, ...]
+
+    def name(self, group_rank: int) -> str:
+        """Both ranks of a member, for messages."""
+        return f"group rank {group_rank} (global rank {self.global_ranks[group_rank]})"
+
+
+class _Run(Protocol):
+    def describe(self, index: int) -> tuple[str, BoundSchedule]: ...
+
+
+class _Watched(NamedTuple):
+    where: str
+    index: int
+    bound: BoundSchedule
+    send_peer: int | None
+    receive_peer: int | None
+
+
+class Link:
+    """Transfers of one context. `record` is None unless the configuration asks for recording."""
+
+    def __init__(self, transport: Transport, slots: Slots, peers: Peers, timeout_s: float, recorder: Recorder | None):
+        self.transport = transport
+        self.recorder = recorder
+        self.failure: Exception | None = None
+        self.is_capturing = False
+        self._slots = slots
+        self._peers = peers
+        self._timeout_s = timeout_s
+        self._next_tag = 0
+        self._open: dict[tuple[int, int], int] = {}
+        self._watchdog = Watchdog(timeout_s, self._overdue) if transport.needs_watchdog else None
+
+    def next_tags(self, count: int) -> int:
+        """First of `count` tags that no message in flight uses; equal on all ranks, which run the same operations."""
+        first = self._next_tag
+        self._next_tag += count
+        return first
+
+    def carve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A workspace tensor, valid for this call."""
+        return self._slots.carve(name, shape, dtype)
+
+    def start(self, run: _Run, index: int, send: Message | None, receive: Message | None) -> Transfer:
+        """Issue one batch."""
+        transfer = self.transport.exchange(send, receive)
+        if self._watchdog is not None and not self.is_capturing:
+            where, bound = run.describe(index)
+            peers = (None if send is None else send.peer, None if receive is None else receive.peer)
+            self._watchdog.watch(transfer, _Watched(where, index, bound, *peers))
+        if self.recorder is not None:
+            ends = [f"to {send.peer}"] if send is not None else []
+            ends += [f"from {receive.peer}"] if receive is not None else []
+            self._open[id(run), index] = self.recorder.open_transfer(" ".join(ends), transfer, index)
+        return transfer
+
+    def finish(self, run: _Run, index: int, transfer: Transfer) -> None:
+        """Order what follows after the batch. Raises TransportTimeoutError or TransportError where that can be seen."""
+        try:
+            transfer.wait()
+        except PeerTimeoutError as error:
+            where, bound = run.describe(index)
+            raise self.fail(self._timeout_error(where, bound, index, error.verb, error.peer)) from error
+        except TransportError as error:
+            where, bound = run.describe(index)
+            raise self.fail(TransportError(f"{where}: {self._peers.name(self._peers.group_rank)}: {error}")) from error
+        if self.recorder is not None:
+            self.recorder.close_transfer(self._open.pop((id(run), index)))
+
+    def mark(self) -> Any:
+        """Start of a compute interval; None when nothing is recorded."""
+        return None if self.recorder is None else self.recorder.now()
+
+    def note_compute(self, name: str, mark: Any, step: int | None) -> None:
+        """End of the compute interval that began at `mark`."""
+        if self.recorder is not None:
+            self.recorder.add_compute(name, mark, step)
+
+    def fail(self, error: Exception) -> Exception:
+        """Mark the context failed and give up its transfers; returns `error` for raising."""
+        if self.failure is None:
+            self.failure = error
+            self.transport.abort()
+        return error
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no transfer is known to be in flight."""
+        return self._watchdog is None or self._watchdog.is_idle
+
+    def stop_watching(self) -> None:
+        """End the watchdog thread."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+
+    def _overdue(self, watched: _Watched) -> None:
+        if watched.receive_peer is not None:
+            verb, peer = "got nothing from", watched.receive_peer
+        else:
+            verb, peer = "could not deliver to", watched.send_peer if watched.send_peer is not None else -1
+        error = self._timeout_error(watched.where, watched.bound, watched.index, verb, peer)
+        logger.error("%s", error)
+        self.fail(error)
+
+    def _timeout_error(
+        self, where: str, bound: BoundSchedule, index: int, verb: str, peer: int
+    ) -> TransportTimeoutError:
+        me = self._peers.group_rank
+        grid = render(bound.schedule, mark=(me, index))
+        return TransportTimeoutError(
+            f"{where}: {self._peers.name(me)} {verb} {self._peers.name(peer)} for {self._timeout_s} s. "
+            f"Schedule:\n{grid}"
+        )

@@ -1,0 +1,58 @@
+"""Receive and send buffers of one context: sized by the largest problem seen, carved for smaller ones.
+
+Which part of a buffer a schedule's slot is, the binding says. Memory that a CUDA graph captured is never moved or
+freed: growth afterwards keeps the old buffer, and growth during capture raises.
+"""
+
+import math
+
+import torch
+
+from commfuse_megatron.errors import TransportError
+
+__all__ = ["Slots"]
+
+# Every carved tensor starts at a multiple of this: what TMA descriptors and vectorised kernels want.
+_ALIGNMENT_BYTES = 256
+
+
+class Slots:
+    """Named buffers on one device. A carved tensor is good for one call: the next may move the buffer."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._retired: list[torch.Tensor] = []
+        self._is_captured = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory held by all buffers, those kept for captured graphs included."""
+        return sum(buffer.numel() for buffer in [*self._buffers.values(), *self._retired])
+
+    def carve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous [*shape] tensor at the start of buffer `name`, growing it if needed. Contents are undefined."""
+        size_bytes = math.prod(shape) * dtype.itemsize
+        self._reserve(name, size_bytes)
+        return self._buffers[name][:size_bytes].view(dtype).view(shape)
+
+    def note_capture(self) -> None:
+        """Remember that a CUDA graph now uses these buffers."""
+        self._is_captured = True
+
+    def _reserve(self, name: str, size_bytes: int) -> None:
+        old = self._buffers.get(name)
+        if old is not None and old.numel() >= size_bytes:
+            return
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise TransportError(
+                f'buffer "{name}" would have to grow to {size_bytes} bytes during CUDA graph capture; '
+                "run the same shapes once before capturing"
+            )
+        rounded = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._buffers[name] = torch.empty(rounded, dtype=torch.uint8, device=self._device)
+        if old is not None and self._is_captured:
+            self._retired.append(old)
+        elif old is not None and old.is_cuda:
+            # The old buffer may have been used on another stream than the one its memory returns to.
+            old.record_stream(torch.cuda.current_stream(self._device))

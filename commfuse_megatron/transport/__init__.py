@@ -1,0 +1,1 @@
+"""How bytes get to another rank's memory."""

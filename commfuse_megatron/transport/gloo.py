@@ -1,0 +1,74 @@
+"""Transport over gloo: CPU tensors, TCP. The reference transport and the one CI runs.
+
+Waiting blocks the calling thread and raises there. Gloo pairs messages by (peer, tag) first in, first out, so messages
+whose tags are unique among those in flight cannot cross, at group size 2 either.
+"""
+
+import re
+from datetime import timedelta
+from typing import Any, override
+
+from torch import distributed as dist
+
+from commfuse_megatron.errors import TransportError
+from commfuse_megatron.transport.base import Message, PeerTimeoutError, Transfer, Transport
+
+__all__ = ["GlooTransport"]
+
+# Gloo tags are 32-bit and must not be negative.
+_TAG_LIMIT = 2**31
+
+
+class _GlooTransfer(Transfer):
+    def __init__(self, works: list[tuple[Any, int, str]], timeout_s: float) -> None:
+        self._works = works
+        self._timeout_s = timeout_s
+
+    @override
+    def wait(self) -> None:
+        # A gloo receive must be waited for exactly once: a second wait on the same work never returns.
+        while self._works:
+            work, peer, verb = self._works.pop()
+            try:
+                work.wait(timedelta(seconds=self._timeout_s))
+            except RuntimeError as error:
+                if re.search(r"timed? ?out", str(error), re.IGNORECASE):
+                    raise PeerTimeoutError(peer, verb, self._timeout_s) from error
+                raise TransportError(f"{verb} group rank {peer}: {error}") from error
+
+    @override
+    def is_complete(self) -> bool:
+        return not self._works
+
+
+class GlooTransport(Transport):
+    """Private gloo group over the members of one process group, built on that group's store."""
+
+    name = "gloo"
+    needs_watchdog = False
+
+    def __init__(self, store: dist.Store, group_rank: int, group_size: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        try:
+            self._group: Any = dist.ProcessGroupGloo(store, group_rank, group_size, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise TransportError(f"gloo group of {group_size} ranks could not be formed: {error}") from error
+
+    @override
+    def exchange(self, send: Message | None, receive: Message | None) -> Transfer:
+        works: list[tuple[Any, int, str]] = []
+        if send is not None:
+            work = self._group.send([send.tensor], send.peer, send.tag % _TAG_LIMIT)
+            works.append((work, send.peer, "could not deliver to"))
+        if receive is not None:
+            work = self._group.recv([receive.tensor], receive.peer, receive.tag % _TAG_LIMIT)
+            works.append((work, receive.peer, "got nothing from"))
+        return _GlooTransfer(works, self._timeout_s)
+
+    @override
+    def abort(self) -> None:
+        self._group = None
+
+    @override
+    def close(self) -> None:
+        self._group = None

@@ -1,0 +1,20 @@
+"""Marks that need hardware skip with the reason; everything else runs anywhere."""
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        if item.get_closest_marker("gpu") and devices == 0:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, none here"))
+        needed = item.get_closest_marker("multi_gpu")
+        if needed and devices < needed.args[0]:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed.args[0]} CUDA devices, {devices} here"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread_per_rank() -> None:
+    # Ranks are threads or processes of their own; more threads inside each would only fight for the cores.
+    torch.set_num_threads(1)

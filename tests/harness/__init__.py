@@ -1,0 +1,6 @@
+"""Two ways to run one body `fn(group, device)` on several ranks: threads of one process, or processes."""
+
+from tests.harness.spawned import run_spawned
+from tests.harness.threads import make_groups, run_threads
+
+__all__ = ["make_groups", "run_spawned", "run_threads"]

@@ -1,0 +1,222 @@
+"""Both linears against the reference on ranks as threads: forward, every gradient, every kind of size and layout."""
+
+import itertools
+
+import pytest
+import torch
+
+from commfuse_megatron import OverlapConfig, OverlapContext, ops
+from commfuse_megatron.config import LinearConfig, PassConfig, WgradConfig
+from tests.harness import run_threads
+from tests.threaded.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference, run_op
+
+
+def linear_config(algorithm="direct", m=1, path="sliced", **wgrad) -> OverlapConfig:
+    chosen = PassConfig(path=path, algorithm=algorithm, chunks_per_shard=m)
+    return OverlapConfig(linear=LinearConfig(fprop=chosen, dgrad=chosen, wgrad=WgradConfig(**wgrad)))
+
+
+def check(case: Case, group, device, context: OverlapContext, **tolerance) -> None:
+    operands = draw(case, group.rank(), group.size(), device)
+    assert_equal(overlapped(case, operands, context), reference(case, operands, group), **tolerance)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("m", [1, 2, 3])
+def test_every_result_is_exact_on_integers(op, algorithm, group_size, m):
+    def body(group, device):
+        with OverlapContext(group, linear_config(algorithm, m)) as context:
+            for seed, rows in enumerate([4 * group_size * m, 4 * group_size + 1, group_size - 1, 1, 2 * group_size]):
+                check(Case(op=op, rows=rows, seed=seed), group, device, context)
+            return context.report()
+
+    for records in run_threads(group_size, body):
+        assert {record.path for record in records} <= {"sliced" if group_size > 1 else "local", "sequential"}
+        assert any(record.path != "sequential" for record in records)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_random_inputs_err_no_more_than_the_reference(op, dtype):
+    case = Case(op=op, rows=24, batch=3, N=40, K=56, dtype=dtype, exact=False)
+    wide = Case(op=op, rows=24, batch=3, N=40, K=56, dtype=torch.float64, exact=False)
+
+    def body(group, device):
+        operands = draw(case, group.rank(), group.size(), device)
+        in_float64 = draw(wide, group.rank(), group.size(), device)
+        for name in ("x", "weight", "bias", "grad_y"):
+            setattr(in_float64, name, getattr(operands, name).double())
+        oracle = reference(wide, in_float64, group)
+        stock = reference(case, operands, group)
+        for algorithm, m in itertools.product(["ring", "direct"], [1, 2]):
+            with OverlapContext(group, linear_config(algorithm, m)) as context:
+                ours = overlapped(case, operands, context)
+            for name, exact in oracle.items():
+                scale = exact.abs().max()
+                error = ((ours[name].double() - exact).abs().max() / scale).item()
+                stock_error = ((stock[name].double() - exact).abs().max() / scale).item()
+                # Sums of up to 224 products round differently by some eps; a dropped partial or crossed chunk errs by
+                # order 1. (For fp64 the oracle is the reference itself, so its own error shows as 0.)
+                assert error <= 2 * stock_error + 16 * torch.finfo(dtype).eps, (name, algorithm, m, error, stock_error)
+
+    run_threads(4, body)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_layouts_and_expanded_gradients(op):
+    case = Case(op=op, rows=12, batch=2)
+
+    def body(group, device):
+        operands = draw(case, group.rank(), group.size(), device)
+        with OverlapContext(group) as context:
+            expected = reference(case, operands, group)
+            transposed = operands.copies()
+            transposed.x = operands.x.transpose(0, 1).contiguous().transpose(0, 1)
+            transposed.weight = operands.weight.t().contiguous().t()
+            assert not transposed.x.is_contiguous()
+            assert_equal(overlapped(case, transposed, context), expected)
+            strided = operands.copies()
+            strided.x = torch.stack([operands.x, operands.x], dim=-1)[..., 0]
+            assert_equal(overlapped(case, strided, context), expected)
+            scattered = operands.copies()
+            scattered.grad_y = operands.grad_y.transpose(0, 1).contiguous().transpose(0, 1)
+            assert_equal(overlapped(case, scattered, context), expected)
+            ones = operands.copies()
+            ones.grad_y = torch.ones((), device=device).expand(operands.grad_y.shape)  # what out.sum() sends back
+            assert_equal(overlapped(case, ones, context), reference(case, ones, group))
+            one_row = operands.copies()
+            one_row.x = operands.x[:, :1].expand(-1, 2, -1)
+            assert_equal(overlapped(case, one_row, context), reference(case, one_row, group))
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("shape", [(6,), (6, 2, 2)])
+def test_any_number_of_middle_dimensions(op, shape):
+    def body(group, device):
+        rows = shape[0] * (group.size() if op == "all_gather_linear" else 1)
+        x = torch.randint(-2, 3, (*shape, 5), generator=torch.Generator().manual_seed(group.rank())).float()
+        weight = torch.ones(4, 5)
+        with OverlapContext(group) as context:
+            found = getattr(ops, op)(x, weight, context=context)
+        expected = getattr(ops.reference, op)(x, weight, group=group)
+        assert found.shape == expected.shape
+        assert found.size(0) == (rows if op == "all_gather_linear" else rows // group.size())
+        torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("frozen", [("x",), ("weight",), ("bias",), ("x", "bias"), ("weight", "bias"), ("x", "weight")])
+def test_frozen_operands_get_no_gradient_and_the_others_theirs(op, frozen):
+    case = Case(op=op, rows=9)
+
+    def body(group, device):
+        operands = draw(case, group.rank(), group.size(), device)
+        with OverlapContext(group) as context:
+            results = []
+            for call, where in ((getattr(ops, op), {"context": context}), (getattr(ops.reference, op), {"group": group})):
+                leaves = operands.copies()
+                for name in frozen:
+                    getattr(leaves, name).requires_grad_(False)
+                extra = {"total_rows": case.rows} if op == "all_gather_linear" else {}
+                call(leaves.x, leaves.weight, leaves.bias, **extra, **where).backward(operands.grad_y)
+                results.append({name: getattr(leaves, name).grad for name in ("x", "weight", "bias")})
+            assert_equal(results[0], results[1])
+            assert all(results[0][name] is None for name in frozen)
+
+    run_threads(3, body)
+
+
+@pytest.mark.parametrize("config", [linear_config(keep_gathered_input=True), linear_config(path="sequential")])
+@pytest.mark.parametrize("op", OPS)
+def test_kept_input_and_sequential_path(op, config):
+    def body(group, device):
+        with OverlapContext(group, config) as context:
+            for rows in (8, 7, 2, 12):
+                check(Case(op=op, rows=rows, seed=rows), group, device, context)
+            return {record.path for record in context.report()}
+
+    expected = config.linear.fprop.path
+    assert all(paths == {expected} for paths in run_threads(3, body))
+
+
+def test_six_calls_in_a_row_with_new_data_and_sizes():
+    def body(group, device):
+        with OverlapContext(group, linear_config(m=2)) as context:
+            for seed, (rows, op) in enumerate(zip([512, 384, 500, 7, 512, 384], itertools.cycle(OPS), strict=False)):
+                check(Case(op=op, rows=rows, N=16, K=8, seed=seed), group, device, context)
+
+    run_threads(2, body)
+
+
+def test_two_operations_interleaved_on_one_context_and_two_contexts_at_once():
+    def body(group, device):
+        with OverlapContext(group) as first, OverlapContext(group, linear_config("ring", 2)) as second:
+            gather, scatter = Case(op=OPS[0], rows=8, seed=1), Case(op=OPS[1], rows=8, seed=2)
+            a, b = (draw(case, group.rank(), group.size(), device) for case in (gather, scatter))
+            for contexts in ((first, first), (first, second)):
+                left, right = a.copies(), b.copies()
+                y_left = ops.all_gather_linear(left.x, left.weight, left.bias, 8, context=contexts[0])
+                y_right = ops.linear_reduce_scatter(right.x, right.weight, right.bias, context=contexts[1])
+                y_left.backward(a.grad_y)
+                y_right.backward(b.grad_y)
+                for leaves, case, operands in ((left, gather, a), (right, scatter, b)):
+                    expected = reference(case, operands, group)
+                    assert torch.equal(leaves.x.grad, expected["x.grad"])
+                    assert torch.equal(leaves.weight.grad, expected["weight.grad"])
+
+    run_threads(3, body)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_hundred_runs_are_bit_identical(op):
+    case = Case(op=op, rows=10, exact=False, dtype=torch.float32, N=33, K=17)
+
+    def body(group, device):
+        operands = draw(case, group.rank(), group.size(), device)
+        with OverlapContext(group) as context:
+            first = overlapped(case, operands, context)
+            for _ in range(99):
+                assert_equal(overlapped(case, operands, context), first)
+
+    run_threads(3, body)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_weight_gradient_added_into_a_wider_tensor(op):
+    case = Case(op=op, rows=8, dtype=torch.bfloat16)
+
+    def body(group, device):
+        operands = draw(case, group.rank(), group.size(), device)
+        main_grad = torch.full((case.N, case.K), 3.0)
+        target = ops.WeightGradTarget(main_grad, lambda: None)
+        with OverlapContext(group) as context:
+            found = run_op(case, operands, getattr(ops, op), context=context, weight_grad=target)
+        expected = reference(case, operands, group)
+        assert found["weight.grad"] is None
+        torch.testing.assert_close(main_grad, 3 + expected["weight.grad"].float(), atol=0, rtol=0)
+
+    run_threads(2, body)
+
+
+def test_no_grad_forward_and_autocast():
+    def body(group, device):
+        case = Case(op="all_gather_linear", rows=8)
+        operands = draw(case, group.rank(), group.size(), device)
+        with OverlapContext(group) as context:
+            with torch.no_grad():
+                y = ops.all_gather_linear(operands.x, operands.weight, context=context)
+            assert not y.requires_grad
+            leaves = operands.copies()
+            with torch.autocast("cpu", torch.bfloat16):
+                y = ops.all_gather_linear(leaves.x, leaves.weight, context=context)
+            assert y.dtype is torch.bfloat16
+            y.float().sum().backward()
+            assert leaves.weight.grad.dtype is torch.float32
+
+    run_threads(2, body)
