@@ -1,0 +1,26 @@
+"""Megatron-Core with overlapped tensor-parallel linears: modules, specs, conversion, flags, report.
+
+The only part of the package that layers above may use to reach Megatron; see `linear` for what is overlapped and
+`support` for what is not.
+"""
+
+from commfuse_megatron.plugin.arguments import add_arguments
+from commfuse_megatron.plugin.convert import convert_model
+from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
+from commfuse_megatron.plugin.norm import CommFuseNorm
+from commfuse_megatron.plugin.provider import CommFuseSpecProvider
+from commfuse_megatron.plugin.report import model_report
+from commfuse_megatron.plugin.spec import apply_to_spec
+from commfuse_megatron.plugin.support import unsupported_reason
+
+__all__ = [
+    "CommFuseColumnParallelLinear",
+    "CommFuseNorm",
+    "CommFuseRowParallelLinear",
+    "CommFuseSpecProvider",
+    "add_arguments",
+    "apply_to_spec",
+    "convert_model",
+    "model_report",
+    "unsupported_reason",
+]

@@ -1,0 +1,59 @@
+"""The switches a user sets: command-line flags, plain attributes of a TransformerConfig, one environment variable.
+
+Owns their names and how they are read; this is the one file that reads the environment. The contract that bites:
+Megatron's configuration classes do not know our names, so everything is read with `getattr`, and nothing but scalars is
+ever put on a Megatron configuration.
+"""
+
+import argparse
+import os
+from typing import Any
+
+from commfuse_megatron.config import OverlapConfig
+
+__all__ = ["ENVIRONMENT_VARIABLE", "add_arguments", "config_file", "is_switched_on", "read_config", "set_flags"]
+
+ENVIRONMENT_VARIABLE = "COMMFUSE_CONFIG"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--commfuse` / `--no-commfuse` and `--commfuse-config FILE`; usable as Megatron's `extra_args_provider`."""
+    group = parser.add_argument_group("commfuse", "tensor-parallel communication hidden under partial GEMMs")
+    group.add_argument(
+        "--commfuse",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="overlap in layers built through our specs; on unless --no-commfuse is given",
+    )
+    group.add_argument(
+        "--commfuse-config",
+        metavar="FILE",
+        default=None,
+        help=f"YAML file with an OverlapConfig; without it, the one named by {ENVIRONMENT_VARIABLE}, else the defaults",
+    )
+    return parser
+
+
+def set_flags(transformer_config: Any, arguments: argparse.Namespace) -> None:
+    """Copy the flags that were given on the command line onto a TransformerConfig, as plain attributes."""
+    for name in ("commfuse", "commfuse_config"):
+        value = getattr(arguments, name, None)
+        if value is not None:
+            setattr(transformer_config, name, value)
+
+
+def is_switched_on(transformer_config: Any) -> bool:
+    """Whether layers built with our classes overlap: unless `transformer_config.commfuse` is set to False."""
+    flag = getattr(transformer_config, "commfuse", None)
+    return flag is None or bool(flag)
+
+
+def config_file(transformer_config: Any) -> str | None:
+    """The YAML file to read: `transformer_config.commfuse_config`, else the environment variable, else None."""
+    file = getattr(transformer_config, "commfuse_config", None)
+    return str(file) if file else os.environ.get(ENVIRONMENT_VARIABLE) or None
+
+
+def read_config(file: str | None) -> OverlapConfig:
+    """The configuration in `file`, or the defaults without one. Raises ConfigError naming the file and the key."""
+    return OverlapConfig() if file is None else OverlapConfig.from_file(file)

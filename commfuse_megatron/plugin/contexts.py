@@ -1,0 +1,73 @@
+"""Which `OverlapContext` serves which tensor-parallel group: made once per group and configuration, shared by layers.
+
+Owns the only module-level object of the package. Making a context is collective over its group, so whether one exists
+must not depend on garbage collection, which differs between ranks: a context lives as long as its group. It is closed
+when the group is gone, at the latest when the next context is made: torch.distributed destroyed the group, or it was in
+Megatron's `parallel_state` and is there no more.
+"""
+
+import weakref
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from commfuse_megatron import OverlapConfig, OverlapContext
+from commfuse_megatron.plugin import compat
+
+__all__ = ["close_contexts", "context_for", "open_contexts"]
+
+
+@dataclass(slots=True)
+class _Entry:
+    context: OverlapContext
+    was_registered: bool
+    was_megatrons: bool
+
+
+_CONTEXTS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[OverlapConfig, _Entry]]" = weakref.WeakKeyDictionary()
+
+
+def context_for(group: dist.ProcessGroup, config: OverlapConfig) -> OverlapContext:
+    """The context of `group` under `config`; on first use it is made, collectively over the group."""
+    entries = _CONTEXTS.get(group)
+    if entries is None or config not in entries:
+        _close_stale_contexts()
+        context = OverlapContext(group, config)
+        entry = _Entry(context, _is_registered(group), group in compat.megatron_groups())
+        entries = _CONTEXTS.setdefault(group, {})
+        entries[config] = entry
+    return entries[config].context
+
+
+def open_contexts() -> list[OverlapContext]:
+    """All contexts that layers may be using, oldest first."""
+    return [entry.context for entries in list(_CONTEXTS.values()) for entry in entries.values()]
+
+
+def close_contexts() -> None:
+    """Close all contexts now; layers that are called again make new ones. Every rank must do so at the same point."""
+    for group in list(_CONTEXTS.keys()):
+        _close(group)
+
+
+def _close_stale_contexts() -> None:
+    known = compat.megatron_groups()
+    for group, entries in list(_CONTEXTS.items()):
+        entry = next(iter(entries.values()))
+        if (entry.was_registered and not _is_registered(group)) or (entry.was_megatrons and group not in known):
+            _close(group)
+
+
+def _close(group: dist.ProcessGroup) -> None:
+    for entry in _CONTEXTS.pop(group, {}).values():
+        if entry.context.is_usable:
+            entry.context.close()
+
+
+def _is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed knows `group`."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):  # destroyed alone; or with everything else
+        return False
+    return True

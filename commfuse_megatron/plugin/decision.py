@@ -1,0 +1,111 @@
+"""What one layer remembers, and its choice at every call between the overlapped op and Megatron's own path.
+
+Kept apart from the layer classes because `convert_model` turns built layers into ours without running a constructor:
+the state appears on first use. The contract that bites: the state is no part of the module for copying, pickling and
+checkpoints; only what was asked for survives a copy, never a context.
+"""
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from commfuse_megatron import OverlapConfig, OverlapContext
+from commfuse_megatron.errors import UnsupportedError
+from commfuse_megatron.ops import WeightGradTarget
+from commfuse_megatron.plugin import arguments
+from commfuse_megatron.plugin.contexts import context_for
+from commfuse_megatron.plugin.main_grad import main_grad_target
+from commfuse_megatron.plugin.support import SWITCHED_OFF, unsupported_reason
+
+__all__ = ["LayerState", "overlap_context", "state_of", "weight_grad_target"]
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "_commfuse_state"
+
+
+@dataclass
+class LayerState:
+    """Memory of one layer: the wishes it was built with, what it resolved, and what its calls did.
+
+    overlap_config: the configuration given to `apply_to_spec` or `convert_model`; None reads the flags.
+    name: how log lines call the layer.
+    """
+
+    overlap_config: OverlapConfig | None = None
+    name: str | None = None
+    overlapped_calls: int = 0
+    stock_calls: dict[str, int] = field(default_factory=dict)
+    context: OverlapContext | None = None
+    _file: str | None = None
+    _file_config: OverlapConfig | None = None
+
+    def config(self, transformer_config: Any) -> OverlapConfig:
+        """The configuration in force: the one given, else that of the flags; a file is read once per layer."""
+        if self.overlap_config is not None:
+            return self.overlap_config
+        file = arguments.config_file(transformer_config)
+        if self._file_config is None or file != self._file:
+            self._file, self._file_config = file, arguments.read_config(file)
+        return self._file_config
+
+    def __deepcopy__(self, memo: dict) -> "LayerState":
+        return LayerState(self.overlap_config, self.name)
+
+    def __reduce__(self) -> tuple:
+        return LayerState, (self.overlap_config, self.name)
+
+
+def state_of(layer: torch.nn.Module) -> LayerState:
+    """The memory of `layer`, made on first use."""
+    state = layer.__dict__.get(_ATTRIBUTE)
+    if state is None:
+        state = LayerState()
+        object.__setattr__(layer, _ATTRIBUTE, state)
+    return state
+
+
+def overlap_context(
+    layer: Any,
+    input_: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    grad_output_buffer: list | None = None,
+) -> OverlapContext | None:
+    """The context to overlap this call with, or None where it takes Megatron's own path; counted and logged.
+
+    Raises UnsupportedError instead of returning None where the configuration says so; being switched off is no error.
+    """
+    state = state_of(layer)
+    reason = unsupported_reason(layer, input_, weight=weight, grad_output_buffer=grad_output_buffer)
+    if reason is None:
+        context = _context(layer, state)
+        state.overlapped_calls += 1
+        return context
+    if reason != SWITCHED_OFF and state.config(layer.config).fallback.unsupported == "raise":
+        raise UnsupportedError(f"{_label(layer, state)}: {reason}")
+    if reason not in state.stock_calls and layer.tp_group.rank() == 0:
+        level = logging.INFO if reason == SWITCHED_OFF else logging.WARNING
+        logger.log(level, "%s takes Megatron's own path: %s", _label(layer, state), reason)
+    state.stock_calls[reason] = state.stock_calls.get(reason, 0) + 1
+    return None
+
+
+def weight_grad_target(layer: Any, weight: torch.Tensor) -> WeightGradTarget | None:
+    """Where this call's weight gradient goes: `main_grad` under gradient accumulation fusion, else to autograd."""
+    if layer.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled():
+        return main_grad_target(weight)
+    return None
+
+
+def _context(layer: Any, state: LayerState) -> OverlapContext:
+    config, context = state.config(layer.config), state.context
+    if context is None or not context.is_usable or context.group is not layer.tp_group or context.config is not config:
+        context = state.context = context_for(layer.tp_group, config)
+    return context
+
+
+def _label(layer: torch.nn.Module, state: LayerState) -> str:
+    return f"{state.name or 'layer'} ({type(layer).__name__})"

@@ -1,0 +1,83 @@
+"""Megatron's two tensor-parallel linears with their communication hidden under partial GEMMs.
+
+Both inherit everything from Megatron's classes - parameters, their names and attributes, initialisation, checkpoints -
+and override one method each: `_forward_impl` of the column-parallel linear, `forward` of the row-parallel one, where
+Megatron has no smaller seam. A built Megatron layer may be turned into ours by setting its `__class__`; so no
+constructor state may be relied upon, and everything is decided at call time.
+"""
+
+from typing import Any
+
+import torch
+
+from commfuse_megatron import OverlapConfig, ops
+from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear
+from commfuse_megatron.plugin.decision import overlap_context, state_of, weight_grad_target
+
+__all__ = ["CommFuseColumnParallelLinear", "CommFuseRowParallelLinear"]
+
+
+class CommFuseColumnParallelLinear(ColumnParallelLinear):
+    """`ColumnParallelLinear` whose all-gather (and reduce-scatter in the backward pass) hides under its GEMMs.
+
+    | pass  | computes                                     | communicates meanwhile                           |
+    |-------|----------------------------------------------|--------------------------------------------------|
+    | fprop | y [S, B, N/R] = x @ weight.T + bias          | all-gather of x [S/R, B, K]                      |
+    | dgrad | dx [S, B, K] partial = dy @ weight           | re-gather of x; reduce-scatter to dx [S/R, B, K] |
+    | wgrad | dweight [N/R, K] = dy.T @ x; dbias = dy.sum  | the end of that reduce-scatter                   |
+
+    Everything around the GEMM is Megatron's: external `weight`, `skip_bias_add`, `gather_output`,
+    `runtime_gather_output`. A frozen weight costs no re-gather. Unlike Megatron's path for frozen weights, a bias that
+    is not frozen gets its gradient.
+
+    Args (beyond Megatron's):
+        overlap_config: the OverlapConfig of this layer; None reads the flags.
+    """
+
+    def __init__(self, *args: Any, overlap_config: OverlapConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _remember(self, overlap_config, kwargs)
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        context = overlap_context(self, input, weight, grad_output_buffer=kwargs.get("grad_output_buffer"))
+        if context is None:
+            return super()._forward_impl(input, weight, *args, **kwargs)
+        target = weight_grad_target(self, weight)
+        return ops.all_gather_linear(input, weight, kwargs.get("bias"), context=context, weight_grad=target)
+
+
+class CommFuseRowParallelLinear(RowParallelLinear):
+    """`RowParallelLinear` whose reduce-scatter (and all-gather in the backward pass) hides under its GEMMs.
+
+    | pass  | computes                                     | communicates meanwhile                           |
+    |-------|----------------------------------------------|--------------------------------------------------|
+    | fprop | y [S, B, N] partial = x [S, B, K/R] @ weight.T | reduce-scatter to y [S/R, B, N]                |
+    | dgrad | dx [S, B, K/R] = dy @ weight                 | all-gather of dy [S/R, B, N]                     |
+    | wgrad | dweight [N, K/R] = dy.T @ x                  | nothing is left                                  |
+
+    The bias is added once, after the sum, or returned whole with `skip_bias_add`; its gradient is that of this rank's
+    rows, and `finalize_model_grads` sums it over the group (`bias.sequence_parallel`).
+
+    Args (beyond Megatron's):
+        overlap_config: the OverlapConfig of this layer; None reads the flags.
+    """
+
+    def __init__(self, *args: Any, overlap_config: OverlapConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _remember(self, overlap_config, kwargs)
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The output shard [S/R, B, N], and the bias where `skip_bias_add` leaves it to the caller."""
+        context = overlap_context(self, input_, self.weight)
+        if context is None:
+            return super().forward(input_)
+        bias = None if self.skip_bias_add else self.bias
+        target = weight_grad_target(self, self.weight)
+        output = ops.linear_reduce_scatter(input_, self.weight, bias, context=context, weight_grad=target)
+        return output, (self.bias if self.skip_bias_add else None)
+
+
+def _remember(layer: torch.nn.Module, overlap_config: OverlapConfig | None, arguments: dict[str, Any]) -> None:
+    state = state_of(layer)
+    state.overlap_config = overlap_config
+    state.name = arguments.get("name") or arguments.get("tp_comm_buffer_name")

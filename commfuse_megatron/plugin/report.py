@@ -1,0 +1,106 @@
+"""What became of every tensor-parallel linear of a model: the path its calls took, or why not.
+
+Reads what the layers counted; changes nothing.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from commfuse_megatron import OpRecord
+from commfuse_megatron.plugin import compat
+from commfuse_megatron.plugin.convert import CONVERSIONS
+from commfuse_megatron.plugin.decision import state_of
+from commfuse_megatron.plugin.support import unsupported_reason
+
+__all__ = ["LayerReport", "ModelReport", "model_report"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """One linear.
+
+    path: "overlapped" or "stock" where all calls agree, "mixed" where they don't, "not called" before the first.
+    reasons: why calls took Megatron's path, each once; before the first call, why they will, where that is known.
+    """
+
+    name: str
+    layer: str
+    path: str
+    overlapped_calls: int
+    stock_calls: int
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """All linears of a model in the order of its modules, and the records of the contexts that they used."""
+
+    layers: tuple[LayerReport, ...]
+    ops: tuple[OpRecord, ...]
+
+    @property
+    def overlapped_calls(self) -> int:
+        """Calls of all layers that ran through an overlapped op."""
+        return sum(layer.overlapped_calls for layer in self.layers)
+
+    @property
+    def stock_calls(self) -> int:
+        """Calls of all layers that took Megatron's own path, as far as our classes saw them."""
+        return sum(layer.stock_calls for layer in self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists and dicts, for JSON."""
+        return dataclasses.asdict(self)
+
+
+def model_report(model: Any) -> ModelReport:
+    """Report on `model`, or on a list of model chunks."""
+    chunks = model if isinstance(model, list | tuple) else [model]
+    layers: list[LayerReport] = []
+    contexts = {}
+    for chunk in chunks:
+        for name, module in _linears(chunk):
+            layers.append(_layer_report(name, module))
+            if type(module) in CONVERSIONS.values() and state_of(module).context is not None:
+                context = state_of(module).context
+                contexts[id(context)] = context
+    ops = tuple(record for context in contexts.values() if context is not None for record in context.report())
+    return ModelReport(tuple(layers), ops)
+
+
+def _linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, module in model.named_modules():
+        if isinstance(module, (compat.ColumnParallelLinear, compat.RowParallelLinear)) or _is_transformer_engines(
+            module
+        ):
+            yield name, module
+
+
+def _is_transformer_engines(module: torch.nn.Module) -> bool:
+    return type(module).__name__.startswith("TE") and "Linear" in type(module).__name__
+
+
+def _layer_report(name: str, module: torch.nn.Module) -> LayerReport:
+    layer = type(module).__name__
+    if type(module) not in CONVERSIONS.values():
+        return LayerReport(name, layer, "stock", 0, 0, (_reason_not_ours(module),))
+    state = state_of(module)
+    stock_calls = sum(state.stock_calls.values())
+    if state.overlapped_calls or stock_calls:
+        path = "mixed" if state.overlapped_calls and stock_calls else "stock" if stock_calls else "overlapped"
+        reasons = tuple(state.stock_calls)
+    else:
+        path, reason = "not called", unsupported_reason(module)
+        reasons = () if reason is None else (reason,)
+    return LayerReport(name, layer, path, state.overlapped_calls, stock_calls, reasons)
+
+
+def _reason_not_ours(module: torch.nn.Module) -> str:
+    layer = type(module).__name__
+    if type(module) in CONVERSIONS:
+        return f"{layer} is Megatron's own class: it was neither in the spec given to apply_to_spec nor converted"
+    return f"{layer} is not among the classes that are replaced ({', '.join(c.__name__ for c in CONVERSIONS)})"

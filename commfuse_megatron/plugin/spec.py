@@ -1,0 +1,171 @@
+"""Megatron specs with our layers in them.
+
+    spec = apply_to_spec(get_gpt_layer_local_spec())                                   # any spec tree, on a copy
+    torchrun ... pretrain_gpt.py ... --spec commfuse_megatron.plugin.spec gpt_layer_spec          # a callable
+    torchrun ... pretrain_gpt.py ... --spec commfuse_megatron.plugin.spec gpt_layer_spec_local    # a ready object
+
+Owns the table from Megatron's classes to ours and the walk over spec trees. The contract that bites: Megatron shares
+spec objects between models and rewrites some while it builds, so a spec that was handed in is never changed.
+"""
+
+import copy
+import dataclasses
+import functools
+import logging
+from typing import Any
+
+from commfuse_megatron.config import OverlapConfig
+from commfuse_megatron.plugin import arguments, compat
+from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
+from commfuse_megatron.plugin.norm import CommFuseNorm
+
+__all__ = [
+    "REPLACEMENTS",
+    "apply_to_spec",
+    "block_spec",
+    "gpt_layer_spec",
+    "gpt_layer_spec_local",
+    "local_layer_spec",
+    "replace_in_spec",
+]
+
+logger = logging.getLogger(__name__)
+
+#: Megatron's class -> ours. Classes are compared by identity: a subclass of somebody else keeps its behaviour.
+REPLACEMENTS: dict[type, type] = {
+    compat.ColumnParallelLinear: CommFuseColumnParallelLinear,
+    compat.RowParallelLinear: CommFuseRowParallelLinear,
+    compat.WrappedTorchNorm: CommFuseNorm,
+}
+
+_TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
+
+#: Leaves whose exact class Megatron checks while it builds latent attention; `convert_model` reaches them afterwards.
+_KEPT_FIELDS = ("linear_q_down_proj", "linear_kv_down_proj", "linear_qkv_down_proj")
+
+
+def apply_to_spec(spec: Any, config: OverlapConfig | None = None) -> Any:
+    """A copy of `spec` in which Megatron's tensor-parallel linears and torch norms are ours.
+
+    Args:
+        spec: a ModuleSpec, TransformerBlockSubmodules or any tree of dataclasses, partials, lists, tuples, dicts and
+            classes, as Megatron's spec builders return them.
+        config: given to every linear; None lets the layers read the flags.
+
+    What a spec cannot reach (the output layer, the down-projections of latent attention, the layers of multi-token
+    prediction) stays Megatron's until `convert_model`. Transformer Engine's classes stay; a warning says so.
+    """
+    return _Mapping(REPLACEMENTS, config).map(spec)
+
+
+def replace_in_spec(spec: Any, replacements: dict[type, type]) -> Any:
+    """A copy of `spec` with other classes in place of some, compared by identity."""
+    return _Mapping(replacements, None).map(spec)
+
+
+class _Mapping:
+    """One walk. Nodes that were shared stay shared, so that layers built from one spec still are."""
+
+    def __init__(self, replacements: dict[type, type], config: OverlapConfig | None) -> None:
+        self._replacements = replacements
+        self._config = config
+        self._copies: dict[int, Any] = {}
+        self._kept: set[type] = set()
+
+    def map(self, node: Any) -> Any:
+        if isinstance(node, type):
+            return self._leaf(node)
+        if id(node) in self._copies:
+            return self._copies[id(node)]
+        if dataclasses.is_dataclass(node):
+            return self._dataclass(node)
+        if isinstance(node, functools.partial):
+            keywords = {name: self.map(value) for name, value in node.keywords.items()}
+            return self._keep(node, functools.partial(self.map(node.func), *map(self.map, node.args), **keywords))
+        if isinstance(node, dict):
+            return self._keep(node, {key: self.map(value) for key, value in node.items()})
+        if isinstance(node, list | tuple) and type(node) in (list, tuple):
+            return self._keep(node, type(node)(map(self.map, node)))
+        return node
+
+    def _dataclass(self, node: Any) -> Any:
+        new = self._keep(node, copy.copy(node))
+        is_spec = isinstance(node, compat.ModuleSpec)
+        for field in dataclasses.fields(node):
+            value = getattr(node, field.name)
+            if field.name in _KEPT_FIELDS:
+                if value in self._replacements:
+                    logger.info(
+                        "%s stays %s: Megatron checks its exact class; convert_model reaches it later",
+                        field.name,
+                        value.__name__,
+                    )
+                continue
+            if is_spec and field.name == "module" and isinstance(value, type):
+                object.__setattr__(new, field.name, self._replacements.get(value, value))
+            else:
+                object.__setattr__(new, field.name, self.map(value))
+        if is_spec and self._config is not None and _is_our_linear(new.module):
+            new.params = {**new.params, "overlap_config": self._config}
+        return new
+
+    def _leaf(self, leaf: type) -> Any:
+        if leaf.__module__ == _TRANSFORMER_ENGINE and "Linear" in leaf.__name__ and leaf not in self._kept:
+            self._kept.add(leaf)
+            logger.warning("apply_to_spec: %s stays: Transformer Engine's linears are not replaced", leaf.__name__)
+        leaf = self._replacements.get(leaf, leaf)
+        if self._config is not None and _is_our_linear(leaf):
+            return compat.ModuleSpec(module=leaf, params={"overlap_config": self._config})
+        return leaf
+
+    def _keep(self, node: Any, new: Any) -> Any:
+        self._copies[id(node)] = new
+        return new
+
+
+def _is_our_linear(leaf: Any) -> bool:
+    return leaf in (CommFuseColumnParallelLinear, CommFuseRowParallelLinear)
+
+
+def block_spec(
+    layer_spec: Any, transformer_config: Any, vp_stage: int | None = None, *, with_torch_norm: bool = False
+) -> Any:
+    """A spec of this pipeline stage's layers and of the final norm, from the spec of one layer.
+
+    From the bare spec of a layer, Megatron picks the final norm itself: without Apex and Transformer Engine one that
+    refuses sequence parallelism. Here it is CommFuseNorm then, and always `with_torch_norm`.
+    """
+    norm = CommFuseNorm if with_torch_norm else compat.final_norm_class()
+    return compat.TransformerBlockSubmodules(
+        layer_specs=[layer_spec] * compat.layers_of_stage(transformer_config, vp_stage),
+        layer_norm=REPLACEMENTS.get(norm, norm),
+    )
+
+
+def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
+    """Megatron's default GPT spec for `config` with our layers, as a callable for `--spec`.
+
+    Args:
+        config: the GPTModelConfig that Megatron's builder passes, with the TransformerConfig in `.transformer`.
+
+    Flags given on the command line (`add_arguments`) are copied to the TransformerConfig.
+    """
+    given = compat.training_arguments()
+    if given is not None:
+        arguments.set_flags(config.transformer, given)
+    spec = apply_to_spec(compat.default_layer_spec(config, vp_stage))
+    return block_spec(spec, config.transformer, vp_stage) if isinstance(spec, compat.ModuleSpec) else spec
+
+
+def local_layer_spec() -> Any:
+    """Megatron's dense local layer with its own linears and a norm that works under sequence parallelism.
+
+    The norm follows `config.normalization`, also where Apex is installed and would offer LayerNorm only.
+    """
+    spec = compat.get_gpt_layer_local_spec()
+    return replace_in_spec(spec, {spec.submodules.input_layernorm: CommFuseNorm})
+
+
+#: A dense GPT layer of local classes, for launchers that take an object. Megatron chooses the final norm by itself
+#: (see `block_spec`): under sequence parallelism this needs Apex or Transformer Engine, `gpt_layer_spec` does not.
+gpt_layer_spec_local = apply_to_spec(local_layer_spec())

@@ -1,0 +1,146 @@
+"""A GPT of Megatron-Core small enough for a CPU: configuration, model, batch, loss.
+
+The same code builds the stock model and the overlapped one, on CPU (inside `cpu_megatron`) and on CUDA. Local layers
+only: neither Transformer Engine nor Apex is needed. The contract that bites: both models carry CommFuseNorm, since
+Megatron's own torch norm refuses sequence parallelism; everything else of the stock model is Megatron's.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from commfuse_megatron.config import OverlapConfig
+from commfuse_megatron.plugin import apply_to_spec, convert_model
+from commfuse_megatron.plugin.spec import block_spec, local_layer_spec
+
+__all__ = ["SmallGPT", "build_gpt", "loss_of", "tensor_parallel", "transformer_config"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallGPT:
+    """Sizes and variant. The default is a small Llama: RMSNorm, SwiGLU, grouped queries, no biases, rotary positions.
+
+    `vocab_size` 256 makes every byte a token. Heads, query groups, `ffn_hidden_size` and `vocab_size` must be divisible
+    by the tensor-parallel size, the length of a batch too.
+    """
+
+    num_layers: int = 2
+    hidden_size: int = 64
+    num_attention_heads: int = 8
+    num_query_groups: int = 4
+    ffn_hidden_size: int = 128
+    vocab_size: int = 256
+    max_sequence_length: int = 512
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    is_gated: bool = True
+    has_bias: bool = False
+    has_tied_embeddings: bool = False
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def layer_norm_and_bias(cls, **sizes: Any) -> "SmallGPT":
+        """The other classic variant: LayerNorm, GELU, a bias in every linear, one query group per head."""
+        defaults = {"normalization": "LayerNorm", "is_gated": False, "has_bias": True, "num_query_groups": 8}
+        return cls(**{**defaults, **sizes})
+
+
+@contextmanager
+def tensor_parallel(group_size: int, *, seed: int = 1234) -> Iterator[None]:
+    """Megatron's parallel state with tensor-parallel groups of `group_size`, destroyed at the end.
+
+    torch.distributed must be initialised.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=group_size)
+    model_parallel_cuda_manual_seed(seed)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def transformer_config(gpt: SmallGPT, group_size: int, **overrides: Any) -> Any:
+    """The TransformerConfig of `gpt` under tensor and sequence parallelism; keywords set further Megatron options.
+
+    Weights are drawn on the CPU, so that a seed gives the same model at every tensor-parallel size and on every device.
+    Dropout and fused kernels are off.
+    """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    options: dict[str, Any] = {
+        "num_layers": gpt.num_layers,
+        "hidden_size": gpt.hidden_size,
+        "num_attention_heads": gpt.num_attention_heads,
+        "num_query_groups": gpt.num_query_groups,
+        "ffn_hidden_size": gpt.ffn_hidden_size,
+        "normalization": gpt.normalization,
+        "gated_linear_unit": gpt.is_gated,
+        "activation_func": torch.nn.functional.silu if gpt.is_gated else torch.nn.functional.gelu,
+        "add_bias_linear": gpt.has_bias,
+        "add_qkv_bias": gpt.has_bias,
+        "tensor_model_parallel_size": group_size,
+        "sequence_parallel": group_size > 1,
+        "transformer_impl": "local",
+        "use_cpu_initialization": True,
+        "params_dtype": gpt.dtype,
+        "pipeline_dtype": gpt.dtype,
+        "bf16": gpt.dtype == torch.bfloat16,
+        "fp16": gpt.dtype == torch.float16,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+    }
+    return TransformerConfig(**{**options, **overrides})
+
+
+def build_gpt(
+    gpt: SmallGPT,
+    config: Any,
+    *,
+    overlap: OverlapConfig | bool,
+    device: torch.device | str = "cpu",
+    seed: int = 7,
+) -> Any:
+    """A GPTModel with weights drawn from `seed`.
+
+    Args:
+        config: from `transformer_config`.
+        overlap: False builds the stock model; True, or a configuration, the one whose linears are overlapped, with the
+            output layer.
+    """
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    overlap_config = overlap if isinstance(overlap, OverlapConfig) else None
+    layer_spec = local_layer_spec()
+    if overlap:
+        layer_spec = apply_to_spec(layer_spec, overlap_config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(layer_spec, config, with_torch_norm=True),
+            vocab_size=gpt.vocab_size,
+            max_sequence_length=gpt.max_sequence_length,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=gpt.has_tied_embeddings,
+        )
+    model = model.to(device)
+    return convert_model(model, overlap_config) if overlap else model
+
+
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of predicting `tokens[:, 1:]` from `tokens[:, :-1]`; tokens [batch, sequence + 1]."""
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    length = inputs.size(1)
+    positions = torch.arange(length, device=tokens.device).expand_as(inputs)
+    future = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1)
+    return model(inputs, positions, future, labels=labels).mean()
