@@ -47,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="exit codes: 0 passed, 1 a check failed, 2 cannot run here (the message says what is missing)",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_verify(commands)
     _add_doctor(commands)
     return parser
 
@@ -85,3 +86,32 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         summary="show versions, GPUs and links, what will run here and what not, and why",
         example="commfuse doctor --json doctor.json",
     )
+
+
+def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        from commfuse_megatron.cli.verify import run_verify
+
+        return run_verify(arguments)
+
+    parser = _add_command(
+        commands,
+        "verify",
+        run,
+        summary="compare every operation with its reference: forward, each gradient, sizes, dtypes",
+        example="commfuse verify --ranks 4 --json verify.json\n"
+        "  torchrun --nproc-per-node 2 -m commfuse_megatron verify",
+    )
+    _add_rank_options(parser)
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float64", "bfloat16", "float16"),
+        help="only this one (default: all; float64 on the CPU only)",
+    )
+
+
+def _add_rank_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="ranks to start here (default 2); leave out under torchrun"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo; cuda: NCCL (default cpu)")
