@@ -1,0 +1,345 @@
+"""`persistent_matmul`: a GEMM that keeps to a given number of SMs. The host side: checks, launch.
+
+Knows tensors and streams; must not know why SMs are left free. The contract that bites: host time. All that follows
+from shapes, strides, dtypes and alignment is worked out once and kept as a `_Plan`; a call looks its plan up, fills
+descriptors and launches. Plans hold numbers and compiled code, never a tensor.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from commfuse_megatron.errors import ShapeError, UnsupportedError
+from commfuse_megatron.kernels.counters import TileCounters
+from commfuse_megatron.kernels.matmul_variant import (
+    ADDEND_TMA,
+    Layout,
+    Variant,
+    choose_variant,
+    compile_variant,
+    outer_stride,
+    span_bytes,
+)
+from commfuse_megatron.kernels.support import multiprocessor_count, persistent_matmul_unavailable_reason, supports_tma
+from commfuse_megatron.kernels.tiles import Tile
+
+__all__ = ["persistent_matmul"]
+
+TileOrder = Literal["static", "stealing"]
+
+MAX_SIZE = 2**31 - 512  # tile coordinates are 32 bits
+MAX_PLANS = 4096  # shapes that vary from call to call must not fill the memory
+
+
+def persistent_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    addend: torch.Tensor | None = None,
+    num_sms: int | None = None,
+    tile_order: TileOrder = "static",
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """`a @ b (+ addend)` by `num_sms` persistent blocks, so that the other SMs are free for communication.
+
+    Equals `(a.float() @ b.float() + addend.float()).to(out_dtype)` but for the order of summation: one rounding.
+    Bit-identical from run to run, for both tile orders, and for every `num_sms` that leads to the same tile shape. Not
+    differentiable.
+
+    Shapes:
+        a       [M, K]   bfloat16 or float16; one of its strides is 1
+        b       [K, N]   same dtype and device; one of its strides is 1
+        addend  [M, N]   dtype of a, or float32; any strides (`bias.expand(M, N)`); `out` itself: accumulates in place
+        out     [M, N]   dtype of a, or float32; any strides without overlap
+    M, N, K are any sizes from 0. fprop is (x, w.t()), dgrad (dy, w), wgrad (dy.t(), x).
+
+    Args:
+        out_dtype: of a new `out`; default the dtype of `a`.
+        num_sms: number of blocks; default one for each SM of the device.
+        tile_order: "static" deals tiles out in advance; "stealing" lets a block take the next free one, for SMs that
+            are shared with another kernel.
+        tile: instead of the one that `tiles.choose_tile` would take; for benchmarks.
+
+    Returns: `out`.
+
+    Raises, before anything is launched: ShapeError for sizes, strides, overlap or devices that do not fit together;
+        UnsupportedError for a dtype, device or installation that the kernel does not serve.
+
+    Cost: operands whose base and row stride are multiples of 16 bytes travel by TMA, others by masked pointer loads,
+        several times slower. Speed and host time: docs/results/persistent_matmul_h100_202611.md.
+    """
+    # Everything that a plan depends on, validity included: plain tuples here, `Layout`s of them in `_make_plan`.
+    key = (
+        (a.shape, a.stride(), a.dtype, a.get_device(), not a.data_ptr() & 15),
+        (b.shape, b.stride(), b.dtype, b.get_device(), not b.data_ptr() & 15),
+        None if out is None else (out.shape, out.stride(), out.dtype, out.get_device(), not out.data_ptr() & 15),
+        None
+        if addend is None
+        else (addend.shape, addend.stride(), addend.dtype, addend.get_device(), not addend.data_ptr() & 15),
+        out_dtype,
+        num_sms,
+        tile_order,
+        tile,
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _make_plan(*key)
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    if out is None:
+        out = torch.empty(plan.out.shape, dtype=plan.out.dtype, device=a.device)
+    else:
+        _check_apart(plan, a, b, out, addend)
+    if plan.variant is None:
+        return _without_product(out, addend)
+    if plan.out.device_index == torch.cuda.current_device():
+        plan.launch(a, b, out, addend)
+    else:
+        with torch.cuda.device(plan.out.device_index):
+            plan.launch(a, b, out, addend)
+    return out
+
+
+class _Descriptor:
+    """What a compiled kernel reads of a TMA descriptor, without the checks that the plan has done already."""
+
+    __slots__ = ("base", "shape", "strides")
+    padding = "zero"
+
+    def __init__(self, base: torch.Tensor, shape: tuple[int, int], strides: tuple[int, int]) -> None:
+        self.base = base
+        self.shape = shape
+        self.strides = strides
+
+
+@dataclass(slots=True)
+class _Plan:
+    """Everything about a call but its addresses. `variant` is None where nothing is multiplied."""
+
+    a: Layout
+    b: Layout
+    out: Layout
+    addend: Layout | None
+    variant: Variant | None
+    num_blocks: int
+    spans: tuple[int, ...]  # bytes from start to end of a, b, out, addend
+    views: tuple[tuple[tuple[int, int], tuple[int, int]] | None, ...]  # of the same: shape and strides by TMA, or None
+    tail: tuple[Any, ...]  # the kernel's arguments after the addresses
+    runner: Callable[..., None] | None = None
+
+    def launch(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | None) -> None:
+        """Launch on the current stream of the current device, which is the tensors' device."""
+        device_index = self.out.device_index
+        variant, runner = self.variant, self.runner
+        assert variant is not None
+        if runner is None:
+            runner = self.runner = _load(device_index, variant)[(self.num_blocks, 1, 1)]
+        # As torch.cuda.current_stream(...).cuda_stream, but without building a Stream object.
+        stream = torch._C._cuda_getCurrentRawStream(device_index)
+        a_view, b_view, out_view, addend_view = self.views
+        counter, spare = None, None
+        if variant.stealing:
+            counter = _counters(device_index).address(stream)
+            if counter is None:  # being captured without a free counter: clear one in the graph itself
+                spare = torch.zeros(2, dtype=torch.int32, device=a.device)
+                counter = spare.data_ptr()
+        runner(
+            a.data_ptr() if a_view is None else _Descriptor(a, *a_view),
+            b.data_ptr() if b_view is None else _Descriptor(b, *b_view),
+            out.data_ptr() if out_view is None else _Descriptor(out, *out_view),
+            None if addend is None else addend.data_ptr() if addend_view is None else _Descriptor(addend, *addend_view),
+            counter,
+            *self.tail,
+            stream=stream,
+        )
+
+
+_plans: dict[Any, _Plan] = {}
+_load_lock = threading.RLock()
+
+
+def _load(device_index: int, variant: Variant) -> Any:
+    """The variant's compiled kernel; ranks may be threads, so one at a time."""
+    with _load_lock:
+        return _load_once(device_index, variant)
+
+
+@functools.cache
+def _load_once(device_index: int, variant: Variant) -> Any:
+    return compile_variant(variant)  # one object per device: it holds the module loaded there
+
+
+@functools.cache
+def _counters(device_index: int) -> TileCounters:
+    return TileCounters(device_index)
+
+
+def _without_product(out: torch.Tensor, addend: torch.Tensor | None) -> torch.Tensor:
+    """The result where M, N or K is 0."""
+    if addend is None:
+        return out.zero_()
+    return out if addend is out else out.copy_(addend)
+
+
+# ---- checks and choices, once per kind of call ----
+
+
+def _make_plan(
+    a_key: tuple[Any, ...],
+    b_key: tuple[Any, ...],
+    out_key: tuple[Any, ...] | None,
+    addend_key: tuple[Any, ...] | None,
+    out_dtype: torch.dtype | None,
+    num_sms: int | None,
+    tile_order: str,
+    tile: Tile | None,
+) -> _Plan:
+    a, b = _layout("a", a_key), _layout("b", b_key)
+    _check_inputs(a, b, num_sms, tile_order)
+    (M, K), N = a.shape, b.shape[1]
+    if out_key is None:
+        out = Layout((M, N), (N, 1), out_dtype or a.dtype, a.device_index, True)  # torch aligns to 512 bytes
+    else:
+        out = _layout("out", out_key)
+        if out_dtype not in (None, out.dtype):
+            raise ShapeError(
+                f"persistent_matmul: out_dtype is {out_dtype}, but out is {out.dtype}. Pass one of the two."
+            )
+        if _overlaps_itself(out):
+            raise ShapeError(f"persistent_matmul: out of shape {M}x{N} with strides {out.strides} overlaps itself.")
+    _check_output("out", out, a, b)
+    addend = None if addend_key is None else _layout("addend", addend_key)
+    if addend is not None:
+        _check_output("addend", addend, a, b)
+
+    layouts = (a, b, out, addend)
+    spans = tuple(0 if layout is None else span_bytes(layout) for layout in layouts)
+    if 0 in (M, N, K):
+        return _Plan(*layouts, None, 0, spans, (None, None, None, None), ())
+    num_sms = num_sms or multiprocessor_count(a.device_index)
+    allow_tma = supports_tma(a.device_index)
+    variant = choose_variant(
+        *layouts, num_sms=num_sms, stealing=tile_order == "stealing", allow_tma=allow_tma, tile=tile
+    )
+    if variant is None:
+        raise ShapeError(
+            f"persistent_matmul: a has strides {a.strides}, b has strides {b.strides}; one stride of each must be 1. "
+            "Pass a contiguous copy."
+        )
+    a_stride = outer_stride(a, variant.a.last_dim_inner)
+    b_stride = outer_stride(b, variant.b.last_dim_inner)
+    views = (
+        _memory_view(a, variant.a.last_dim_inner) if variant.a.tma else None,
+        _memory_view(b, variant.b.last_dim_inner) if variant.b.tma else None,
+        _memory_view(out, True) if variant.out_tma else None,
+        _memory_view(addend, True) if addend is not None and variant.addend_kind == ADDEND_TMA else None,
+    )
+    addend_strides = (0, 0) if addend is None else addend.strides
+    tail = (M, N, K, a_stride, b_stride, *out.strides, *addend_strides, *variant.constants().values())
+    return _Plan(*layouts, variant, min(num_sms, variant.tile.count(M, N)), spans, views, tail)
+
+
+def _layout(name: str, key: tuple[Any, ...]) -> Layout:
+    shape, strides, dtype, device_index, is_aligned = key
+    if len(shape) != 2:
+        raise ShapeError(f"persistent_matmul: {name} has shape {tuple(shape)}; a matrix is needed.")
+    return Layout(tuple(shape), strides, dtype, device_index, is_aligned)
+
+
+def _memory_view(layout: Layout, last_dim_inner: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shape and strides as a descriptor wants them: the contiguous dim last."""
+    shape = layout.shape if last_dim_inner else layout.shape[::-1]
+    return shape, (outer_stride(layout, last_dim_inner), 1)
+
+
+def _check_inputs(a: Layout, b: Layout, num_sms: int | None, tile_order: str) -> None:
+    if a.shape[1] != b.shape[0]:
+        raise ShapeError(
+            f"persistent_matmul: a is {a.shape[0]}x{a.shape[1]} and b is {b.shape[0]}x{b.shape[1]}; "
+            "the inner sizes differ."
+        )
+    if a.dtype != b.dtype:
+        raise UnsupportedError(f"persistent_matmul: a is {a.dtype} and b is {b.dtype}; they must be the same.")
+    if a.device_index != b.device_index:
+        raise ShapeError(f"persistent_matmul: a is on CUDA device {a.device_index}, b on {b.device_index} (-1: none).")
+    device = torch.device("cpu") if a.device_index < 0 else torch.device("cuda", a.device_index)
+    reason = persistent_matmul_unavailable_reason(device, a.dtype)
+    if reason is not None:
+        raise UnsupportedError(f"{reason}.")
+    if max(*a.shape, *b.shape) > MAX_SIZE:
+        raise ShapeError(f"persistent_matmul: sizes {a.shape} and {b.shape} go beyond {MAX_SIZE}.")
+    if num_sms is not None and num_sms < 1:
+        raise ShapeError(f"persistent_matmul: num_sms is {num_sms}; at least 1 block is needed.")
+    if tile_order not in ("static", "stealing"):
+        raise UnsupportedError(f'persistent_matmul: tile_order is {tile_order!r}; it is "static" or "stealing".')
+
+
+def _check_output(name: str, layout: Layout, a: Layout, b: Layout) -> None:
+    """`out` or `addend` against the inputs."""
+    wanted = (a.shape[0], b.shape[1])
+    if layout.shape != wanted:
+        raise ShapeError(f"persistent_matmul: {name} has shape {layout.shape}; {wanted} is needed.")
+    if layout.device_index != a.device_index:
+        raise ShapeError(
+            f"persistent_matmul: {name} is on CUDA device {layout.device_index}, a on {a.device_index} (-1: none)."
+        )
+    if layout.dtype not in (a.dtype, torch.float32):
+        raise UnsupportedError(
+            f"persistent_matmul: {name} is {layout.dtype}; beside inputs of {a.dtype} it must be {a.dtype} or float32."
+        )
+
+
+def _overlaps_itself(layout: Layout) -> bool:
+    """Whether two elements share memory."""
+    dims = sorted((stride, size) for stride, size in zip(layout.strides, layout.shape, strict=True) if size > 1)
+    end = 1
+    for stride, size in dims:
+        if stride < end:
+            return True
+        end = stride * size
+    return False
+
+
+# ---- checks on addresses, at every call with an `out` ----
+
+
+def _check_apart(plan: _Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | None) -> None:
+    """Refuses an `out` that overlaps a, b, or an addend other than `out` itself."""
+    a_span, b_span, out_span, addend_span = plan.spans
+    start = out.data_ptr()
+    end = start + out_span
+    address = a.data_ptr()
+    if address < end and start < address + a_span:
+        _check_pair("a", plan.a, address, plan.out, start)
+    address = b.data_ptr()
+    if address < end and start < address + b_span:
+        _check_pair("b", plan.b, address, plan.out, start)
+    if addend is not None and addend is not out:
+        address = addend.data_ptr()
+        if address < end and start < address + addend_span:
+            is_out = address == start and plan.addend is not None and plan.addend[:3] == plan.out[:3]
+            if not is_out:
+                _check_pair("addend", plan.addend, address, plan.out, start)
+
+
+def _check_pair(name: str, layout: Layout | None, address: int, out: Layout, out_address: int) -> None:
+    """For address ranges that meet: fine only for column windows of one row-major buffer that lie side by side."""
+    assert layout is not None
+    itemsize = out.dtype.itemsize
+    pitch = out.strides[0] * itemsize
+    offset = address - out_address
+    if layout.strides == out.strides and layout.strides[1] == 1 and layout.dtype == out.dtype and pitch > 0:
+        column = offset % pitch  # of the other's first element, counted from out's first column
+        if column >= out.shape[1] * itemsize and column + layout.shape[1] * itemsize <= pitch:
+            return
+    raise ShapeError(
+        f"persistent_matmul: out overlaps {name} in memory (out: shape {out.shape}, strides {out.strides}; {name}: "
+        f"shape {layout.shape}, strides {layout.strides}, {offset} bytes further). Pass another out."
+    )

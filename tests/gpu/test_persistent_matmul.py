@@ -1,0 +1,430 @@
+"""`persistent_matmul` against exact integer products and against fp64, in every layout, size, order and alignment."""
+
+import itertools
+
+import pytest
+import torch
+
+from commfuse_megatron.errors import ShapeError, UnsupportedError
+from commfuse_megatron.kernels import persistent_matmul, persistent_matmul_unavailable_reason
+from commfuse_megatron.kernels.counters import TileCounters
+from commfuse_megatron.kernels.tiles import TILES
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
+
+DEVICE = "cuda"
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+PASSES = ("fprop", "dgrad", "wgrad")
+ORDERS = ("static", "stealing")
+AWKWARD_SIZES = [
+    (1, 1, 1),
+    (1, 17, 127),
+    (17, 1, 1),
+    (127, 17, 8191),
+    (8191, 127, 17),
+    (1, 8191, 17),
+    (8191, 1, 127),
+    (17, 8191, 1),
+    (130, 264, 72),
+    (1000, 520, 328),
+    (2049, 1040, 1000),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _needs_the_kernel():
+    reason = persistent_matmul_unavailable_reason("cuda", BF16)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def place(values: torch.Tensor, *, transposed: bool, offset: int = 0, pad: int = 0) -> torch.Tensor:
+    """The same matrix elsewhere: column-major, `offset` elements into its buffer, rows `pad` elements apart."""
+    if transposed:
+        return place(values.t(), transposed=False, offset=offset, pad=pad).t()
+    rows, cols = values.shape
+    buffer = torch.empty(rows * (cols + pad) + offset, dtype=values.dtype, device=values.device)
+    view = buffer[offset:].view(rows, cols + pad)[:, :cols]
+    return view.copy_(values)
+
+
+def integers(rows: int, cols: int, dtype: torch.dtype = BF16, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed + 1000 * rows + cols)
+    return torch.randint(-3, 4, (rows, cols), generator=generator, device=DEVICE).to(dtype)
+
+
+def operands(
+    sizes: tuple[int, int, int], pass_name: str = "fprop", *, dtype: torch.dtype = BF16, offset: int = 0, pad: int = 0,
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    M, N, K = sizes
+    a = place(integers(M, K, dtype, seed), transposed=pass_name == "wgrad", offset=offset, pad=pad)
+    b = place(integers(K, N, dtype, seed + 1), transposed=pass_name == "fprop", offset=offset, pad=pad)
+    return a, b
+
+
+def exact(
+    a: torch.Tensor, b: torch.Tensor, addend: torch.Tensor | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Integers below 2**24: exact in fp32 whatever the order, so rounded once they are the one right answer."""
+    product = a.double() @ b.double()
+    if addend is not None:
+        product += addend.double()
+    assert product.abs().max() < 2**24 if product.numel() else True
+    return product.float().to(dtype or a.dtype)
+
+
+def assert_same(actual: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=0)
+
+
+# ---- values ----
+
+
+@pytest.mark.parametrize("pass_name", PASSES)
+@pytest.mark.parametrize("sizes", AWKWARD_SIZES, ids=str)
+def test_awkward_sizes_are_exact(sizes, pass_name):
+    for order, out_dtype in itertools.product(ORDERS, (BF16, FP32)):
+        a, b = operands(sizes, pass_name)
+        assert_same(persistent_matmul(a, b, out_dtype=out_dtype, tile_order=order), exact(a, b, dtype=out_dtype))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("pass_name", PASSES)
+@pytest.mark.parametrize("sizes", [(2048, 1024, 512), (4096, 3072, 256), (256, 128, 64)], ids=str)
+def test_aligned_sizes_are_exact(sizes, pass_name, dtype):
+    a, b = operands(sizes, pass_name, dtype=dtype)
+    for order in ORDERS:
+        assert_same(persistent_matmul(a, b, tile_order=order), exact(a, b))
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.block_m}x{tile.block_n}")
+@pytest.mark.parametrize("out_dtype", [BF16, FP32])
+def test_every_tile_of_the_table_is_exact(tile, out_dtype):
+    for pass_name, order, with_addend in itertools.product(PASSES, ORDERS, (False, True)):
+        a, b = operands((712, 776, 328), pass_name)
+        addend = integers(712, 776, out_dtype, seed=5) if with_addend else None
+        out = persistent_matmul(a, b, out_dtype=out_dtype, addend=addend, tile_order=order, tile=tile)
+        assert_same(out, exact(a, b, addend, out_dtype))
+
+
+@pytest.mark.parametrize("pass_name", PASSES)
+@pytest.mark.parametrize("where", [(1, 0), (0, 1), (3, 5), (8, 0), (0, 8), (8, 4)], ids=str)
+def test_any_base_and_stride_is_exact(where, pass_name):
+    offset, pad = where
+    for sizes, order in itertools.product([(520, 392, 264), (129, 257, 65)], ORDERS):
+        a, b = operands(sizes, pass_name, offset=offset, pad=pad)
+        wanted = exact(a, b)
+        poison = torch.full(wanted.shape, torch.nan, dtype=BF16, device=DEVICE)
+        out = place(poison, transposed=False, offset=offset, pad=pad)
+        assert persistent_matmul(a, b, out=out, tile_order=order) is out
+        assert_same(out, wanted)
+
+
+def test_operands_of_different_alignment():
+    (a, b), (a_off, b_off) = operands((520, 392, 264)), operands((520, 392, 264), offset=1)
+    wanted = exact(a, b)
+    assert_same(persistent_matmul(a_off, b), wanted)
+    assert_same(persistent_matmul(a, b_off), wanted)
+
+
+def test_expanded_and_windowed_inputs():
+    row = integers(1, 512)
+    b = integers(512, 384, seed=1)
+    assert_same(persistent_matmul(row.expand(300, 512), b), exact(row.expand(300, 512), b))
+    signal = integers(1, 2000)[0]
+    windows = signal.as_strided((400, 512), (1, 1))
+    assert_same(persistent_matmul(windows, b), exact(windows, b))
+
+
+def test_writes_nothing_around_out():
+    a, b = operands((300, 200, 96))
+    for pad, offset in ((8, 8), (1, 1), (56, 0)):
+        buffer = torch.full((302, 200 + 2 * pad), 77.0, dtype=BF16, device=DEVICE)
+        out = buffer[1:301, offset : offset + 200]
+        persistent_matmul(a, b, out=out)
+        assert_same(out, exact(a, b))
+        out.fill_(77.0)
+        assert (buffer == 77.0).all()
+
+
+def test_transposed_and_strided_outputs():
+    a, b = operands((300, 200, 96))
+    wanted = exact(a, b)
+    column_major = torch.full((200, 300), torch.nan, dtype=BF16, device=DEVICE).t()
+    assert_same(persistent_matmul(a, b, out=column_major), wanted)
+    every_other = torch.full((600, 400), torch.nan, dtype=FP32, device=DEVICE)[::2, ::2]
+    assert_same(persistent_matmul(a, b, out=every_other), exact(a, b, dtype=FP32))
+
+
+@pytest.mark.parametrize("pass_name", PASSES)
+@pytest.mark.parametrize("K", [127, 1024, 8192])
+@pytest.mark.parametrize("out_dtype", [BF16, FP32])
+def test_random_inputs_are_rounded_once(pass_name, K, out_dtype):
+    """Error against fp64: half a unit in the last place of the output, plus fp32 summation.
+
+    A dropped K block of 64 is wrong by 0.1 to 0.7 of the typical value; rounding to bf16 before the addend is added
+    shows where the two cancel.
+    """
+    M, N = 520, 776
+    a = place(torch.randn(M, K, device=DEVICE).to(BF16), transposed=pass_name == "wgrad")
+    b = place(torch.randn(K, N, device=DEVICE).to(BF16), transposed=pass_name == "fprop")
+    addend = torch.randn(M, N, device=DEVICE) * K**0.5
+    wanted = a.double() @ b.double() + addend.double()
+    summed = a.double().abs() @ b.double().abs() + addend.double().abs()
+    half_ulp = 2**-9 if out_dtype == BF16 else 2**-24
+    for order in ORDERS:
+        out = persistent_matmul(a, b, out_dtype=out_dtype, addend=addend, tile_order=order)
+        error = (out.double() - wanted).abs()
+        assert (error <= 1.01 * half_ulp * wanted.abs() + 2**-20 * summed).all(), error.max()
+
+
+# ---- addend ----
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("addend_dtype", [BF16, FP32])
+@pytest.mark.parametrize("out_dtype", [BF16, FP32])
+@pytest.mark.parametrize("sizes", [(1024, 768, 256), (301, 203, 97)], ids=str)
+def test_addends_of_every_kind(sizes, out_dtype, addend_dtype, order):
+    M, N, _ = sizes
+    a, b = operands(sizes)
+    matrix = integers(M, N, addend_dtype, seed=7)
+    bias = integers(1, N, addend_dtype, seed=8)[0]
+    column = integers(M, 1, addend_dtype, seed=9)
+    addends = {
+        "matrix": matrix,
+        "column-major": place(matrix, transposed=True),
+        "unaligned": place(matrix, transposed=False, offset=1, pad=3),
+        "bias": bias.expand(M, N),
+        "strided bias": integers(1, 2 * N, addend_dtype, seed=8)[0, ::2].expand(M, N),
+        "column": column.expand(M, N),
+        "scalar": matrix[:1, :1].expand(M, N),
+    }
+    for name, addend in addends.items():
+        out = persistent_matmul(a, b, addend=addend, out_dtype=out_dtype, tile_order=order)
+        wanted = exact(a, b, addend, out_dtype)
+        torch.testing.assert_close(out, wanted, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("pass_name", PASSES)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("where", [(0, 0), (0, 8), (1, 3)], ids=str)
+def test_accumulates_in_place(dtype, pass_name, order, where):
+    offset, pad = where
+    for sizes in ((1024, 776, 256), (301, 203, 97), (4096, 4096, 128)):
+        a, b = operands(sizes, pass_name)
+        start = integers(sizes[0], sizes[1], dtype, seed=3)
+        out = place(start, transposed=False, offset=offset, pad=pad)
+        wanted = start
+        for _ in range(3):
+            assert persistent_matmul(a, b, out=out, addend=out, tile_order=order) is out
+            wanted = exact(a, b, wanted, dtype)
+            assert_same(out, wanted)
+
+
+def test_accumulates_in_place_through_another_view_of_out():
+    a, b = operands((256, 128, 64))
+    out = integers(256, 128, FP32)
+    wanted = exact(a, b, out, FP32)
+    persistent_matmul(a, b, out=out, addend=out.view(256, 128))
+    assert_same(out, wanted)
+
+
+# ---- SMs, orders, determinism ----
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("num_sms", [1, 7, 100, 132, 500])
+def test_any_number_of_blocks(num_sms, order):
+    for sizes in ((1024, 1544, 328), (127, 65, 33)):
+        a, b = operands(sizes)
+        for _ in range(3):
+            assert_same(persistent_matmul(a, b, num_sms=num_sms, tile_order=order), exact(a, b))
+
+
+def test_runs_are_bit_identical_and_orders_agree():
+    a, b = torch.randn(4096, 2048, device=DEVICE).to(BF16), torch.randn(3072, 2048, device=DEVICE).to(BF16).t()
+    first = persistent_matmul(a, b, tile=TILES[0])
+    for order, num_sms in itertools.product(ORDERS, (50, 100, 132)):
+        for _ in range(10):
+            assert_same(persistent_matmul(a, b, tile=TILES[0], tile_order=order, num_sms=num_sms), first)
+
+
+def test_two_streams_at_once_steal_from_their_own_counters():
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    cases = [operands((2048, 1536, 512), "fprop", seed=i) for i in range(2)]
+    wanted = [exact(a, b) for a, b in cases]
+    outs = [[torch.full_like(wanted[i], torch.nan) for _ in range(20)] for i in range(2)]
+    torch.cuda.synchronize()
+    for call in range(20):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                persistent_matmul(*cases[i], out=outs[i][call], num_sms=60, tile_order="stealing")
+    torch.cuda.synchronize()
+    for i in range(2):
+        for out in outs[i]:
+            assert_same(out, wanted[i])
+
+
+# ---- CUDA graphs ----
+
+
+def capture(call, stream: torch.cuda.Stream | None = None) -> torch.cuda.CUDAGraph:
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    return graph
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("pass_name", PASSES)
+def test_graphs_replay_with_new_data(order, pass_name):
+    a, b = operands((1024, 768, 320), pass_name)
+    odd_a, odd_b = operands((129, 65, 33), pass_name)
+    out, odd_out = torch.empty(1024, 768, dtype=BF16, device=DEVICE), torch.empty(129, 65, device=DEVICE)
+    total = torch.zeros(1024, 768, device=DEVICE)
+
+    def calls() -> None:
+        persistent_matmul(a, b, out=out, tile_order=order)
+        persistent_matmul(odd_a, odd_b, out=odd_out, tile_order=order)
+        persistent_matmul(a, b, out=total, addend=total, tile_order=order)
+
+    graph = capture(calls)
+    total.zero_()
+    wanted_total = torch.zeros_like(total)
+    for seed in range(3):
+        for tensor, new in zip((a, b), operands((1024, 768, 320), pass_name, seed=10 + seed), strict=True):
+            tensor.copy_(new)
+        for tensor, new in zip((odd_a, odd_b), operands((129, 65, 33), pass_name, seed=20 + seed), strict=True):
+            tensor.copy_(new)
+        out.fill_(torch.nan)
+        graph.replay()
+        wanted_total = exact(a, b, wanted_total, FP32)
+        assert_same(out, exact(a, b))
+        assert_same(odd_out, exact(odd_a, odd_b, dtype=FP32))
+        assert_same(total, wanted_total)
+
+
+def test_two_graphs_of_one_capture_stream_steal_at_once_beside_an_eager_call():
+    cases = [operands((2048, 1536, 512), seed=i) for i in range(3)]
+    wanted = [exact(a, b) for a, b in cases]
+    outs = [torch.empty_like(w) for w in wanted]
+    side = torch.cuda.Stream()
+
+    def call(i: int) -> None:
+        persistent_matmul(*cases[i], out=outs[i], num_sms=40, tile_order="stealing")
+
+    graphs = [capture(lambda i=i: call(i), side) for i in range(2)]
+    call(2)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for _ in range(5):
+        for out in outs:
+            out.fill_(torch.nan)
+        torch.cuda.synchronize()
+        for _ in range(4):
+            for i, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    graphs[i].replay() if i < 2 else call(2)
+        torch.cuda.synchronize()
+        for out, value in zip(outs, wanted, strict=True):
+            assert_same(out, value)
+
+
+def test_a_capture_without_free_counters_clears_its_own(monkeypatch):
+    a, b = operands((1024, 768, 320))
+    out = torch.empty(1024, 768, dtype=BF16, device=DEVICE)
+    persistent_matmul(a, b, out=out, tile_order="stealing")
+    monkeypatch.setattr(TileCounters, "address", lambda self, stream: None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        persistent_matmul(a, b, out=out, tile_order="stealing")
+    for seed in range(3):
+        a.copy_(integers(1024, 320, seed=seed))
+        out.fill_(torch.nan)
+        graph.replay()
+        assert_same(out, exact(a, b))
+
+
+# ---- edges ----
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 8), (8, 0, 8), (8, 8, 0), (0, 0, 0)], ids=str)
+def test_empty_sizes(sizes):
+    M, N, K = sizes
+    a, b = torch.ones(M, K, dtype=BF16, device=DEVICE), torch.ones(K, N, dtype=BF16, device=DEVICE)
+    assert_same(persistent_matmul(a, b), torch.zeros(M, N, dtype=BF16, device=DEVICE))
+    addend = torch.randn(M, N, device=DEVICE)
+    assert_same(persistent_matmul(a, b, addend=addend), addend.to(BF16))
+    out = addend.clone()
+    assert_same(persistent_matmul(a, b, out=out, addend=out), addend)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_more_than_two_to_the_31_elements(offset):
+    M, K = 262_400, 8192
+    if torch.cuda.mem_get_info()[0] < 16 << 30:
+        pytest.skip("needs 16 GiB of free GPU memory")
+    a = torch.ones(M * K + offset, dtype=BF16, device=DEVICE)[offset:].view(M, K)
+    b = integers(16, K).t()
+    a[-300:] = integers(300, K, seed=4)
+    out = persistent_matmul(a, b)
+    assert_same(out[-300:], exact(a[-300:], b))
+    assert_same(out[:300], exact(a[:300], b))
+
+
+def test_plans_keep_no_tensor_alive():
+    a, b = operands((512, 256, 128))
+    persistent_matmul(a, b, tile_order="static")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    c, d = a.clone(), b.clone(memory_format=torch.preserve_format)
+    persistent_matmul(c, d)
+    del c, d
+    assert torch.cuda.memory_allocated() == before
+
+
+# ---- refusals ----
+
+
+def test_refuses_overlap():
+    buffer = torch.zeros(64, 256, dtype=BF16, device=DEVICE)
+    a, b = buffer[:, :128], torch.zeros(128, 128, dtype=BF16, device=DEVICE)
+    persistent_matmul(a, b, out=buffer[:, 128:])  # side by side: apart
+    with pytest.raises(ShapeError, match="out overlaps a"):
+        persistent_matmul(a, b, out=buffer[:, 64:192])
+    with pytest.raises(ShapeError, match="out overlaps b"):
+        persistent_matmul(buffer[:, :64], b[:64], out=b[:64])
+    with pytest.raises(ShapeError, match="out overlaps addend"):
+        persistent_matmul(a, b, out=buffer[:, 128:], addend=buffer[:, 120:248])
+    with pytest.raises(ShapeError, match="overlaps itself"):
+        persistent_matmul(a, b, out=torch.zeros(1, 128, dtype=BF16, device=DEVICE).expand(64, 128))
+
+
+def test_refuses_what_does_not_fit():
+    a, b = torch.zeros(8, 16, dtype=BF16, device=DEVICE), torch.zeros(16, 24, dtype=BF16, device=DEVICE)
+    for arguments, error, words in (
+        ((a, b[:8]), ShapeError, "inner sizes differ"),
+        ((a[0], b), ShapeError, "a matrix is needed"),
+        ((a, b.half()), UnsupportedError, "must be the same"),
+        ((a.float(), b.float()), UnsupportedError, "bfloat16 and float16"),
+        ((a, b.cpu()), ShapeError, "CUDA device"),
+        ((torch.zeros(16, 32, dtype=BF16, device=DEVICE)[::2, ::2], b), ShapeError, "must be 1"),
+    ):
+        with pytest.raises(error, match=words):
+            persistent_matmul(*arguments)
+    for keywords, error, words in (
+        ({"out": torch.zeros(8, 23, dtype=BF16, device=DEVICE)}, ShapeError, "out has shape"),
+        ({"out": torch.zeros(8, 24, dtype=FP16, device=DEVICE)}, UnsupportedError, "out is torch.float16"),
+        ({"out": torch.zeros(8, 24, dtype=BF16, device=DEVICE), "out_dtype": FP32}, ShapeError, "one of the two"),
+        ({"out": torch.zeros(8, 24, dtype=BF16)}, ShapeError, "out is on CUDA device -1"),
+        ({"addend": torch.zeros(24, dtype=BF16, device=DEVICE)}, ShapeError, "addend has shape"),
+        ({"addend": torch.zeros(8, 24, dtype=torch.float64, device=DEVICE)}, UnsupportedError, "addend is"),
+        ({"num_sms": 0}, ShapeError, "num_sms is 0"),
+        ({"tile_order": "dynamic"}, UnsupportedError, "tile_order"),
+    ):
+        with pytest.raises(error, match=words):
+            persistent_matmul(a, b, **keywords)

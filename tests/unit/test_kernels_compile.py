@@ -1,0 +1,173 @@
+"""Every variant of the Triton kernels that a call can ask for compiles for Hopper, without a GPU."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from commfuse_megatron.kernels import matmul_variant
+from commfuse_megatron.kernels.matmul_variant import Layout, Variant, choose_variant, compile_variant
+from commfuse_megatron.kernels.tiles import TILES, choose_tile
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from commfuse_megatron.kernels import matmul_kernel  # noqa: E402
+from commfuse_megatron.kernels.sum_kernel import sum_partials_kernel  # noqa: E402
+
+HOPPER = GPUTarget("cuda", 90, 32)
+AMPERE = GPUTarget("cuda", 80, 32)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+M, N, K = 8192, 8192, 4096  # the first tile of the table
+
+
+def layout(
+    rows: int, cols: int, *, transposed: bool = False, dtype: torch.dtype = BF16, aligned: bool = True
+) -> Layout:
+    strides = (1, rows) if transposed else (cols, 1)
+    return Layout((rows, cols), strides, dtype, 0, aligned)
+
+
+def variant_for(
+    *,
+    sizes: tuple[int, int, int] = (M, N, K),
+    pass_name: str = "fprop",
+    dtype: torch.dtype = BF16,
+    out_dtype: torch.dtype = BF16,
+    addend: str = "none",
+    addend_dtype: torch.dtype = BF16,
+    stealing: bool = False,
+    aligned: bool = True,
+    allow_tma: bool = True,
+    num_sms: int = 132,
+) -> Variant:
+    rows, cols, inner = sizes
+    addends = {
+        "none": None,
+        "matrix": layout(rows, cols, dtype=addend_dtype),
+        "strided": layout(rows, cols, dtype=addend_dtype, transposed=True),
+        "bias": Layout((rows, cols), (0, 1), addend_dtype, 0, True),
+    }
+    variant = choose_variant(
+        layout(rows, inner, transposed=pass_name == "wgrad", dtype=dtype, aligned=aligned),
+        layout(inner, cols, transposed=pass_name == "fprop", dtype=dtype, aligned=aligned),
+        layout(rows, cols, dtype=out_dtype, aligned=aligned),
+        addends[addend],
+        num_sms=num_sms,
+        stealing=stealing,
+        allow_tma=allow_tma,
+    )
+    assert variant is not None
+    return variant
+
+
+def hopper_variants() -> Iterator[tuple[str, Variant]]:
+    for stealing in (False, True):
+        order = "stealing" if stealing else "static"
+        for pass_name in ("fprop", "dgrad", "wgrad"):
+            yield f"{pass_name}-{order}", variant_for(pass_name=pass_name, stealing=stealing)
+        yield f"bias-{order}", variant_for(addend="bias", stealing=stealing)
+        yield f"addend-{order}", variant_for(addend="matrix", stealing=stealing)
+        yield f"strided-addend-{order}", variant_for(addend="strided", stealing=stealing)
+        yield (
+            f"wgrad-fp32-accumulate-{order}",
+            variant_for(pass_name="wgrad", out_dtype=FP32, addend="matrix", addend_dtype=FP32, stealing=stealing),
+        )
+        yield f"unaligned-{order}", variant_for(aligned=False, stealing=stealing)
+    yield "fp16", variant_for(dtype=FP16, out_dtype=FP16)
+    yield "fp32-out", variant_for(out_dtype=FP32)
+    yield "strided-fp32-addend", variant_for(out_dtype=FP32, addend="strided", addend_dtype=FP32)
+    for index, tile in enumerate(TILES):
+        sizes = next(sizes for sizes in SIZES if choose_tile(sizes[0], sizes[1], 132) is tile)
+        yield f"tile-{index}", variant_for(sizes=sizes)
+        yield (
+            f"tile-{index}-fp32-accumulate",
+            variant_for(sizes=sizes, pass_name="wgrad", out_dtype=FP32, addend="matrix", addend_dtype=FP32),
+        )
+
+
+SIZES = [
+    (rows, cols, 4096)
+    for rows in (8192, 4096, 2048, 1024, 512, 128, 16)
+    for cols in (8192, 5120, 3072, 1152, 1024, 256, 128)
+]
+
+
+@pytest.mark.parametrize(("name", "variant"), [pytest.param(n, v, id=n) for n, v in hopper_variants()])
+def test_compiles_for_hopper(name: str, variant: Variant) -> None:
+    compiled = compile_variant(variant, HOPPER)
+    ptx = compiled.asm["ptx"]
+    assert compiled.metadata.shared <= matmul_variant.SHARED_BYTES
+    assert compiled.metadata.global_scratch_size == 0, "descriptors must come from the host"
+    assert "wgmma.mma_async" in ptx, "not on Hopper's matrix units"
+    assert ("cp.async.bulk.tensor.2d.shared" in ptx) == (variant.a.tma or variant.b.tma)
+    assert ("cp.async.bulk.tensor.2d.global" in ptx) == variant.out_tma
+    assert ("atom" in ptx) == variant.stealing
+
+
+@pytest.mark.parametrize("pass_name", ["fprop", "dgrad", "wgrad"])
+@pytest.mark.parametrize("out_dtype", [BF16, FP32])
+def test_compiles_without_tma(pass_name: str, out_dtype: torch.dtype) -> None:
+    variant = variant_for(pass_name=pass_name, out_dtype=out_dtype, addend="matrix", allow_tma=False)
+    compiled = compile_variant(variant, AMPERE)
+    assert compiled.metadata.shared <= matmul_variant.POINTER_SHARED_BYTES
+    assert "mma.sync" in compiled.asm["ptx"]
+
+
+def test_operands_choose_their_loads_one_by_one() -> None:
+    variant = choose_variant(
+        layout(M, K), Layout((K, N), (1, K + 1), BF16, 0, True), layout(M, N), None,
+        num_sms=132, stealing=False, allow_tma=True,
+    )  # fmt: skip
+    assert variant is not None
+    assert (variant.a.tma, variant.b.tma, variant.out_tma) == (True, False, True)
+    assert "cp.async.bulk.tensor.2d.shared" in compile_variant(variant, HOPPER).asm["ptx"]
+
+
+def test_expanded_operands_go_through_pointers() -> None:
+    variant = choose_variant(
+        Layout((M, K), (0, 1), BF16, 0, True), layout(K, N), layout(M, N), None,
+        num_sms=132, stealing=False, allow_tma=True,
+    )  # fmt: skip
+    assert variant is not None
+    assert not variant.a.tma
+    assert variant.b.tma
+
+
+def test_no_variant_where_no_stride_is_one() -> None:
+    wide = Layout((M, K), (2 * K, 2), BF16, 0, True)
+    common = dict(num_sms=132, stealing=False, allow_tma=True)
+    assert choose_variant(wide, layout(K, N), layout(M, N), None, **common) is None
+    assert choose_variant(layout(M, K), Layout((K, N), (2 * N, 2), BF16, 0, True), layout(M, N), None, **common) is None
+
+
+def test_kernel_and_host_agree_on_the_addend_switch() -> None:
+    for name in ("ADDEND_NONE", "ADDEND_POINTER", "ADDEND_TMA", "ADDEND_ROW"):
+        assert getattr(matmul_kernel, name).value == getattr(matmul_variant, name)
+
+
+def test_constants_are_the_kernels_last_arguments_in_order() -> None:
+    names = list(variant_for().constants())
+    assert matmul_kernel.persistent_matmul_kernel.arg_names[-len(names) :] == names
+
+
+def test_every_tile_of_the_table_is_chosen_by_some_size() -> None:
+    chosen = {choose_tile(rows, cols, 132) for rows, cols, _ in SIZES}
+    assert chosen == set(TILES)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize(("num_partials", "has_bias"), [(0, False), (1, True), (7, False), (63, True)])
+def test_sum_partials_compiles_for_hopper(dtype: str, num_partials: int, has_bias: bool) -> None:
+    constants = {"NUM_PARTIALS": num_partials, "HAS_BIAS": has_bias, "WIDE": dtype == "fp64", "BLOCK": 2048}
+    signature = {"own": f"*{dtype}", "partials": f"*{dtype}", "bias": f"*{dtype}", "out": f"*{dtype}", "cols": "i32"}
+    if not has_bias:
+        signature["bias"], constants["bias"] = "constexpr", None
+    names = sum_partials_kernel.arg_names
+    for name in names:
+        signature.setdefault(name, "constexpr" if name in constants else "i64")
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name] != "constexpr"}
+    source = ASTSource(sum_partials_kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
+    ptx = triton.compile(source, target=HOPPER, options={"num_warps": 4}).asm["ptx"]
+    assert "ld.global.v4" in ptx or "ld.global.v2.b64" in ptx, "loads are not 16 bytes wide"
