@@ -8,8 +8,7 @@ belongs to an earlier step; but a computation may use what arrives in the batch 
 from dataclasses import dataclass
 
 from commfuse_megatron.schedule.actions import Algorithm, Chunk, Collective, Compute, Receive, Schedule, Send
-from commfuse_megatron.schedule.failure import fail
-from commfuse_megatron.schedule.render import name_chunk
+from commfuse_megatron.schedule.failure import fail, say_chunk
 
 __all__ = ["follow_data"]
 
@@ -41,9 +40,9 @@ def _follow_chunks(schedule: Schedule, rank: int) -> None:
     def read(verb: str, chunk: Chunk, slot: int | None, step: int) -> None:
         if slot is None or held[slot] == chunk:
             return
-        what = f"{verb} {name_chunk(schedule, chunk)} from receive slot {slot}, which holds"
+        what = f"{verb} {say_chunk(schedule, chunk)} from receive slot {slot}, which holds"
         content = held[slot]
-        fail(schedule, f"{what} {'nothing yet' if content is None else name_chunk(schedule, content)}.", rank, step)
+        fail(schedule, f"{what} {'nothing yet' if content is None else say_chunk(schedule, content)}.", rank, step)
 
     for step in schedule.programs[rank]:
         for transfer in step.transfers:
@@ -52,13 +51,13 @@ def _follow_chunks(schedule: Schedule, rank: int) -> None:
         for transfer in step.transfers:
             if not isinstance(transfer, Receive):
                 continue
-            what = f"receives {name_chunk(schedule, transfer.chunk)}"
+            what = f"receives {say_chunk(schedule, transfer.chunk)}"
             if transfer.chunk in arrived_at:
                 fail(schedule, f"{what} a second time, after step {arrived_at[transfer.chunk]}.", rank, step.index)
             arrived_at[transfer.chunk] = step.index
             old = held[transfer.slot]
             if old is not None and last_use[old] >= step.index:
-                over = f"over {name_chunk(schedule, old)}, which step {last_use[old]} reads."
+                over = f"over {say_chunk(schedule, old)}, which step {last_use[old]} reads."
                 fail(schedule, f"{what} into slot {transfer.slot} {over}", rank, step.index)
             held[transfer.slot] = transfer.chunk
         read("computes", step.compute.chunk, step.compute.receive_slot, step.index)
@@ -101,7 +100,7 @@ class _PartialSums:
             self._finish(rank)
 
     def _name(self, chunk: Chunk) -> str:
-        return name_chunk(self.schedule, chunk)
+        return say_chunk(self.schedule, chunk)
 
     def _send(self, rank: int, step: int, send: Send) -> _Partial:
         assert send.slot is not None  # validate checked it

@@ -35,8 +35,10 @@ def render(
     cells = _draw_cells(schedule, [step for step in steps if step is not None], show_slots)
 
     width = max(map(len, [*cells.values(), f"rank {num_ranks - 1}"]))
-    # 4 characters for the step, 6 for each "..." that stands for ranks left out.
-    num_fitting = num_ranks if 4 + num_ranks * (width + 3) <= max_width else (max_width - 16) // (width + 3)
+    # 5 characters for the step, 6 for each "..." that stands for ranks left out (on both sides of a mark).
+    num_fitting = num_ranks
+    if 5 + num_ranks * (width + 3) > max_width:
+        num_fitting = (max_width - 5 - (6 if mark is None else 12)) // (width + 3)
     ranks = _choose_visible(num_ranks, num_fitting, marked_rank)
 
     lines = ["step" + "".join(f" | {_LEFT_OUT if rank is None else f'rank {rank}'.ljust(width)}" for rank in ranks)]

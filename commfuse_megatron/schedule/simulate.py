@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 
 from commfuse_megatron.errors import ScheduleError
 from commfuse_megatron.schedule.actions import Chunk, Collective, Receive, Schedule, Send, Step
-from commfuse_megatron.schedule.failure import fail
-from commfuse_megatron.schedule.render import name_chunk
+from commfuse_megatron.schedule.failure import fail, say_chunk
 from commfuse_megatron.schedule.timeline import Activity, Interval, Simulation, Timeline
 
 __all__ = ["simulate"]
@@ -181,7 +180,7 @@ class _Run:
         self.schedule = schedule
         self.compute_us = compute_us
         self.transfer_us = transfer_us
-        self.latency_us = latency_us
+        self.latency_us = _check_cost(latency_us, "latency_us")
         self.adds_in_epilogue = adds_in_epilogue
         self.ranks = [_Rank(program, _find_needs(program, schedule.collective)) for program in schedule.programs]
         self.awake = deque(range(len(self.ranks)))
@@ -224,7 +223,7 @@ class _Run:
         if send is None or receive is None:
             return
         if send.chunk != receive.chunk:
-            sent, expected = name_chunk(self.schedule, send.chunk), name_chunk(self.schedule, receive.chunk)
+            sent, expected = say_chunk(self.schedule, send.chunk), say_chunk(self.schedule, receive.chunk)
             sentence = f"sends {sent} to rank {to_rank}, which takes it for {expected}: values cross."
             fail(self.schedule, sentence, from_rank, sender.next_batch)
         start_us = max(sender.issued_us, receiver.issued_us)
@@ -284,7 +283,7 @@ class _Run:
     def _describe_wait(self, rank: int) -> Iterator[str]:
         state = self.ranks[rank]
         for transfer in state.unmet:
-            name = name_chunk(self.schedule, transfer.chunk)
+            name = say_chunk(self.schedule, transfer.chunk)
             if isinstance(transfer, Send):
                 yield f"rank {rank}, step {state.next_batch}: waits for rank {transfer.to_rank} to receive {name}"
             else:

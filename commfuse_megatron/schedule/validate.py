@@ -7,8 +7,7 @@ pair of ranks, and no rank can wait in a circle: the batch of step t needs nothi
 
 from commfuse_megatron.schedule.actions import Algorithm, Chunk, Collective, Compute, Receive, Schedule, Send, Step
 from commfuse_megatron.schedule.data_flow import follow_data
-from commfuse_megatron.schedule.failure import fail
-from commfuse_megatron.schedule.render import name_chunk
+from commfuse_megatron.schedule.failure import fail, say_chunk
 
 __all__ = ["validate"]
 
@@ -128,7 +127,7 @@ def _check_slot(schedule: Schedule, rank: int, step: int, what: str, kind: str, 
 def _checked_name(schedule: Schedule, rank: int, step: int, chunk: Chunk) -> str:
     if not (0 <= chunk.owner_rank < schedule.group_size and 0 <= chunk.index < schedule.chunks_per_shard):
         fail(schedule, f"there is no chunk {chunk.index} of shard {chunk.owner_rank}.", rank, step)
-    return name_chunk(schedule, chunk)
+    return say_chunk(schedule, chunk)
 
 
 def _check_order(schedule: Schedule, rank: int) -> None:
@@ -136,7 +135,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
     computed_at: dict[Chunk, int] = {}
     num_foreign = (schedule.group_size - 1) * schedule.chunks_per_shard
     for step in schedule.programs[rank]:
-        name = name_chunk(schedule, step.compute.chunk)
+        name = say_chunk(schedule, step.compute.chunk)
         earlier = computed_at.setdefault(step.compute.chunk, step.index)
         if earlier != step.index:
             fail(schedule, f"computes {name} a second time, after step {earlier}.", rank, step.index)
@@ -164,17 +163,17 @@ def _check_matching(schedule: Schedule) -> None:
                 else:
                     received[transfer.from_rank, rank] = transfer.chunk
         for (from_rank, to_rank), chunk in sent.items():
-            what = f"sends {name_chunk(schedule, chunk)} to rank {to_rank}"
+            what = f"sends {say_chunk(schedule, chunk)} to rank {to_rank}"
             expected = received.get((from_rank, to_rank))
             if expected is None:
                 end = _describe_other_end(schedule, to_rank, Receive, from_rank, chunk)
                 fail(schedule, f"{what}, which {end}", from_rank, step)
             if expected != chunk:
-                sentence = f"{what}, which takes it for {name_chunk(schedule, expected)}: values cross."
+                sentence = f"{what}, which takes it for {say_chunk(schedule, expected)}: values cross."
                 fail(schedule, sentence, from_rank, step)
         for (from_rank, to_rank), chunk in received.items():
             if (from_rank, to_rank) not in sent:
-                what = f"receives {name_chunk(schedule, chunk)} from rank {from_rank}"
+                what = f"receives {say_chunk(schedule, chunk)} from rank {from_rank}"
                 end = _describe_other_end(schedule, from_rank, Send, to_rank, chunk)
                 fail(schedule, f"{what}, which {end}", to_rank, step)
 
