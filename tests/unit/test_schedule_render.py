@@ -1,0 +1,189 @@
+"""The grid as users see it: exact for four ranks, whole or cut for any other group."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commfuse_megatron.schedule import Schedule, describe, render
+from tests.harness.schedules import build, change_step, schedules, with_program
+
+RING_REDUCE_SCATTER = """\
+ring reduce-scatter: 4 ranks, 1 chunk per shard, 3 receive slots, 3 send slots
+
+step | rank 0              | rank 1              | rank 2              | rank 3
+-----+---------------------+---------------------+---------------------+--------------------
+   0 | [3]                 | [0]                 | [1]                 | [2]
+   1 | [+2]   3->r1  2<-r3 | [+3]   0->r2  3<-r0 | [+0]   1->r3  0<-r1 | [+1]   2->r0  1<-r2
+   2 | [+1]   2->r1  1<-r3 | [+2]   3->r2  2<-r0 | [+3]   0->r3  3<-r1 | [+0]   1->r0  0<-r2
+   3 | [+0*]  1->r1  0<-r3 | [+1*]  2->r2  1<-r0 | [+2*]  3->r3  2<-r1 | [+3*]  0->r0  3<-r2
+
+  [2]    compute this rank's partial of shard 2
+  [+2]   the same, added to the running sum that arrived
+  [2*]   the rank's own shard, last
+  2->r3  send the running sum of shard 2 to rank 3
+  2<-r1  receive the running sum of shard 2 from rank 1
+Transfers of a step are issued together, before its computation, and run beside it."""
+
+DIRECT_REDUCE_SCATTER = """\
+direct reduce-scatter: 4 ranks, 1 chunk per shard, 3 receive slots, 3 send slots
+
+step | rank 0             | rank 1             | rank 2             | rank 3
+-----+--------------------+--------------------+--------------------+-------------------
+   0 | [1]                | [2]                | [3]                | [0]
+   1 | [2]   1->r1  0<-r3 | [3]   2->r2  1<-r0 | [0]   3->r3  2<-r1 | [1]   0->r0  3<-r2
+   2 | [3]   2->r2  0<-r2 | [0]   3->r3  1<-r3 | [1]   0->r0  2<-r0 | [2]   1->r1  3<-r1
+   3 | [0*]  3->r3  0<-r1 | [1*]  0->r0  1<-r2 | [2*]  1->r1  2<-r3 | [3*]  2->r2  3<-r0
+
+  [2]    compute this rank's partial of shard 2
+  [2*]   the rank's own shard, last
+  2->r3  send the partial of shard 2 to rank 3
+  2<-r1  receive the partial of shard 2 from rank 1
+Transfers of a step are issued together, before its computation, and run beside it.
+After the last step every rank adds the partials that arrived to those of its own shard."""
+
+RING_ALL_GATHER = """\
+ring all-gather: 4 ranks, 1 chunk per shard, 3 receive slots
+
+step | rank 0             | rank 1             | rank 2             | rank 3
+-----+--------------------+--------------------+--------------------+-------------------
+   0 | [0*]  0->r1  3<-r3 | [1*]  1->r2  0<-r0 | [2*]  2->r3  1<-r1 | [3*]  3->r0  2<-r2
+   1 | [3]   3->r1  2<-r3 | [0]   0->r2  3<-r0 | [1]   1->r3  0<-r1 | [2]   2->r0  1<-r2
+   2 | [2]   2->r1  1<-r3 | [3]   3->r2  2<-r0 | [0]   0->r3  3<-r1 | [1]   1->r0  0<-r2
+   3 | [1]                | [2]                | [3]                | [0]
+
+  [2]    multiply shard 2
+  [2*]   the rank's own shard, first
+  2->r3  send shard 2 to rank 3
+  2<-r1  receive shard 2 from rank 1
+Transfers of a step are issued together, before its computation, and run beside it."""
+
+DIRECT_ALL_GATHER_MARKED = """\
+direct all-gather: 4 ranks, 1 chunk per shard, 2 receive slots
+
+step | rank 0                | rank 1                | rank 2                | rank 3
+-----+-----------------------+-----------------------+-----------------------+----------------------
+   0 | [0*]   0->r1  3@0<-r3 | [1*]   1->r2  0@0<-r0 | [2*]   2->r3  1@0<-r1 | [3*]   3->r0  2@0<-r2
+   1 | @0[3]  0->r2  2@1<-r2 | @0[0]  1->r3  3@1<-r3 | @0[1]  2->r0  0@1<-r0 | @0[2]  3->r1  1@1<-r1
+   2 | @1[2]  0->r3  1@0<-r1 | @1[3]  1->r0  2@0<-r2 |>@1[0]  2->r1  3@0<-r3<| @1[1]  3->r2  0@0<-r0
+   3 | @0[1]                 | @0[2]                 | @0[3]                 | @0[0]
+
+  [2]    multiply shard 2
+  [2*]   the rank's own shard, first
+  2->r3  send shard 2 to rank 3
+  2<-r1  receive shard 2 from rank 1
+  @0     what stands before it lies in slot 0; before a bracket: read from receive slot 0
+  >  <   the step in question
+Transfers of a step are issued together, before its computation, and run beside it."""
+
+LARGE_CUT = """\
+ring all-gather: 64 ranks, 2 chunks per shard, 126 receive slots
+
+step | ... | rank 20                      | rank 21                      | ...
+-----+-----+------------------------------+------------------------------+----
+ ... | ... | ...                          | ...                          | ...
+  29 | ... | [6.1]   6.1->r21   5.1<-r19  | [7.1]   7.1->r22   6.1<-r20  | ...
+  30 | ... | [5.0]   5.0->r21   4.0<-r19  |>[6.0]   6.0->r22   5.0<-r20 <| ...
+  31 | ... | [5.1]   5.1->r21   4.1<-r19  | [6.1]   6.1->r22   5.1<-r20  | ...
+ ... | ... | ...                          | ...                          | ...
+"""
+
+
+def test_ring_reduce_scatter_of_four() -> None:
+    assert render(build("reduce_scatter", "ring", 4)) == RING_REDUCE_SCATTER
+
+
+def test_direct_reduce_scatter_of_four() -> None:
+    assert render(build("reduce_scatter", "direct", 4)) == DIRECT_REDUCE_SCATTER
+
+
+def test_ring_all_gather_of_four() -> None:
+    assert render(build("all_gather", "ring", 4)) == RING_ALL_GATHER
+
+
+def test_mark_and_slots() -> None:
+    schedule = build("all_gather", "direct", 4, num_receive_slots=2)
+    assert render(schedule, mark=(2, 2), show_slots=True) == DIRECT_ALL_GATHER_MARKED
+
+
+def test_large_groups_are_cut_around_the_mark() -> None:
+    text = render(build("all_gather", "ring", 64, 2), mark=(21, 30), max_width=90, max_steps=3)
+    assert text.partition("\n\n  [2.1]")[0] + "\n" == LARGE_CUT
+
+
+def test_large_groups_show_both_ends_without_a_mark() -> None:
+    lines = render(build("all_gather", "ring", 64), max_steps=4).splitlines()
+    assert [text.strip() for text in lines[2].split("|")] == ["step", "rank 0", "rank 1", "rank 2", "...", "rank 63"]
+    assert [line.split("|")[0].strip() for line in lines[4:9]] == ["0", "1", "2", "...", "63"]
+
+
+@given(
+    schedule=schedules(max_group_size=24, max_chunks=2),
+    max_width=st.integers(60, 200),
+    max_steps=st.integers(1, 200),
+    show_slots=st.booleans(),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=50)
+def test_any_grid_fits_and_shows_its_mark(
+    schedule: Schedule, max_width: int, max_steps: int, show_slots: bool, data: st.DataObject
+) -> None:
+    num_steps = schedule.group_size * schedule.chunks_per_shard
+    mark = data.draw(st.none() | st.tuples(st.integers(0, schedule.group_size - 1), st.integers(0, num_steps - 1)))
+    text = render(schedule, mark=mark, show_slots=show_slots, max_width=max_width, max_steps=max_steps)
+    assert text.isascii()
+    title, grid = text.split("\n\n")[:2]
+    lines = grid.splitlines()
+    assert title == describe(schedule)
+    assert max(map(len, lines)) <= max_width
+    assert sum("|>" in line for line in lines) == (mark is not None)
+    if mark is not None:
+        (marked,) = [line for line in lines if "|>" in line]
+        assert marked.startswith(f"{mark[1]:>4} ")
+        column = marked[: marked.index("|>")].count("|")
+        assert lines[0].split("|")[1 + column].strip() == f"rank {mark[0]}"
+    assert len(lines) <= 2 + max_steps + 2
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 7, 16, 64])
+def test_every_size_fits_the_usual_width(group_size: int) -> None:
+    for collective, algorithm in [("all_gather", "ring"), ("reduce_scatter", "direct")]:
+        assert max(map(len, render(build(collective, algorithm, group_size)).splitlines())) <= 120
+
+
+def test_a_marked_last_column_fits_exactly() -> None:
+    schedule = build("reduce_scatter", "direct", 5)
+    width = max(map(len, render(schedule, mark=(4, 1), max_width=1000).splitlines()))
+    assert "rank 0" in render(schedule, mark=(4, 1), max_width=width)
+    assert max(map(len, render(schedule, mark=(4, 1), max_width=width - 1).splitlines()[:8])) < width
+
+
+def test_one_rank() -> None:
+    text = render(build("reduce_scatter", "ring", 1, 2))
+    assert text.splitlines()[4:6] == ["   0 | [0.0*]", "   1 | [0.1*]"]
+    assert "<-" not in text
+    assert "adds" not in text
+
+
+def test_broken_schedules_can_be_drawn() -> None:
+    schedule = build("all_gather", "ring", 3)
+    ragged = with_program(schedule, 1, schedule.programs[1][:1])
+    assert render(ragged, mark=(1, 2)).count("|>") == 1
+    two_sends = change_step(schedule, 0, 0, transfers=schedule.programs[0][0].transfers * 2)
+    assert "0->r1 0->r1  2<-r2 2<-r2" in render(two_sends)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "text"),
+    [
+        (build("all_gather", "ring", 1), "ring all-gather: 1 rank, 1 chunk per shard"),
+        (build("all_gather", "direct", 2), "direct all-gather: 2 ranks, 1 chunk per shard, 1 receive slot"),
+        (
+            build("reduce_scatter", "ring", 8, 2),
+            "ring reduce-scatter: 8 ranks, 2 chunks per shard, 14 receive slots, 14 send slots",
+        ),
+    ],
+    ids=["one", "gather", "scatter"],
+)
+def test_one_line(schedule: Schedule, text: str) -> None:
+    assert describe(schedule) == text
