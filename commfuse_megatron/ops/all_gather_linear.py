@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from commfuse_megatron.ops.arguments import backward_problem, cast_for_autocast, state_problem
+from commfuse_megatron.ops.arguments import cast_for_autocast, prepare, prepare_backward
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
-from commfuse_megatron.ops.passes import Pass, gather_matmul, matmul_scatter, start_gather, weight_gradient
+from commfuse_megatron.ops.passes import gather_matmul, matmul_scatter, start_gather, weight_gradient
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.executor import AllGatherRun
 from commfuse_megatron.runtime.link import Link
+from commfuse_megatron.runtime.prepared import PreparedPass
 
 __all__ = ["all_gather_linear"]
 
@@ -52,12 +53,12 @@ def all_gather_linear(
     Source: CommFuse Alg. 1, arXiv 2604.24013, 2026.
     """
     x, weight, bias = cast_for_autocast(x, weight, bias)
-    problem = state_problem("all_gather_linear", x, weight, bias, total_rows, context)
-    return _AllGatherLinear.apply(x, weight, bias, _Call(Pass.begin(context, problem), weight_grad))
+    forward = prepare("all_gather_linear", x, weight, bias, total_rows, context)
+    return _AllGatherLinear.apply(x, weight, bias, _Call(forward, weight_grad))
 
 
 class _Call(NamedTuple):
-    forward: Pass
+    forward: PreparedPass
     weight_grad: WeightGradTarget | None
 
 
@@ -67,18 +68,18 @@ class _AllGatherLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: _Call
     ) -> torch.Tensor:
         p = call.forward
-        problem, context = p.problem, p.context
+        problem = p.problem
         shard = x.contiguous().view(-1, problem.K)
         y = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
         out = y.view(-1, problem.N)
         is_kept = p.plan.keep_gathered_input and ctx.needs_input_grad[1]
         gathered = x.new_empty(problem.M, problem.K) if is_kept else None
-        with context.running(problem) as link:
+        with p as link:
             if p.plan.is_scheduled:
                 gather_matmul(p, link, shard, weight.t(), out, bias=bias, gathered=gathered)
             else:
                 gathered = _gather(p, shard)
-                p.gemm.multiply(gathered, weight.t(), out, addend=bias, is_beside_transfer=False)
+                p.gemm.multiply(gathered, weight.t(), out, bias, is_beside_transfer=False)
         ctx.call = call
         ctx.is_kept = is_kept
         ctx.has_bias = bias is not None
@@ -91,13 +92,12 @@ class _AllGatherLinear(torch.autograd.Function):
         x, weight, kept = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         call: _Call = ctx.call
-        context, forward = call.forward.context, call.forward.problem
+        forward = call.forward.problem
         grad = grad_y.contiguous().view(-1, forward.N)
         grad_x = grad_weight = grad_bias = None
         if needs_input or needs_weight:
-            problem = backward_problem(forward, needs_input=needs_input, needs_weight=needs_weight)
-            p = Pass.begin(context, problem)
-            with context.running(problem) as link:
+            p = prepare_backward(call.forward, needs_input=needs_input, needs_weight=needs_weight)
+            with p as link:
                 run = _scheduled_backward if p.plan.is_scheduled else _sequential_backward
                 grad_x, grad_weight = run(p, link, _Operands(grad, x, weight, kept, needs_input, needs_weight), call)
         if ctx.has_bias and needs_bias:
@@ -115,13 +115,13 @@ class _Operands(NamedTuple):
 
 
 def _scheduled_backward(
-    p: Pass, link: Link, operands: _Operands, call: _Call
+    p: PreparedPass, link: Link, operands: _Operands, call: _Call
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     grad, x, weight, gathered, needs_input, needs_weight = operands
     grad_x = grad_weight = None
     regather: AllGatherRun | None = None
     if needs_weight and gathered is None:
-        gathered = link.carve("gather", (p.problem.M, p.problem.K), x.dtype)
+        gathered = p.gather.gathered()
         regather = start_gather(p, link, x.contiguous().view(-1, p.problem.K), gathered, "re-gather of the input")
 
     def compute_weight_gradient() -> None:
@@ -140,7 +140,7 @@ def _scheduled_backward(
             grad,
             weight,
             grad_x.view(-1, p.problem.K),
-            before_step=None if regather is None else regather.issue,
+            beside=regather,
             beside_last_transfer=compute_weight_gradient,
         )
     else:
@@ -152,7 +152,7 @@ def _scheduled_backward(
 
 
 def _sequential_backward(
-    p: Pass, link: Link, operands: _Operands, call: _Call
+    p: PreparedPass, link: Link, operands: _Operands, call: _Call
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     grad, x, weight, gathered, needs_input, needs_weight = operands
     grad_x = grad_weight = None
@@ -168,7 +168,7 @@ def _sequential_backward(
     return grad_x, grad_weight
 
 
-def _gather(p: Pass, shard: torch.Tensor) -> torch.Tensor:
+def _gather(p: PreparedPass, shard: torch.Tensor) -> torch.Tensor:
     """[M_r, K] -> [M, K] by the plain collective."""
     features = p.problem.batch * p.problem.K
     rows = shard.view(-1, features) if features else shard.new_empty(0, 0)

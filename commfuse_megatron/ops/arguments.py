@@ -3,13 +3,19 @@
 Every check that could fail on one rank alone ends in `context.refuse`, so that the other ranks raise too.
 """
 
+import dataclasses
+
 import torch
 
 from commfuse_megatron.errors import ShapeError
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
+from commfuse_megatron.runtime.prepared import PreparedPass
 
-__all__ = ["backward_problem", "cast_for_autocast", "state_problem"]
+__all__ = ["cast_for_autocast", "prepare", "prepare_backward"]
+
+# Shapes that vary from call to call must not fill the memory.
+_MOST_KNOWN_CALLS = 4096
 
 
 def cast_for_autocast(
@@ -23,21 +29,58 @@ def cast_for_autocast(
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def state_problem(
+def prepare(
     op: str,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     total_rows: int | None,
     context: OverlapContext,
-) -> GemmProblem:
-    """The forward problem of a call.
+) -> PreparedPass:
+    """The forward pass of a call, checked, agreed on with the other ranks and counted.
 
     Raises ShapeError, on this rank and at the others' next comparison, when the arguments do not fit together.
     """
-    complaint = _find_complaint(op, x, weight, bias, total_rows, context)
-    if complaint is not None:
-        context.refuse(ShapeError(f"{op}: {complaint}"))
+    # All that the checks look at: arguments like some seen before need no second look.
+    key = (
+        op,
+        x.shape,
+        x.dtype,
+        x.device,
+        weight.shape,
+        weight.dtype,
+        weight.device,
+        None if bias is None else (bias.shape, bias.dtype, bias.device),
+        total_rows,
+    )
+    prepared = context.known_calls.get(key)
+    if prepared is None:
+        complaint = _find_complaint(op, x, weight, bias, total_rows, context)
+        if complaint is not None:
+            context.refuse(ShapeError(f"{op}: {complaint}"))
+        prepared = context.prepare(_state_problem(op, x, weight, total_rows, context))
+        if len(context.known_calls) >= _MOST_KNOWN_CALLS:
+            context.known_calls.clear()
+        context.known_calls[key] = prepared
+    prepared.begin()
+    return prepared
+
+
+def prepare_backward(forward: PreparedPass, *, needs_input: bool, needs_weight: bool) -> PreparedPass:
+    """The backward pass of the same call, agreed on and counted; which gradients are due decides what is sent."""
+    needs = "+".join(name for name, is_needed in (("input", needs_input), ("weight", needs_weight)) if is_needed)
+    key = (forward.problem, needs)
+    prepared = forward.context.known_calls.get(key)
+    if prepared is None:
+        problem = dataclasses.replace(forward.problem, pass_name="backward", needs=needs)
+        prepared = forward.context.known_calls[key] = forward.context.prepare(problem)
+    prepared.begin()
+    return prepared
+
+
+def _state_problem(
+    op: str, x: torch.Tensor, weight: torch.Tensor, total_rows: int | None, context: OverlapContext
+) -> GemmProblem:
     if op == "all_gather_linear":
         rows = x.size(0) * context.group_size if total_rows is None else total_rows
     else:
@@ -51,22 +94,6 @@ def state_problem(
         K=weight.size(1),
         dtype=str(x.dtype).removeprefix("torch."),
         group_size=context.group_size,
-    )
-
-
-def backward_problem(forward: GemmProblem, *, needs_input: bool, needs_weight: bool) -> GemmProblem:
-    """The backward problem of the same call; which gradients are due decides what is sent."""
-    needs = "+".join(name for name, is_needed in (("input", needs_input), ("weight", needs_weight)) if is_needed)
-    return GemmProblem(
-        op=forward.op,
-        pass_name="backward",
-        rows=forward.rows,
-        batch=forward.batch,
-        N=forward.N,
-        K=forward.K,
-        dtype=forward.dtype,
-        group_size=forward.group_size,
-        needs=needs,
     )
 
 

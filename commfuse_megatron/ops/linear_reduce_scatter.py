@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from commfuse_megatron.ops.arguments import backward_problem, cast_for_autocast, state_problem
+from commfuse_megatron.ops.arguments import cast_for_autocast, prepare, prepare_backward
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
-from commfuse_megatron.ops.passes import Pass, gather_matmul, matmul_scatter, start_gather, weight_gradient
+from commfuse_megatron.ops.passes import gather_matmul, matmul_scatter, start_gather, weight_gradient
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
 from commfuse_megatron.problem import shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.link import Link
+from commfuse_megatron.runtime.prepared import PreparedPass
 
 __all__ = ["linear_reduce_scatter"]
 
@@ -53,12 +54,12 @@ def linear_reduce_scatter(
     Source: CommFuse Alg. 2 and 3, arXiv 2604.24013, 2026.
     """
     x, weight, bias = cast_for_autocast(x, weight, bias)
-    problem = state_problem("linear_reduce_scatter", x, weight, bias, None, context)
-    return _LinearReduceScatter.apply(x, weight, bias, _Call(Pass.begin(context, problem), weight_grad))
+    forward = prepare("linear_reduce_scatter", x, weight, bias, None, context)
+    return _LinearReduceScatter.apply(x, weight, bias, _Call(forward, weight_grad))
 
 
 class _Call(NamedTuple):
-    forward: Pass
+    forward: PreparedPass
     weight_grad: WeightGradTarget | None
 
 
@@ -71,7 +72,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         problem, context = p.problem, p.context
         own = shard_range(problem.rows, context.group_size, context.group_rank)
         a = x.contiguous().view(-1, problem.K)
-        with context.running(problem) as link:
+        with p as link:
             if p.plan.is_scheduled:
                 y = x.new_empty(own.size, *x.shape[1:-1], problem.N)
                 matmul_scatter(p, link, a, weight.t(), y.view(-1, problem.N), bias=bias)
@@ -92,15 +93,14 @@ class _LinearReduceScatter(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         call: _Call = ctx.call
-        context, forward = call.forward.context, call.forward.problem
+        forward = call.forward.problem
         grad_shard = grad_y.contiguous().view(-1, forward.N)
         grad_x = grad_weight = grad_bias = None
         if needs_input or needs_weight:
-            problem = backward_problem(forward, needs_input=needs_input, needs_weight=needs_weight)
-            p = Pass.begin(context, problem)
+            p = prepare_backward(call.forward, needs_input=needs_input, needs_weight=needs_weight)
             if needs_input:
                 grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-            with context.running(problem) as link:
+            with p as link:
                 grad = _gather_under_dgrad(p, link, grad_shard, weight, grad_x, needs_weight=needs_weight)
                 if needs_weight:
                     a = x.contiguous().view(-1, forward.K)
@@ -111,7 +111,7 @@ class _LinearReduceScatter(torch.autograd.Function):
 
 
 def _gather_under_dgrad(
-    p: Pass,
+    p: PreparedPass,
     link: Link,
     grad_shard: torch.Tensor,
     weight: torch.Tensor,
@@ -127,7 +127,7 @@ def _gather_under_dgrad(
         if grad_x is not None:
             p.gemm.multiply(grad, weight, grad_x.view(-1, problem.K), is_beside_transfer=False)
         return grad
-    grad = link.carve("gather", (problem.M, problem.N), grad_shard.dtype)
+    grad = p.gather.gathered()
     if grad_x is not None:
         out = grad_x.view(-1, problem.K)
         gather_matmul(p, link, grad_shard, weight, out, gathered=grad if needs_weight else None)

@@ -22,7 +22,7 @@ class BoundStep:
     send, receive: (chunk, peer). The receive goes to slot `receive_slot`, the send leaves from the chunk's own place.
     compute: the chunk to multiply. needs_batch: the step whose batch must have arrived for it (its input, or the
     running sum it adds). is_forward: this step's send passes on what batch `needs_batch` brought, so that must come
-    first. is_last_use: no transfer is in flight any more once `needs_batch` has arrived.
+    first.
     """
 
     send: tuple[int, int] | None
@@ -32,7 +32,6 @@ class BoundStep:
     is_own: bool
     needs_batch: int | None
     is_forward: bool
-    is_last_use: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +120,6 @@ def bind(
                 is_own=step.compute.chunk.owner_rank == group_rank,
                 needs_batch=_needed_batch(step.compute, arrival_step) if compute is not None else None,
                 is_forward=is_forward,
-                is_last_use=collective is Collective.ALL_GATHER and step.index == len(program) - 1,
             )
         )
     own_chunks = range(group_rank * chunks_per_shard, (group_rank + 1) * chunks_per_shard)

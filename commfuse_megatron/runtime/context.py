@@ -5,11 +5,9 @@ its own group only; closing it is local.
 """
 
 import json
-import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Self
 
@@ -18,12 +16,14 @@ from torch import distributed as dist
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import ConfigError, ShapeError, TransportError, TransportTimeoutError
-from commfuse_megatron.plan.choose import LinearPlan, choose_linear_plan
+from commfuse_megatron.plan.choose import choose_linear_plan
 from commfuse_megatron.problem import GemmProblem
 from commfuse_megatron.runtime.agreement import Agreement
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.link import Link, Peers
-from commfuse_megatron.runtime.recorder import Recorder, exposed_comm_us
+from commfuse_megatron.runtime.meter import exposed_us
+from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.runtime.recorder import Interval, Recorder
 from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.transport.select import choose_backend, create_transport, device_of_backend
 
@@ -56,16 +56,6 @@ class OpRecord:
     exposed_comm_us: float | None
 
 
-@dataclass(slots=True)
-class _Entry:
-    """What is known of one problem since it was first met."""
-
-    problem: GemmProblem
-    plan: LinearPlan
-    gemm: SliceGemm
-    calls: int = 0
-
-
 class OverlapContext:
     """Transport, buffers, plans and report for the overlapped operations of `group`.
 
@@ -94,65 +84,78 @@ class OverlapContext:
         except ShapeError as error:
             raise ConfigError(f"the configurations differ between ranks: {error}") from None
         transport = create_transport(backend, group, dist.PrefixStore("transport", store), self.config.transport)
-        self._slots = Slots(self.device)
+        self.slots = Slots(self.device)
         self._recorder = Recorder(self.device) if self.config.record else None
         peers = Peers(self.group_rank, _global_ranks(group))
-        self.link = Link(transport, self._slots, peers, timeout_s, self._recorder)
-        self._entries: dict[GemmProblem, _Entry] = {}
+        self.link = Link(transport, peers, timeout_s, self._recorder)
+        self._prepared: dict[GemmProblem, PreparedPass] = {}
+        #: Calls whose arguments were seen before, by everything a check looks at: `ops.arguments` fills and reads it.
+        self.known_calls: dict[Hashable, PreparedPass] = {}
         self._gemms: dict[torch.dtype, SliceGemm] = {}
         self._call_problems: dict[int, GemmProblem] = {}
         self._num_calls = 0
-        self._lock = threading.Lock()
         self._is_closed = False
         check = self.config.check_agreement
         self._agrees_every_call = backend == "gloo" if check is None else check
         self._last_done = torch.cuda.Event() if self.device.type == "cuda" else None
+        self._last_stream = 0
         # Runs at garbage collection and at interpreter exit: an unclosed communicator would outlive what it needs.
         self._finalizer = weakref.finalize(self, _release, self.link)
 
     # -- what operations use ------------------------------------------------------------------------------------------
 
-    def begin(self, problem: GemmProblem) -> tuple[LinearPlan, SliceGemm]:
-        """The agreed plan of `problem`, counted as one call.
-
-        Raises ShapeError on all ranks when they bring different problems, and what made the context fail, if it did.
-        """
-        self._require_usable()
-        entry = self._entries.get(problem)
-        is_new = entry is None
-        if entry is None:
+    def prepare(self, problem: GemmProblem) -> PreparedPass:
+        """The plan and programs of `problem`; the same object at every call."""
+        prepared = self._prepared.get(problem)
+        if prepared is None:
             plan = choose_linear_plan(problem, self.config)
-            entry = _Entry(problem, plan, self._gemm(getattr(torch, problem.dtype)))
-        if (is_new or self._agrees_every_call) and self.group_size > 1 and not self._is_capturing():
-            self._agreement.agree(f"{problem}, {entry.plan.path} {entry.plan.algorithm} {entry.plan.chunks_per_shard}")
-        self._entries[problem] = entry
-        entry.calls += 1
-        return entry.plan, entry.gemm
+            prepared = PreparedPass(self, problem, plan, self._gemm(getattr(torch, problem.dtype)))
+            self._prepared[problem] = prepared
+        return prepared
+
+    def agree_on(self, prepared: PreparedPass) -> None:
+        """Compare a problem with the other ranks', if it is new or every call is to be compared."""
+        self.require_usable()
+        if (self._agrees_every_call or not prepared.is_agreed) and self.group_size > 1 and not self._is_capturing():
+            plan = prepared.plan
+            self._agreement.agree(f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}")
+        prepared.is_agreed = True
 
     def refuse(self, error: Exception) -> None:
         """Raise `error` here, and on the other ranks where they look: at every call, or at a new problem."""
-        self._require_usable()
+        self.require_usable()
         if self.group_size == 1:
             raise error
         self._agreement.refuse(error, wait=self._agrees_every_call)
 
-    @contextmanager
-    def running(self, problem: GemmProblem) -> Iterator[Link]:
-        """One operation's use of the buffers: ordered after the one before, whatever stream that ran on."""
+    def enter(self, problem: GemmProblem) -> Link:
+        """Start one operation's use of the buffers, ordered after the one before, whatever stream that ran on."""
         link = self.link
-        link.is_capturing = self._is_capturing()
-        if link.is_capturing:
-            self._slots.note_capture()
-        stream = torch.cuda.current_stream(self.device) if self._last_done is not None else None
-        if stream is not None and self._last_done is not None and not link.is_capturing:
-            stream.wait_event(self._last_done)
+        if self._last_done is not None:
+            link.is_capturing = torch.cuda.is_current_stream_capturing()
+            stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+            if link.is_capturing:
+                self.slots.note_capture()
+            elif stream != self._last_stream:
+                torch.cuda.current_stream(self.device).wait_event(self._last_done)
+                self._last_stream = stream
         if self._recorder is not None:
             self._num_calls += 1
             self._call_problems[self._num_calls] = problem
             self._recorder.begin_call(f"{problem.op}.{problem.pass_name}", self._num_calls)
-        yield link
-        if stream is not None and self._last_done is not None and not link.is_capturing:
-            self._last_done.record(stream)
+        return link
+
+    def leave(self) -> None:
+        """End what `enter` began."""
+        if self._last_done is not None and not self.link.is_capturing:
+            self._last_done.record()
+
+    def require_usable(self) -> None:
+        """Raise what made the context fail, if it did, or TransportError if it is closed."""
+        if self.link.failure is not None:
+            raise self.link.failure
+        if self._is_closed:
+            raise TransportError("this OverlapContext is closed; create a new one")
 
     # -- what users see -----------------------------------------------------------------------------------------------
 
@@ -169,7 +172,7 @@ class OverlapContext:
     @property
     def buffer_bytes(self) -> int:
         """Memory that the context's buffers hold on this rank."""
-        return self._slots.size_bytes
+        return self.slots.size_bytes
 
     @property
     def is_usable(self) -> bool:
@@ -197,7 +200,7 @@ class OverlapContext:
                 calls=entry.calls,
                 exposed_comm_us=exposed.get(entry.problem),
             )
-            for entry in self._entries.values()
+            for entry in self._prepared.values()
         ]
 
     def synchronize(self, timeout_s: float | None = None) -> None:
@@ -223,7 +226,7 @@ class OverlapContext:
         finally:
             self._is_closed = True
             self._finalizer()
-            self._slots = Slots(self.device)
+            self.slots = Slots(self.device)
 
     def __enter__(self) -> Self:
         return self
@@ -248,21 +251,15 @@ class OverlapContext:
     def _is_capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _require_usable(self) -> None:
-        if self.link.failure is not None:
-            raise self.link.failure
-        if self._is_closed:
-            raise TransportError("this OverlapContext is closed; create a new one")
-
     def _exposed_by_problem(self) -> dict[GemmProblem, float]:
         if self._recorder is None:
             return {}
-        by_call: dict[int, list] = {}
+        by_call: dict[int, list[Interval]] = {}
         for interval in self._recorder.intervals():
             by_call.setdefault(interval.call, []).append(interval)
         totals: dict[GemmProblem, list[float]] = {}
         for call, intervals in by_call.items():
-            totals.setdefault(self._call_problems[call], []).append(exposed_comm_us(intervals))
+            totals.setdefault(self._call_problems[call], []).append(exposed_us(intervals))
         return {problem: sum(values) / len(values) for problem, values in totals.items()}
 
 

@@ -1,4 +1,4 @@
-"""Replays bound schedules: issues batches, waits for arrivals, hands slices to the caller's GEMM.
+"""Replays programs: issues batches, waits for arrivals, hands slices to the caller's GEMM.
 
 An all-gather and a reduce-scatter are two small state machines that an op drives step by step, so that one pass can
 interleave both (a column-parallel backward gathers x again under the dgrad slices whose partials it sends). Streams:
@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 import torch
 
-from commfuse_megatron.runtime.binding import BoundSchedule, BoundStep
+from commfuse_megatron.runtime.binding import BoundSchedule
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.link import Link
-from commfuse_megatron.schedule import Algorithm
+from commfuse_megatron.runtime.program import GatherProgram, ScatterProgram, split_rows
 from commfuse_megatron.transport.base import Message, Transfer
 
 __all__ = ["AllGatherRun", "ReduceScatterRun"]
@@ -29,19 +29,23 @@ Produce = Callable[[int, torch.Tensor, torch.Tensor | None, bool], None]
 class _Run:
     """What both directions share: the batches in flight of one call."""
 
+    __slots__ = ("_link", "_steps", "_tag_base", "_transfers", "bound", "label", "num_steps")
+
     def __init__(self, link: Link, bound: BoundSchedule, label: str) -> None:
         self._link = link
-        self._bound = bound
-        self._label = label
+        self.bound = bound
+        self.label = label
+        self._steps = bound.steps
+        self.num_steps = len(bound.steps)
         self._tag_base = link.next_tags(len(bound.chunk_rows))
         self._transfers: dict[int, Transfer] = {}
-        self.num_steps = len(bound.steps)
 
-    def _start(self, index: int, step: BoundStep, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
+    def _start(self, index: int, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
+        step = self._steps[index]
         send = receive = None
-        if step.send is not None and source is not None:
+        if source is not None and step.send is not None:
             send = Message(source, step.send[1], self._tag_base + step.send[0])
-        if step.receive is not None and target is not None:
+        if target is not None and step.receive is not None:
             receive = Message(target, step.receive[1], self._tag_base + step.receive[0])
         if send is not None or receive is not None:
             self._transfers[index] = self._link.start(self, index, send, receive)
@@ -51,147 +55,140 @@ class _Run:
         if index is not None and (transfer := self._transfers.pop(index, None)) is not None:
             self._link.finish(self, index, transfer)
 
-    def _arrive_all(self) -> None:
-        for index in sorted(self._transfers):
-            self._arrive(index)
+    @property
+    def has_transfers(self) -> bool:
+        """Whether a batch was issued that no slice has waited for: it may be running beside the next slice."""
+        return bool(self._transfers)
 
-    def describe(self, index: int) -> tuple[str, BoundSchedule]:
-        """For error messages: the operation and step, and the schedule it belongs to."""
-        return f"{self._label}, step {index} of {self.num_steps}", self._bound
+    def finish(self) -> None:
+        """Wait for everything still in flight: sends have left and all chunks have arrived, in stream order."""
+        for index in list(self._transfers):
+            self._arrive(index)
 
 
 class AllGatherRun(_Run):
-    """Gathers [rows, features] shards into `gathered`; step by step, the caller multiplies each chunk as it arrives.
+    """Gathers [M_r, features] shards; step by step, the caller multiplies each chunk as it arrives.
 
-    The own shard is not copied into `gathered`: `chunk_of` gives each step its input. Call `issue(t)` and `chunk(t)`
-    for all steps in order, then `finish()`.
+    Call `issue(t)` and `chunk(t)` for all steps in order, then `finish()`. `gathered` is where others' chunks go
+    (default: the program's buffer); the own shard is used where it lies.
     """
 
+    __slots__ = ("_chunks",)
+
     def __init__(
-        self, link: Link, bound: BoundSchedule, shard: torch.Tensor, gathered: torch.Tensor, label: str = "all-gather"
+        self,
+        link: Link,
+        program: GatherProgram,
+        shard: torch.Tensor,
+        gathered: torch.Tensor | None = None,
+        label: str = "all-gather",
     ) -> None:
-        super().__init__(link, bound, label)
-        self._chunks = list(gathered.split(bound.chunk_rows))
-        own = shard.split([bound.chunk_rows[chunk] for chunk in bound.own_chunks])
-        self._chunks[bound.own_chunks.start : bound.own_chunks.stop] = own
+        super().__init__(link, program.bound, label)
+        chunks = program.chunks() if gathered is None else split_rows(gathered, program.bound.chunk_rows)
+        own = program.bound.own_chunks
+        chunks[own.start : own.stop] = split_rows(shard, program.own_rows)
+        self._chunks = chunks
 
     def issue(self, index: int) -> None:
         """Start the batch of step `index`, after the arrival that it forwards, if it does."""
-        step = self._bound.steps[index]
+        step = self._steps[index]
         if step.is_forward:
             self._arrive(step.needs_batch)
-        source = self._chunks[step.send[0]] if step.send is not None else None
-        target = self._chunks[step.receive[0]] if step.receive is not None else None
-        self._start(index, step, source, target)
+        source = None if step.send is None else self._chunks[step.send[0]]
+        target = None if step.receive is None else self._chunks[step.receive[0]]
+        self._start(index, source, target)
 
     def chunk(self, index: int) -> tuple[int, torch.Tensor, bool] | None:
         """(flat chunk, its rows, whether transfers may be in flight) of step `index`; None when it is empty."""
-        step = self._bound.steps[index]
+        step = self._steps[index]
         if step.compute is None:
             return None
         self._arrive(step.needs_batch)
-        return step.compute, self._chunks[step.compute], not step.is_last_use
-
-    def finish(self) -> None:
-        """Wait for everything still in flight: sends have left, and all chunks have arrived."""
-        self._arrive_all()
+        return step.compute, self._chunks[step.compute], self.has_transfers
 
 
 class ReduceScatterRun(_Run):
-    """Sums [rows, features] partials of all ranks into this rank's shard `out`.
+    """Sums [M, features] partials of all ranks into this rank's shard `out`.
 
     `produce` computes one chunk's partial. Call `step(t)` for all steps in order, then `finish()`; what is put between
     the last step and `finish` runs beside the last transfer.
     """
 
+    __slots__ = ("_bias", "_gemm", "_out", "_out_chunks", "_produce", "_program")
+
     def __init__(
         self,
         link: Link,
-        bound: BoundSchedule,
+        program: ScatterProgram,
         produce: Produce,
         out: torch.Tensor,
-        *,
         gemm: SliceGemm,
         bias: torch.Tensor | None = None,
-        label: str = "reduce-scatter",
     ) -> None:
-        super().__init__(link, bound, label)
+        super().__init__(link, program.bound, "reduce-scatter")
+        program.refresh()
+        self._program = program
         self._produce = produce
         self._gemm = gemm
         self._bias = bias
         self._out = out
-        features = out.size(1)
-        own_rows = [bound.chunk_rows[chunk] for chunk in bound.own_chunks]
-        is_alone = not bound.slot_rows
-        self._is_ring = bound.schedule.algorithm is Algorithm.RING
-        # With one chunk per shard a ring step adds what arrives beside its own GEMM, so the sum comes after it; with
-        # more, the sum arrived a step earlier and the GEMM adds it on the way out.
-        self._folds_sum = self._is_ring and bound.schedule.chunks_per_shard > 1
-        others = list(bound.chunk_rows)
-        others[bound.own_chunks.start : bound.own_chunks.stop] = [0] * len(own_rows)
-        self._partials = link.carve("send", (sum(others), features), out.dtype).split(others)
-        self._received = link.carve("receive", (sum(bound.slot_rows), features), out.dtype)
-        self._slots = self._received.split(bound.slot_rows) if bound.slot_rows else ()
-        self._out_chunks = out.split(own_rows)
-        # The ring's intermediate partial, and the own partial, stay un-rounded until their sum where the GEMM can.
-        if is_alone or self._folds_sum or gemm.own_dtype == out.dtype:
-            self._own_chunks = self._out_chunks
-        else:
-            self._own_chunks = link.carve("own", (sum(own_rows), features), gemm.own_dtype).split(own_rows)
+        self._out_chunks = split_rows(out, program.own_rows)
 
     def step(self, index: int) -> None:
         """Start the batch of step `index` and compute its partial."""
-        step = self._bound.steps[index]
-        source = self._partials[step.send[0]] if step.send is not None else None
-        target = self._slots[step.receive_slot] if step.receive is not None else None
-        self._start(index, step, source, target)
-        if step.compute is None:
+        step, program = self._steps[index], self._program
+        source = None if step.send is None else program.partials[step.send[0]]
+        target = None if step.receive is None else program.slots[step.receive_slot]
+        self._start(index, source, target)
+        chunk = step.compute
+        if chunk is None:
             return
-        own = step.compute - self._bound.own_chunks.start
-        if self._is_ring and step.needs_batch is not None:
-            out = self._out_chunks[own] if step.is_own else self._partials[step.compute]
-            self._add_running_sum(step, out)
+        own = chunk - self.bound.own_chunks.start
+        if program.is_ring and step.needs_batch is not None:
+            self._add_running_sum(chunk, step.needs_batch, self._out_chunks[own] if step.is_own else None)
         elif step.is_own:
-            alone = self._bias if not self._bound.slot_rows else None
-            self._produce(step.compute, self._own_chunks[own], alone, bool(self._bound.slot_rows))
+            target = self._out_chunks[own] if program.own is None else program.own[own]
+            self._produce(chunk, target, None if program.has_transfers else self._bias, self.has_transfers)
         else:
-            self._produce(step.compute, self._partials[step.compute], None, True)
+            self._produce(chunk, program.partials[chunk], None, self.has_transfers)
 
     def finish(self) -> None:
         """Add what arrived, wait for the sends: `out` is complete in stream order."""
-        if self._bound.slot_rows and not self._is_ring:
+        if self._program.has_transfers and not self._program.is_ring:
             self._sum_owned()
-        elif self._is_ring and self._bias is not None and self._bound.slot_rows:
+        elif self._program.has_transfers and self._bias is not None:
             self._out.add_(self._bias)
-        self._arrive_all()
+        super().finish()
 
-    def _add_running_sum(self, step: BoundStep, out: torch.Tensor) -> None:
-        assert step.compute is not None
-        assert step.needs_batch is not None
-        running_sum = self._slots[self._bound.steps[step.needs_batch].receive_slot]
-        if self._folds_sum:
-            self._arrive(step.needs_batch)
-            self._produce(step.compute, out, running_sum, True)
+    def _add_running_sum(self, chunk: int, batch: int, own: torch.Tensor | None) -> None:
+        program = self._program
+        out = program.partials[chunk] if own is None else own
+        running_sum = program.slots[self._steps[batch].receive_slot]
+        if program.folds_sum:
+            self._arrive(batch)
+            self._produce(chunk, out, running_sum, True)
             return
-        partial = self._link.carve("own", tuple(out.shape), self._gemm.own_dtype)
-        self._produce(step.compute, partial, None, True)
-        self._arrive(step.needs_batch)
-        mark = self._link.mark()
-        self._gemm.sum_arrived(partial, running_sum.unsqueeze(0), out, None)
-        self._link.note_compute("sum", mark, None)
+        assert program.own is not None
+        partial = program.own[chunk]
+        self._produce(chunk, partial, None, True)
+        self._arrive(batch)
+        self._sum(partial, running_sum.unsqueeze(0), out, None)
 
     def _sum_owned(self) -> None:
-        chunks_per_shard = self._bound.schedule.chunks_per_shard
-        senders = self._bound.schedule.group_size - 1
-        arrived = self._received.view(senders, self._bound.own_rows, self._received.size(1))
+        program, arrived = self._program, self._program.arrived
+        assert arrived is not None
+        chunks_per_shard = self.bound.schedule.chunks_per_shard
+        own_chunks = self._out_chunks if program.own is None else program.own
         start = 0
-        for index, (own, out) in enumerate(zip(self._own_chunks, self._out_chunks, strict=True)):
-            # Chunk `index` comes with batches index+1, m+index+1, ...: the sum of one chunk runs beside the next
-            # arrival.
-            for sender in range(senders):
+        for index, out in enumerate(self._out_chunks):
+            # Chunk `index` comes with batches index+1, m+index+1, ...: its sum runs beside the next arrival.
+            for sender in range(arrived.size(0)):
                 self._arrive(sender * chunks_per_shard + index + 1)
             stop = start + out.size(0)
-            mark = self._link.mark()
-            self._gemm.sum_arrived(own, arrived[:, start:stop], out, self._bias)
-            self._link.note_compute("sum", mark, None)
+            self._sum(own_chunks[index], arrived[:, start:stop] if chunks_per_shard > 1 else arrived, out, self._bias)
             start = stop
+
+    def _sum(self, own: torch.Tensor, arrived: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
+        mark = self._link.mark()
+        self._gemm.sum_arrived(own, arrived, out, bias)
+        self._link.note_compute("sum", mark, None)

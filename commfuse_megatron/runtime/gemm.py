@@ -43,7 +43,6 @@ class SliceGemm:
         a: torch.Tensor,
         b: torch.Tensor,
         out: torch.Tensor,
-        *,
         addend: torch.Tensor | None = None,
         is_beside_transfer: bool = True,
     ) -> None:

@@ -6,12 +6,9 @@ The link of a context that failed (or was closed) refuses to start anything.
 import logging
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
 from commfuse_megatron.errors import TransportError, TransportTimeoutError
 from commfuse_megatron.runtime.binding import BoundSchedule
 from commfuse_megatron.runtime.recorder import Recorder
-from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.runtime.watchdog import Watchdog
 from commfuse_megatron.schedule import render
 from commfuse_megatron.transport.base import Message, PeerTimeoutError, Transfer, Transport
@@ -33,13 +30,18 @@ class Peers(NamedTuple):
 
 
 class _Run(Protocol):
-    def describe(self, index: int) -> tuple[str, BoundSchedule]: ...
+    """One call of one schedule, as far as messages need it."""
+
+    label: str
+    bound: BoundSchedule
 
 
 class _Watched(NamedTuple):
-    where: str
-    index: int
+    """A batch, without the tensors it holds."""
+
+    label: str
     bound: BoundSchedule
+    step: int
     send_peer: int | None
     receive_peer: int | None
 
@@ -47,12 +49,11 @@ class _Watched(NamedTuple):
 class Link:
     """Transfers of one context. `record` is None unless the configuration asks for recording."""
 
-    def __init__(self, transport: Transport, slots: Slots, peers: Peers, timeout_s: float, recorder: Recorder | None):
+    def __init__(self, transport: Transport, peers: Peers, timeout_s: float, recorder: Recorder | None):
         self.transport = transport
         self.recorder = recorder
         self.failure: Exception | None = None
         self.is_capturing = False
-        self._slots = slots
         self._peers = peers
         self._timeout_s = timeout_s
         self._next_tag = 0
@@ -65,17 +66,13 @@ class Link:
         self._next_tag += count
         return first
 
-    def carve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A workspace tensor, valid for this call."""
-        return self._slots.carve(name, shape, dtype)
-
     def start(self, run: _Run, index: int, send: Message | None, receive: Message | None) -> Transfer:
         """Issue one batch."""
         transfer = self.transport.exchange(send, receive)
         if self._watchdog is not None and not self.is_capturing:
-            where, bound = run.describe(index)
-            peers = (None if send is None else send.peer, None if receive is None else receive.peer)
-            self._watchdog.watch(transfer, _Watched(where, index, bound, *peers))
+            send_peer = None if send is None else send.peer
+            receive_peer = None if receive is None else receive.peer
+            self._watchdog.watch(transfer, _Watched(run.label, run.bound, index, send_peer, receive_peer))
         if self.recorder is not None:
             ends = [f"to {send.peer}"] if send is not None else []
             ends += [f"from {receive.peer}"] if receive is not None else []
@@ -87,10 +84,9 @@ class Link:
         try:
             transfer.wait()
         except PeerTimeoutError as error:
-            where, bound = run.describe(index)
-            raise self.fail(self._timeout_error(where, bound, index, error.verb, error.peer)) from error
+            raise self.fail(self._timeout_error(run.label, run.bound, index, error.verb, error.peer)) from error
         except TransportError as error:
-            where, bound = run.describe(index)
+            where = f"{run.label}, step {index} of {len(run.bound.steps)}"
             raise self.fail(TransportError(f"{where}: {self._peers.name(self._peers.group_rank)}: {error}")) from error
         if self.recorder is not None:
             self.recorder.close_transfer(self._open.pop((id(run), index)))
@@ -126,16 +122,16 @@ class Link:
             verb, peer = "got nothing from", watched.receive_peer
         else:
             verb, peer = "could not deliver to", watched.send_peer if watched.send_peer is not None else -1
-        error = self._timeout_error(watched.where, watched.bound, watched.index, verb, peer)
+        error = self._timeout_error(watched.label, watched.bound, watched.step, verb, peer)
         logger.error("%s", error)
         self.fail(error)
 
     def _timeout_error(
-        self, where: str, bound: BoundSchedule, index: int, verb: str, peer: int
+        self, label: str, bound: BoundSchedule, index: int, verb: str, peer: int
     ) -> TransportTimeoutError:
         me = self._peers.group_rank
         grid = render(bound.schedule, mark=(me, index))
         return TransportTimeoutError(
-            f"{where}: {self._peers.name(me)} {verb} {self._peers.name(peer)} for {self._timeout_s} s. "
-            f"Schedule:\n{grid}"
+            f"{label}, step {index} of {len(bound.steps)}: {self._peers.name(me)} {verb} {self._peers.name(peer)} "
+            f"for {self._timeout_s} s. Schedule:\n{grid}"
         )

@@ -14,7 +14,7 @@ import torch
 
 from commfuse_megatron.transport.base import Transfer
 
-__all__ = ["Interval", "Recorder", "exposed_comm_us"]
+__all__ = ["Interval", "Recorder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +111,3 @@ class Recorder:
             mark.synchronize()
             return self._origin.elapsed_time(mark) * 1e3
         return (mark - self._origin) * 1e6
-
-
-def exposed_comm_us(intervals: list[Interval]) -> float:
-    """Time in which some transfer runs and nothing computes: the length of the transfers' union minus the computes'."""
-    edges = [(i.start_us, 1, i.track) for i in intervals] + [(i.end_us, -1, i.track) for i in intervals]
-    running = {"compute": 0, "transfer": 0}
-    exposed, previous_us = 0.0, 0.0
-    for now_us, change, track in sorted(edges):
-        if running["transfer"] and not running["compute"]:
-            exposed += now_us - previous_us
-        running[track] += change
-        previous_us = now_us
-    return exposed

@@ -1,6 +1,6 @@
 """Receive and send buffers of one context: sized by the largest problem seen, carved for smaller ones.
 
-Which part of a buffer a schedule's slot is, the binding says. Memory that a CUDA graph captured is never moved or
+Which part of a buffer a schedule's slot is, the program says. Memory that a CUDA graph captured is never moved or
 freed: growth afterwards keeps the old buffer, and growth during capture raises.
 """
 
@@ -12,18 +12,19 @@ from commfuse_megatron.errors import TransportError
 
 __all__ = ["Slots"]
 
-# Every carved tensor starts at a multiple of this: what TMA descriptors and vectorised kernels want.
+# Every buffer's size is a multiple of this: what TMA descriptors and vectorised kernels want.
 _ALIGNMENT_BYTES = 256
 
 
 class Slots:
-    """Named buffers on one device. A carved tensor is good for one call: the next may move the buffer."""
+    """Named buffers on one device. Carved tensors are good until `generation` changes: then carve them again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[str, torch.Tensor] = {}
         self._retired: list[torch.Tensor] = []
         self._is_captured = False
+        self.generation = 0
 
     @property
     def size_bytes(self) -> int:
@@ -51,6 +52,7 @@ class Slots:
             )
         rounded = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._buffers[name] = torch.empty(rounded, dtype=torch.uint8, device=self._device)
+        self.generation += 1
         if old is not None and self._is_captured:
             self._retired.append(old)
         elif old is not None and old.is_cuda:

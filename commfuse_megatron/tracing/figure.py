@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.tracing.lanes import assign_lanes
-from commfuse_megatron.tracing.meter import COMPUTE, TRANSFER, Span, exposed_spans, measure_overlap
+from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER, Span, exposed_spans, measure_overlap
 
 if TYPE_CHECKING:
     from commfuse_megatron.runtime.recorder import Interval
 
-__all__ = ["draw_timeline", "missing_matplotlib"]
+__all__ = ["densest_calls", "draw_timeline", "missing_matplotlib"]
 
 COMPUTE_COLORS = ("#2b6cb0", "#2f9e8f", "#6b5bb5", "#5a7a2c")
 TRANSFER_COLOR = "#f0a63a"
 EXPOSED_COLOR = "#d62839"
 LANE_HEIGHT = 0.8
 WIDTH_IN = 12.0
-CHARS_PER_WIDTH = 165  # of 7-point text across the axes; estimated, used only to leave out labels that do not fit
+CHARS_PER_WIDTH = 190  # of 7-point text across the axes; estimated, used only to leave out labels that do not fit
 
 
 def missing_matplotlib() -> str | None:
@@ -40,18 +40,19 @@ def draw_timeline(
     recording: Mapping[int, Sequence[Interval]],
     *,
     title: str = "",
-    window_us: Span | None = None,
     caption: str = "",
+    zooms: Mapping[str, Span] | None = None,
 ) -> Path:
     """Draw `recording` (rank -> its intervals) into the picture `path` (.png or .svg); returns the path.
 
     Args:
-        window_us: draw only this part of the recorders' clock; default: all of it.
-        caption: one line below the picture, e.g. hardware and date. The measured overlap is added to the title.
+        title: what was recorded; the measured overlap of each rank is added below it.
+        caption: one line at the bottom, e.g. hardware and date.
+        zooms: title -> window of the recorders' clock, in microseconds; each is drawn again, larger, below.
 
     Raises:
         UnsupportedError: matplotlib is not installed; names the extra to install.
-        ValueError: no interval lies in the window.
+        ValueError: no interval lies in the recording, or in a window.
     """
     reason = missing_matplotlib()
     if reason is not None:
@@ -59,44 +60,76 @@ def draw_timeline(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = {rank: _clip(intervals, window_us) for rank, intervals in sorted(recording.items())}
-    everything = [i for intervals in shown.values() for i in intervals]
+    everything = [i for intervals in recording.values() for i in intervals]
     if not everything:
-        raise ValueError(f"no interval to draw: {len(recording)} ranks, window_us={window_us}")
-    start_us, end_us = window_us or (min(i.start_us for i in everything), max(i.end_us for i in everything))
+        raise ValueError(f"no interval to draw in the recording of {len(recording)} ranks")
+    whole = (min(i.start_us for i in everything), max(i.end_us for i in everything))
+    panels = {"\n".join(line for line in (title, _overlap_line(recording)) if line): whole, **(zooms or {})}
     colors = _compute_colors(everything)
-
-    figure = Figure(figsize=(WIDTH_IN, 1.5 + 1.05 * len(shown)), dpi=130, layout="constrained")
+    figure = Figure(
+        figsize=(WIDTH_IN, 0.7 + len(panels) * (0.7 + 0.95 * len(recording))), dpi=130, layout="constrained"
+    )
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    ticks: list[tuple[float, str]] = []
-    for index, (rank, intervals) in enumerate(shown.items()):
-        top = -2.5 * index
-        for track, y in ((COMPUTE, top), (TRANSFER, top - 1)):
-            _draw_lane(axes, [i for i in intervals if i.track == track], y, (start_us, end_us), colors)
-            ticks.append((y, f"rank {rank} {'compute' if track == COMPUTE else 'transfers'}"))
-        spans = [((a - start_us) / 1e3, (b - a) / 1e3) for a, b in exposed_spans(intervals)]
-        axes.broken_barh(spans, (top - 1 - 0.62, 0.14), color=EXPOSED_COLOR, linewidth=0)
-    axes.set_yticks([y for y, _ in ticks], [label for _, label in ticks])
-    axes.set_ylim(-2.5 * len(shown) + 0.7, 0.6)
-    axes.set_xlim(0, (end_us - start_us) / 1e3)
-    axes.set_xlabel("ms" + (f"      {caption}" if caption else ""))
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.set_title("\n".join(line for line in (title, _overlap_line(shown)) if line), loc="left", fontsize=10)
-    _add_legend(axes, colors)
+    all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    for axes, (panel_title, window_us) in zip(all_axes, panels.items(), strict=True):
+        _draw_panel(axes, recording, window_us, colors)
+        axes.set_title(panel_title, loc="left", fontsize=10)
+    all_axes[-1].set_xlabel("ms" + (f"      {caption}" if caption else ""))
+    _add_legend(figure, colors)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return path
 
 
-def _clip(intervals: Sequence[Interval], window_us: Span | None) -> list[Interval]:
-    if window_us is None:
-        return list(intervals)
+def densest_calls(recording: Mapping[int, Sequence[Interval]], num_calls: int = 2) -> Span | None:
+    """The window of `num_calls` calls in a row that compute for the largest share of it, for a zoom.
+
+    None if no rank has so many. Calls are compared on the first rank; the window spans them on all ranks.
+    """
+    first = recording[min(recording)] if recording else ()
+    calls = sorted({i.call for i in first})
+    best: tuple[float, Span] | None = None
+    for index in range(len(calls) - num_calls + 1):
+        chosen = set(calls[index : index + num_calls])
+        own = [i for i in first if i.call in chosen]
+        length_us = max(i.end_us for i in own) - min(i.start_us for i in own)
+        density = measure_overlap(own).compute_us / length_us if length_us > 0 else 0.0
+        if best is None or density > best[0]:
+            members = [i for intervals in recording.values() for i in intervals if i.call in chosen]
+            start_us, end_us = min(i.start_us for i in members), max(i.end_us for i in members)
+            margin_us = 0.01 * (end_us - start_us)
+            best = (density, (start_us - margin_us, end_us + margin_us))
+    return None if best is None else best[1]
+
+
+def _draw_panel(
+    axes: Any, recording: Mapping[int, Sequence[Interval]], window_us: Span, colors: dict[str, str]
+) -> None:
+    """Draw what lies in a window: two lanes per rank, the exposed time below them."""
+    start_us, end_us = window_us
+    shown = {rank: _clip(intervals, window_us) for rank, intervals in sorted(recording.items())}
+    if not any(shown.values()):
+        raise ValueError(f"no interval to draw between {start_us} and {end_us} us")
+    ticks: list[tuple[float, str]] = []
+    for index, (rank, intervals) in enumerate(shown.items()):
+        top = -2.5 * index
+        for track, y in ((COMPUTE, top), (TRANSFER, top - 1)):
+            _draw_lane(axes, [i for i in intervals if i.track == track], y, window_us, colors)
+            ticks.append((y, f"rank {rank} {'compute' if track == COMPUTE else 'transfers'}"))
+        spans = [((a - start_us) / 1e3, (b - a) / 1e3) for a, b in exposed_spans(intervals)]
+        axes.broken_barh(spans, (top - 1 - 0.62, 0.14), color=EXPOSED_COLOR, linewidth=0)
+    axes.set_yticks([y for y, _ in ticks], [label for _, label in ticks])
+    axes.set_ylim(-2.5 * len(shown) + 0.7, 0.6)
+    axes.set_xlim(0, (end_us - start_us) / 1e3)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+
+
+def _clip(intervals: Sequence[Interval], window_us: Span) -> list[Interval]:
     return [i for i in intervals if i.end_us > window_us[0] and i.start_us < window_us[1]]
 
 
@@ -142,12 +175,10 @@ def _overlap_line(shown: Mapping[int, Sequence[Interval]]) -> str:
     return "transfers: " + "; ".join(parts[:4]) + ("; ..." if len(parts) > 4 else "")
 
 
-def _add_legend(axes: Any, colors: dict[str, str]) -> None:
+def _add_legend(figure: Any, colors: dict[str, str]) -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(color=color, label=f"computation of {op}") for op, color in colors.items()]
     handles.append(Patch(color=TRANSFER_COLOR, label="transfer"))
     handles.append(Patch(color=EXPOSED_COLOR, label="exposed: transfer without computation"))
-    axes.legend(
-        handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, fontsize=8, borderpad=0
-    )
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8)

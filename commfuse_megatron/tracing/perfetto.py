@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commfuse_megatron.tracing.lanes import assign_lanes
-from commfuse_megatron.tracing.meter import COMPUTE, TRANSFER, measure_overlap
+from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER, measure_overlap
 
 if TYPE_CHECKING:
     from commfuse_megatron.runtime.recorder import Interval

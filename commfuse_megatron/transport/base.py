@@ -7,15 +7,14 @@ On the CPU the "stream" is the calling thread.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 __all__ = ["Message", "PeerTimeoutError", "Transfer", "Transport"]
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """One contiguous tensor to or from group rank `peer`.
 
     `tag` is equal at both ends and unique among the messages in flight.

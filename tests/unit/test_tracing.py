@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from commfuse_megatron.errors import UnsupportedError
-from commfuse_megatron.runtime.recorder import Interval
-from commfuse_megatron.tracing.figure import draw_timeline
+from commfuse_megatron.runtime.recorder import Interval, exposed_comm_us
+from commfuse_megatron.tracing.figure import densest_calls, draw_timeline
 from commfuse_megatron.tracing.lanes import assign_lanes
-from commfuse_megatron.tracing.meter import exposed_spans, exposed_us, measure_overlap
+from commfuse_megatron.runtime.meter import exposed_spans, exposed_us, measure_overlap
 from commfuse_megatron.tracing.perfetto import chrome_trace, write_perfetto
 
 
@@ -41,6 +41,7 @@ def transfer(start_us: float, end_us: float, step: int = 0) -> Interval:
 def test_exposed_time_is_transfers_without_computation(intervals: list[Interval], exposed: float) -> None:
     assert exposed_us(intervals) == pytest.approx(exposed, abs=1e-12)
     assert exposed_us(reversed(intervals)) == pytest.approx(exposed, abs=1e-12)
+    assert exposed_comm_us(intervals) == pytest.approx(exposed, abs=1e-12), "the report and the picture must agree"
 
 
 def test_exposed_spans_are_where_the_gaps_are() -> None:
@@ -83,13 +84,29 @@ def test_the_trace_has_one_process_per_rank_and_starts_at_zero(tmp_path: Path) -
 def test_the_picture_is_written(tmp_path: Path) -> None:
     recording = {rank: [compute(0, 100), transfer(50, 150)] for rank in range(3)}
     for name in ("timeline.png", "timeline.svg"):
-        path = draw_timeline(tmp_path / "deep" / name, recording, title="three ranks", window_us=(0, 160), caption="x")
+        path = draw_timeline(
+            tmp_path / "deep" / name, recording, title="three ranks", zooms={"end": (60, 160)}, caption="x"
+        )
         assert path.stat().st_size > 1000
 
 
 def test_the_picture_needs_intervals(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no interval to draw"):
-        draw_timeline(tmp_path / "timeline.png", {0: [compute(0, 1)]}, window_us=(5, 6))
+    with pytest.raises(ValueError, match="no interval to draw between 5 and 6 us"):
+        draw_timeline(tmp_path / "timeline.png", {0: [compute(0, 1)]}, zooms={"nothing there": (5, 6)})
+    with pytest.raises(ValueError, match="no interval to draw in the recording of 2 ranks"):
+        draw_timeline(tmp_path / "timeline.png", {0: [], 1: []})
+
+
+def test_the_zoom_is_where_most_is_computed() -> None:
+    def call(number: int, start_us: float, end_us: float) -> Interval:
+        return Interval("chunk", "compute", start_us, end_us, 0, "all_gather_linear", number)
+
+    first = [call(1, 0, 1), call(2, 100, 101), call(3, 200, 250), call(4, 251, 300), call(5, 900, 901)]
+    recording = {0: first, 1: [call(3, 195, 240), call(4, 241, 310)]}
+    window = densest_calls(recording)
+    assert window == pytest.approx((195 - 1.15, 310 + 1.15))
+    assert densest_calls({0: first[:1]}) is None
+    assert densest_calls({}) is None
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,88 @@
+"""One problem on one context: its plan, its programs and its count of calls. Made once, replayed at every call."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from commfuse_megatron.errors import TransportError
+from commfuse_megatron.plan.choose import LinearPlan
+from commfuse_megatron.problem import GemmProblem
+from commfuse_megatron.runtime.binding import BoundSchedule, bind
+from commfuse_megatron.runtime.gemm import SliceGemm
+from commfuse_megatron.runtime.link import Link
+from commfuse_megatron.runtime.program import GatherProgram, ScatterProgram
+from commfuse_megatron.schedule import Collective
+
+if TYPE_CHECKING:
+    from commfuse_megatron.runtime.context import OverlapContext
+
+__all__ = ["PreparedPass"]
+
+
+class PreparedPass:
+    """What one pass of one linear works with. `with prepared as link:` surrounds one use of the context's buffers.
+
+    Leaving that block through an exception marks the context failed: the peers have been sent part of an operation.
+    """
+
+    def __init__(self, context: "OverlapContext", problem: GemmProblem, plan: LinearPlan, gemm: SliceGemm) -> None:
+        self.context = context
+        self.problem = problem
+        self.plan = plan
+        self.gemm = gemm
+        self.calls = 0
+        self.is_agreed = False
+        self._dtype: torch.dtype = getattr(torch, problem.dtype)
+        self._gather: GatherProgram | None = None
+        self._scatter: ScatterProgram | None = None
+
+    @property
+    def wire_features(self) -> int:
+        """Features of the rows that travel: those of x for an all-gather linear, of y for a reduce-scatter linear."""
+        return self.problem.K if self.problem.op == "all_gather_linear" else self.problem.N
+
+    @property
+    def gather(self) -> GatherProgram:
+        """The all-gather of this problem's rows."""
+        if self._gather is None:
+            bound = self._bind(Collective.ALL_GATHER)
+            self._gather = GatherProgram(self.context.slots, bound, self.wire_features, self._dtype)
+        return self._gather
+
+    @property
+    def scatter(self) -> ScatterProgram:
+        """The reduce-scatter of this problem's rows."""
+        if self._scatter is None:
+            bound = self._bind(Collective.REDUCE_SCATTER)
+            own_dtype = self.gemm.own_dtype
+            self._scatter = ScatterProgram(self.context.slots, bound, self.wire_features, self._dtype, own_dtype)
+        return self._scatter
+
+    def begin(self) -> None:
+        """Agree with the other ranks where due, and count the call; before anything is sent.
+
+        Raises ShapeError on all ranks when they bring different problems, and what made the context fail, if it did.
+        """
+        self.context.agree_on(self)
+        self.calls += 1
+
+    def __enter__(self) -> Link:
+        return self.context.enter(self.problem)
+
+    def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self.context.leave()
+        else:
+            self.context.link.fail(TransportError(f"{self.problem} was interrupted by {type(error).__name__}: {error}"))
+
+    def _bind(self, collective: Collective) -> BoundSchedule:
+        context, plan, problem = self.context, self.plan, self.problem
+        return bind(
+            collective,
+            plan.algorithm,
+            context.group_size,
+            context.group_rank,
+            plan.chunks_per_shard,
+            problem.rows,
+            problem.batch,
+        )

@@ -1,0 +1,98 @@
+"""A bound schedule with its views into the context's buffers: what a call replays. Built once per problem.
+
+Views are carved again only when a buffer grew. Everything per call that is not a transfer or a GEMM costs host time
+that small problems cannot hide, so there is as little of it as possible.
+"""
+
+import torch
+
+from commfuse_megatron.runtime.binding import BoundSchedule
+from commfuse_megatron.runtime.slots import Slots
+from commfuse_megatron.schedule import Algorithm
+
+__all__ = ["GatherProgram", "ScatterProgram", "split_rows"]
+
+
+def split_rows(tensor: torch.Tensor, rows: tuple[int, ...]) -> list[torch.Tensor]:
+    """Cut a [M, features] tensor into consecutive views of `rows` rows each."""
+    return [tensor] if len(rows) == 1 else list(tensor.split_with_sizes(rows))
+
+
+class GatherProgram:
+    """An all-gather of [M_r, features] shards; `chunks()` are the places where others' chunks arrive."""
+
+    def __init__(self, slots: Slots, bound: BoundSchedule, features: int, dtype: torch.dtype) -> None:
+        self.bound = bound
+        self.own_rows = tuple(bound.chunk_rows[chunk] for chunk in bound.own_chunks)
+        self._slots = slots
+        self._shape = (bound.total_rows, features)
+        self._dtype = dtype
+        self._generation = -1
+        self._gathered: torch.Tensor
+        self._chunks: list[torch.Tensor]
+
+    def gathered(self) -> torch.Tensor:
+        """[M, features] buffer, valid for this call."""
+        self._refresh()
+        return self._gathered
+
+    def chunks(self) -> list[torch.Tensor]:
+        """All chunks of the buffer, flat; a list for the caller to change."""
+        self._refresh()
+        return self._chunks.copy()
+
+    def _refresh(self) -> None:
+        if self._generation != self._slots.generation:
+            self._gathered = self._slots.carve("gather", self._shape, self._dtype)
+            self._chunks = split_rows(self._gathered, self.bound.chunk_rows)
+            self._generation = self._slots.generation
+
+
+class ScatterProgram:
+    """A reduce-scatter of [M, features] partials in `dtype`, kept in `own_dtype` until their sum.
+
+    partials: where each chunk's partial waits to be sent, flat (own chunks: empty). slots: where partials (direct) or
+    running sums (ring) arrive, in order; arrived: the same as [senders, own rows, features] for the direct sum.
+    own: un-rounded own partials, or the ring's partial of the step in hand; None: put them into the output directly.
+    """
+
+    def __init__(
+        self, slots: Slots, bound: BoundSchedule, features: int, dtype: torch.dtype, own_dtype: torch.dtype
+    ) -> None:
+        self.bound = bound
+        self.is_ring = bound.schedule.algorithm is Algorithm.RING
+        # With one chunk per shard a ring step adds what arrives beside its own GEMM, so the sum comes after it; with
+        # more, the sum arrived a step earlier and the GEMM adds it on the way out.
+        self.folds_sum = self.is_ring and bound.schedule.chunks_per_shard > 1
+        self.own_rows = tuple(bound.chunk_rows[chunk] for chunk in bound.own_chunks)
+        self.features = features
+        self.has_transfers = any(bound.slot_rows)
+        is_summed_in_place = not bound.slot_rows or self.folds_sum or (own_dtype == dtype and not self.is_ring)
+        self._own_dtype = None if is_summed_in_place else own_dtype
+        self._slots = slots
+        self._dtype = dtype
+        self._generation = -1
+        self.partials: list[torch.Tensor]
+        self.slots: list[torch.Tensor]
+        self.arrived: torch.Tensor | None = None
+        self.own: list[torch.Tensor] | None = None
+
+    def refresh(self) -> None:
+        """Make the views valid for this call."""
+        if self._generation == self._slots.generation:
+            return
+        bound, features, carve = self.bound, self.features, self._slots.carve
+        sent_rows = list(bound.chunk_rows)
+        sent_rows[bound.own_chunks.start : bound.own_chunks.stop] = [0] * len(self.own_rows)
+        received = carve("receive", (sum(bound.slot_rows), features), self._dtype)
+        self.partials = split_rows(carve("send", (sum(sent_rows), features), self._dtype), tuple(sent_rows))
+        self.slots = split_rows(received, bound.slot_rows) if bound.slot_rows else []
+        if not self.is_ring:
+            senders = bound.schedule.group_size - 1
+            self.arrived = received.view(senders, bound.own_rows, features)
+        if self._own_dtype is not None and self.is_ring:
+            largest = carve("own", (max(bound.chunk_rows), features), self._own_dtype)
+            self.own = [largest[:rows] for rows in bound.chunk_rows]
+        elif self._own_dtype is not None:
+            self.own = split_rows(carve("own", (sum(self.own_rows), features), self._own_dtype), self.own_rows)
+        self._generation = self._slots.generation
