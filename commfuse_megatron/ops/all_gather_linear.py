@@ -52,7 +52,7 @@ def all_gather_linear(
 
     Source: CommFuse Alg. 1, arXiv 2604.24013, 2026.
     """
-    x, weight, bias = cast_for_autocast(x, weight, bias)
+    x, weight, bias = cast_for_autocast(x, weight, bias, context.device.type)
     forward = prepare("all_gather_linear", x, weight, bias, total_rows, context)
     return _AllGatherLinear.apply(x, weight, bias, _Call(forward, weight_grad))
 

@@ -19,10 +19,9 @@ _MOST_KNOWN_CALLS = 4096
 
 
 def cast_for_autocast(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Cast as autocast would for a linear: it does not reach GEMMs that write into a given output."""
-    kind = x.device.type
+    """Cast as autocast for devices of `kind` would for a linear: it does not reach GEMMs into a given output."""
     if not torch.is_autocast_enabled(kind):
         return x, weight, bias
     dtype = torch.get_autocast_dtype(kind)

@@ -53,7 +53,7 @@ def linear_reduce_scatter(
 
     Source: CommFuse Alg. 2 and 3, arXiv 2604.24013, 2026.
     """
-    x, weight, bias = cast_for_autocast(x, weight, bias)
+    x, weight, bias = cast_for_autocast(x, weight, bias, context.device.type)
     forward = prepare("linear_reduce_scatter", x, weight, bias, None, context)
     return _LinearReduceScatter.apply(x, weight, bias, _Call(forward, weight_grad))
 

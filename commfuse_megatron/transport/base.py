@@ -47,7 +47,7 @@ class Transfer(ABC):
 
     @abstractmethod
     def is_complete(self) -> bool:
-        """Whether the bytes have moved; never blocks."""
+        """Whether the transfer is known to be complete; never blocks. Gloo learns it in `wait` only."""
 
 
 class Transport(ABC):

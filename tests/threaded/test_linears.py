@@ -8,7 +8,7 @@ import torch
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import LinearConfig, PassConfig, WgradConfig
 from tests.harness import run_threads
-from tests.threaded.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference, run_op
+from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference, run_op
 
 
 def linear_config(algorithm="direct", m=1, path="sliced", **wgrad) -> OverlapConfig:
@@ -119,7 +119,10 @@ def test_frozen_operands_get_no_gradient_and_the_others_theirs(op, frozen):
         operands = draw(case, group.rank(), group.size(), device)
         with OverlapContext(group) as context:
             results = []
-            for call, where in ((getattr(ops, op), {"context": context}), (getattr(ops.reference, op), {"group": group})):
+            for call, where in (
+                (getattr(ops, op), {"context": context}),
+                (getattr(ops.reference, op), {"group": group}),
+            ):
                 leaves = operands.copies()
                 for name in frozen:
                     getattr(leaves, name).requires_grad_(False)

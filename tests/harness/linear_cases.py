@@ -87,4 +87,6 @@ def assert_equal(found: dict, expected: dict, *, atol: float = 0.0, rtol: float 
         if value is None:
             assert found[name] is None, name
         else:
-            torch.testing.assert_close(found[name], value, atol=atol, rtol=rtol, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                found[name], value, atol=atol, rtol=rtol, msg=lambda m, name=name: f"{name}: {m}"
+            )

@@ -1,0 +1,176 @@
+"""The NCCL transport and both linears on it: contract, values, timeouts, CUDA graphs, late streams and ranks."""
+
+import os
+import time
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from commfuse_megatron import OverlapConfig, OverlapContext, ops
+from commfuse_megatron.config import KernelConfig, LinearConfig, PassConfig, TransportConfig
+from commfuse_megatron.errors import TransportTimeoutError
+from commfuse_megatron.transport.nccl import NcclTransport
+from tests.harness import run_spawned
+from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
+from tests.harness.transport_contract import CHECKS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu(2), pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+def linear_config(algorithm="direct", m=1, **others) -> OverlapConfig:
+    chosen = PassConfig(path="sliced", algorithm=algorithm, chunks_per_shard=m)
+    return OverlapConfig(linear=LinearConfig(fprop=chosen, dgrad=chosen), **others)
+
+
+def _contract(group, device):
+    store = dist.PrefixStore("transport under test", group.get_group_store())
+    transport = NcclTransport(store, group.rank(), group.size(), channels=8, device=device)
+    for check in CHECKS:
+        check(transport, group.rank(), group.size(), device)
+        torch.cuda.synchronize()
+    transport.close()
+
+
+def test_contract():
+    run_spawned(2, _contract, backend="nccl")
+
+
+def _linears(group, device):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for algorithm, m in (("direct", 1), ("direct", 3), ("ring", 1), ("ring", 2)):
+            for order in ("static", "stealing"):
+                kernel = KernelConfig(tile_order=order)
+                with OverlapContext(group, linear_config(algorithm, m, kernel=kernel)) as context:
+                    for op in OPS:
+                        for rows, N, K in ((64, 48, 40), (65, 33, 17), (1, 8, 8), (640, 256, 128)):
+                            case = Case(op=op, rows=rows, N=N, K=K, dtype=dtype, seed=rows)
+                            if dtype is torch.float16 and rows == 640:
+                                continue  # sums of the integers drawn would not be exact in fp16
+                            operands = draw(case, group.rank(), group.size(), device)
+                            assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+                    assert {record.path for record in context.report()} == {"sliced"}
+                    expected = "torch" if dtype is torch.float32 else "persistent"
+                    assert {record.gemm for record in context.report()} == {expected}
+
+
+def test_linears_are_exact_on_integers():
+    run_spawned(2, _linears, backend="nccl")
+
+
+def _identical_runs(group, device):
+    for op in OPS:
+        case = Case(op=op, rows=1024, N=512, K=768, dtype=torch.bfloat16, exact=False)
+        operands = draw(case, group.rank(), group.size(), device)
+        with OverlapContext(group, linear_config(m=2)) as context:
+            first = overlapped(case, operands, context)
+            for _ in range(99):
+                assert_equal(overlapped(case, operands, context), first)
+
+
+def test_a_hundred_runs_are_bit_identical():
+    run_spawned(2, _identical_runs, backend="nccl")
+
+
+def _late_peer(group, device):
+    context = OverlapContext(group, linear_config(transport=TransportConfig(timeout_s=3.0)))
+    x = torch.ones(64, 1, 64, device=device, dtype=torch.bfloat16)
+    weight = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
+    ops.all_gather_linear(x, weight, context=context)
+    torch.cuda.synchronize()
+    if group.rank() == 0:
+        began = time.monotonic()
+        ops.all_gather_linear(x, weight, context=context)  # the host goes on; the stream waits for rank 1
+        torch.cuda.synchronize()
+        assert time.monotonic() - began < 20
+        expected = "group rank 0 (global rank 0) got nothing from group rank 1 (global rank 1) for 3.0 s"
+        for again in (lambda: ops.all_gather_linear(x, weight, context=context), context.synchronize, context.close):
+            with pytest.raises(TransportTimeoutError) as error:
+                again()
+            assert expected in str(error.value)
+    dist.barrier()
+
+
+def test_the_watchdog_frees_the_stream_and_names_the_missing_rank():
+    run_spawned(2, _late_peer, backend="nccl")
+
+
+def _captured(group, device):
+    with OverlapContext(group, linear_config(m=2)) as context:
+        x = torch.randn(512, 1, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.randn(256, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+        grad = torch.randn(512, 1, 256, device=device, dtype=torch.bfloat16)
+
+        def step():
+            hidden = ops.all_gather_linear(x, weight, context=context)
+            y = ops.linear_reduce_scatter(hidden, weight, context=context)
+            return y, *torch.autograd.grad(y, [x, weight], grad)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            captured = step()
+        for _ in range(3):
+            with torch.no_grad():
+                x.copy_(torch.randn_like(x))
+            graph.replay()
+            with torch.cuda.stream(stream):
+                stream.wait_stream(torch.cuda.current_stream())
+                eager = step()
+            torch.cuda.synchronize()
+            for found, expected in zip(captured, eager, strict=True):
+                assert torch.equal(found, expected)
+        bigger = torch.randn(1024, 1, 256, device=device, dtype=torch.bfloat16)
+        with torch.no_grad():  # growth after a capture: the graph keeps the memory that it uses
+            ops.all_gather_linear(bigger, weight, context=context)
+        graph.replay()
+        torch.cuda.synchronize()
+        for found, expected in zip(captured, eager, strict=True):
+            assert torch.equal(found, expected)
+        del graph, captured
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+def test_forward_and_backward_replay_from_a_cuda_graph():
+    run_spawned(2, _captured, backend="nccl")
+
+
+def _delays(group, device):
+    case = Case(op=OPS[1], rows=2048, N=1024, K=512, dtype=torch.bfloat16)
+    operands = draw(case, group.rank(), group.size(), device)
+    expected = reference(case, operands, group)
+    with OverlapContext(group, linear_config(m=2)) as context, OverlapContext(group, linear_config("ring", 2)) as other:
+        for late in (0, 1):
+            if group.rank() == late:
+                torch.cuda._sleep(200_000_000)  # this rank's compute stream runs about 0.1 s behind
+            for _ in range(3):
+                found, interleaved = overlapped(case, operands, context), overlapped(case, operands, other)
+                blocks = [torch.empty(1 << 22, device=device) for _ in range(8)]  # allocator traffic meanwhile
+                del blocks
+            assert_equal(found, expected)
+            assert_equal(interleaved, expected)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # the same context from another stream
+            on_side = overlapped(case, operands, context)
+        assert_equal(overlapped(case, operands, context), expected)
+        side.synchronize()
+        assert_equal(on_side, expected)
+
+
+def test_late_ranks_two_contexts_and_two_streams():
+    run_spawned(2, _delays, backend="nccl")
+
+
+@pytest.mark.parametrize("connections", ["1", "8", "32"])
+def test_any_number_of_hardware_queues(connections, monkeypatch):
+    monkeypatch.setitem(os.environ, "CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    run_spawned(2, _delays, backend="nccl")
+    run_spawned(2, _captured, backend="nccl")

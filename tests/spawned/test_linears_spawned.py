@@ -1,0 +1,42 @@
+"""Ranks as processes under torch.distributed: the registered groups, stores and global ranks that users have."""
+
+import pytest
+from torch import distributed as dist
+
+from commfuse_megatron import OverlapConfig, OverlapContext, ops
+from commfuse_megatron.config import TransportConfig
+from commfuse_megatron.errors import TransportTimeoutError
+from tests.harness import run_spawned
+from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
+
+
+def _groups_within_the_world(world, device):
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = halves[world.rank() % 2]
+    with OverlapContext(world) as context_of_world, OverlapContext(mine) as context_of_mine:
+        for seed, (group, context) in enumerate([(world, context_of_world), (mine, context_of_mine)] * 2):
+            for op in OPS:
+                case = Case(op=op, rows=9 + seed, seed=seed)
+                operands = draw(case, group.rank(), group.size(), device)
+                assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+        global_ranks = context_of_mine.link._peers.global_ranks
+    assert global_ranks == ((0, 2) if world.rank() % 2 == 0 else (1, 3))
+    config = OverlapConfig(transport=TransportConfig(timeout_s=1.0), check_agreement=False)
+    context = OverlapContext(mine, config)
+    case = Case(op=OPS[0], rows=4, has_bias=False)
+    operands = draw(case, mine.rank(), mine.size(), device)
+    ops.all_gather_linear(operands.x, operands.weight, context=context)
+    message = ""
+    if world.rank() == 1:
+        with pytest.raises(TransportTimeoutError) as error:
+            ops.all_gather_linear(operands.x, operands.weight, context=context)
+        message = str(error.value)
+    dist.barrier()
+    return message
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_world_and_strided_sub_groups_side_by_side():
+    messages = run_spawned(4, _groups_within_the_world)
+    assert "group rank 0 (global rank 1) got nothing from group rank 1 (global rank 3)" in messages[1]

@@ -1,0 +1,233 @@
+"""Contexts: agreement among ranks, timeouts, failure, closing, the report, groups inside groups."""
+
+import threading
+
+import pytest
+import torch
+
+from commfuse_megatron import OverlapConfig, OverlapContext, ops
+from commfuse_megatron.config import LinearConfig, PassConfig, TransportConfig
+from commfuse_megatron.errors import ConfigError, ShapeError, TransportError, TransportTimeoutError
+from tests.harness import make_groups, run_threads
+from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
+
+
+def quick(timeout_s=1.0, **others) -> OverlapConfig:
+    return OverlapConfig(transport=TransportConfig(timeout_s=timeout_s), **others)
+
+
+def expect_everywhere(group_size, body, error, match):
+    """`body` must raise `error` on every rank."""
+
+    def run(group, device):
+        with pytest.raises(error, match=match):
+            body(group, device)
+
+    run_threads(group_size, run)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_ranks_with_different_shapes_raise_everywhere_before_anything_is_sent(op):
+    def body(group, device):
+        rows = 8 if group.rank() == 0 else 6
+        with OverlapContext(group, quick()) as context:
+            getattr(ops, op)(torch.zeros(rows, 2, 5), torch.zeros(4, 5), context=context)
+
+    expect_everywhere(2, body, ShapeError, "do not agree")
+
+
+def test_one_rank_with_a_wrong_dtype_raises_everywhere_and_the_context_lives_on():
+    def body(group, device):
+        with OverlapContext(group, quick()) as context:
+            x = torch.zeros(4, 2, 5, dtype=torch.float64 if group.rank() == 1 else torch.float32)
+            with pytest.raises(ShapeError, match="one dtype|do not agree"):
+                ops.all_gather_linear(x, torch.zeros(4, 5), context=context)
+            y = ops.all_gather_linear(x.float(), torch.ones(4, 5), context=context)
+            assert y.shape == (12, 2, 4)
+
+    run_threads(3, body)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"x": torch.zeros(5)}, r"at least two dimensions"),
+        ({"weight": torch.zeros(4, 5, 1)}, r"weight must be \[N, K\]"),
+        ({"x": torch.zeros(4, 2, 6)}, r"x has 6 input features .* has 5"),
+        ({"bias": torch.zeros(5)}, r"bias must be \[4\]"),
+        ({"bias": torch.zeros(4, dtype=torch.float64)}, r"one dtype, got x float32, weight float32, bias float64"),
+        ({"x": torch.zeros(4, 2, 5, device="meta")}, r"x is on meta, but this context uses transport gloo"),
+        ({"total_rows": 9}, r"must bring [45] rows .*, x has 3"),
+        ({"total_rows": -1}, r"total_rows must not be negative"),
+        ({"x": torch.zeros(3, 2, 5).int(), "weight": torch.zeros(4, 5).int()}, r"int32 is not supported"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, match):
+    def body(group, device):
+        given = {"x": torch.zeros(3, 2, 5), "weight": torch.zeros(4, 5)} | arguments
+        with OverlapContext(group, quick()) as context:
+            ops.all_gather_linear(**given, context=context)
+
+    expect_everywhere(2, body, ShapeError, match)
+
+
+def test_different_configurations_raise_everywhere():
+    def body(group, device):
+        OverlapContext(group, quick(check_agreement=group.rank() == 0))
+
+    expect_everywhere(2, body, ConfigError, "configurations differ between ranks")
+
+
+def test_a_rank_that_never_makes_its_context_is_named():
+    def body(group, device):
+        if group.rank() != 1:
+            with pytest.raises(TransportTimeoutError, match=r"for group ranks \[1\]"):
+                OverlapContext(group, quick(0.5))
+
+    run_threads(3, body)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_missing_peer_times_out_naming_op_step_and_both_ranks_and_fails_the_context(op):
+    def body(group, device):
+        context = OverlapContext(group, quick(0.5, check_agreement=False))
+        x, weight = torch.zeros(4, 1, 5), torch.zeros(4, 5)
+        getattr(ops, op)(x, weight, context=context)
+        if group.rank() == 0:
+            label = "all-gather" if op == "all_gather_linear" else "reduce-scatter"
+            expected = (
+                rf"{label}, step \d of 2: group rank 0 \(global rank 0\) got nothing from group rank 1 "
+                rf"\(global rank 1\) for 0\.5 s\. Schedule:\n"
+            )
+            with pytest.raises(TransportTimeoutError, match=expected) as first:
+                getattr(ops, op)(x, weight, context=context)
+            assert not context.is_usable
+            for again in (lambda: getattr(ops, op)(x, weight, context=context), context.close, context.synchronize):
+                with pytest.raises(TransportTimeoutError) as later:
+                    again()
+                assert later.value is first.value
+            context.close()  # closed by now: nothing more to say
+
+    run_threads(2, body)
+
+
+def test_an_operation_that_breaks_halfway_fails_the_context():
+    def body(group, device):
+        context = OverlapContext(group, quick(check_agreement=False))
+        x, weight = torch.zeros(4, 1, 5), torch.zeros(4, 5)
+        ops.all_gather_linear(x, weight, context=context)
+        if group.rank() == 0:
+            gemm = next(iter(context._prepared.values())).gemm
+            gemm.multiply = lambda *_: (_ for _ in ()).throw(MemoryError("no memory"))
+            with pytest.raises(MemoryError):
+                ops.all_gather_linear(x, weight, context=context)
+            with pytest.raises(TransportError, match="was interrupted by MemoryError: no memory"):
+                ops.all_gather_linear(x, weight, context=context)
+
+    run_threads(2, body)
+
+
+def test_a_closed_context_refuses_and_closing_twice_is_closing_once():
+    def body(group, device):
+        context = OverlapContext(group)
+        context.close()
+        context.close()
+        assert not context.is_usable
+        with pytest.raises(TransportError, match="closed"):
+            ops.all_gather_linear(torch.zeros(2, 1, 3), torch.zeros(2, 3), context=context)
+
+    run_threads(2, body)
+
+
+def test_contexts_one_after_another_on_one_group():
+    def body(group, device):
+        for seed in range(5):
+            case = Case(op=OPS[seed % 2], rows=6, seed=seed)
+            operands = draw(case, group.rank(), group.size(), device)
+            with OverlapContext(group) as context:
+                assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+
+    run_threads(2, body)
+
+
+def test_more_than_256_chunks():
+    passes = PassConfig(path="sliced", chunks_per_shard=100)
+    config = OverlapConfig(linear=LinearConfig(fprop=passes, dgrad=passes))
+
+    def body(group, device):
+        for op in OPS:
+            case = Case(op=op, rows=320, batch=1)
+            operands = draw(case, group.rank(), group.size(), device)
+            with OverlapContext(group, config) as context:
+                assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+
+    run_threads(3, body)
+
+
+def test_sub_groups_make_their_contexts_alone():
+    # Members are listed so that group ranks differ from global ranks, and group [1, 3] starts when [2, 0] is done.
+    members = [[2, 0], [1, 3]]
+    groups_of = make_groups(members)
+    first_done = threading.Event()
+    errors = []
+
+    def run(global_rank):
+        try:
+            (group,) = groups_of(global_rank)
+            if global_rank in members[1]:
+                assert first_done.wait(30)
+            for op in OPS:
+                case = Case(op=op, rows=7, seed=global_rank % 2)
+                operands = draw(case, group.rank(), group.size(), torch.device("cpu"))
+                with OverlapContext(group) as context:
+                    assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+            if global_rank == 0:
+                first_done.set()
+        except BaseException as error:
+            errors.append(error)
+            first_done.set()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    assert not errors
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_the_report_counts_and_explains():
+    def body(group, device):
+        with OverlapContext(group, OverlapConfig(record=True)) as context:
+            x = torch.ones(4, 2, 5, requires_grad=True)
+            weight = torch.ones(6, 5, requires_grad=True)
+            for _ in range(3):
+                ops.all_gather_linear(x, weight, context=context).sum().backward()
+            forward, backward = context.report()
+        assert (forward.op, forward.pass_name, forward.calls) == ("all_gather_linear", "fprop", 3)
+        assert (forward.M, forward.N, forward.K, forward.dtype) == (16, 6, 5, "float32")
+        assert (backward.pass_name, backward.calls) == ("backward", 3)
+        assert (forward.path, forward.transport, forward.algorithm) == ("sliced", "gloo", "direct")
+        assert forward.reason
+        assert forward.exposed_comm_us >= 0
+        intervals = context.recorder.intervals()
+        assert {interval.track for interval in intervals} == {"compute", "transfer"}
+        assert all(interval.end_us >= interval.start_us for interval in intervals)
+        assert {interval.op for interval in intervals} == {"all_gather_linear.fprop", "all_gather_linear.backward"}
+
+    run_threads(2, body)
+
+
+def test_a_context_that_is_not_closed_is_released_with_its_last_reference():
+    def body(group, device):
+        context = OverlapContext(group)
+        link = context.link
+        finalizer = context._finalizer
+        del context
+        import gc
+
+        gc.collect()
+        assert not finalizer.alive
+        assert link.failure is None
+
+    run_threads(2, body)

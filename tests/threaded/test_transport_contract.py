@@ -1,0 +1,64 @@
+"""The transport contract on gloo, ranks as threads."""
+
+import threading
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from commfuse_megatron.errors import TransportError
+from commfuse_megatron.transport.base import Message, PeerTimeoutError
+from commfuse_megatron.transport.gloo import GlooTransport
+from tests.harness import run_threads
+from tests.harness.transport_contract import CHECKS
+
+
+def gloo(group, timeout_s=20.0) -> GlooTransport:
+    store = dist.PrefixStore("transport under test", group.get_group_store())
+    return GlooTransport(store, group.rank(), group.size(), timeout_s)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("group_size", [2, 3, 4])
+def test_contract(check, group_size):
+    def body(group, device):
+        transport = gloo(group)
+        check(transport, group.rank(), group.size(), device)
+        transport.close()
+
+    run_threads(group_size, body)
+
+
+def test_a_peer_that_does_not_send_is_named_in_time():
+    seen = threading.Event()
+
+    def body(group, device):
+        transport = gloo(group, timeout_s=0.5)
+        if group.rank() == 0:
+            transfer = transport.exchange(None, Message(torch.empty(3), 1, 5))
+            with pytest.raises(PeerTimeoutError, match=r"got nothing from group rank 1 for 0\.5 s"):
+                transfer.wait()
+            seen.set()
+        assert seen.wait(20)  # the peer lives on meanwhile: it is late, not gone
+
+    run_threads(2, body)
+
+
+def test_a_peer_that_is_gone_raises_at_once():
+    def body(group, device):
+        transport = gloo(group)
+        if group.rank() == 0:
+            transfer = transport.exchange(None, Message(torch.empty(3), 1, 5))
+            with pytest.raises(TransportError, match="got nothing from group rank 1: .*closed"):
+                transfer.wait()
+
+    run_threads(2, body)
+
+
+def test_a_group_that_is_not_complete_raises():
+    def body(group, device):
+        if group.rank() == 0:
+            with pytest.raises(TransportError, match="gloo group of 2 ranks could not be formed"):
+                gloo(group, timeout_s=0.5)
+
+    run_threads(2, body)

@@ -1,0 +1,68 @@
+"""Row ranges and bound schedules: what a schedule becomes when chunks have sizes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commfuse_megatron.problem import GemmProblem, RowRange, chunk_ranges, shard_range, split_range
+from commfuse_megatron.runtime.binding import bind
+from commfuse_megatron.schedule import Algorithm, Collective
+
+
+@given(rows=st.integers(0, 200), parts=st.integers(1, 17))
+def test_ranges_split_as_torch_does(rows, parts):
+    ours = [(r.start, r.stop) for r in split_range(RowRange(0, rows), parts)]
+    theirs = [len(piece) for piece in torch.tensor_split(torch.arange(rows), parts)]
+    assert [stop - start for start, stop in ours] == theirs
+    assert ours[0][0] == 0
+    assert ours[-1][1] == rows
+    assert [shard_range(rows, parts, rank).size for rank in range(parts)] == theirs
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    collective=st.sampled_from(list(Collective)),
+    algorithm=st.sampled_from(list(Algorithm)),
+    group_size=st.integers(1, 6),
+    chunks_per_shard=st.integers(1, 4),
+    rows=st.integers(0, 40),
+    batch=st.integers(1, 3),
+)
+def test_bound_programs_fit_together(collective, algorithm, group_size, chunks_per_shard, rows, batch):
+    bounds = [
+        bind(collective, algorithm, group_size, rank, chunks_per_shard, rows, batch) for rank in range(group_size)
+    ]
+    chunks = [chunk.size * batch for shard in chunk_ranges(rows, group_size, chunks_per_shard) for chunk in shard]
+    sends, receives = set(), set()
+    for rank, bound in enumerate(bounds):
+        assert list(bound.chunk_rows) == chunks
+        assert bound.own_rows == shard_range(rows, group_size, rank).size * batch
+        assert bound.own_start == shard_range(rows, group_size, rank).start * batch
+        computed = [step.compute for step in bound.steps if step.compute is not None]
+        assert sorted(computed) == [chunk for chunk, size in enumerate(chunks) if size]
+        for index, step in enumerate(bound.steps):
+            if step.send is not None:
+                assert chunks[step.send[0]] > 0
+                sends.add((index, rank, step.send[1], step.send[0]))
+            if step.receive is not None:
+                assert bound.slot_rows[step.receive_slot] == chunks[step.receive[0]]
+                receives.add((index, step.receive[1], rank, step.receive[0]))
+    assert sends == receives
+
+
+def test_problem_counts_work_and_bytes():
+    problem = GemmProblem("all_gather_linear", "fprop", rows=10, batch=2, N=3, K=5, dtype="bfloat16", group_size=4)
+    assert problem.M == 20
+    assert problem.flops == 2 * 20 * 3 * 5
+    assert problem.shard_bytes == 3 * 2 * 5 * 2
+    backward = GemmProblem("linear_reduce_scatter", "backward", 10, 2, 3, 5, "float32", 4, "input+weight")
+    assert backward.flops == 2 * problem.flops
+    assert backward.shard_bytes == 3 * 2 * 3 * 4
+    assert "needs input+weight" in str(backward)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_bound_program_is_made_once(rank):
+    first = bind(Collective.ALL_GATHER, Algorithm.RING, 3, rank, 2, 12, 1)
+    assert first is bind(Collective.ALL_GATHER, Algorithm.RING, 3, rank, 2, 12, 1)

@@ -1,0 +1,74 @@
+"""OverlapConfig: files, errors with advice, defaults equal to the shipped file."""
+
+from pathlib import Path
+
+import pytest
+
+from commfuse_megatron.config import LinearConfig, OverlapConfig, PassConfig, TransportConfig
+from commfuse_megatron.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def test_round_trip():
+    config = OverlapConfig(
+        linear=LinearConfig(fprop=PassConfig(algorithm="ring", chunks_per_shard=3)),
+        transport=TransportConfig(timeout_s=5.0),
+        check_agreement=True,
+    )
+    assert OverlapConfig.from_dict(config.to_dict()) == config
+
+
+def test_the_default_file_says_what_the_code_does():
+    text = (CONFIGS / "default.yaml").read_text()
+    assert OverlapConfig.from_file(CONFIGS / "default.yaml") == OverlapConfig()
+    for section, values in OverlapConfig().to_dict().items():
+        for key in values if isinstance(values, dict) else {section: None}:
+            assert key in text, f"default.yaml does not list {section}.{key}"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_file_loads_and_is_listed(path):
+    OverlapConfig.from_file(path)
+    assert path.name in (CONFIGS / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("linear:\n  fprop:\n    chunk_per_shard: 2\n", 'unknown key "linear.fprop.chunk_per_shard". Did you mean'),
+        ("zebra: 1\n", 'unknown key "zebra". Known keys: linear, transport'),
+        ("linear: 3\n", "linear must be a mapping of keys to values, got 3"),
+        ("- 1\n", "the file must be a mapping"),
+        (
+            "linear:\n  fprop:\n    path: fast\n",
+            "linear.fprop.path must be one of auto, sliced, sequential; got 'fast'",
+        ),
+        ("linear:\n  fprop:\n    chunks_per_shard: two\n", "linear.fprop.chunks_per_shard must be int; got 'two'"),
+        ("linear:\n  fprop:\n    chunks_per_shard: true\n", "linear.fprop.chunks_per_shard must be int; got True"),
+        ("linear:\n  fprop:\n    chunks_per_shard: 0\n", "linear.fprop.chunks_per_shard must be at least 1, got 0"),
+        ("transport:\n  timeout_s: -1\n", "transport.timeout_s must be positive, got -1"),
+        ("transport:\n  nccl_channels: 65\n", "transport.nccl_channels must be between 1 and 64, got 65"),
+        ("kernel:\n  reserved_sms: -1\n", "kernel.reserved_sms must not be negative, got -1"),
+        ("check_agreement: maybe\n", "check_agreement must be bool or null; got 'maybe'"),
+        ("a: [1\n", "not valid YAML"),
+    ],
+)
+def test_errors_name_file_key_and_advice(tmp_path, text, message):
+    path = tmp_path / "my.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        OverlapConfig.from_file(path)
+    assert str(error.value).startswith(str(path))
+    assert message in str(error.value)
+
+
+def test_a_missing_file_and_an_empty_one(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        OverlapConfig.from_file(tmp_path / "none.yaml")
+    (tmp_path / "empty.yaml").write_text("")
+    assert OverlapConfig.from_file(tmp_path / "empty.yaml") == OverlapConfig()
+
+
+def test_integers_widen_to_floats(tmp_path):
+    assert OverlapConfig.from_dict({"transport": {"timeout_s": 5}}).transport.timeout_s == 5.0
