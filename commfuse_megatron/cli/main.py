@@ -47,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="exit codes: 0 passed, 1 a check failed, 2 cannot run here (the message says what is missing)",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_demo(commands)
     _add_verify(commands)
     _add_doctor(commands)
     return parser
@@ -71,6 +72,33 @@ def _add_command(
     parser.add_argument("-v", "--verbose", action="store_true", help="more logs on stderr")
     parser.set_defaults(run=run)
     return parser
+
+
+def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        from commfuse_megatron.cli.demo import run_demo
+
+        return run_demo(arguments)
+
+    parser = _add_command(
+        commands,
+        "demo",
+        run,
+        summary="train a small Megatron GPT twice on real text, stock and overlapped, and compare the losses",
+        example="commfuse demo --ranks 2 --steps 20\n"
+        "  torchrun --nproc-per-node 2 -m commfuse_megatron demo --device cuda --dtype bfloat16",
+    )
+    _add_rank_options(parser)
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="training steps (default 20)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float64", "bfloat16"), default="float32", help="of the model (default float32)"
+    )
+    parser.add_argument(
+        "--text", metavar="FILE", help="train on FILE, byte by byte (default: the Python standard library's sources)"
+    )
+    parser.add_argument(
+        "--output", metavar="DIR", default="demo_output", help="where picture and trace go (default demo_output)"
+    )
 
 
 def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

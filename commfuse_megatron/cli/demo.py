@@ -1,0 +1,219 @@
+"""`commfuse demo`: one small Megatron GPT, trained stock and overlapped on real text, compared step by step.
+
+Prints and writes; what is trained and what counts as passed is in `verify/training.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import warnings
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from commfuse_megatron.cli.launch import CannotRunError, Rank, choose_num_ranks, launch
+from commfuse_megatron.cli.output import make_progress, results, write_json
+
+if TYPE_CHECKING:
+    from commfuse_megatron.verify.training import Comparison, Recipe
+
+__all__ = ["run_demo"]
+
+RANKS = (2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    num_steps: int
+    dtype: str
+    text: bytes
+    output: str
+    json: str | None
+    is_verbose: bool
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    """Train, compare, print, draw. 0: the losses agree and every call was overlapped; 1: not; 2: cannot run here."""
+    if arguments.steps < 1:
+        raise CannotRunError(f"--steps must be at least 1, got {arguments.steps}")
+    num_ranks = choose_num_ranks(arguments.ranks)
+    if num_ranks not in RANKS:
+        raise CannotRunError(f"the demo's model can be cut for {', '.join(map(str, RANKS))} ranks, not {num_ranks}")
+    if util.find_spec("megatron") is None:
+        raise CannotRunError("Megatron-Core is not installed: pip install megatron-core")
+    options = _Options(
+        num_steps=arguments.steps,
+        dtype=arguments.dtype,
+        text=_read_text(arguments.text),
+        output=arguments.output,
+        json=arguments.json,
+        is_verbose=arguments.verbose,
+    )
+    return launch(_demo_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
+
+
+def _read_text(file: str | None) -> bytes:
+    from commfuse_megatron.verify.text import standard_library_text
+
+    try:
+        text = standard_library_text() if file is None else Path(file).read_bytes()
+    except OSError as error:
+        raise CannotRunError(f"the text cannot be read: {error}") from error
+    least = 10_000
+    if len(text) < least:
+        raise CannotRunError(f"--text {file} has {len(text)} bytes; the demo needs at least {least} to train on")
+    return text
+
+
+def _demo_on_rank(rank: Rank, options: _Options) -> int:
+    if not options.is_verbose:
+        _silence_foreign_warnings()
+    import torch
+    from torch import distributed as dist
+
+    from commfuse_megatron.verify.training import Recipe, bounds_of, complaints_of, train_both
+
+    # Under torchrun every rank has read its own file; the first one's counts.
+    texts = [options.text]
+    dist.broadcast_object_list(texts)
+    dtype = getattr(torch, options.dtype)
+    recipe = Recipe.for_device(rank.device_type, dtype=dtype, num_steps=options.num_steps, text=texts[0])
+    with make_progress(is_shown=rank.is_first) as progress:
+        task = progress.add_task("training stock and overlapped", total=recipe.num_steps)
+        comparison = train_both(recipe, on_step=lambda *_: progress.advance(task))
+    complaints = complaints_of(comparison, bounds_of(dtype, recipe.num_steps, rank.world_size))
+    # The losses are equal on all ranks, but what each rank's layers did is its own.
+    everyones: list[list[str]] = [[] for _ in range(rank.world_size)]
+    dist.all_gather_object(everyones, complaints)
+    complaints = list(dict.fromkeys(complaint for own in everyones for complaint in own))
+    if rank.is_first:
+        _print(comparison, recipe, rank, complaints)
+        _write_files(comparison, recipe, rank, options)
+    return 1 if complaints else 0
+
+
+def _silence_foreign_warnings() -> None:
+    """Megatron says on import which optional packages it goes without; nobody can act on that here."""
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", module=r"torch\.")
+    for name in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def _print(comparison: Comparison, recipe: Recipe, rank: Rank, complaints: list[str]) -> None:
+    from commfuse_megatron.verify.training import bounds_of
+
+    console = results()
+    console.print(
+        f"Megatron GPT, {recipe.num_layers} layers, hidden {recipe.hidden_size}, sequence {recipe.sequence}, batch"
+        f" {recipe.batch}, {recipe.dtype_name}; tensor and sequence parallel over {rank.world_size} ranks"
+        f" ({rank.device_type}); text of {len(recipe.text):,} bytes\n"
+    )
+    losses = Table(title="loss before each step (difference 0: bit-equal)", title_justify="left")
+    for column in ("step", "stock", "plugin", "difference"):
+        losses.add_column(column, justify="right")
+    for number, (stock, plugin, difference) in enumerate(
+        zip(comparison.stock_loss, comparison.plugin_loss, comparison.differences, strict=True), 1
+    ):
+        losses.add_row(str(number), f"{stock:.9f}", f"{plugin:.9f}", f"{difference:.1e}" if difference else "0")
+    console.print(losses)
+    limits = "; ".join(
+        f"steps {b.first}-{b.last} at most {b.limit:g}"
+        for b in bounds_of(recipe.dtype, recipe.num_steps, rank.world_size)
+    )
+    console.print(f"largest difference {comparison.max_loss_difference:.1e} (allowed: {limits})\n")
+    for grid in _grids(comparison, rank.world_size):
+        console.print(escape(grid) + "\n", soft_wrap=True)
+    console.print(_op_table(comparison))
+    num_calls = sum(layer["overlapped_calls"] for layer in comparison.layers)
+    console.print(f"{len(comparison.layers)} layers, {num_calls} calls overlapped")
+    for complaint in complaints:
+        console.print(f"[red]failed:[/] {escape(complaint)}")
+
+
+def _grids(comparison: Comparison, group_size: int) -> list[str]:
+    """The schedules that ran, each once, as step-by-rank grids."""
+    from commfuse_megatron.schedule import Algorithm, build_all_gather, build_reduce_scatter, render
+
+    used = {
+        (op["op"] == "all_gather_linear", op["algorithm"], op["chunks_per_shard"])
+        for op in comparison.ops
+        if op["path"] == "sliced" and op["pass_name"] == "fprop"
+    }
+    return [
+        render((build_all_gather if gathers else build_reduce_scatter)(group_size, Algorithm(algorithm), chunks))
+        for gathers, algorithm, chunks in sorted(used, reverse=True)
+    ]
+
+
+def _op_table(comparison: Comparison) -> Table:
+    table = Table(title="operations of the plugin's run, this rank; exposed: last step, per call", title_justify="left")
+    for column in ("op", "pass"):
+        table.add_column(column, no_wrap=True)
+    for column in ("M", "N", "K", "calls"):
+        table.add_column(column, justify="right")
+    for column in ("path", "algorithm", "chunks/shard", "transport", "GEMM"):
+        table.add_column(column)
+    table.add_column("exposed us", justify="right")
+    for op in comparison.ops:
+        exposed = op["exposed_comm_us"]
+        table.add_row(
+            op["op"],
+            op["pass_name"],
+            *(str(op[name]) for name in ("M", "N", "K", "calls")),
+            op["path"],
+            op["algorithm"],
+            str(op["chunks_per_shard"]),
+            op["transport"],
+            op["gemm"],
+            "" if exposed is None else f"{exposed:.0f}",
+        )
+    return table
+
+
+def _write_files(comparison: Comparison, recipe: Recipe, rank: Rank, options: _Options) -> None:
+    from commfuse_megatron.tracing.figure import densest_calls, draw_timeline, missing_matplotlib
+    from commfuse_megatron.tracing.perfetto import write_perfetto
+
+    console = results()
+    folder = Path(options.output)
+    trace = write_perfetto(folder / "timeline.json", comparison.recording)
+    console.print(f"trace     {escape(str(trace))} (open it in ui.perfetto.dev)", soft_wrap=True)
+    reason = missing_matplotlib()
+    if reason is None:
+        zoom = densest_calls(comparison.recording)
+        picture = draw_timeline(
+            folder / "timeline.png",
+            comparison.recording,
+            title=f"Step {recipe.num_steps} of a small Megatron GPT on {rank.world_size} ranks, with the plugin",
+            caption=f"{rank.device_type}, {comparison.ops[0]['transport'] if comparison.ops else ''},"
+            f" {recipe.dtype_name}",
+            zooms={} if zoom is None else {"two linears in a row, larger": zoom},
+        )
+        console.print(f"picture   {escape(str(picture))}", soft_wrap=True)
+    else:
+        console.print(f"no picture: {escape(reason)}", soft_wrap=True)
+    if options.json:
+        write_json(options.json, _to_dict(comparison, recipe, rank))
+
+
+def _to_dict(comparison: Comparison, recipe: Recipe, rank: Rank) -> dict[str, Any]:
+    return {
+        "steps": recipe.num_steps,
+        "stock_loss": list(comparison.stock_loss),
+        "plugin_loss": list(comparison.plugin_loss),
+        "max_loss_difference": comparison.max_loss_difference,
+        "report": list(comparison.ops),
+        "layers": list(comparison.layers),
+        "ranks": rank.world_size,
+        "device": rank.device_type,
+        "dtype": recipe.dtype_name,
+    }

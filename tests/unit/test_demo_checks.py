@@ -1,0 +1,124 @@
+"""What makes the demo fail: losses too far apart, or a call that was not overlapped; and where its text is from."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from commfuse_megatron.cli import main as cli
+from commfuse_megatron.verify.text import batch_of, standard_library_text
+from commfuse_megatron.verify.training import Comparison, Recipe, bounds_of, complaints_of
+
+STEPS = 20
+
+
+def comparison(differences: dict[int, float] | None = None, **changes: object) -> Comparison:
+    """A run of 20 steps and one layer where all is well, but for the given differences (by step from 1)."""
+    stock = [4.0] * STEPS
+    plugin = [loss + (differences or {}).get(step, 0.0) for step, loss in enumerate(stock, 1)]
+    layer = {"name": "fc1", "path": "overlapped", "overlapped_calls": STEPS, "stock_calls": 0, "reasons": ()}
+    ops = tuple({"pass_name": name, "calls": STEPS, "path": "sliced"} for name in ("fprop", "backward"))
+    good = Comparison(
+        stock_loss=tuple(stock), plugin_loss=tuple(plugin), ops=ops, layers=(layer | changes,), recording={}
+    )
+    return good
+
+
+def complaints(found: Comparison, dtype: torch.dtype = torch.float32, group_size: int = 2) -> list[str]:
+    return complaints_of(found, bounds_of(dtype, len(found.stock_loss), group_size))
+
+
+def test_equal_losses_and_counted_calls_pass() -> None:
+    assert complaints(comparison()) == []
+    assert complaints(comparison({1: 9e-7, 20: 9e-5})) == []
+
+
+@pytest.mark.parametrize(
+    ("step", "difference", "dtype"),
+    [
+        (1, 2e-6, torch.float32),
+        (5, 2e-6, torch.float32),
+        (6, 2e-4, torch.float32),
+        (20, -2e-4, torch.float32),
+        (3, math.nan, torch.float32),
+        (20, math.inf, torch.float32),
+        (1, 2e-10, torch.float64),
+        (20, 2e-10, torch.float64),
+        (1, 1e-2, torch.bfloat16),
+        (20, 2e-2, torch.bfloat16),
+    ],
+)
+def test_losses_too_far_apart_fail(step: int, difference: float, dtype: torch.dtype) -> None:
+    (complaint,) = complaints(comparison({step: difference}), dtype)
+    assert complaint.startswith("losses of steps ")
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 5, 6, 19, 20, 21, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_every_step_has_one_bound(num_steps: int, dtype: torch.dtype) -> None:
+    covered = [step for bound in bounds_of(dtype, num_steps, 2) for step in range(bound.first, bound.last + 1)]
+    assert covered == list(range(1, num_steps + 1))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"path": "stock", "overlapped_calls": 0, "reasons": ("sequence parallelism is off",)},
+        {"path": "mixed", "overlapped_calls": STEPS - 1},
+        {"path": "not called", "overlapped_calls": 0},
+        {"overlapped_calls": STEPS + 1},
+    ],
+)
+def test_a_layer_that_was_not_overlapped_fails(changes: dict) -> None:
+    (complaint,) = complaints(comparison(**changes))
+    assert complaint.startswith("fc1: ")
+    assert all(reason in complaint for reason in changes.get("reasons", ()))
+
+
+@pytest.mark.parametrize("change", [{"path": "sequential"}, {"calls": STEPS - 1}])
+def test_an_op_that_did_not_run_sliced_every_time_fails(change: dict) -> None:
+    good = comparison()
+    found = dataclasses.replace(good, ops=(good.ops[0], good.ops[1] | change))
+    (complaint,) = complaints(found)
+    assert "backward calls ran sliced, expected 20" in complaint
+
+
+def test_a_report_without_layers_fails() -> None:
+    found = dataclasses.replace(comparison(), ops=(), layers=())
+    assert len(complaints(found)) == 2
+
+
+def test_the_text_is_python_and_batches_repeat() -> None:
+    text = standard_library_text(50_000)
+    assert len(text) == 50_000
+    assert b"import " in text
+    first = batch_of(text, step=3, batch=4, length=17)
+    assert first.shape == (4, 17)
+    assert first.dtype == torch.int64
+    assert bytes(first[0].tolist()) in text
+    assert torch.equal(first, batch_of(text, step=3, batch=4, length=17))
+    assert not torch.equal(first, batch_of(text, step=4, batch=4, length=17))
+    assert batch_of(b"abc", step=0, batch=2, length=3).tolist() == [[97, 98, 99]] * 2
+
+
+def test_a_recipe_names_its_dtype() -> None:
+    recipe = Recipe.for_device("cuda", dtype=torch.bfloat16, num_steps=1, text=b"")
+    assert recipe.dtype_name == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--ranks", "3"], "can be cut for 2, 4, 8 ranks, not 3"),
+        (["--ranks", "1"], "can be cut for 2, 4, 8 ranks, not 1"),
+        (["--text", "no/such/file"], "the text cannot be read"),
+        (["--text", __file__], "the demo needs at least 10000"),
+    ],
+)
+def test_what_cannot_run_is_said_before_anything_starts(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["demo", *arguments]) == 2
+    assert words in capsys.readouterr().err
