@@ -5,6 +5,7 @@ only: neither Transformer Engine nor Apex is needed. The contract that bites: bo
 Megatron's own torch norm refuses sequence parallelism; everything else of the stock model is Megatron's.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,7 +100,10 @@ def transformer_config(gpt: SmallGPT, group_size: int, **overrides: Any) -> Any:
         "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False,
     }
-    return TransformerConfig(**{**options, **overrides})
+    with warnings.catch_warnings():
+        # Megatron says so of its own default.
+        warnings.filterwarnings("ignore", message="full scope is deprecated")
+        return TransformerConfig(**{**options, **overrides})
 
 
 def build_gpt(

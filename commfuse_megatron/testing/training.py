@@ -16,15 +16,19 @@ class Training:
     biases added after a reduce-scatter.
     """
 
-    def __init__(self, model: Any, *, lr: float = 1e-3) -> None:
+    def __init__(self, model: Any, *, lr: float = 1e-3, overlap_grad_reduce: bool = False) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 
         config = model.config
+        for parameter in model.parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         is_16_bit = config.params_dtype in (torch.bfloat16, torch.float16)
-        self.wrapped = DistributedDataParallel(
-            config, DistributedDataParallelConfig(grad_reduce_in_fp32=is_16_bit, overlap_grad_reduce=False), model
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=is_16_bit, overlap_grad_reduce=overlap_grad_reduce
         )
+        self.wrapped = DistributedDataParallel(config, ddp_config, model)
         options = OptimizerConfig(
             optimizer="adam", lr=lr, bf16=config.bf16, fp16=config.fp16, params_dtype=config.params_dtype, clip_grad=0.0
         )

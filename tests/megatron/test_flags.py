@@ -1,0 +1,75 @@
+"""The switches: command line, plain attributes of a configuration, environment variable."""
+
+import argparse
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from commfuse_megatron import OverlapConfig
+from commfuse_megatron.errors import ConfigError
+from commfuse_megatron.plugin import add_arguments, arguments, compat
+from commfuse_megatron.plugin.arguments import ENVIRONMENT_VARIABLE
+
+
+def parse(*words: str) -> argparse.Namespace:
+    return add_arguments(argparse.ArgumentParser()).parse_args(words)
+
+
+@pytest.fixture(autouse=True)
+def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), {}),
+        (("--commfuse",), {"commfuse": True}),
+        (("--no-commfuse",), {"commfuse": False}),
+        (("--commfuse-config", "a.yaml"), {"commfuse_config": "a.yaml"}),
+    ],
+)
+def test_only_given_flags_are_copied(words: tuple[str, ...], expected: dict) -> None:
+    config = SimpleNamespace()
+    arguments.set_flags(config, parse(*words))
+    assert vars(config) == expected
+
+
+def test_flags_of_a_script_without_ours() -> None:
+    config = SimpleNamespace()
+    arguments.set_flags(config, argparse.Namespace(lr=1.0))
+    assert vars(config) == {}
+
+
+@pytest.mark.parametrize(("flag", "expected"), [(True, True), (False, False), (None, True), (0, False)])
+def test_switch(flag: object, expected: bool) -> None:
+    assert arguments.is_switched_on(SimpleNamespace(commfuse=flag)) is expected
+    assert arguments.is_switched_on(SimpleNamespace())
+
+
+def test_attribute_wins_over_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert arguments.config_file(SimpleNamespace()) is None
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "env.yaml")
+    assert arguments.config_file(SimpleNamespace()) == "env.yaml"
+    assert arguments.config_file(SimpleNamespace(commfuse_config="own.yaml")) == "own.yaml"
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
+    assert arguments.config_file(SimpleNamespace()) is None
+
+
+def test_file(tmp_path: Path) -> None:
+    assert arguments.read_config(None) == OverlapConfig()
+    file = tmp_path / "a.yaml"
+    file.write_text("linear: {fprop: {chunks_per_shard: 3}}\n")
+    assert arguments.read_config(str(file)).linear.fprop.chunks_per_shard == 3
+    with pytest.raises(ConfigError, match=r"missing\.yaml"):
+        arguments.read_config(str(tmp_path / "missing.yaml"))
+
+
+def test_the_environment_is_read_in_one_file_of_the_plugin() -> None:
+    folder = Path(arguments.__file__).parent
+    assert [file.name for file in folder.glob("*.py") if "environ" in file.read_text()] == ["arguments.py"]
+
+
+def test_no_training_arguments_outside_megatron_training() -> None:
+    assert compat.training_arguments() is None

@@ -1,0 +1,159 @@
+"""Mapping of spec trees: classes by identity, on a copy, sharing kept."""
+
+import copy
+import functools
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_mlp_module_spec_for_backend
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from commfuse_megatron import OverlapConfig
+from commfuse_megatron.plugin import (
+    CommFuseColumnParallelLinear,
+    CommFuseNorm,
+    CommFuseRowParallelLinear,
+    CommFuseSpecProvider,
+    apply_to_spec,
+)
+from commfuse_megatron.plugin.spec import gpt_layer_spec_local
+
+
+def leaves(node: Any) -> list[type]:
+    """Every class in a spec tree, by an own walk."""
+    if isinstance(node, type):
+        return [node]
+    if isinstance(node, functools.partial):
+        return [c for value in (node.func, *node.args, *node.keywords.values()) for c in leaves(value)]
+    if isinstance(node, dict):
+        return [c for value in node.values() for c in leaves(value)]
+    if isinstance(node, list | tuple):
+        return [c for value in node for c in leaves(value)]
+    if hasattr(node, "__dataclass_fields__"):
+        return [c for name in node.__dataclass_fields__ for c in leaves(getattr(node, name))]
+    return []
+
+
+def test_dense_layer() -> None:
+    stock = get_gpt_layer_local_spec()
+    before = leaves(stock)
+    mapped = leaves(apply_to_spec(stock))
+    assert len(mapped) == len(before)
+    assert mapped.count(CommFuseColumnParallelLinear) == before.count(ColumnParallelLinear) == 2
+    assert mapped.count(CommFuseRowParallelLinear) == before.count(RowParallelLinear) == 2
+    assert mapped.count(CommFuseNorm) == before.count(WrappedTorchNorm) == 2
+    assert not {ColumnParallelLinear, RowParallelLinear, WrappedTorchNorm} & set(mapped)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_experts": 4}, {"multi_latent_attention": True}, {"qk_layernorm": True}], ids=str
+)
+def test_the_spec_handed_in_is_not_changed(options: dict) -> None:
+    stock = get_gpt_layer_local_spec(**options)
+    before = leaves(stock)
+    apply_to_spec(stock, OverlapConfig())
+    assert leaves(stock) == before
+    assert not any(c.__name__.startswith("CommFuse") for c in before)
+
+
+def test_experts_inside_partials_are_reached() -> None:
+    mapped = leaves(apply_to_spec(get_gpt_layer_local_spec(num_experts=4)))
+    assert not {ColumnParallelLinear, RowParallelLinear} & set(mapped)
+
+
+def test_latent_attention_keeps_what_megatron_checks_by_class(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        spec = apply_to_spec(get_gpt_layer_local_spec(multi_latent_attention=True))
+    attention = spec.submodules.self_attention.submodules
+    assert attention.linear_q_down_proj is attention.linear_kv_down_proj is ColumnParallelLinear
+    assert attention.linear_q_up_proj is attention.linear_kv_up_proj is CommFuseColumnParallelLinear
+    assert attention.linear_proj is CommFuseRowParallelLinear
+    assert "convert_model reaches it later" in caplog.text
+
+
+def test_block_shares_layers_as_before() -> None:
+    layer = get_gpt_layer_local_spec()
+    other = get_gpt_layer_local_spec()
+    block = TransformerBlockSubmodules(layer_specs=[layer, layer, other], layer_norm=WrappedTorchNorm)
+    mapped = apply_to_spec(block)
+    assert isinstance(mapped, TransformerBlockSubmodules)
+    assert mapped.layer_norm is CommFuseNorm
+    assert mapped.layer_specs[0] is mapped.layer_specs[1]
+    assert mapped.layer_specs[0] is not mapped.layer_specs[2]
+    assert block.layer_norm is WrappedTorchNorm
+
+
+def test_subclasses_are_left_alone() -> None:
+    class Theirs(RowParallelLinear):
+        pass
+
+    assert apply_to_spec(Theirs) is Theirs
+    assert apply_to_spec(ModuleSpec(module=Theirs)).module is Theirs
+
+
+def test_other_nodes() -> None:
+    @dataclass(frozen=True)
+    class Frozen:
+        leaf: type
+        inner: dict = field(default_factory=dict)
+
+    spec = Frozen(RowParallelLinear, {"a": [ColumnParallelLinear, 3, "text"], "b": (RowParallelLinear, None)})
+    mapped = apply_to_spec(spec)
+    assert mapped.leaf is CommFuseRowParallelLinear
+    assert mapped.inner == {"a": [CommFuseColumnParallelLinear, 3, "text"], "b": (CommFuseRowParallelLinear, None)}
+    assert spec.leaf is RowParallelLinear
+    function = lambda: None  # noqa: E731
+    assert apply_to_spec(function) is function
+
+
+@pytest.mark.parametrize("leaf", [RowParallelLinear, ModuleSpec(module=RowParallelLinear, params={"stride": 2})])
+def test_config_reaches_the_constructor(leaf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    received: dict[str, Any] = {}
+    monkeypatch.setattr(CommFuseRowParallelLinear, "__init__", lambda _, *args, **kwargs: received.update(kwargs))
+    config = OverlapConfig(record=True)
+    kept = copy.deepcopy(leaf) if isinstance(leaf, ModuleSpec) else leaf
+    mapped = apply_to_spec(leaf, config)
+    for make in (lambda: build_module(mapped, bias=False), lambda: mapped(bias=False)):
+        received.clear()
+        make()
+        assert received.pop("overlap_config") is config
+        assert received == {"bias": False, **(leaf.params if isinstance(leaf, ModuleSpec) else {})}
+    assert kept == leaf
+
+
+def test_mapping_twice_changes_nothing_more() -> None:
+    once = apply_to_spec(get_gpt_layer_local_spec())
+    assert leaves(apply_to_spec(once)) == leaves(once)
+
+
+def test_transformer_engine_stays_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    stands_for = type("TERowParallelLinear", (), {"__module__": "megatron.core.extensions.transformer_engine"})
+    spec = [stands_for, ModuleSpec(module=stands_for), {"again": stands_for}]
+    assert apply_to_spec(spec) == spec
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "TERowParallelLinear" in caplog.text
+
+
+def test_ready_object() -> None:
+    assert isinstance(gpt_layer_spec_local, ModuleSpec)
+    found = leaves(gpt_layer_spec_local)
+    assert found.count(CommFuseColumnParallelLinear) == found.count(CommFuseRowParallelLinear) == 2
+    assert gpt_layer_spec_local.submodules.input_layernorm is CommFuseNorm
+
+
+def test_provider() -> None:
+    provider = CommFuseSpecProvider(LocalSpecProvider())
+    assert provider.column_parallel_linear() is CommFuseColumnParallelLinear
+    assert provider.row_parallel_linear() is CommFuseRowParallelLinear
+    assert provider.layer_norm(rms_norm=False, for_qk=True) is CommFuseNorm
+    assert provider.core_attention() is LocalSpecProvider().core_attention()
+    mlp = leaves(get_mlp_module_spec_for_backend(backend=provider))
+    assert mlp == [CommFuseColumnParallelLinear, CommFuseRowParallelLinear]
+    with pytest.raises(AttributeError):
+        provider.does_not_exist()
