@@ -45,7 +45,7 @@ def make_groups(members: list[list[int]], timeout_s: float = 30.0) -> Callable[[
 
 
 def run_threads(group_size: int, body: Body, *, timeout_s: float = 30.0) -> list[Any]:
-    """Run `body(group, device)` on every rank; returns the results by rank, or raises with every failed rank's traceback."""
+    """Run `body(group, device)` on every rank; results by rank, or an error with each rank's traceback."""
     store = dist.HashStore()
     results: list[Any] = [None] * group_size
     failures: list[tuple[int, BaseException, str]] = []

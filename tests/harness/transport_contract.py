@@ -1,4 +1,4 @@
-"""What every transport must do, as checks `check(transport, group_rank, group_size, device)` run on all ranks at once."""
+"""What every transport must do: checks `check(transport, group_rank, group_size, device)`, run on all ranks."""
 
 import time
 

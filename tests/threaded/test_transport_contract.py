@@ -49,7 +49,7 @@ def test_a_peer_that_is_gone_raises_at_once():
         transport = gloo(group)
         if group.rank() == 0:
             transfer = transport.exchange(None, Message(torch.empty(3), 1, 5))
-            with pytest.raises(TransportError, match="got nothing from group rank 1: .*closed"):
+            with pytest.raises(TransportError, match=r"got nothing from group rank 1: .*closed"):
                 transfer.wait()
 
     run_threads(2, body)
