@@ -68,7 +68,10 @@ class Link:
 
     def start(self, run: _Run, index: int, send: Message | None, receive: Message | None) -> Transfer:
         """Issue one batch."""
-        transfer = self.transport.exchange(send, receive)
+        try:
+            transfer = self.transport.exchange(send, receive)
+        except TransportError as error:
+            raise self.fail(self._broken(run, index, error)) from error
         if self._watchdog is not None and not self.is_capturing:
             send_peer = None if send is None else send.peer
             receive_peer = None if receive is None else receive.peer
@@ -86,8 +89,7 @@ class Link:
         except PeerTimeoutError as error:
             raise self.fail(self._timeout_error(run.label, run.bound, index, error.verb, error.peer)) from error
         except TransportError as error:
-            where = f"{run.label}, step {index} of {len(run.bound.steps)}"
-            raise self.fail(TransportError(f"{where}: {self._peers.name(self._peers.group_rank)}: {error}")) from error
+            raise self.fail(self._broken(run, index, error)) from error
         if self.recorder is not None:
             self.recorder.close_transfer(self._open.pop((id(run), index)))
 
@@ -125,6 +127,10 @@ class Link:
         error = self._timeout_error(watched.label, watched.bound, watched.step, verb, peer)
         logger.error("%s", error)
         self.fail(error)
+
+    def _broken(self, run: _Run, index: int, error: TransportError) -> TransportError:
+        me = self._peers.name(self._peers.group_rank)
+        return TransportError(f"{run.label}, step {index} of {len(run.bound.steps)}: {me}: {error}")
 
     def _timeout_error(
         self, label: str, bound: BoundSchedule, index: int, verb: str, peer: int

@@ -57,12 +57,17 @@ class GlooTransport(Transport):
     @override
     def exchange(self, send: Message | None, receive: Message | None) -> Transfer:
         works: list[tuple[Any, int, str]] = []
-        if send is not None:
-            work = self._group.send([send.tensor], send.peer, send.tag % _TAG_LIMIT)
-            works.append((work, send.peer, "could not deliver to"))
-        if receive is not None:
-            work = self._group.recv([receive.tensor], receive.peer, receive.tag % _TAG_LIMIT)
-            works.append((work, receive.peer, "got nothing from"))
+        try:
+            if send is not None:
+                work = self._group.send([send.tensor], send.peer, send.tag % _TAG_LIMIT)
+                works.append((work, send.peer, "could not deliver to"))
+            if receive is not None:
+                work = self._group.recv([receive.tensor], receive.peer, receive.tag % _TAG_LIMIT)
+                works.append((work, receive.peer, "got nothing from"))
+        except RuntimeError as error:  # the connection to the peer is gone already
+            message = send if receive is None or not works else receive
+            assert message is not None
+            raise TransportError(f"no connection to group rank {message.peer}: {error}") from error
         return _GlooTransfer(works, self._timeout_s)
 
     @override
