@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import FullyShardedDataParallel
 from megatron.core.extensions import transformer_engine as _te
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -34,6 +35,7 @@ __all__ = [
     "get_gpt_layer_with_transformer_engine_spec",
     "layers_of_stage",
     "megatron_groups",
+    "tell_fsdp",
     "training_arguments",
 ]
 
@@ -66,6 +68,13 @@ def default_layer_spec(model_config: Any, vp_stage: int | None) -> Any:
 def megatron_groups() -> set[dist.ProcessGroup]:
     """The process groups that Megatron's `parallel_state` holds at the moment."""
     return {value for value in vars(parallel_state).values() if isinstance(value, dist.ProcessGroup)}
+
+
+def tell_fsdp(column: str, row: str) -> None:
+    """Tell Megatron-FSDP the names of our classes; it knows by name which weights tensor parallelism has split."""
+    registry = getattr(FullyShardedDataParallel, "_MODULE_TYPE_REGISTRY", {})
+    registry.get("column", set()).add(column)
+    registry.get("row", set()).add(row)
 
 
 def training_arguments() -> Any | None:

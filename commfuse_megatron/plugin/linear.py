@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from commfuse_megatron import OverlapConfig, ops
-from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear
+from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear, tell_fsdp
 from commfuse_megatron.plugin.decision import overlap_context, state_of, weight_grad_target
 
 __all__ = ["CommFuseColumnParallelLinear", "CommFuseRowParallelLinear"]
@@ -81,3 +81,6 @@ def _remember(layer: torch.nn.Module, overlap_config: OverlapConfig | None, argu
     state = state_of(layer)
     state.overlap_config = overlap_config
     state.name = arguments.get("name") or arguments.get("tp_comm_buffer_name")
+
+
+tell_fsdp(CommFuseColumnParallelLinear.__name__, CommFuseRowParallelLinear.__name__)

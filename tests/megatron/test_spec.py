@@ -4,6 +4,7 @@ import copy
 import functools
 import logging
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,3 +158,17 @@ def test_provider() -> None:
     assert mlp == [CommFuseColumnParallelLinear, CommFuseRowParallelLinear]
     with pytest.raises(AttributeError):
         provider.does_not_exist()
+
+
+@pytest.mark.parametrize(
+    ("cls", "weight", "bias"),
+    [(CommFuseColumnParallelLinear, "column", "column"), (CommFuseRowParallelLinear, "row", "replicated")],
+)
+def test_fsdp_sees_how_weights_are_split(cls: type, weight: str, bias: str) -> None:
+    from megatron.core.distributed import FullyShardedDataParallel
+
+    detect = FullyShardedDataParallel._detect_parallelism_type
+    layer = cls.__new__(cls)
+    stub = SimpleNamespace(_MODULE_TYPE_REGISTRY=FullyShardedDataParallel._MODULE_TYPE_REGISTRY)
+    assert detect(stub, "weight", layer) == weight
+    assert detect(stub, "bias", layer) == bias
