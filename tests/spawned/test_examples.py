@@ -1,0 +1,52 @@
+"""Every example runs as its first lines say and shows what they promise."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+PROMISED = {
+    "look_at_a_schedule.py": "chunks per shard 4",
+    "overlap_linears.py": "equal the sequential program's",
+    "swap_layers_in_gpt.py": "module.output_layer",
+}
+
+
+def command_of(script: Path) -> list[str]:
+    """The command line in the script's docstring, for this interpreter."""
+    found = re.search(
+        rf"^    ((?:torchrun|python) .*examples/{script.name}.*)$", script.read_text("utf-8"), re.MULTILINE
+    )
+    assert found, f"{script.name} does not say how to start it"
+    program, *arguments = shlex.split(found[1])
+    launcher = (
+        [sys.executable, "-m", "torch.distributed.run", "--standalone"] if program == "torchrun" else [sys.executable]
+    )
+    return [*launcher, *arguments]
+
+
+def test_the_readme_lists_every_example() -> None:
+    text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert [f"`{script.name}`" in text for script in SCRIPTS] == [True] * len(SCRIPTS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_the_example_runs(script: Path) -> None:
+    ran = subprocess.run(
+        command_of(script),
+        cwd=EXAMPLES.parent,
+        capture_output=True,
+        text=True,
+        timeout=140,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert PROMISED[script.name] in ran.stdout
