@@ -1,6 +1,8 @@
 """What a schedule is: build one, prove it, print it, predict its time. Needs no torch, no GPU, no ranks.
 
-python examples/look_at_a_schedule.py
+    python examples/look_at_a_schedule.py
+
+To go on, read `commfuse_megatron/schedule/actions.py`, then a builder.
 """
 
 from commfuse_megatron.schedule import Algorithm, build_reduce_scatter, render, schedule_bound_us, simulate, validate
