@@ -15,6 +15,7 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## make .venv and install this package with pinned dependencies
 
+# Byte code is made when it is first needed: compiling all of it would take longer than the demo runs.
 # A name on PATH proves nothing (version managers leave shims that fail), so every candidate is run.
 FIND_PYTHON = for candidate in "$(PYTHON)" python3.12 python3.13 python3 python \
     $$(for root in "$$PYENV_ROOT" "$$(pyenv root 2>/dev/null)" "$$HOME/.pyenv"; do \
@@ -37,7 +38,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "creating $(VENV) with $$found"; \
 	  "$$found" -m venv --clear $(VENV) || exit 2; \
 	fi
-	$(BIN)/python -m pip install -e '.[$(EXTRAS)]' -c constraints.txt
+	$(BIN)/python -m pip install --no-compile -e '.[$(EXTRAS)]' -c constraints.txt
 	@touch $@
 
 demo: setup  ## train a small Megatron GPT on 2 CPU ranks, stock and overlapped, and compare
