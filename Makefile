@@ -15,7 +15,6 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## make .venv and install this package with pinned dependencies
 
-# Byte code is made when it is first needed: compiling all of it would take longer than the demo runs.
 # A name on PATH proves nothing (version managers leave shims that fail), so every candidate is run.
 FIND_PYTHON = for candidate in "$(PYTHON)" python3.12 python3.13 python3 python \
     $$(for root in "$$PYENV_ROOT" "$$(pyenv root 2>/dev/null)" "$$HOME/.pyenv"; do \
@@ -26,6 +25,7 @@ FIND_PYTHON = for candidate in "$(PYTHON)" python3.12 python3.13 python3 python 
     [ "$$candidate" = "$(PYTHON)" ] && break; \
   done
 
+# --no-compile: byte code is made when a file is first imported; most of what is installed never is.
 $(STAMP): pyproject.toml constraints.txt
 	@if ! $(BIN)/python -c 'import sys; sys.exit(not (3, 12) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then \
 	  $(FIND_PYTHON); \
