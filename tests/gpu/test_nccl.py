@@ -143,7 +143,7 @@ def test_forward_and_backward_replay_from_a_cuda_graph():
 
 
 def _delays(group, device):
-    case = Case(op=OPS[1], rows=2048, N=1024, K=512, dtype=torch.bfloat16)
+    case = Case(op=OPS[1], rows=4096, N=64, K=64, dtype=torch.bfloat16)  # partials below 256: exact in bf16
     operands = draw(case, group.rank(), group.size(), device)
     expected = reference(case, operands, group)
     with OverlapContext(group, linear_config(m=2)) as context, OverlapContext(group, linear_config("ring", 2)) as other:
