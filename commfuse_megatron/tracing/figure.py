@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commfuse_megatron.errors import UnsupportedError
-from commfuse_megatron.tracing.lanes import assign_lanes
 from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER, Span, exposed_spans, measure_overlap
+from commfuse_megatron.tracing.lanes import assign_lanes
 
 if TYPE_CHECKING:
     from commfuse_megatron.runtime.recorder import Interval

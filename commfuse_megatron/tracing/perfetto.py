@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commfuse_megatron.tracing.lanes import assign_lanes
 from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER, measure_overlap
+from commfuse_megatron.tracing.lanes import assign_lanes
 
 if TYPE_CHECKING:
     from commfuse_megatron.runtime.recorder import Interval
