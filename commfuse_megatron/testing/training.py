@@ -41,12 +41,15 @@ class Training:
         return loss
 
     def backward(self, tokens: torch.Tensor) -> float:
-        """Forward and backward only; the gradients lie in `main_grad` of the parameters, final over all ranks."""
+        """Forward and backward only; returns the loss.
+
+        The gradients lie in `main_grad`, final over all ranks (in fp16 times the optimizer's loss scale).
+        """
         from megatron.core.distributed import finalize_model_grads
 
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = loss_of(self.wrapped, tokens)
-        loss.backward()
+        self.optimizer.scale_loss(loss).backward()
         finalize_model_grads([self.wrapped])
         return loss.item()

@@ -8,7 +8,7 @@ from tests.megatron.harness import names_of_checks, run_checks
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, str | None]:
-    selected = [item.callspec.params["name"] for item in request.session.items if item.originalname == "test_layer"]
+    selected = [item.callspec.params["name"] for item in request.session.items if item.module is request.module]
     return run_checks(2, layer_checks.__name__, selected)
 
 
