@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from commfuse_megatron.kernels.launch import complete_signature
 from commfuse_megatron.kernels.tiles import POINTER_TILE, Tile, choose_tile
 
 __all__ = ["Layout", "Operand", "Variant", "choose_variant", "compile_variant", "outer_stride", "span_bytes"]
@@ -226,24 +227,21 @@ def compile_variant(variant: Variant, target: Any = None) -> Any:
 
     constants = variant.constants()
     dtype = TRITON_NAMES[variant.dtype]
-    signature = {
+    types = {
         "a": _argument_type(variant.a.tma, dtype, variant.a_block),
         "b": _argument_type(variant.b.tma, dtype, variant.b_block),
         "out": _argument_type(variant.out_tma, TRITON_NAMES[variant.out_dtype], variant.out_block),
     }
     if variant.addend_dtype is None:
-        signature["addend"], constants["addend"] = "constexpr", None
+        constants["addend"] = None
     else:
         by_tma = variant.addend_kind == ADDEND_TMA
-        signature["addend"] = _argument_type(by_tma, TRITON_NAMES[variant.addend_dtype], variant.out_block)
+        types["addend"] = _argument_type(by_tma, TRITON_NAMES[variant.addend_dtype], variant.out_block)
     if variant.stealing:
-        signature["counters"] = "*i32"
+        types["counters"] = "*i32"
     else:
-        signature["counters"], constants["counters"] = "constexpr", None
+        constants["counters"] = None
     names = persistent_matmul_kernel.arg_names
-    for name in names:
-        if name not in signature:
-            signature[name] = "constexpr" if name in constants else "i64" if "stride" in name else "i32"
     attributes = {
         (names.index(name),): [["tt.divisibility", 16]]
         for name, operand in (("a", variant.a), ("b", variant.b))
@@ -251,7 +249,7 @@ def compile_variant(variant: Variant, target: Any = None) -> Any:
     }
     source = ASTSource(
         persistent_matmul_kernel,
-        signature,
+        complete_signature(names, types, constants),
         {(names.index(name),): value for name, value in constants.items()},
         attributes,
     )

@@ -7,7 +7,6 @@ descriptors and launches. Plans hold numbers and compiled code, never a tensor.
 
 import functools
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ import torch
 
 from commfuse_megatron.errors import ShapeError, UnsupportedError
 from commfuse_megatron.kernels.counters import TileCounters
+from commfuse_megatron.kernels.launch import Launcher, View, make_launcher
 from commfuse_megatron.kernels.matmul_variant import (
     ADDEND_TMA,
     Layout,
@@ -24,7 +24,12 @@ from commfuse_megatron.kernels.matmul_variant import (
     outer_stride,
     span_bytes,
 )
-from commfuse_megatron.kernels.support import multiprocessor_count, persistent_matmul_unavailable_reason, supports_tma
+from commfuse_megatron.kernels.support import (
+    multiprocessor_count,
+    persistent_matmul_unavailable_reason,
+    raw_stream,
+    supports_tma,
+)
 from commfuse_megatron.kernels.tiles import Tile
 
 __all__ = ["persistent_matmul"]
@@ -74,14 +79,20 @@ def persistent_matmul(
     Cost: operands whose base and row stride are multiples of 16 bytes travel by TMA, others by masked pointer loads,
         several times slower. Speed and host time: docs/results/persistent_matmul_h100_202611.md.
     """
+    a_at, b_at = a.data_ptr(), b.data_ptr()
+    out_at, out_key, addend_at, addend_key = 0, None, None, None
+    if out is not None:
+        out_at = out.data_ptr()
+        out_key = (out.shape, out.stride(), out.dtype, out.get_device(), not out_at & 15)
+    if addend is not None:
+        addend_at = addend.data_ptr()
+        addend_key = (addend.shape, addend.stride(), addend.dtype, addend.get_device(), not addend_at & 15)
     # Everything that a plan depends on, validity included: plain tuples here, `Layout`s of them in `_make_plan`.
     key = (
-        (a.shape, a.stride(), a.dtype, a.get_device(), not a.data_ptr() & 15),
-        (b.shape, b.stride(), b.dtype, b.get_device(), not b.data_ptr() & 15),
-        None if out is None else (out.shape, out.stride(), out.dtype, out.get_device(), not out.data_ptr() & 15),
-        None
-        if addend is None
-        else (addend.shape, addend.stride(), addend.dtype, addend.get_device(), not addend.data_ptr() & 15),
+        (a.shape, a.stride(), a.dtype, a.get_device(), not a_at & 15),
+        (b.shape, b.stride(), b.dtype, b.get_device(), not b_at & 15),
+        out_key,
+        addend_key,
         out_dtype,
         num_sms,
         tile_order,
@@ -94,29 +105,18 @@ def persistent_matmul(
             _plans.clear()
         _plans[key] = plan
     if out is None:
-        out = torch.empty(plan.out.shape, dtype=plan.out.dtype, device=a.device)
+        out = a.new_empty(plan.out.shape, dtype=plan.out.dtype)
+        out_at = out.data_ptr()
     else:
-        _check_apart(plan, a, b, out, addend)
+        _check_apart(plan, a_at, b_at, out_at, addend_at)
     if plan.variant is None:
         return _without_product(out, addend)
     if plan.out.device_index == torch.cuda.current_device():
-        plan.launch(a, b, out, addend)
+        plan.launch(a_at, b_at, out_at, addend_at)
     else:
         with torch.cuda.device(plan.out.device_index):
-            plan.launch(a, b, out, addend)
+            plan.launch(a_at, b_at, out_at, addend_at)
     return out
-
-
-class _Descriptor:
-    """What a compiled kernel reads of a TMA descriptor, without the checks that the plan has done already."""
-
-    __slots__ = ("base", "shape", "strides")
-    padding = "zero"
-
-    def __init__(self, base: torch.Tensor, shape: tuple[int, int], strides: tuple[int, int]) -> None:
-        self.base = base
-        self.shape = shape
-        self.strides = strides
 
 
 @dataclass(slots=True)
@@ -130,35 +130,26 @@ class _Plan:
     variant: Variant | None
     num_blocks: int
     spans: tuple[int, ...]  # bytes from start to end of a, b, out, addend
-    views: tuple[tuple[tuple[int, int], tuple[int, int]] | None, ...]  # of the same: shape and strides by TMA, or None
+    views: tuple[View | None, ...]  # of a, b, out, addend and the counter: None where the kernel takes a pointer
     tail: tuple[Any, ...]  # the kernel's arguments after the addresses
-    runner: Callable[..., None] | None = None
+    launcher: Launcher | None = None
 
-    def launch(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | None) -> None:
+    def launch(self, a_at: int, b_at: int, out_at: int, addend_at: int | None) -> None:
         """Launch on the current stream of the current device, which is the tensors' device."""
         device_index = self.out.device_index
-        variant, runner = self.variant, self.runner
+        variant, launcher = self.variant, self.launcher
         assert variant is not None
-        if runner is None:
-            runner = self.runner = _load(device_index, variant)[(self.num_blocks, 1, 1)]
-        # As torch.cuda.current_stream(...).cuda_stream, but without building a Stream object.
-        stream = torch._C._cuda_getCurrentRawStream(device_index)
-        a_view, b_view, out_view, addend_view = self.views
-        counter, spare = None, None
+        if launcher is None:
+            compiled = _load(device_index, variant)
+            launcher = self.launcher = make_launcher(compiled, self.num_blocks, self.views, self.tail)
+        stream = raw_stream(device_index)
+        counter_at, spare = None, None
         if variant.stealing:
-            counter = _counters(device_index).address(stream)
-            if counter is None:  # being captured without a free counter: clear one in the graph itself
-                spare = torch.zeros(2, dtype=torch.int32, device=a.device)
-                counter = spare.data_ptr()
-        runner(
-            a.data_ptr() if a_view is None else _Descriptor(a, *a_view),
-            b.data_ptr() if b_view is None else _Descriptor(b, *b_view),
-            out.data_ptr() if out_view is None else _Descriptor(out, *out_view),
-            None if addend is None else addend.data_ptr() if addend_view is None else _Descriptor(addend, *addend_view),
-            counter,
-            *self.tail,
-            stream=stream,
-        )
+            counter_at = _counters(device_index).address(stream)
+            if counter_at is None:  # being captured without a free counter: clear one in the graph itself
+                spare = torch.zeros(2, dtype=torch.int32, device="cuda")
+                counter_at = spare.data_ptr()
+        launcher(stream, a_at, b_at, out_at, addend_at, counter_at)
 
 
 _plans: dict[Any, _Plan] = {}
@@ -222,7 +213,7 @@ def _make_plan(
     layouts = (a, b, out, addend)
     spans = tuple(0 if layout is None else span_bytes(layout) for layout in layouts)
     if 0 in (M, N, K):
-        return _Plan(*layouts, None, 0, spans, (None, None, None, None), ())
+        return _Plan(*layouts, None, 0, spans, (), ())
     num_sms = num_sms or multiprocessor_count(a.device_index)
     allow_tma = supports_tma(a.device_index)
     variant = choose_variant(
@@ -240,6 +231,7 @@ def _make_plan(
         _memory_view(b, variant.b.last_dim_inner) if variant.b.tma else None,
         _memory_view(out, True) if variant.out_tma else None,
         _memory_view(addend, True) if addend is not None and variant.addend_kind == ADDEND_TMA else None,
+        None,
     )
     addend_strides = (0, 0) if addend is None else addend.strides
     tail = (M, N, K, a_stride, b_stride, *out.strides, *addend_strides, *variant.constants().values())
@@ -253,10 +245,10 @@ def _layout(name: str, key: tuple[Any, ...]) -> Layout:
     return Layout(tuple(shape), strides, dtype, device_index, is_aligned)
 
 
-def _memory_view(layout: Layout, last_dim_inner: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+def _memory_view(layout: Layout, last_dim_inner: bool) -> View:
     """Shape and strides as a descriptor wants them: the contiguous dim last."""
     shape = layout.shape if last_dim_inner else layout.shape[::-1]
-    return shape, (outer_stride(layout, last_dim_inner), 1)
+    return View(shape, (outer_stride(layout, last_dim_inner), 1))
 
 
 def _check_inputs(a: Layout, b: Layout, num_sms: int | None, tile_order: str) -> None:
@@ -310,31 +302,25 @@ def _overlaps_itself(layout: Layout) -> bool:
 # ---- checks on addresses, at every call with an `out` ----
 
 
-def _check_apart(plan: _Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | None) -> None:
+def _check_apart(plan: _Plan, a_at: int, b_at: int, out_at: int, addend_at: int | None) -> None:
     """Refuses an `out` that overlaps a, b, or an addend other than `out` itself."""
     a_span, b_span, out_span, addend_span = plan.spans
-    start = out.data_ptr()
-    end = start + out_span
-    address = a.data_ptr()
-    if address < end and start < address + a_span:
-        _check_pair("a", plan.a, address, plan.out, start)
-    address = b.data_ptr()
-    if address < end and start < address + b_span:
-        _check_pair("b", plan.b, address, plan.out, start)
-    if addend is not None and addend is not out:
-        address = addend.data_ptr()
-        if address < end and start < address + addend_span:
-            is_out = address == start and plan.addend is not None and plan.addend[:3] == plan.out[:3]
-            if not is_out:
-                _check_pair("addend", plan.addend, address, plan.out, start)
+    out_end = out_at + out_span
+    if a_at < out_end and out_at < a_at + a_span:
+        _check_pair("a", plan.a, a_at, plan.out, out_at)
+    if b_at < out_end and out_at < b_at + b_span:
+        _check_pair("b", plan.b, b_at, plan.out, out_at)
+    if addend_at is not None and addend_at < out_end and out_at < addend_at + addend_span:
+        assert plan.addend is not None
+        if addend_at != out_at or plan.addend[:3] != plan.out[:3]:
+            _check_pair("addend", plan.addend, addend_at, plan.out, out_at)
 
 
-def _check_pair(name: str, layout: Layout | None, address: int, out: Layout, out_address: int) -> None:
+def _check_pair(name: str, layout: Layout, at: int, out: Layout, out_at: int) -> None:
     """For address ranges that meet: fine only for column windows of one row-major buffer that lie side by side."""
-    assert layout is not None
     itemsize = out.dtype.itemsize
     pitch = out.strides[0] * itemsize
-    offset = address - out_address
+    offset = at - out_at
     if layout.strides == out.strides and layout.strides[1] == 1 and layout.dtype == out.dtype and pitch > 0:
         column = offset % pitch  # of the other's first element, counted from out's first column
         if column >= out.shape[1] * itemsize and column + layout.shape[1] * itemsize <= pitch:

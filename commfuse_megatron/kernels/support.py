@@ -8,7 +8,7 @@ import importlib.util
 
 import torch
 
-__all__ = ["has_triton", "multiprocessor_count", "persistent_matmul_unavailable_reason", "supports_tma"]
+__all__ = ["has_triton", "multiprocessor_count", "persistent_matmul_unavailable_reason", "raw_stream", "supports_tma"]
 
 MIN_CAPABILITY = (8, 0)  # bf16 tensor cores
 TMA_CAPABILITY = (9, 0)
@@ -31,6 +31,11 @@ def multiprocessor_count(device_index: int) -> int:
 def supports_tma(device_index: int) -> bool:
     """Whether the device has the bulk tensor copy engine."""
     return torch.cuda.get_device_capability(device_index) >= TMA_CAPABILITY
+
+
+def raw_stream(device_index: int) -> int:
+    """Handle of the device's current stream, without building a Stream object."""
+    return torch._C._cuda_getCurrentRawStream(device_index)
 
 
 def persistent_matmul_unavailable_reason(device: torch.device | str, dtype: torch.dtype) -> str | None:

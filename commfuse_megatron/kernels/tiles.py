@@ -33,10 +33,13 @@ class Tile:
         return -(-M // self.block_m) * -(-N // self.block_n)
 
 
+# Speed: TFLOP/s over the first tile's, median over six shapes of 4096x4096x2048 .. 8192x8192x14336, bf16, H100,
+# November 2026. The table, with what lost to these tiles, is in docs/results/persistent_matmul_h100_202611.md.
 TILES = (
     Tile(128, 256, 64, num_warps=8, num_stages=3, group_m=8, speed=1.00),
-    Tile(128, 128, 64, num_warps=8, num_stages=4, group_m=8, speed=0.85),
-    Tile(64, 128, 64, num_warps=4, num_stages=4, group_m=8, speed=0.60),
+    Tile(128, 128, 64, num_warps=4, num_stages=4, group_m=8, speed=0.94),
+    Tile(64, 128, 64, num_warps=4, num_stages=6, group_m=8, speed=0.74),
+    Tile(64, 64, 64, num_warps=4, num_stages=6, group_m=8, speed=0.41),
 )
 # Masked pointer loads go through registers where they are not aligned: not measured beyond being right.
 POINTER_TILE = Tile(128, 128, 32, num_warps=8, num_stages=3, group_m=8, speed=0.50, flatten=False)

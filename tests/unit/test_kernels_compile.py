@@ -7,11 +7,11 @@ import torch
 
 from commfuse_megatron.kernels import matmul_variant
 from commfuse_megatron.kernels.matmul_variant import Layout, Variant, choose_variant, compile_variant
+from commfuse_megatron.kernels.sum_partials import _Kind, compile_sum
 from commfuse_megatron.kernels.tiles import TILES, choose_tile
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
 
 from commfuse_megatron.kernels import matmul_kernel  # noqa: E402
 from commfuse_megatron.kernels.sum_kernel import sum_partials_kernel  # noqa: E402
@@ -97,6 +97,7 @@ SIZES = [
 @pytest.mark.parametrize(("name", "variant"), [pytest.param(n, v, id=n) for n, v in hopper_variants()])
 def test_compiles_for_hopper(name: str, variant: Variant) -> None:
     compiled = compile_variant(variant, HOPPER)
+    assert list(compiled.src.signature) == matmul_kernel.persistent_matmul_kernel.arg_names
     ptx = compiled.asm["ptx"]
     assert compiled.metadata.shared <= matmul_variant.SHARED_BYTES
     assert compiled.metadata.global_scratch_size == 0, "descriptors must come from the host"
@@ -157,17 +158,14 @@ def test_every_tile_of_the_table_is_chosen_by_some_size() -> None:
     assert chosen == set(TILES)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("dtype", [BF16, FP32, torch.float64])
 @pytest.mark.parametrize(("num_partials", "has_bias"), [(0, False), (1, True), (7, False), (63, True)])
-def test_sum_partials_compiles_for_hopper(dtype: str, num_partials: int, has_bias: bool) -> None:
-    constants = {"NUM_PARTIALS": num_partials, "HAS_BIAS": has_bias, "WIDE": dtype == "fp64", "BLOCK": 2048}
-    signature = {"own": f"*{dtype}", "partials": f"*{dtype}", "bias": f"*{dtype}", "out": f"*{dtype}", "cols": "i32"}
-    if not has_bias:
-        signature["bias"], constants["bias"] = "constexpr", None
-    names = sum_partials_kernel.arg_names
-    for name in names:
-        signature.setdefault(name, "constexpr" if name in constants else "i64")
-    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name] != "constexpr"}
-    source = ASTSource(sum_partials_kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
-    ptx = triton.compile(source, target=HOPPER, options={"num_warps": 4}).asm["ptx"]
-    assert "ld.global.v4" in ptx or "ld.global.v2.b64" in ptx, "loads are not 16 bytes wide"
+@pytest.mark.parametrize("is_aligned", [True, False])
+def test_sum_partials_compiles_for_hopper(
+    dtype: torch.dtype, num_partials: int, has_bias: bool, is_aligned: bool
+) -> None:
+    kind = _Kind(dtype, dtype, dtype if has_bias else None, dtype, num_partials, is_aligned)
+    compiled = compile_sum(kind, HOPPER)
+    assert list(compiled.src.signature) == sum_partials_kernel.arg_names, "launchers pass arguments by position"
+    ptx = compiled.asm["ptx"]
+    assert ("ld.global.v4" in ptx or "ld.global.v2.b64" in ptx) == is_aligned, "16-byte loads where they are legal"
