@@ -7,6 +7,7 @@ its result was found right, and one that did not run its own path is an error, n
 """
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -34,7 +35,9 @@ __all__ = ["Row", "main"]
 class Row:
     """One case and variant; times in milliseconds, median and 95th percentile over rounds, maximum over ranks.
 
-    schedule_bound_ms: the closed form for the variant's chunks, from this run's compute_only and comm_only.
+    comm_only_ms: the transfers alone over the transport that the variants use, at the best of their channel counts.
+    comm_only_collective_ms: NCCL's collective for the same data. schedule_bound_ms: the closed form for the variant's
+    chunks, from this run's compute_only and comm_only.
     """
 
     case: str
@@ -53,6 +56,7 @@ class Row:
     p95_ms: float
     compute_only_ms: float
     comm_only_ms: float
+    comm_only_collective_ms: float
     sequential_ms: float
     schedule_bound_ms: float | None
     device: str
@@ -67,16 +71,18 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Sliced:
-    """One way of ours: algorithm, chunks per shard, NCCL channels, tile order."""
+    """One way of ours."""
 
     algorithm: str
     chunks_per_shard: int
     channels: int
     tile_order: str
+    regain_sms: bool
 
     @property
     def name(self) -> str:
-        return f"{self.algorithm} m={self.chunks_per_shard} {self.channels}ch {self.tile_order}"
+        regain = " regain" if self.regain_sms else ""
+        return f"{self.algorithm} m={self.chunks_per_shard} {self.channels}ch {self.tile_order}{regain}"
 
     def config(self) -> OverlapConfig:
         chosen = {"path": "sliced", "algorithm": self.algorithm, "chunks_per_shard": self.chunks_per_shard}
@@ -84,7 +90,7 @@ class Sliced:
             {
                 "linear": {"fprop": chosen, "dgrad": chosen},
                 "transport": {"nccl_channels": self.channels},
-                "kernel": {"tile_order": self.tile_order},
+                "kernel": {"tile_order": self.tile_order, "regain_sms": self.regain_sms},
             }
         )
 
@@ -123,8 +129,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192], metavar="M")
     parser.add_argument("--algorithms", nargs="+", choices=["direct", "ring"], default=["direct"])
     parser.add_argument("--chunks", nargs="+", type=int, default=[1, 2], metavar="m", help="chunks per shard")
-    parser.add_argument("--channels", nargs="+", type=int, default=[16], help="NCCL channels")
+    parser.add_argument("--channels", nargs="+", type=int, default=[20], help="NCCL channels")
     parser.add_argument("--tile-orders", nargs="+", choices=["static", "stealing"], default=["static"])
+    parser.add_argument("--regain", nargs="+", choices=["on", "off"], default=["on"], help="kernel.regain_sms")
     parser.add_argument("--backward", action="store_true", help="time dgrad + wgrad too")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write the rows to this file")
@@ -170,16 +177,18 @@ def _run_case(case: LinearCase, options: argparse.Namespace) -> list[Row]:
     assert group is not None
     operands = _draw(case)
     ways = [
-        Sliced(algorithm, m, channels, order)
+        Sliced(algorithm, m, channels, order, regains == "on")
         for algorithm in options.algorithms
         for m in options.chunks
         for channels in options.channels
         for order in options.tile_orders
+        for regains in options.regain
     ]
     contexts = {way: OverlapContext(group, way.config()) for way in ways}
     rows = []
     for pass_name in ("fprop", "backward") if options.backward else ("fprop",):
-        variants = _bounds(case, operands, pass_name, contexts[ways[0]], group)
+        by_channels = {way.channels: context for way, context in contexts.items()}
+        variants = _bounds(case, operands, pass_name, by_channels, group)
         variants |= {way.name: _timed_call(case, operands, pass_name, context) for way, context in contexts.items()}
         samples = measure(variants, group, rounds=options.rounds)
         rows += _rows(case, pass_name, samples, {way.name: way for way in ways}, options.commit)
@@ -192,9 +201,13 @@ def _run_case(case: LinearCase, options: argparse.Namespace) -> list[Row]:
 
 
 def _bounds(
-    case: LinearCase, operands: _Operands, pass_name: str, context: OverlapContext, group: dist.ProcessGroup
+    case: LinearCase,
+    operands: _Operands,
+    pass_name: str,
+    contexts: dict[int, OverlapContext],
+    group: dist.ProcessGroup,
 ) -> dict[str, Callable[[], object]]:
-    """compute_only, comm_only (collective, and the schedule's transfers alone) and sequential."""
+    """compute_only, comm_only (collective, and the schedule's transfers alone by channels) and sequential."""
     weight, x_full, grad_full = operands.weight.detach(), operands.x_full, operands.grad_full
     reference = getattr(ops.reference, case.op)
     shard = torch.randn(case.shard_shape, device="cuda", dtype=torch.bfloat16)
@@ -211,7 +224,7 @@ def _bounds(
     collectives = {"fprop": [gather if gathers else scatter], "backward": [gather, scatter] if gathers else [gather]}
     exchanges = len(collectives[pass_name])
 
-    def transfers() -> None:
+    def transfers(context: OverlapContext) -> None:
         for _ in range(exchanges):
             for distance in range(1, case.group_size):
                 to_rank = (group.rank() + distance) % case.group_size
@@ -238,8 +251,8 @@ def _bounds(
     return {
         "compute_only": compute,
         "comm_only collective": lambda: [move() for move in collectives[pass_name]],
-        "comm_only transfers": transfers,
         "sequential": sequential,
+        **{f"comm_only {channels}ch": functools.partial(transfers, contexts[channels]) for channels in contexts},
     }
 
 
@@ -285,7 +298,7 @@ def _rows(
     case: LinearCase, pass_name: str, samples: dict[str, Sample], ways: dict[str, Sliced], commit: str
 ) -> list[Row]:
     compute_ms = samples["compute_only"].median_ms
-    comm_ms = min(samples[name].median_ms for name in samples if name.startswith("comm_only"))
+    comm_ms = min(samples[name].median_ms for name in samples if name.startswith("comm_only") and name.endswith("ch"))
     rows = []
     for name, sample in samples.items():
         way = ways.get(name)
@@ -310,6 +323,7 @@ def _rows(
                 p95_ms=sample.p95_ms,
                 compute_only_ms=compute_ms,
                 comm_only_ms=comm_ms,
+                comm_only_collective_ms=samples["comm_only collective"].median_ms,
                 sequential_ms=samples["sequential"].median_ms,
                 schedule_bound_ms=bound_ms,
                 device=torch.cuda.get_device_name(),

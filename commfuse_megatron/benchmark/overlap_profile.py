@@ -34,8 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=8192, metavar="M")
     parser.add_argument("--algorithm", choices=["direct", "ring"], default="direct")
     parser.add_argument("--chunks", type=int, default=1, metavar="m")
-    parser.add_argument("--channels", type=int, default=16)
+    parser.add_argument("--channels", type=int, default=20)
     parser.add_argument("--tile-order", choices=["static", "stealing"], default="static")
+    parser.add_argument("--regain", choices=["on", "off"], default="on")
     parser.add_argument("--calls", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the intervals of all ranks to this file")
     parser.add_argument("--trace", type=Path, help="write rank 0's profiler trace to this file")
@@ -61,7 +62,7 @@ def _profile(options: argparse.Namespace) -> dict[str, object]:
     group = dist.group.WORLD
     assert group is not None
     case = linear_case(options.case, options.tokens, group.size())
-    way = Sliced(options.algorithm, options.chunks, options.channels, options.tile_order)
+    way = Sliced(options.algorithm, options.chunks, options.channels, options.tile_order, options.regain == "on")
     rows = case.M // case.group_size if case.op == "all_gather_linear" else case.M
     x = torch.randn(rows, 1, case.K, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(case.N, case.K, device="cuda", dtype=torch.bfloat16)

@@ -4,8 +4,9 @@ Knows tensors and streams; must not know process groups, schedules or transports
 CUDA.
 """
 
+from commfuse_megatron.kernels.counters import TileShare
 from commfuse_megatron.kernels.persistent_matmul import persistent_matmul
 from commfuse_megatron.kernels.sum_partials import sum_partials
 from commfuse_megatron.kernels.support import persistent_matmul_unavailable_reason
 
-__all__ = ["persistent_matmul", "persistent_matmul_unavailable_reason", "sum_partials"]
+__all__ = ["TileShare", "persistent_matmul", "persistent_matmul_unavailable_reason", "sum_partials"]

@@ -7,10 +7,27 @@ the process lives.
 """
 
 import threading
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["TileCounters"]
+__all__ = ["TileCounters", "TileShare"]
+
+
+class TileShare(NamedTuple):
+    """One of two launches that compute the tiles of one product together, each taking the next free one.
+
+    For SMs that become free while the product runs: the first launch takes the SMs that are free at once, the second is
+    put on another stream behind whatever occupies the rest. Both launches must be made, with equal operands.
+
+    counter_at: address of a counter that is zero, and that no other pair uses before both launches are done.
+    first_sms, second_sms: blocks of the two launches. is_second: which one this is.
+    """
+
+    counter_at: int
+    first_sms: int
+    second_sms: int
+    is_second: bool
 
 
 class TileCounters:

@@ -193,6 +193,7 @@ def persistent_matmul_kernel(
     M: tl.int32,
     N: tl.int32,
     K: tl.int32,
+    total_blocks: tl.int32,
     a_stride: tl.int64,
     b_stride: tl.int64,
     out_stride_m: tl.int64,
@@ -219,7 +220,8 @@ def persistent_matmul_kernel(
     """out = a @ b (+ addend); each matrix is a TMA descriptor where its switch says so, else a pointer.
 
     Static: block i computes tiles i, i + blocks, ... Stealing: a block takes the next free tile from counters[0];
-    counters[1] counts the blocks that found none.
+    counters[1] counts the blocks that found none. `total_blocks` are those of this launch and, where two launches share
+    the tiles of one product, of the other one.
     """
     tl.assume(K > 0)  # an inner loop that always runs can be fused with the loop over tiles (FLATTEN)
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -234,7 +236,7 @@ def persistent_matmul_kernel(
                             addend_stride_n, BLOCK_M, BLOCK_N, OUT_TMA, OUT_N_INNER, ADDEND, PARTS)  # fmt: skip
             tile = tl.atomic_add(counters, 1, sem="relaxed")
         # A block comes here once, after its last access to counters[0]: when all have come, nobody touches it any more.
-        if tl.atomic_add(counters + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        if tl.atomic_add(counters + 1, 1, sem="acq_rel") == total_blocks - 1:
             tl.atomic_xchg(counters, 0, sem="relaxed")
             tl.atomic_xchg(counters + 1, 0, sem="relaxed")
     else:

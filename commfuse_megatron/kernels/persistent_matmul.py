@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from commfuse_megatron.errors import ShapeError, UnsupportedError
-from commfuse_megatron.kernels.counters import TileCounters
+from commfuse_megatron.kernels.counters import TileCounters, TileShare
 from commfuse_megatron.kernels.launch import Launcher, View, make_launcher
 from commfuse_megatron.kernels.matmul_variant import (
     ADDEND_TMA,
@@ -50,6 +50,7 @@ def persistent_matmul(
     num_sms: int | None = None,
     tile_order: TileOrder = "static",
     tile: Tile | None = None,
+    share: TileShare | None = None,
 ) -> torch.Tensor:
     """`a @ b (+ addend)` by `num_sms` persistent blocks, so that the other SMs are free for communication.
 
@@ -70,6 +71,7 @@ def persistent_matmul(
         tile_order: "static" deals tiles out in advance; "stealing" lets a block take the next free one, for SMs that
             are shared with another kernel.
         tile: instead of the one that `tiles.choose_tile` would take; for benchmarks.
+        share: compute only what the other of two launches does not; implies "stealing" and gives the number of blocks.
 
     Returns: `out`.
 
@@ -97,6 +99,7 @@ def persistent_matmul(
         num_sms,
         tile_order,
         tile,
+        None if share is None else share[1:],
     )
     plan = _plans.get(key)
     if plan is None:
@@ -112,10 +115,10 @@ def persistent_matmul(
     if plan.variant is None:
         return _without_product(out, addend)
     if plan.out.device_index == torch.cuda.current_device():
-        plan.launch(a_at, b_at, out_at, addend_at)
+        plan.launch(a_at, b_at, out_at, addend_at, share)
     else:
         with torch.cuda.device(plan.out.device_index):
-            plan.launch(a_at, b_at, out_at, addend_at)
+            plan.launch(a_at, b_at, out_at, addend_at, share)
     return out
 
 
@@ -134,7 +137,7 @@ class _Plan:
     tail: tuple[Any, ...]  # the kernel's arguments after the addresses
     launcher: Launcher | None = None
 
-    def launch(self, a_at: int, b_at: int, out_at: int, addend_at: int | None) -> None:
+    def launch(self, a_at: int, b_at: int, out_at: int, addend_at: int | None, share: TileShare | None) -> None:
         """Launch on the current stream of the current device, which is the tensors' device."""
         device_index = self.out.device_index
         variant, launcher = self.variant, self.launcher
@@ -144,7 +147,9 @@ class _Plan:
             launcher = self.launcher = make_launcher(compiled, self.num_blocks, self.views, self.tail)
         stream = raw_stream(device_index)
         counter_at, spare = None, None
-        if variant.stealing:
+        if share is not None:
+            counter_at = share.counter_at
+        elif variant.stealing:
             counter_at = _counters(device_index).address(stream)
             if counter_at is None:  # being captured without a free counter: clear one in the graph itself
                 spare = torch.zeros(2, dtype=torch.int32, device="cuda")
@@ -191,6 +196,7 @@ def _make_plan(
     num_sms: int | None,
     tile_order: str,
     tile: Tile | None,
+    share: tuple[int, int, bool] | None,
 ) -> _Plan:
     a, b = _layout("a", a_key), _layout("b", b_key)
     _check_inputs(a, b, num_sms, tile_order)
@@ -214,6 +220,10 @@ def _make_plan(
     spans = tuple(0 if layout is None else span_bytes(layout) for layout in layouts)
     if 0 in (M, N, K):
         return _Plan(*layouts, None, 0, spans, (), ())
+    if share is not None:
+        if num_sms is not None or min(share[:2]) < 1:
+            raise ShapeError(f"persistent_matmul: share gives the blocks, got num_sms {num_sms} and {share[:2]}.")
+        num_sms, tile_order = sum(share[:2]), "stealing"
     num_sms = num_sms or multiprocessor_count(a.device_index)
     allow_tma = supports_tma(a.device_index)
     variant = choose_variant(
@@ -234,8 +244,13 @@ def _make_plan(
         None,
     )
     addend_strides = (0, 0) if addend is None else addend.strides
-    tail = (M, N, K, a_stride, b_stride, *out.strides, *addend_strides, *variant.constants().values())
-    return _Plan(*layouts, variant, min(num_sms, variant.tile.count(M, N)), spans, views, tail)
+    num_tiles = variant.tile.count(M, N)
+    num_blocks = total_blocks = min(num_sms, num_tiles)
+    if share is not None:
+        both = tuple(min(blocks, num_tiles) for blocks in share[:2])
+        num_blocks, total_blocks = both[share[2]], sum(both)
+    tail = (M, N, K, total_blocks, a_stride, b_stride, *out.strides, *addend_strides, *variant.constants().values())
+    return _Plan(*layouts, variant, num_blocks, spans, views, tail)
 
 
 def _layout(name: str, key: tuple[Any, ...]) -> Layout:

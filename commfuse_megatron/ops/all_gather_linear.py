@@ -17,6 +17,7 @@ from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.executor import AllGatherRun
 from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.transport.base import Transfer
 
 __all__ = ["all_gather_linear"]
 
@@ -79,7 +80,7 @@ class _AllGatherLinear(torch.autograd.Function):
                 gather_matmul(p, link, shard, weight.t(), out, bias=bias, gathered=gathered)
             else:
                 gathered = _gather(p, shard)
-                p.gemm.multiply(gathered, weight.t(), out, bias, is_beside_transfer=False)
+                p.gemm.multiply(gathered, weight.t(), out, bias)
         ctx.call = call
         ctx.is_kept = is_kept
         ctx.has_bias = bias is not None
@@ -124,13 +125,13 @@ def _scheduled_backward(
         gathered = p.gather.gathered()
         regather = start_gather(p, link, x.contiguous().view(-1, p.problem.K), gathered, "re-gather of the input")
 
-    def compute_weight_gradient() -> None:
+    def compute_weight_gradient(in_flight: Transfer | None = None) -> None:
         nonlocal grad_weight
         if needs_weight:
             assert gathered is not None
             if regather is not None:
                 regather.finish()
-            grad_weight = weight_gradient(p, link, grad, gathered, weight, call.weight_grad)
+            grad_weight = weight_gradient(p, grad, gathered, weight, call.weight_grad, in_flight)
 
     if needs_input:
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -158,13 +159,13 @@ def _sequential_backward(
     grad_x = grad_weight = None
     if needs_input:
         partial = grad.new_empty(p.problem.M, p.problem.K)
-        p.gemm.multiply(grad, weight, partial, is_beside_transfer=False)
+        p.gemm.multiply(grad, weight, partial)
         summed = reduce_scatter_rows(partial.view(p.problem.rows, -1), p.context.group)
         grad_x = summed.view(x.shape)
     if needs_weight:
         if gathered is None:
             gathered = _gather(p, x.contiguous().view(-1, p.problem.K))
-        grad_weight = weight_gradient(p, link, grad, gathered, weight, call.weight_grad)
+        grad_weight = weight_gradient(p, grad, gathered, weight, call.weight_grad)
     return grad_x, grad_weight
 
 

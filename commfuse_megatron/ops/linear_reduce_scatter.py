@@ -78,7 +78,7 @@ class _LinearReduceScatter(torch.autograd.Function):
                 matmul_scatter(p, link, a, weight.t(), y.view(-1, problem.N), bias=bias)
             else:
                 partial = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
-                p.gemm.multiply(a, weight.t(), partial.view(-1, problem.N), is_beside_transfer=False)
+                p.gemm.multiply(a, weight.t(), partial.view(-1, problem.N))
                 y = reduce_scatter_rows(partial, context.group)
                 if bias is not None:
                     y = y.add_(bias)
@@ -104,7 +104,7 @@ class _LinearReduceScatter(torch.autograd.Function):
                 grad = _gather_under_dgrad(p, link, grad_shard, weight, grad_x, needs_weight=needs_weight)
                 if needs_weight:
                     a = x.contiguous().view(-1, forward.K)
-                    grad_weight = weight_gradient(p, link, grad, a, weight, call.weight_grad)
+                    grad_weight = weight_gradient(p, grad, a, weight, call.weight_grad)
         if ctx.has_bias and needs_bias:
             grad_bias = grad_shard.sum(0)
         return grad_x, grad_weight, grad_bias, None
@@ -125,7 +125,7 @@ def _gather_under_dgrad(
         shape = (shard_range(problem.rows, p.context.group_size, p.context.group_rank).size, problem.batch * problem.N)
         grad = gather_rows(grad_shard.view(shape), problem.rows, p.context.group).view(-1, problem.N)
         if grad_x is not None:
-            p.gemm.multiply(grad, weight, grad_x.view(-1, problem.K), is_beside_transfer=False)
+            p.gemm.multiply(grad, weight, grad_x.view(-1, problem.K))
         return grad
     grad = p.gather.gathered()
     if grad_x is not None:

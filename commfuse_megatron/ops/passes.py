@@ -16,6 +16,7 @@ from commfuse_megatron.runtime.executor import AllGatherRun, ReduceScatterRun
 from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.runtime.program import split_rows
+from commfuse_megatron.transport.base import Transfer
 
 __all__ = ["gather_matmul", "matmul_scatter", "start_gather", "weight_gradient"]
 
@@ -51,10 +52,11 @@ def gather_matmul(
         run.issue(index)
         arrived = run.chunk(index)
         if arrived is not None:
-            chunk, rows, is_beside_transfer = arrived
+            chunk, rows, in_flight = arrived
             mark = link.mark()
-            multiply(rows, b, outs[chunk], bias, is_beside_transfer)
+            multiply(rows, b, outs[chunk], bias, in_flight)
             link.note_compute(f"multiply {chunk}", mark, index)
+    p.gemm.join()
     run.finish()
 
 
@@ -67,20 +69,21 @@ def matmul_scatter(
     *,
     bias: torch.Tensor | None = None,
     beside: AllGatherRun | None = None,
-    beside_last_transfer: Callable[[], None] | None = None,
+    beside_last_transfer: Callable[[Transfer | None], None] | None = None,
 ) -> None:
     """out [M/R, N] = reduce-scatter(a [M, K] @ b [K, N]) (+ bias): every partial travels while the next is computed.
 
-    beside: another gather, whose batches are issued along with these. beside_last_transfer: called after the own
-    partial and before the sum, to compute something else while the last partial travels.
+    beside: another gather, whose batches are issued along with these. beside_last_transfer: called with that transfer,
+    after the own partial and before the sum, to compute something else while the last partial travels.
     """
     program, multiply = p.scatter, p.gemm.multiply
     operands = split_rows(a, program.bound.chunk_rows)
 
-    def produce(chunk: int, target: torch.Tensor, addend: torch.Tensor | None, is_beside_transfer: bool) -> None:
+    def produce(chunk: int, target: torch.Tensor, addend: torch.Tensor | None, in_flight: Transfer | None) -> None:
         mark = link.mark()
-        is_beside_transfer = is_beside_transfer or (beside is not None and beside.has_transfers)
-        multiply(operands[chunk], b, target, addend, is_beside_transfer)
+        if in_flight is None and beside is not None:
+            in_flight = beside.in_flight
+        multiply(operands[chunk], b, target, addend, in_flight)
         link.note_compute(f"multiply {chunk}", mark, None)
 
     run = ReduceScatterRun(link, program, produce, out, p.gemm, bias)
@@ -89,25 +92,30 @@ def matmul_scatter(
             beside.issue(index)
         run.step(index)
     if beside_last_transfer is not None:
-        beside_last_transfer()
+        beside_last_transfer(run.in_flight)
     run.finish()
 
 
 def weight_gradient(
     p: PreparedPass,
-    link: Link,
     grad: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
     target: WeightGradTarget | None,
+    in_flight: Transfer | None = None,
 ) -> torch.Tensor | None:
-    """grad [M, N] and x [M, K] -> their product [N, K] for autograd, or added where `target` says."""
+    """grad [M, N] and x [M, K] -> their product [N, K] for autograd, or added where `target` says.
+
+    in_flight: a transfer that may run beside it.
+    """
+    link = p.context.link
     mark = link.mark()
     if target is not None:
-        p.gemm.accumulate(grad.t(), x, target.accumulate)
+        p.gemm.accumulate(grad.t(), x, target.accumulate, in_flight)
         result = target.result()
     else:
         result = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        p.gemm.multiply(grad.t(), x, result)
+        p.gemm.multiply(grad.t(), x, result, beside=in_flight)
+    p.gemm.join()
     link.note_compute("wgrad", mark, None)
     return result

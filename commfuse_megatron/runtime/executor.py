@@ -22,8 +22,8 @@ from commfuse_megatron.transport.base import Message, Transfer
 
 __all__ = ["AllGatherRun", "ReduceScatterRun"]
 
-#: Multiplies one chunk: (flat chunk, out, addend, is_beside_transfer).
-Produce = Callable[[int, torch.Tensor, torch.Tensor | None, bool], None]
+#: Multiplies one chunk: (flat chunk, out, addend, the last transfer in flight).
+Produce = Callable[[int, torch.Tensor, torch.Tensor | None, Transfer | None], None]
 
 
 class _Run:
@@ -56,9 +56,9 @@ class _Run:
             self._link.finish(self, index, transfer)
 
     @property
-    def has_transfers(self) -> bool:
-        """Whether a batch was issued that no slice has waited for: it may be running beside the next slice."""
-        return bool(self._transfers)
+    def in_flight(self) -> Transfer | None:
+        """The last batch issued that no slice has waited for: it may be running beside the next slice."""
+        return next(reversed(self._transfers.values()), None)
 
     def finish(self) -> None:
         """Wait for everything still in flight: sends have left and all chunks have arrived, in stream order."""
@@ -98,13 +98,13 @@ class AllGatherRun(_Run):
         target = None if step.receive is None else self._chunks[step.receive[0]]
         self._start(index, source, target)
 
-    def chunk(self, index: int) -> tuple[int, torch.Tensor, bool] | None:
-        """(flat chunk, its rows, whether transfers may be in flight) of step `index`; None when it is empty."""
+    def chunk(self, index: int) -> tuple[int, torch.Tensor, Transfer | None] | None:
+        """(flat chunk, its rows, the last transfer in flight) of step `index`; None when it is empty."""
         step = self._steps[index]
         if step.compute is None:
             return None
         self._arrive(step.needs_batch)
-        return step.compute, self._chunks[step.compute], self.has_transfers
+        return step.compute, self._chunks[step.compute], self.in_flight
 
 
 class ReduceScatterRun(_Run):
@@ -139,6 +139,7 @@ class ReduceScatterRun(_Run):
         step, program = self._steps[index], self._program
         source = None if step.send is None else program.partials[step.send[0]]
         target = None if step.receive is None else program.slots[step.receive_slot]
+        self._gemm.join()  # what is sent must be complete
         self._start(index, source, target)
         chunk = step.compute
         if chunk is None:
@@ -148,12 +149,13 @@ class ReduceScatterRun(_Run):
             self._add_running_sum(chunk, step.needs_batch, self._out_chunks[own] if step.is_own else None)
         elif step.is_own:
             target = self._out_chunks[own] if program.own is None else program.own[own]
-            self._produce(chunk, target, None if program.has_transfers else self._bias, self.has_transfers)
+            self._produce(chunk, target, None if program.has_transfers else self._bias, self.in_flight)
         else:
-            self._produce(chunk, program.partials[chunk], None, self.has_transfers)
+            self._produce(chunk, program.partials[chunk], None, self.in_flight)
 
     def finish(self) -> None:
         """Add what arrived, wait for the sends: `out` is complete in stream order."""
+        self._gemm.join()
         if self._program.has_transfers and not self._program.is_ring:
             self._sum_owned()
         elif self._program.has_transfers and self._bias is not None:
@@ -166,12 +168,13 @@ class ReduceScatterRun(_Run):
         running_sum = program.slots[self._steps[batch].receive_slot]
         if program.folds_sum:
             self._arrive(batch)
-            self._produce(chunk, out, running_sum, True)
+            self._produce(chunk, out, running_sum, self.in_flight)
             return
         assert program.own is not None
         partial = program.own[chunk]
-        self._produce(chunk, partial, None, True)
+        self._produce(chunk, partial, None, self.in_flight)
         self._arrive(batch)
+        self._gemm.join()
         self._sum(partial, running_sum.unsqueeze(0), out, None)
 
     def _sum_owned(self) -> None:

@@ -10,6 +10,7 @@ from torch import distributed as dist
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import KernelConfig, LinearConfig, PassConfig, TransportConfig
 from commfuse_megatron.errors import TransportTimeoutError
+from commfuse_megatron.runtime import gemm
 from commfuse_megatron.transport.nccl import NcclTransport
 from tests.harness import run_spawned
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
@@ -37,16 +38,15 @@ def test_contract():
 
 
 def _linears(group, device):
+    gemm._REGAIN_FLOPS = 0  # small problems too
+    kernels = (KernelConfig(regain_sms=False), KernelConfig(tile_order="stealing", regain_sms=False), KernelConfig())
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for algorithm, m in (("direct", 1), ("direct", 3), ("ring", 1), ("ring", 2)):
-            for order in ("static", "stealing"):
-                kernel = KernelConfig(tile_order=order)
+            for kernel in kernels if dtype is not torch.float32 else kernels[:1]:
                 with OverlapContext(group, linear_config(algorithm, m, kernel=kernel)) as context:
                     for op in OPS:
-                        for rows, N, K in ((64, 48, 40), (65, 33, 17), (1, 8, 8), (640, 256, 128)):
+                        for rows, N, K in ((64, 48, 40), (65, 33, 17), (1, 8, 8), (640, 64, 64)):
                             case = Case(op=op, rows=rows, N=N, K=K, dtype=dtype, seed=rows)
-                            if dtype is torch.float16 and rows == 640:
-                                continue  # sums of the integers drawn would not be exact in fp16
                             operands = draw(case, group.rank(), group.size(), device)
                             assert_equal(overlapped(case, operands, context), reference(case, operands, group))
                     assert {record.path for record in context.report()} == {"sliced"}
@@ -59,6 +59,7 @@ def test_linears_are_exact_on_integers():
 
 
 def _identical_runs(group, device):
+    gemm._REGAIN_FLOPS = 0
     for op in OPS:
         case = Case(op=op, rows=1024, N=512, K=768, dtype=torch.bfloat16, exact=False)
         operands = draw(case, group.rank(), group.size(), device)
@@ -96,6 +97,7 @@ def test_the_watchdog_frees_the_stream_and_names_the_missing_rank():
 
 
 def _captured(group, device):
+    gemm._REGAIN_FLOPS = 0
     with OverlapContext(group, linear_config(m=2)) as context:
         x = torch.randn(512, 1, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.randn(256, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -143,6 +145,7 @@ def test_forward_and_backward_replay_from_a_cuda_graph():
 
 
 def _delays(group, device):
+    gemm._REGAIN_FLOPS = 0
     case = Case(op=OPS[1], rows=4096, N=64, K=64, dtype=torch.bfloat16)  # partials below 256: exact in bf16
     operands = draw(case, group.rank(), group.size(), device)
     expected = reference(case, operands, group)
