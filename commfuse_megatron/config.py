@@ -76,17 +76,21 @@ class TransportConfig:
     nccl_channels: most blocks of NCCL's point-to-point kernel, hence SMs it occupies. 2 x H200, November 2026: 64 MiB
     each way take 0.82 ms with 8 channels, 0.43 with 16, 0.25 with 20 and no less with more; through host memory 2.9 ms
     with any number from 2.
+    nccl_lanes: communicators that share every message. More than one helps where one kernel does not fill the link.
     """
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     timeout_s: float = 600.0
     nccl_channels: int = 20
+    nccl_lanes: int = 1
 
     def __post_init__(self) -> None:
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s must be positive, got {self.timeout_s}")
         if not 1 <= self.nccl_channels <= 64:
             raise ConfigError(f"nccl_channels must be between 1 and 64, got {self.nccl_channels}")
+        if not 1 <= self.nccl_lanes <= 8:
+            raise ConfigError(f"nccl_lanes must be between 1 and 8, got {self.nccl_lanes}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +100,7 @@ class KernelConfig:
     gemm: "auto" takes the persistent Triton GEMM beside NCCL (whose kernels need SMs of their own) and cuBLAS
     elsewhere; "persistent" and "torch" force one.
     tile_order: "static" deals tiles out beforehand, "stealing" lets blocks fetch the next tile when they are free.
-    reserved_sms: SMs that a slice leaves to the transfers; None reserves as many as `transport.nccl_channels`.
+    reserved_sms: SMs that a slice leaves to the transfers; None reserves one for each channel of each lane.
     regain_sms: give those SMs back to a large slice once the transfer beside it is done. Turn it off where transfers
     take longer than slices: nothing is left to regain there, and slices would wait for transfers.
     """

@@ -78,18 +78,20 @@ class Sliced:
     channels: int
     tile_order: str
     regain_sms: bool
+    lanes: int = 1
 
     @property
     def name(self) -> str:
         regain = " regain" if self.regain_sms else ""
-        return f"{self.algorithm} m={self.chunks_per_shard} {self.channels}ch {self.tile_order}{regain}"
+        lanes = f"{self.lanes}x" if self.lanes > 1 else ""
+        return f"{self.algorithm} m={self.chunks_per_shard} {lanes}{self.channels}ch {self.tile_order}{regain}"
 
     def config(self) -> OverlapConfig:
         chosen = {"path": "sliced", "algorithm": self.algorithm, "chunks_per_shard": self.chunks_per_shard}
         return OverlapConfig.from_dict(
             {
                 "linear": {"fprop": chosen, "dgrad": chosen},
-                "transport": {"nccl_channels": self.channels},
+                "transport": {"nccl_channels": self.channels, "nccl_lanes": self.lanes},
                 "kernel": {"tile_order": self.tile_order, "regain_sms": self.regain_sms},
             }
         )
@@ -131,6 +133,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunks", nargs="+", type=int, default=[1, 2], metavar="m", help="chunks per shard")
     parser.add_argument("--channels", nargs="+", type=int, default=[20], help="NCCL channels")
     parser.add_argument("--tile-orders", nargs="+", choices=["static", "stealing"], default=["static"])
+    parser.add_argument("--lanes", nargs="+", type=int, default=[1], help="NCCL communicators per message")
     parser.add_argument("--regain", nargs="+", choices=["on", "off"], default=["on"], help="kernel.regain_sms")
     parser.add_argument("--backward", action="store_true", help="time dgrad + wgrad too")
     parser.add_argument("--rounds", type=int, default=15)
@@ -177,18 +180,19 @@ def _run_case(case: LinearCase, options: argparse.Namespace) -> list[Row]:
     assert group is not None
     operands = _draw(case)
     ways = [
-        Sliced(algorithm, m, channels, order, regains == "on")
+        Sliced(algorithm, m, channels, order, regains == "on", lanes)
         for algorithm in options.algorithms
         for m in options.chunks
         for channels in options.channels
         for order in options.tile_orders
         for regains in options.regain
+        for lanes in options.lanes
     ]
     contexts = {way: OverlapContext(group, way.config()) for way in ways}
     rows = []
     for pass_name in ("fprop", "backward") if options.backward else ("fprop",):
-        by_channels = {way.channels: context for way, context in contexts.items()}
-        variants = _bounds(case, operands, pass_name, by_channels, group)
+        transports = {f"{way.lanes}x{way.channels}ch": context for way, context in contexts.items()}
+        variants = _bounds(case, operands, pass_name, transports, group)
         variants |= {way.name: _timed_call(case, operands, pass_name, context) for way, context in contexts.items()}
         samples = measure(variants, group, rounds=options.rounds)
         rows += _rows(case, pass_name, samples, {way.name: way for way in ways}, options.commit)
@@ -204,10 +208,10 @@ def _bounds(
     case: LinearCase,
     operands: _Operands,
     pass_name: str,
-    contexts: dict[int, OverlapContext],
+    contexts: dict[str, OverlapContext],
     group: dist.ProcessGroup,
 ) -> dict[str, Callable[[], object]]:
-    """compute_only, comm_only (collective, and the schedule's transfers alone by channels) and sequential."""
+    """compute_only, comm_only (collective, and the schedule's transfers alone by lanes and channels) and sequential."""
     weight, x_full, grad_full = operands.weight.detach(), operands.x_full, operands.grad_full
     reference = getattr(ops.reference, case.op)
     shard = torch.randn(case.shard_shape, device="cuda", dtype=torch.bfloat16)
@@ -252,7 +256,7 @@ def _bounds(
         "compute_only": compute,
         "comm_only collective": lambda: [move() for move in collectives[pass_name]],
         "sequential": sequential,
-        **{f"comm_only {channels}ch": functools.partial(transfers, contexts[channels]) for channels in contexts},
+        **{f"comm_only {name}": functools.partial(transfers, context) for name, context in contexts.items()},
     }
 
 

@@ -244,7 +244,11 @@ class OverlapContext:
         if dtype not in self._gemms:
             transport = self.config.transport
             self._gemms[dtype] = SliceGemm(
-                self.config.kernel, self.transport_name, transport.nccl_channels, self.device, dtype
+                self.config.kernel,
+                self.transport_name,
+                transport.nccl_channels * transport.nccl_lanes,
+                self.device,
+                dtype,
             )
         return self._gemms[dtype]
 

@@ -1,9 +1,13 @@
 """Transport over NCCL point-to-point: any GPU link, many nodes.
 
-A NCCL backend of its own on the group's store, so that sub-groups can make theirs alone and no other traffic shares the
-communicator. It runs on its own high-priority stream; `nccl_channels` bounds the SMs its kernel takes. Every batch is
-one coalesced {send, receive}: un-coalesced point-to-point calls would create a communicator per pair, lazily, and could
-deadlock against other groups. Waits sit in streams and cannot raise: the context's watchdog watches.
+NCCL backends of its own on the group's store, so that sub-groups can make theirs alone and no other traffic shares the
+communicators. They run on their own high-priority streams; `nccl_channels` bounds the SMs that each one's kernel takes.
+Every batch is one coalesced {send, receive}: un-coalesced point-to-point calls would create a communicator per pair,
+lazily, and could deadlock against other groups. Waits sit in streams and cannot raise: the context's watchdog watches.
+
+With several lanes each message is cut into as many parts, each on a communicator of its own: two kernels at once get
+more out of a slow link than one with twice the channels. All ranks issue all lanes in the same order, and lanes times
+channels SMs are kept free for them, so lanes cannot block each other.
 """
 
 from datetime import timedelta
@@ -20,36 +24,51 @@ __all__ = ["NcclTransport"]
 _BACKEND_TIMEOUT = timedelta(days=7)
 
 
-class _NcclTransfer(Transfer):
-    __slots__ = ("_work",)
+# Messages below this are not cut: a second kernel costs more than it wins. Not measured.
+_LEAST_BYTES_TO_CUT = 1 << 20
 
-    def __init__(self, work: Any) -> None:
-        self._work = work
+
+class _NcclTransfer(Transfer):
+    __slots__ = ("_works",)
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
 
     @override
     def wait(self) -> None:
-        self._work.wait()
+        for work in self._works:
+            work.wait()
 
     @override
     def is_complete(self) -> bool:
-        return self._work.is_completed()
+        return all(work.is_completed() for work in self._works)
 
 
 class NcclTransport(Transport):
-    """Private NCCL communicator over the members of one process group."""
+    """Private NCCL communicators, one per lane, over the members of one process group."""
 
     name = "nccl"
     needs_watchdog = True
 
     def __init__(
-        self, store: dist.Store, group_rank: int, group_size: int, *, channels: int, device: torch.device
+        self,
+        store: dist.Store,
+        group_rank: int,
+        group_size: int,
+        *,
+        channels: int,
+        device: torch.device,
+        lanes: int = 1,
     ) -> None:
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = _BACKEND_TIMEOUT
-        options.config.min_ctas = channels
-        options.config.max_ctas = channels
-        self._backend: Any = dist.ProcessGroupNCCL(store, group_rank, group_size, options)
-        self._backend.eager_connect_single_device(device)
+        self._lanes: list[Any] = []
+        for lane in range(lanes):
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options._timeout = _BACKEND_TIMEOUT
+            options.config.min_ctas = channels
+            options.config.max_ctas = channels
+            backend = dist.ProcessGroupNCCL(dist.PrefixStore(f"lane-{lane}", store), group_rank, group_size, options)
+            backend.eager_connect_single_device(device)
+            self._lanes.append(backend)
         self._connect_pairs(group_rank, group_size, device)
 
     def _connect_pairs(self, group_rank: int, group_size: int, device: torch.device) -> None:
@@ -57,23 +76,44 @@ class NcclTransport(Transport):
         token, arrived = torch.zeros(1, device=device), torch.empty(1, device=device)
         for distance in range(1, group_size):
             to_rank, from_rank = (group_rank + distance) % group_size, (group_rank - distance) % group_size
-            self.exchange(Message(token, to_rank, 0), Message(arrived, from_rank, 0)).wait()
+            for backend in self._lanes:
+                _exchange(backend, Message(token, to_rank, 0), Message(arrived, from_rank, 0)).wait()
         torch.cuda.current_stream(device).synchronize()
 
     @override
     def exchange(self, send: Message | None, receive: Message | None) -> Transfer:
-        backend = self._backend
-        backend._start_coalescing()
-        if send is not None:
-            backend.send([send.tensor], send.peer, 0)
-        if receive is not None:
-            backend.recv([receive.tensor], receive.peer, 0)
-        return _NcclTransfer(backend._end_coalescing())
+        if len(self._lanes) == 1:
+            return _NcclTransfer([_exchange(self._lanes[0], send, receive)])
+        sends, receives = self._cut(send), self._cut(receive)
+        works = [
+            _exchange(backend, part_sent, part_received)
+            for backend, part_sent, part_received in zip(self._lanes, sends, receives, strict=True)
+            if part_sent is not None or part_received is not None
+        ]
+        return _NcclTransfer(works)
 
     @override
     def abort(self) -> None:
-        self._backend.abort()
+        for backend in self._lanes:
+            backend.abort()
 
     @override
     def close(self) -> None:
-        self._backend.abort()
+        self.abort()
+
+    def _cut(self, message: Message | None) -> list[Message | None]:
+        """One part per lane; the size alone decides, so both ends cut alike."""
+        lanes = len(self._lanes)
+        if message is None or message.tensor.nbytes < _LEAST_BYTES_TO_CUT:
+            return [message] + [None] * (lanes - 1)
+        parts = message.tensor.view(-1).tensor_split(lanes)
+        return [Message(part, message.peer, message.tag) for part in parts]
+
+
+def _exchange(backend: Any, send: Message | None, receive: Message | None) -> Any:
+    backend._start_coalescing()
+    if send is not None:
+        backend.send([send.tensor], send.peer, 0)
+    if receive is not None:
+        backend.recv([receive.tensor], receive.peer, 0)
+    return backend._end_coalescing()

@@ -34,6 +34,11 @@ def create_transport(backend: str, group: dist.ProcessGroup, store: dist.Store, 
     """Build the transport, collectively over `group` alone; `store` must be private to this context."""
     if backend == "nccl":
         return NcclTransport(
-            store, group.rank(), group.size(), channels=config.nccl_channels, device=device_of_backend("nccl")
+            store,
+            group.rank(),
+            group.size(),
+            channels=config.nccl_channels,
+            device=device_of_backend("nccl"),
+            lanes=config.nccl_lanes,
         )
     return GlooTransport(store, group.rank(), group.size(), config.timeout_s)

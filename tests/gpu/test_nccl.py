@@ -11,6 +11,7 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import KernelConfig, LinearConfig, PassConfig, TransportConfig
 from commfuse_megatron.errors import TransportTimeoutError
 from commfuse_megatron.runtime import gemm
+from commfuse_megatron.transport import nccl
 from commfuse_megatron.transport.nccl import NcclTransport
 from tests.harness import run_spawned
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
@@ -25,33 +26,48 @@ def linear_config(algorithm="direct", m=1, **others) -> OverlapConfig:
 
 
 def _contract(group, device):
-    store = dist.PrefixStore("transport under test", group.get_group_store())
-    transport = NcclTransport(store, group.rank(), group.size(), channels=8, device=device)
-    for check in CHECKS:
-        check(transport, group.rank(), group.size(), device)
-        torch.cuda.synchronize()
-    transport.close()
+    nccl._LEAST_BYTES_TO_CUT = 16  # small messages too
+    for lanes in (1, 2, 3):
+        store = dist.PrefixStore(f"{lanes} lanes under test", group.get_group_store())
+        transport = NcclTransport(store, group.rank(), group.size(), channels=8, device=device, lanes=lanes)
+        for check in CHECKS:
+            check(transport, group.rank(), group.size(), device)
+            torch.cuda.synchronize()
+        transport.close()
 
 
 def test_contract():
     run_spawned(2, _contract, backend="nccl")
 
 
+def _configurations():
+    """(dtype, configuration): every path of the executor in bf16, the main ones in the other dtypes."""
+    no_regain = KernelConfig(regain_sms=False)
+    stealing = KernelConfig(tile_order="stealing", regain_sms=False)
+    lanes = TransportConfig(nccl_lanes=2, nccl_channels=4)
+    for algorithm, m in (("direct", 1), ("direct", 2), ("direct", 3), ("ring", 1), ("ring", 2)):
+        yield torch.bfloat16, linear_config(algorithm, m)
+        yield torch.bfloat16, linear_config(algorithm, m, kernel=no_regain, transport=lanes)
+    yield torch.bfloat16, linear_config(m=2, kernel=stealing)
+    yield torch.float16, linear_config(m=2)
+    yield torch.float32, linear_config(m=2)
+    yield torch.float32, linear_config("ring", 2)
+
+
 def _linears(group, device):
     gemm._REGAIN_FLOPS = 0  # small problems too
-    kernels = (KernelConfig(regain_sms=False), KernelConfig(tile_order="stealing", regain_sms=False), KernelConfig())
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for algorithm, m in (("direct", 1), ("direct", 3), ("ring", 1), ("ring", 2)):
-            for kernel in kernels if dtype is not torch.float32 else kernels[:1]:
-                with OverlapContext(group, linear_config(algorithm, m, kernel=kernel)) as context:
-                    for op in OPS:
-                        for rows, N, K in ((64, 48, 40), (65, 33, 17), (1, 8, 8), (640, 64, 64)):
-                            case = Case(op=op, rows=rows, N=N, K=K, dtype=dtype, seed=rows)
-                            operands = draw(case, group.rank(), group.size(), device)
-                            assert_equal(overlapped(case, operands, context), reference(case, operands, group))
-                    assert {record.path for record in context.report()} == {"sliced"}
-                    expected = "torch" if dtype is torch.float32 else "persistent"
-                    assert {record.gemm for record in context.report()} == {expected}
+    nccl._LEAST_BYTES_TO_CUT = 16
+    for dtype, config in _configurations():
+        with OverlapContext(group, config) as context:
+            for op in OPS:
+                for rows, N, K in ((64, 48, 40), (65, 33, 17), (1, 8, 8), (640, 64, 64)):
+                    for has_bias in (True, False):
+                        case = Case(op=op, rows=rows, N=N, K=K, dtype=dtype, seed=rows, has_bias=has_bias)
+                        operands = draw(case, group.rank(), group.size(), device)
+                        assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+            assert {record.path for record in context.report()} == {"sliced"}
+            expected = "torch" if dtype is torch.float32 else "persistent"
+            assert {record.gemm for record in context.report()} == {expected}
 
 
 def test_linears_are_exact_on_integers():
@@ -146,10 +162,15 @@ def test_forward_and_backward_replay_from_a_cuda_graph():
 
 def _delays(group, device):
     gemm._REGAIN_FLOPS = 0
+    nccl._LEAST_BYTES_TO_CUT = 16
     case = Case(op=OPS[1], rows=4096, N=64, K=64, dtype=torch.bfloat16)  # partials below 256: exact in bf16
     operands = draw(case, group.rank(), group.size(), device)
     expected = reference(case, operands, group)
-    with OverlapContext(group, linear_config(m=2)) as context, OverlapContext(group, linear_config("ring", 2)) as other:
+    two_lanes = TransportConfig(nccl_lanes=2, nccl_channels=4)
+    with (
+        OverlapContext(group, linear_config(m=2)) as context,
+        OverlapContext(group, linear_config("ring", 2, transport=two_lanes)) as other,
+    ):
         for late in (0, 1):
             if group.rank() == late:
                 torch.cuda._sleep(200_000_000)  # this rank's compute stream runs about 0.1 s behind
@@ -176,4 +197,3 @@ def test_late_ranks_two_contexts_and_two_streams():
 def test_any_number_of_hardware_queues(connections, monkeypatch):
     monkeypatch.setitem(os.environ, "CUDA_DEVICE_MAX_CONNECTIONS", connections)
     run_spawned(2, _delays, backend="nccl")
-    run_spawned(2, _captured, backend="nccl")
