@@ -147,9 +147,6 @@ class ReduceScatterRun(_Run):
         own = chunk - self.bound.own_chunks.start
         if program.is_ring and step.needs_batch is not None:
             self._add_running_sum(chunk, step.needs_batch, self._out_chunks[own] if step.is_own else None)
-        elif step.is_own and self._folds_arrived(own):
-            self._arrive(own + 1)  # from the only sender
-            self._produce(chunk, self._out_chunks[own], program.slots[own], self.in_flight)
         elif step.is_own:
             target = self._out_chunks[own] if program.own is None else program.own[own]
             self._produce(chunk, target, None if program.has_transfers else self._bias, self.in_flight)
@@ -164,15 +161,6 @@ class ReduceScatterRun(_Run):
         elif self._program.has_transfers and self._bias is not None:
             self._out.add_(self._bias)
         super().finish()
-
-    def _folds_arrived(self, own: int) -> bool:
-        """Whether a direct sum happens in the GEMM of own chunk `own`, on its way out, instead of after it.
-
-        Possible with one sender. Its chunk was sent chunks_per_shard - 1 steps ago: for the first half of the chunks
-        it is there in time even where the link is a little slower than the GEMM; a later one's GEMM would wait for it.
-        """
-        is_early = own < self.bound.schedule.chunks_per_shard // 2
-        return is_early and self._bias is None and self.bound.schedule.group_size == 2
 
     def _add_running_sum(self, chunk: int, batch: int, own: torch.Tensor | None) -> None:
         program = self._program
@@ -196,9 +184,6 @@ class ReduceScatterRun(_Run):
         own_chunks = self._out_chunks if program.own is None else program.own
         start = 0
         for index, out in enumerate(self._out_chunks):
-            if self._folds_arrived(index):
-                start += out.size(0)
-                continue
             # Chunk `index` comes with batches index+1, m+index+1, ...: its sum runs beside the next arrival.
             for sender in range(arrived.size(0)):
                 self._arrive(sender * chunks_per_shard + index + 1)
