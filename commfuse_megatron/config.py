@@ -76,7 +76,7 @@ class TransportConfig:
     nccl_channels: most blocks of NCCL's point-to-point kernel, hence SMs it occupies. 2 x H200, November 2026: 64 MiB
     each way take 0.82 ms with 8 channels, 0.43 with 16, 0.25 with 20 and no less with more; through host memory 2.9 ms
     with any number from 2.
-    nccl_lanes: communicators that share every message. More than one helps where one kernel does not fill the link.
+    nccl_lanes: communicators that share the messages. More than one helps where one kernel does not fill the link.
     """
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"

@@ -69,7 +69,7 @@ class Link:
     def start(self, run: _Run, index: int, send: Message | None, receive: Message | None) -> Transfer:
         """Issue one batch."""
         try:
-            transfer = self.transport.exchange(send, receive)
+            transfer = self.transport.exchange(send, receive, index)
         except TransportError as error:
             raise self.fail(self._broken(run, index, error)) from error
         if self._watchdog is not None and not self.is_capturing:

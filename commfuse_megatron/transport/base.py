@@ -58,8 +58,11 @@ class Transport(ABC):
     needs_watchdog: bool
 
     @abstractmethod
-    def exchange(self, send: Message | None, receive: Message | None) -> Transfer:
-        """Start one batch. All ranks must call `exchange` in matching order; equal tags pair up."""
+    def exchange(self, send: Message | None, receive: Message | None, turn: int = 0) -> Transfer:
+        """Start one batch. All ranks must call `exchange` in matching order; equal tags pair up.
+
+        turn: equal at both ends of a message (a schedule's step); a transport with several lanes takes them in turn.
+        """
 
     @abstractmethod
     def abort(self) -> None:

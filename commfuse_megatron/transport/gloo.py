@@ -55,7 +55,7 @@ class GlooTransport(Transport):
             raise TransportError(f"gloo group of {group_size} ranks could not be formed: {error}") from error
 
     @override
-    def exchange(self, send: Message | None, receive: Message | None) -> Transfer:
+    def exchange(self, send: Message | None, receive: Message | None, turn: int = 0) -> Transfer:
         works: list[tuple[Any, int, str]] = []
         try:
             if send is not None:
