@@ -1,11 +1,13 @@
 """What a user may choose, as frozen dataclasses nested by role, read from YAML.
 
-Owns names, defaults and checks of every option. Knows nothing of torch, groups or devices. The contract that bites: all
-ranks of a group must bring equal configurations; `OverlapContext` compares them before anything is sent.
+Owns names, defaults and checks of every option, and the one environment variable that names a file. Knows nothing of
+torch, groups or devices. The contract that bites: all ranks of a group must bring equal configurations;
+`OverlapContext` compares them before anything is sent.
 """
 
 import dataclasses
 import difflib
+import os
 import types
 import typing
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ import yaml
 from commfuse_megatron.errors import ConfigError
 
 __all__ = [
+    "CONFIG_VARIABLE",
     "FallbackConfig",
     "KernelConfig",
     "LinearConfig",
@@ -24,7 +27,16 @@ __all__ = [
     "PassConfig",
     "TransportConfig",
     "WgradConfig",
+    "config_file_from_environment",
 ]
+
+#: The only environment variable that this package reads for itself: a configuration file for unmodified scripts.
+CONFIG_VARIABLE = "COMMFUSE_CONFIG"
+
+
+def config_file_from_environment() -> str | None:
+    """The file that COMMFUSE_CONFIG names; None if it is unset or empty."""
+    return os.environ.get(CONFIG_VARIABLE) or None
 
 
 @dataclass(frozen=True, kw_only=True)

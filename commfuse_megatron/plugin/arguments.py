@@ -1,19 +1,15 @@
 """The switches a user sets: command-line flags, plain attributes of a TransformerConfig, one environment variable.
 
-Owns their names and how they are read; this is the one file that reads the environment. The contract that bites:
-Megatron's configuration classes do not know our names, so everything is read with `getattr`, and nothing but scalars is
-ever put on a Megatron configuration.
+Owns their names and how they are read. The contract that bites: Megatron's configuration classes do not know our names,
+so everything is read with `getattr`, and nothing but scalars is ever put on a Megatron configuration.
 """
 
 import argparse
-import os
 from typing import Any
 
-from commfuse_megatron.config import OverlapConfig
+from commfuse_megatron.config import CONFIG_VARIABLE, OverlapConfig, config_file_from_environment
 
-__all__ = ["ENVIRONMENT_VARIABLE", "add_arguments", "config_file", "is_switched_on", "read_config", "set_flags"]
-
-ENVIRONMENT_VARIABLE = "COMMFUSE_CONFIG"
+__all__ = ["add_arguments", "config_file", "is_switched_on", "read_config", "set_flags"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -29,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--commfuse-config",
         metavar="FILE",
         default=None,
-        help=f"YAML file with an OverlapConfig; without it, the one named by {ENVIRONMENT_VARIABLE}, else the defaults",
+        help=f"YAML file with an OverlapConfig; without it, the one named by {CONFIG_VARIABLE}, else the defaults",
     )
     return parser
 
@@ -51,7 +47,7 @@ def is_switched_on(transformer_config: Any) -> bool:
 def config_file(transformer_config: Any) -> str | None:
     """The YAML file to read: `transformer_config.commfuse_config`, else the environment variable, else None."""
     file = getattr(transformer_config, "commfuse_config", None)
-    return str(file) if file else os.environ.get(ENVIRONMENT_VARIABLE) or None
+    return str(file) if file else config_file_from_environment()
 
 
 def read_config(file: str | None) -> OverlapConfig:

@@ -44,6 +44,7 @@ class _Pending:
     step: int | None
     op: str
     call: int
+    lanes: tuple[int, ...] = ()
 
 
 class Recorder:
@@ -81,7 +82,7 @@ class Recorder:
                 transfer.wait()
                 end = torch.cuda.Event(enable_timing=True)
                 end.record()
-        self._pending.append(_Pending(name, "transfer", start, end, step, self._op, self._call))
+        self._pending.append(_Pending(name, "transfer", start, end, step, self._op, self._call, transfer.lanes))
         return len(self._pending) - 1
 
     def close_transfer(self, handle: int) -> None:
@@ -91,12 +92,12 @@ class Recorder:
 
     def intervals(self) -> list[Interval]:
         """All intervals so far, oldest first. Blocks until the recorded work is done; call it outside the hot path."""
-        previous_end_us = 0.0
+        lane_end_us: dict[int, float] = {}
         for item in self._pending:
             start_us, end_us = self._microseconds(item.start), self._microseconds(item.end)
             if item.track == "transfer" and self._is_cuda:
-                start_us = max(start_us, previous_end_us)
-                previous_end_us = end_us
+                start_us = max(start_us, *(lane_end_us.get(lane, 0.0) for lane in item.lanes))
+                lane_end_us.update(dict.fromkeys(item.lanes, end_us))
             self._resolved.append(Interval(item.name, item.track, start_us, end_us, item.step, item.op, item.call))
         self._pending.clear()
         return list(self._resolved)

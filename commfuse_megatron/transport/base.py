@@ -36,7 +36,9 @@ class PeerTimeoutError(Exception):
 
 
 class Transfer(ABC):
-    """One batch {send, receive} in flight."""
+    """One batch {send, receive} in flight. Transfers that share a lane run one after the other."""
+
+    lanes: tuple[int, ...] = (0,)
 
     @abstractmethod
     def wait(self) -> None:

@@ -31,10 +31,9 @@ _LEAST_BYTES_TO_CUT = 16 << 20
 
 
 class _NcclTransfer(Transfer):
-    __slots__ = ("_works",)
-
-    def __init__(self, works: list[Any]) -> None:
+    def __init__(self, works: list[Any], lanes: tuple[int, ...] = (0,)) -> None:
         self._works = works
+        self.lanes = lanes
 
     @override
     def wait(self) -> None:
@@ -87,12 +86,9 @@ class NcclTransport(Transport):
         if len(self._lanes) == 1:
             return _NcclTransfer([_exchange(self._lanes[0], send, receive)])
         sends, receives = self._spread(send, turn), self._spread(receive, turn)
-        works = [
-            _exchange(backend, sends.get(lane), receives.get(lane))
-            for lane, backend in enumerate(self._lanes)
-            if lane in sends or lane in receives
-        ]
-        return _NcclTransfer(works)
+        used = tuple(lane for lane in range(len(self._lanes)) if lane in sends or lane in receives)
+        works = [_exchange(self._lanes[lane], sends.get(lane), receives.get(lane)) for lane in used]
+        return _NcclTransfer(works, used)
 
     @override
     def abort(self) -> None:

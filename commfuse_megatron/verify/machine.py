@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.config import OverlapConfig
+from commfuse_megatron.config import CONFIG_VARIABLE, OverlapConfig, config_file_from_environment
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.kernels import persistent_matmul_unavailable_reason
 from commfuse_megatron.verify.gpus import Gpu, GpuLink, inspect_gpus
@@ -188,8 +188,7 @@ def _connections(gpus: tuple[Gpu, ...]) -> Setting:
 
 
 def _config_file() -> Setting:
-    name = "COMMFUSE_CONFIG"
-    value = os.environ.get(name)
+    name, value = CONFIG_VARIABLE, config_file_from_environment()
     if not value:
         return Setting(name=name, value=value, meaning="no file: defaults, unless a flag or argument names one")
     try:

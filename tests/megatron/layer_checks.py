@@ -13,7 +13,7 @@ import torch
 from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig
-from commfuse_megatron.config import FallbackConfig
+from commfuse_megatron.config import CONFIG_VARIABLE, FallbackConfig
 from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.plugin import (
     CommFuseColumnParallelLinear,
@@ -23,7 +23,6 @@ from commfuse_megatron.plugin import (
     model_report,
     unsupported_reason,
 )
-from commfuse_megatron.plugin.arguments import ENVIRONMENT_VARIABLE
 from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear
 from commfuse_megatron.plugin.contexts import close_contexts, open_contexts
 from commfuse_megatron.plugin.decision import state_of
@@ -440,12 +439,12 @@ def check_config_file(group_size: int) -> None:
         stock, ours = pair("row", group_size, transformer)
         assert_equal(run(stock, x), run(ours, x))
         assert state_of(ours).context.config.linear.fprop.algorithm == "ring"
-        os.environ[ENVIRONMENT_VARIABLE] = str(file)
+        os.environ[CONFIG_VARIABLE] = str(file)
         try:
             _, ours = pair("row", group_size)
             ours(x)
         finally:
-            del os.environ[ENVIRONMENT_VARIABLE]
+            del os.environ[CONFIG_VARIABLE]
         assert state_of(ours).context.config.linear.fprop.algorithm == "ring"
         file.write_text("linear: {fprop: {algorithm: rong}}\n", encoding="utf-8")
         _, ours = pair("row", group_size, transformer)

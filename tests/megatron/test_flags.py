@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from commfuse_megatron import OverlapConfig
+from commfuse_megatron.config import CONFIG_VARIABLE
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plugin import add_arguments, arguments, compat
-from commfuse_megatron.plugin.arguments import ENVIRONMENT_VARIABLE
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -18,7 +18,7 @@ def parse(*words: str) -> argparse.Namespace:
 
 @pytest.fixture(autouse=True)
 def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ def test_switch(flag: object, expected: bool) -> None:
 
 def test_attribute_wins_over_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert arguments.config_file(SimpleNamespace()) is None
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "env.yaml")
+    monkeypatch.setenv(CONFIG_VARIABLE, "env.yaml")
     assert arguments.config_file(SimpleNamespace()) == "env.yaml"
     assert arguments.config_file(SimpleNamespace(commfuse_config="own.yaml")) == "own.yaml"
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
+    monkeypatch.setenv(CONFIG_VARIABLE, "")
     assert arguments.config_file(SimpleNamespace()) is None
 
 
