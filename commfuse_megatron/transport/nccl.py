@@ -10,6 +10,7 @@ lanes in turn: two kernels at once get more out of a slow link than one with twi
 lanes in the same order, and lanes times channels SMs are kept free for them, so lanes cannot block each other.
 """
 
+import time
 from datetime import timedelta
 from typing import Any, override
 
@@ -19,6 +20,9 @@ from torch import distributed as dist
 from commfuse_megatron.transport.base import Message, Transfer, Transport
 
 __all__ = ["NcclTransport"]
+
+# Two rounds of PyTorch's watchdog thread, which sleeps 0.1 s between them.
+_PYTORCH_WATCHDOG_ROUNDS_S = 0.25
 
 # The context's watchdog reports and aborts first; PyTorch's own would take the process down.
 _BACKEND_TIMEOUT = timedelta(days=7)
@@ -97,6 +101,10 @@ class NcclTransport(Transport):
 
     @override
     def close(self) -> None:
+        # Aborting is local; destroying a communicator is collective within a node. But PyTorch's watchdog reports finished
+        # work that it has not yet struck off its list as failed when the communicator is gone (seen once in about fifty
+        # closings), so let it pass over that list first.
+        time.sleep(_PYTORCH_WATCHDOG_ROUNDS_S)
         self.abort()
 
     def _spread(self, message: Message | None, turn: int) -> dict[int, Message]:
