@@ -27,7 +27,6 @@ _PYTORCH_WATCHDOG_ROUNDS_S = 0.25
 # The context's watchdog reports and aborts first; PyTorch's own would take the process down.
 _BACKEND_TIMEOUT = timedelta(days=7)
 
-
 # Messages from this size on are cut. Through host memory, two lanes (2 x H200, November 2026): eight messages of 8 MiB
 # take 3.0 ms cut in halves, but one of 64 MiB 2.26 cut and 2.83 whole; a reduce-scatter of 16 MiB messages 2.82 cut,
 # of 8 MiB messages 3.56 cut and 2.65 in turn.
@@ -101,9 +100,9 @@ class NcclTransport(Transport):
 
     @override
     def close(self) -> None:
-        # Aborting is local; destroying a communicator is collective within a node. But PyTorch's watchdog reports finished
-        # work that it has not yet struck off its list as failed when the communicator is gone (seen once in about fifty
-        # closings), so let it pass over that list first.
+        # Aborting is local; destroying a communicator is collective within a node. But PyTorch's watchdog reports
+        # finished work that it has not yet struck off its list as failed when the communicator is gone (seen once in
+        # about fifty closings), so let it pass over that list first.
         time.sleep(_PYTORCH_WATCHDOG_ROUNDS_S)
         self.abort()
 
