@@ -13,6 +13,7 @@ from commfuse_megatron.ops.arguments import cast_for_autocast, prepare, prepare_
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 from commfuse_megatron.ops.passes import gather_matmul, matmul_scatter, start_gather, weight_gradient
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
+from commfuse_megatron.problem import shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.executor import AllGatherRun
 from commfuse_megatron.runtime.link import Link
@@ -70,9 +71,9 @@ class _AllGatherLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         p = call.forward
         problem = p.problem
-        shard = x.contiguous().view(-1, problem.K)
+        shard = x.contiguous().flatten(0, -2)
         y = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
-        out = y.view(-1, problem.N)
+        out = y.flatten(0, -2)
         is_kept = p.plan.keep_gathered_input and ctx.needs_input_grad[1]
         gathered = x.new_empty(problem.M, problem.K) if is_kept else None
         with p as link:
@@ -93,8 +94,7 @@ class _AllGatherLinear(torch.autograd.Function):
         x, weight, kept = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         call: _Call = ctx.call
-        forward = call.forward.problem
-        grad = grad_y.contiguous().view(-1, forward.N)
+        grad = grad_y.contiguous().flatten(0, -2)
         grad_x = grad_weight = grad_bias = None
         if needs_input or needs_weight:
             p = prepare_backward(call.forward, needs_input=needs_input, needs_weight=needs_weight)
@@ -123,7 +123,7 @@ def _scheduled_backward(
     regather: AllGatherRun | None = None
     if needs_weight and gathered is None:
         gathered = p.gather.gathered()
-        regather = start_gather(p, link, x.contiguous().view(-1, p.problem.K), gathered, "re-gather of the input")
+        regather = start_gather(p, link, x.contiguous().flatten(0, -2), gathered, "re-gather of the input")
 
     def compute_weight_gradient(in_flight: Transfer | None = None) -> None:
         nonlocal grad_weight
@@ -140,7 +140,7 @@ def _scheduled_backward(
             link,
             grad,
             weight,
-            grad_x.view(-1, p.problem.K),
+            grad_x.flatten(0, -2),
             beside=regather,
             beside_last_transfer=compute_weight_gradient,
         )
@@ -160,17 +160,18 @@ def _sequential_backward(
     if needs_input:
         partial = grad.new_empty(p.problem.M, p.problem.K)
         p.gemm.multiply(grad, weight, partial)
-        summed = reduce_scatter_rows(partial.view(p.problem.rows, -1), p.context.group)
+        summed = reduce_scatter_rows(partial.view(p.problem.rows, p.problem.batch * p.problem.K), p.context.group)
         grad_x = summed.view(x.shape)
     if needs_weight:
         if gathered is None:
-            gathered = _gather(p, x.contiguous().view(-1, p.problem.K))
+            gathered = _gather(p, x.contiguous().flatten(0, -2))
         grad_weight = weight_gradient(p, grad, gathered, weight, call.weight_grad)
     return grad_x, grad_weight
 
 
 def _gather(p: PreparedPass, shard: torch.Tensor) -> torch.Tensor:
     """[M_r, K] -> [M, K] by the plain collective."""
-    features = p.problem.batch * p.problem.K
-    rows = shard.view(-1, features) if features else shard.new_empty(0, 0)
-    return gather_rows(rows, p.problem.rows, p.context.group).view(-1, p.problem.K)
+    problem, context = p.problem, p.context
+    own = shard_range(problem.rows, context.group_size, context.group_rank)
+    rows = shard.view(own.size, problem.batch * problem.K)
+    return gather_rows(rows, problem.rows, context.group).view(problem.M, problem.K)

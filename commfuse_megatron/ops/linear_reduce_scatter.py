@@ -71,14 +71,14 @@ class _LinearReduceScatter(torch.autograd.Function):
         p = call.forward
         problem, context = p.problem, p.context
         own = shard_range(problem.rows, context.group_size, context.group_rank)
-        a = x.contiguous().view(-1, problem.K)
+        a = x.contiguous().flatten(0, -2)
         with p as link:
             if p.plan.is_scheduled:
                 y = x.new_empty(own.size, *x.shape[1:-1], problem.N)
-                matmul_scatter(p, link, a, weight.t(), y.view(-1, problem.N), bias=bias)
+                matmul_scatter(p, link, a, weight.t(), y.flatten(0, -2), bias=bias)
             else:
                 partial = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
-                p.gemm.multiply(a, weight.t(), partial.view(-1, problem.N))
+                p.gemm.multiply(a, weight.t(), partial.flatten(0, -2))
                 y = reduce_scatter_rows(partial, context.group)
                 if bias is not None:
                     y = y.add_(bias)
@@ -93,8 +93,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         call: _Call = ctx.call
-        forward = call.forward.problem
-        grad_shard = grad_y.contiguous().view(-1, forward.N)
+        grad_shard = grad_y.contiguous().flatten(0, -2)
         grad_x = grad_weight = grad_bias = None
         if needs_input or needs_weight:
             p = prepare_backward(call.forward, needs_input=needs_input, needs_weight=needs_weight)
@@ -103,7 +102,7 @@ class _LinearReduceScatter(torch.autograd.Function):
             with p as link:
                 grad = _gather_under_dgrad(p, link, grad_shard, weight, grad_x, needs_weight=needs_weight)
                 if needs_weight:
-                    a = x.contiguous().view(-1, forward.K)
+                    a = x.contiguous().flatten(0, -2)
                     grad_weight = weight_gradient(p, grad, a, weight, call.weight_grad)
         if ctx.has_bias and needs_bias:
             grad_bias = grad_shard.sum(0)
@@ -123,13 +122,13 @@ def _gather_under_dgrad(
     problem = p.problem
     if not p.plan.is_scheduled:
         shape = (shard_range(problem.rows, p.context.group_size, p.context.group_rank).size, problem.batch * problem.N)
-        grad = gather_rows(grad_shard.view(shape), problem.rows, p.context.group).view(-1, problem.N)
+        grad = gather_rows(grad_shard.view(shape), problem.rows, p.context.group).view(problem.M, problem.N)
         if grad_x is not None:
-            p.gemm.multiply(grad, weight, grad_x.view(-1, problem.K))
+            p.gemm.multiply(grad, weight, grad_x.flatten(0, -2))
         return grad
     grad = p.gather.gathered()
     if grad_x is not None:
-        out = grad_x.view(-1, problem.K)
+        out = grad_x.flatten(0, -2)
         gather_matmul(p, link, grad_shard, weight, out, gathered=grad if needs_weight else None)
     else:
         run = start_gather(p, link, grad_shard, grad, "all-gather of the output gradient")

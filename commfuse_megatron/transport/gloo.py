@@ -17,6 +17,7 @@ __all__ = ["GlooTransport"]
 
 # Gloo tags are 32-bit and must not be negative.
 _TAG_LIMIT = 2**31
+_TAG_STRIDE = 1_000_003  # odd, so that tags stay apart for the most part; equal ones still pair first in, first out
 
 
 class _GlooTransfer(Transfer):
@@ -59,10 +60,10 @@ class GlooTransport(Transport):
         works: list[tuple[Any, int, str]] = []
         try:
             if send is not None:
-                work = self._group.send([send.tensor], send.peer, send.tag % _TAG_LIMIT)
+                work = self._group.send([send.tensor], send.peer, _wire_tag(send))
                 works.append((work, send.peer, "could not deliver to"))
             if receive is not None:
-                work = self._group.recv([receive.tensor], receive.peer, receive.tag % _TAG_LIMIT)
+                work = self._group.recv([receive.tensor], receive.peer, _wire_tag(receive))
                 works.append((work, receive.peer, "got nothing from"))
         except RuntimeError as error:  # the connection to the peer is gone already
             message = send if receive is None or not works else receive
@@ -77,3 +78,11 @@ class GlooTransport(Transport):
     @override
     def close(self) -> None:
         self._group = None
+
+
+def _wire_tag(message: Message) -> int:
+    """The tag on the wire: of tag and size, so that a message never meets a receive of another size.
+
+    Gloo would end the process there; this way both ends time out, which can be reported.
+    """
+    return (message.tag * _TAG_STRIDE + message.tensor.nbytes) % _TAG_LIMIT

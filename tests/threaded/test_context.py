@@ -111,6 +111,18 @@ def test_a_missing_peer_times_out_naming_op_step_and_both_ranks_and_fails_the_co
     run_threads(2, body)
 
 
+def test_an_unchecked_mismatch_of_sizes_times_out_instead_of_ending_the_process():
+    def body(group, device):
+        context = OverlapContext(group, quick(0.5, check_agreement=False))
+        weight = torch.zeros(4, 5)
+        for rows in (4, 6):  # both sizes are known on both ranks, so neither is compared again
+            ops.all_gather_linear(torch.zeros(rows, 1, 5), weight, context=context)
+        with pytest.raises((TransportTimeoutError, TransportError), match=f"group rank {1 - group.rank()}"):
+            ops.all_gather_linear(torch.zeros(4 + 2 * group.rank(), 1, 5), weight, context=context)
+
+    run_threads(2, body)
+
+
 def test_an_operation_that_breaks_halfway_fails_the_context():
     def body(group, device):
         context = OverlapContext(group, quick(check_agreement=False))

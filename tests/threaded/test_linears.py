@@ -94,6 +94,19 @@ def test_layouts_and_expanded_gradients(op):
 
 
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("group_size", [1, 2, 3])
+@pytest.mark.parametrize("config", [linear_config(), linear_config("ring", 5), linear_config(path="sequential")])
+def test_sizes_of_zero_and_one(op, group_size, config):
+    def body(group, device):
+        with OverlapContext(group, config) as context:
+            for sizes in ({"rows": 0}, {"rows": 3, "batch": 0}, {"rows": 3, "N": 0}, {"rows": 7, "K": 0}):
+                check(Case(op=op, **sizes), group, device, context)
+            check(Case(op=op, rows=3, batch=1, N=1, K=1), group, device, context)
+
+    run_threads(group_size, body)
+
+
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", [(6,), (6, 2, 2)])
 def test_any_number_of_middle_dimensions(op, shape):
     def body(group, device):
