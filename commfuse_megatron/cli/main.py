@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from commfuse_megatron.cli.launch import CannotRunError, RankFailedError
-from commfuse_megatron.cli.output import configure_logging
+from commfuse_megatron.cli.output import configure_logging, why_file_cannot_be_written, why_folder_cannot_be_written
 from commfuse_megatron.errors import CommFuseError, UnsupportedError
 
 __all__ = ["build_parser", "main"]
@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging(logging.INFO if arguments.verbose else logging.WARNING)
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
+        _require_writable(arguments)
         return run(arguments)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -37,6 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommFuseError as error:
         print(f"commfuse {arguments.command}: {type(error).__name__}: {error}", file=sys.stderr)
         return FAILED
+
+
+def _require_writable(arguments: argparse.Namespace) -> None:
+    """Before any work is done: results that cannot be written are found out now."""
+    reason = why_file_cannot_be_written(arguments.json) if arguments.json else None
+    if reason is not None:
+        raise CannotRunError(f"--json {arguments.json}: {reason}")
+    output = getattr(arguments, "output", None)
+    reason = why_folder_cannot_be_written(output) if output else None
+    if reason is not None:
+        raise CannotRunError(f"--output {output}: {reason}")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -12,7 +12,15 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-__all__ = ["configure_logging", "make_progress", "results", "status", "write_json"]
+__all__ = [
+    "configure_logging",
+    "make_progress",
+    "results",
+    "status",
+    "why_file_cannot_be_written",
+    "why_folder_cannot_be_written",
+    "write_json",
+]
 
 WIDTH_WITHOUT_TERMINAL = 140
 
@@ -57,6 +65,26 @@ def configure_logging(level: int, *, rank: int = 0) -> None:
         stream=sys.stderr,
         force=True,
     )
+
+
+def why_file_cannot_be_written(path: str | Path) -> str | None:
+    """Why `write_json` would fail on `path`; None if it will not. Makes the folder."""
+    path = Path(path)
+    if path.is_dir():
+        return "is a folder; name a file"
+    if path.exists() and not os.access(path, os.W_OK):
+        return "cannot be overwritten"
+    return why_folder_cannot_be_written(path.parent)
+
+
+def why_folder_cannot_be_written(path: str | Path) -> str | None:
+    """Why nothing can be written into the folder `path`; None if it can. Makes the folder."""
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"the folder cannot be made: {error.strerror or error}"
+    return None if os.access(path, os.W_OK) else f"the folder {path} is not writable"
 
 
 def write_json(path: str | Path, data: Any) -> None:

@@ -130,3 +130,19 @@ def test_a_package_that_cannot_be_imported_says_why() -> None:
     reason = machine_module._why_import_fails("no_such_module", "torch")
     assert reason is not None
     assert "No module named 'no_such_module'" in reason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["doctor", "--json", "{folder}"], "--json {folder}: is a folder; name a file"),
+        (["verify", "--json", "{file}/x.json"], "--json {file}/x.json: the folder cannot be made: "),
+        (["demo", "--output", "{file}"], "--output {file}: the folder cannot be made: "),
+    ],
+)
+def test_results_that_cannot_be_written_are_refused_before_any_work(arguments, message, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("")
+    names = {"folder": str(tmp_path), "file": str(file)}
+    assert cli.main([argument.format(**names) for argument in arguments]) == 2
+    assert message.format(**names) in capsys.readouterr().err
