@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from commfuse_megatron.ops.arguments import cast_for_autocast, prepare, prepare_backward
+from commfuse_megatron.ops.arguments import cast_for_autocast, prepare, prepare_backward, with_unit_stride
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 from commfuse_megatron.ops.passes import gather_matmul, matmul_scatter, start_gather, weight_gradient
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
@@ -76,12 +76,13 @@ class _AllGatherLinear(torch.autograd.Function):
         out = y.flatten(0, -2)
         is_kept = p.plan.keep_gathered_input and ctx.needs_input_grad[1]
         gathered = x.new_empty(problem.M, problem.K) if is_kept else None
+        b = with_unit_stride(weight).t()
         with p as link:
             if p.plan.is_scheduled:
-                gather_matmul(p, link, shard, weight.t(), out, bias=bias, gathered=gathered)
+                gather_matmul(p, link, shard, b, out, bias=bias, gathered=gathered)
             else:
                 gathered = _gather(p, shard)
-                p.gemm.multiply(gathered, weight.t(), out, bias)
+                p.gemm.multiply(gathered, b, out, bias)
         ctx.call = call
         ctx.is_kept = is_kept
         ctx.has_bias = bias is not None
@@ -100,7 +101,8 @@ class _AllGatherLinear(torch.autograd.Function):
             p = prepare_backward(call.forward, needs_input=needs_input, needs_weight=needs_weight)
             with p as link:
                 run = _scheduled_backward if p.plan.is_scheduled else _sequential_backward
-                grad_x, grad_weight = run(p, link, _Operands(grad, x, weight, kept, needs_input, needs_weight), call)
+                operands = _Operands(grad, x, with_unit_stride(weight), kept, needs_input, needs_weight)
+                grad_x, grad_weight = run(p, link, operands, call)
         if ctx.has_bias and needs_bias:
             grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, None

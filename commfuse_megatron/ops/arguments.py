@@ -12,7 +12,7 @@ from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PreparedPass
 
-__all__ = ["cast_for_autocast", "prepare", "prepare_backward"]
+__all__ = ["cast_for_autocast", "prepare", "prepare_backward", "with_unit_stride"]
 
 # Shapes that vary from call to call must not fill the memory.
 _MOST_KNOWN_CALLS = 4096
@@ -25,7 +25,16 @@ def cast_for_autocast(
     if not torch.is_autocast_enabled(kind):
         return x, weight, bias
     dtype = torch.get_autocast_dtype(kind)
-    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:  # autocast leaves float64 alone
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+    return cast(x), cast(weight), None if bias is None else cast(bias)
+
+
+def with_unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    """A weight or bias as the kernels take it: with one stride of 1; a copy of what has none."""
+    return tensor if 1 in tensor.stride() else tensor.contiguous()
 
 
 def prepare(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from commfuse_megatron.ops.arguments import cast_for_autocast, prepare, prepare_backward
+from commfuse_megatron.ops.arguments import cast_for_autocast, prepare, prepare_backward, with_unit_stride
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 from commfuse_megatron.ops.passes import gather_matmul, matmul_scatter, start_gather, weight_gradient
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
@@ -71,14 +71,15 @@ class _LinearReduceScatter(torch.autograd.Function):
         p = call.forward
         problem, context = p.problem, p.context
         own = shard_range(problem.rows, context.group_size, context.group_rank)
-        a = x.contiguous().flatten(0, -2)
+        a, b = x.contiguous().flatten(0, -2), with_unit_stride(weight).t()
+        bias = None if bias is None else with_unit_stride(bias)
         with p as link:
             if p.plan.is_scheduled:
                 y = x.new_empty(own.size, *x.shape[1:-1], problem.N)
-                matmul_scatter(p, link, a, weight.t(), y.flatten(0, -2), bias=bias)
+                matmul_scatter(p, link, a, b, y.flatten(0, -2), bias=bias)
             else:
                 partial = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
-                p.gemm.multiply(a, weight.t(), partial.flatten(0, -2))
+                p.gemm.multiply(a, b, partial.flatten(0, -2))
                 y = reduce_scatter_rows(partial, context.group)
                 if bias is not None:
                     y = y.add_(bias)
@@ -99,8 +100,9 @@ class _LinearReduceScatter(torch.autograd.Function):
             p = prepare_backward(call.forward, needs_input=needs_input, needs_weight=needs_weight)
             if needs_input:
                 grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+            b = with_unit_stride(weight)
             with p as link:
-                grad = _gather_under_dgrad(p, link, grad_shard, weight, grad_x, needs_weight=needs_weight)
+                grad = _gather_under_dgrad(p, link, grad_shard, b, grad_x, needs_weight=needs_weight)
                 if needs_weight:
                     a = x.contiguous().flatten(0, -2)
                     grad_weight = weight_gradient(p, grad, a, weight, call.weight_grad)

@@ -226,7 +226,9 @@ class OverlapContext:
         finally:
             self._is_closed = True
             self._finalizer()
-            self.slots = Slots(self.device)
+            if self._last_done is not None:
+                torch.cuda.current_stream(self.device).wait_event(self._last_done)
+            self.slots.release()
 
     def __enter__(self) -> Self:
         return self

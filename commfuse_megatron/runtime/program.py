@@ -28,12 +28,13 @@ class GatherProgram:
         self._shape = (bound.total_rows, features)
         self._dtype = dtype
         self._generation = -1
-        self._gathered: torch.Tensor
-        self._chunks: list[torch.Tensor]
+        self._gathered: torch.Tensor | None = None
+        self._chunks: list[torch.Tensor] = []
 
     def gathered(self) -> torch.Tensor:
         """[M, features] buffer, valid for this call."""
         self._refresh()
+        assert self._gathered is not None
         return self._gathered
 
     def chunks(self) -> list[torch.Tensor]:
@@ -41,10 +42,15 @@ class GatherProgram:
         self._refresh()
         return self._chunks.copy()
 
+    def drop_views(self) -> None:
+        """Let go of all views; the next call carves them again."""
+        self._gathered, self._chunks = None, []
+
     def _refresh(self) -> None:
         if self._generation != self._slots.generation:
             self._gathered = self._slots.carve("gather", self._shape, self._dtype)
             self._chunks = split_rows(self._gathered, self.bound.chunk_rows)
+            self._slots.note_views(self)
             self._generation = self._slots.generation
 
 
@@ -72,10 +78,14 @@ class ScatterProgram:
         self._slots = slots
         self._dtype = dtype
         self._generation = -1
-        self.partials: list[torch.Tensor]
-        self.slots: list[torch.Tensor]
+        self.partials: list[torch.Tensor] = []
+        self.slots: list[torch.Tensor] = []
         self.arrived: torch.Tensor | None = None
         self.own: list[torch.Tensor] | None = None
+
+    def drop_views(self) -> None:
+        """Let go of all views; the next call carves them again."""
+        self.partials, self.slots, self.arrived, self.own = [], [], None, None
 
     def refresh(self) -> None:
         """Make the views valid for this call."""
@@ -95,4 +105,5 @@ class ScatterProgram:
             self.own = [largest[:rows] for rows in bound.chunk_rows]
         elif self._own_dtype is not None:
             self.own = split_rows(carve("own", (sum(self.own_rows), features), self._own_dtype), self.own_rows)
+        self._slots.note_views(self)
         self._generation = self._slots.generation

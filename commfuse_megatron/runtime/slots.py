@@ -1,10 +1,13 @@
 """Receive and send buffers of one context: sized by the largest problem seen, carved for smaller ones.
 
 Which part of a buffer a schedule's slot is, the program says. Memory that a CUDA graph captured is never moved or
-freed: growth afterwards keeps the old buffer, and growth during capture raises.
+freed while the context is open: growth afterwards keeps the old buffer, and growth during capture raises. Any other
+buffer that was outgrown is freed at once, so whoever keeps views says so and lets go of them when told.
 """
 
 import math
+import weakref
+from typing import Protocol
 
 import torch
 
@@ -16,6 +19,13 @@ __all__ = ["Slots"]
 _ALIGNMENT_BYTES = 256
 
 
+class _Keeper(Protocol):
+    """Keeps views of buffers between calls."""
+
+    def drop_views(self) -> None:
+        """Let go of all views: the buffers are about to be freed."""
+
+
 class Slots:
     """Named buffers on one device. Carved tensors are good until `generation` changes: then carve them again."""
 
@@ -23,6 +33,7 @@ class Slots:
         self._device = device
         self._buffers: dict[str, torch.Tensor] = {}
         self._retired: list[torch.Tensor] = []
+        self._keepers: weakref.WeakSet[_Keeper] = weakref.WeakSet()
         self._is_captured = False
         self.generation = 0
 
@@ -36,6 +47,19 @@ class Slots:
         size_bytes = math.prod(shape) * dtype.itemsize
         self._reserve(name, size_bytes)
         return self._buffers[name][:size_bytes].view(dtype).view(shape)
+
+    def note_views(self, keeper: _Keeper) -> None:
+        """Remember that `keeper` keeps views; it is told to drop them when a buffer is freed."""
+        self._keepers.add(keeper)
+
+    def release(self) -> None:
+        """Free all buffers. On GPUs, the current stream comes after everything that uses them."""
+        buffers = [*self._buffers.values(), *self._retired]
+        self._buffers.clear()
+        self._retired.clear()
+        self._drop_views()
+        for buffer in buffers:
+            self._free(buffer)
 
     def note_capture(self) -> None:
         """Remember that a CUDA graph now uses these buffers."""
@@ -52,9 +76,19 @@ class Slots:
             )
         rounded = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._buffers[name] = torch.empty(rounded, dtype=torch.uint8, device=self._device)
-        self.generation += 1
+        self._drop_views()
         if old is not None and self._is_captured:
             self._retired.append(old)
-        elif old is not None and old.is_cuda:
-            # The old buffer may have been used on another stream than the one its memory returns to.
-            old.record_stream(torch.cuda.current_stream(self._device))
+        elif old is not None:
+            self._free(old)
+
+    def _drop_views(self) -> None:
+        self.generation += 1
+        for keeper in self._keepers:
+            keeper.drop_views()
+        self._keepers.clear()
+
+    def _free(self, buffer: torch.Tensor) -> None:
+        if buffer.is_cuda:
+            # It may have been used on another stream than the one its memory returns to.
+            buffer.record_stream(torch.cuda.current_stream(self._device))

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import LinearConfig, PassConfig, TransportConfig
@@ -107,6 +108,25 @@ def test_a_missing_peer_times_out_naming_op_step_and_both_ranks_and_fails_the_co
                     again()
                 assert later.value is first.value
             context.close()  # closed by now: nothing more to say
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_outgrown_buffers_are_freed_and_closing_frees_all(op):
+    def body(group, device):
+        context = OverlapContext(group)
+        weight = torch.zeros(4, 5, requires_grad=True)
+        buffers = []
+        for rows in range(400, 800, 40):  # each is larger than the one before
+            x = torch.zeros(rows, 1, 5, requires_grad=True)
+            getattr(ops, op)(x, weight, context=context).sum().backward()
+            buffers += [StorageWeakRef(buffer.untyped_storage()) for buffer in context.slots._buffers.values()]
+        in_use = {buffer.cdata for buffer in buffers if not buffer.expired()}
+        assert len(in_use) == len(context.slots._buffers)
+        context.close()
+        assert context.buffer_bytes == 0
+        assert all(buffer.expired() for buffer in buffers)
 
     run_threads(2, body)
 

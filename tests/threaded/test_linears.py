@@ -94,6 +94,38 @@ def test_layouts_and_expanded_gradients(op):
 
 
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("config", [linear_config(), linear_config("ring", 2), linear_config(path="sequential")])
+def test_operands_without_a_unit_stride(op, config):
+    case = Case(op=op, rows=7)
+    names = ("x", "weight", "bias")
+
+    def every_second(tensor):
+        return torch.stack([tensor, tensor], dim=-1)[..., 0]
+
+    def first_expanded(tensor):
+        return tensor[..., :1].expand(tensor.shape)
+
+    def gradients(leaves, view, viewed, call, **where):
+        # A copy of such a tensor is contiguous, so the view must be made behind the leaf.
+        given = [view(leaf) if name == viewed else leaf for name, leaf in zip(names, leaves, strict=True)]
+        y = call(*given, **where)
+        return y, *torch.autograd.grad(y.square().sum(), leaves)
+
+    def body(group, device):
+        operands = draw(case, group.rank(), group.size(), device).copies()
+        leaves = [operands.x, operands.weight, operands.bias]
+        extra = {"total_rows": case.rows} if op == "all_gather_linear" else {}
+        with OverlapContext(group, config) as context:
+            for view, viewed in itertools.product((every_second, first_expanded), names):
+                found = gradients(leaves, view, viewed, getattr(ops, op), context=context, **extra)
+                expected = gradients(leaves, view, viewed, getattr(ops.reference, op), group=group, **extra)
+                for a, b in zip(found, expected, strict=True):
+                    assert torch.equal(a, b), (view, viewed)
+
+    run_threads(3, body)
+
+
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("group_size", [1, 2, 3])
 @pytest.mark.parametrize("config", [linear_config(), linear_config("ring", 5), linear_config(path="sequential")])
 def test_sizes_of_zero_and_one(op, group_size, config):
@@ -234,5 +266,8 @@ def test_no_grad_forward_and_autocast():
             assert y.dtype is torch.bfloat16
             y.float().sum().backward()
             assert leaves.weight.grad.dtype is torch.float32
+            with torch.autocast("cpu", torch.bfloat16):  # as everywhere in autocast, float64 stays
+                y = ops.all_gather_linear(operands.x.double(), operands.weight.double(), context=context)
+            assert y.dtype is torch.float64
 
     run_threads(2, body)
