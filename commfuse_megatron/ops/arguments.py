@@ -4,6 +4,7 @@ Every check that could fail on one rank alone ends in `context.refuse`, so that 
 """
 
 import dataclasses
+import numbers
 
 import torch
 
@@ -137,6 +138,8 @@ def _find_complaint(
 
 
 def _find_row_complaint(x: torch.Tensor, total_rows: int, context: OverlapContext) -> str | None:
+    if not isinstance(total_rows, numbers.Integral):
+        return f"total_rows must be an integer, got {total_rows!r}"
     if total_rows < 0:
         return f"total_rows must not be negative, got {total_rows}"
     expected = shard_range(total_rows, context.group_size, context.group_rank).size

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from torch import distributed as dist
 
-from commfuse_megatron.errors import ShapeError, TransportTimeoutError
+from commfuse_megatron.errors import ShapeError, TransportError, TransportTimeoutError
 
 __all__ = ["Agreement"]
 
@@ -28,7 +28,8 @@ class Agreement:
     def agree(self, statement: str) -> None:
         """Return if all ranks bring the same `statement`; else raise ShapeError on all of them.
 
-        Raises TransportTimeoutError when a rank says nothing in time.
+        Raises TransportTimeoutError when a rank says nothing in time, TransportError when the store is gone: no further
+        round may follow, since nobody knows which call the others are at.
         """
         self._post(statement)
         found = self._collect(statement)
@@ -40,7 +41,8 @@ class Agreement:
     def refuse(self, error: Exception, *, wait: bool) -> None:
         """Tell the other ranks that this one cannot go on because of `error`, then raise it here.
 
-        wait: the other ranks are known to take part in this round, so keep the rounds in step.
+        wait: the other ranks are known to take part in this round, so keep the rounds in step. Without it, nobody knows
+        which call they are at afterwards: there must be no further round.
         """
         self._post(f"{_ERROR_MARK}{error}")
         if wait:
@@ -48,24 +50,45 @@ class Agreement:
         raise error
 
     def _post(self, statement: str) -> None:
-        self._store.set(self._key(self._round, self._group_rank), statement)
+        try:
+            self._store.set(self._key(self._round, self._group_rank), statement)
+        except RuntimeError as error:
+            raise self._unreachable(error) from error
 
     def _collect(self, statement: str) -> list[str]:
         keys = [self._key(self._round, rank) for rank in range(self._group_size)]
         try:
             self._store.wait(keys, timedelta(seconds=self._timeout_s))
         except RuntimeError as error:  # DistStoreError and, with some stores, a plain RuntimeError
-            missing = [rank for rank in range(self._group_size) if not self._store.check([keys[rank]])]
-            raise TransportTimeoutError(
-                f"{statement}: group rank {self._group_rank} waited {self._timeout_s} s for group ranks {missing} to "
-                "announce the same operation. Either they died, or they are doing something else."
-            ) from error
-        found = [self._store.get(key).decode() for key in keys]
-        # All ranks have entered this round, so all have read the one before: nobody needs its key any more.
-        if self._round > 0:
-            self._store.delete_key(self._key(self._round - 1, self._group_rank))
+            raise self._missing(keys, statement) from error
+        try:
+            found = [self._store.get(key).decode() for key in keys]
+            # All ranks have entered this round, so all have read the one before: nobody needs its key any more.
+            if self._round > 0:
+                self._store.delete_key(self._key(self._round - 1, self._group_rank))
+        except RuntimeError as error:
+            raise self._unreachable(error) from error
         self._round += 1
         return found
+
+    def _missing(self, keys: list[str], statement: str) -> Exception:
+        try:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        except RuntimeError as error:
+            return self._unreachable(error)
+        complaint = f"group rank {self._group_rank} waited {self._timeout_s} s for group ranks {missing}"
+        # Who comes late must not take this rank's word for being there still.
+        self._post(f"{_ERROR_MARK}{complaint}")
+        return TransportTimeoutError(
+            f"{statement}: {complaint} to announce the same operation. Either they died, or they are doing something "
+            "else."
+        )
+
+    def _unreachable(self, error: Exception) -> TransportError:
+        return TransportError(
+            f"group rank {self._group_rank} cannot reach the group's store: its host, mostly global rank 0, has ended "
+            f"({error})"
+        )
 
     @staticmethod
     def _key(round_number: int, rank: int) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import distributed as dist
 
 from commfuse_megatron.config import OverlapConfig
-from commfuse_megatron.errors import ConfigError, ShapeError, TransportError, TransportTimeoutError
+from commfuse_megatron.errors import CommFuseError, ConfigError, ShapeError, TransportError, TransportTimeoutError
 from commfuse_megatron.plan.choose import choose_linear_plan
 from commfuse_megatron.problem import GemmProblem
 from commfuse_megatron.runtime.agreement import Agreement
@@ -118,7 +118,13 @@ class OverlapContext:
         self.require_usable()
         if (self._agrees_every_call or not prepared.is_agreed) and self.group_size > 1 and not self._is_capturing():
             plan = prepared.plan
-            self._agreement.agree(f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}")
+            try:
+                self._agreement.agree(f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}")
+            except CommFuseError as error:
+                raise self._fail_unless_in_step(error) from error.__cause__
+            except BaseException as error:  # Ctrl-C while waiting: the others may yet go on with this call
+                self.link.fail(TransportError(f"{prepared.problem} was interrupted by {type(error).__name__}: {error}"))
+                raise
         prepared.is_agreed = True
 
     def refuse(self, error: Exception) -> None:
@@ -126,7 +132,10 @@ class OverlapContext:
         self.require_usable()
         if self.group_size == 1:
             raise error
-        self._agreement.refuse(error, wait=self._agrees_every_call)
+        try:
+            self._agreement.refuse(error, wait=self._agrees_every_call)
+        except CommFuseError as raised:
+            raise self._fail_unless_in_step(raised) from raised.__cause__
 
     def enter(self, problem: GemmProblem) -> Link:
         """Start one operation's use of the buffers, ordered after the one before, whatever stream that ran on."""
@@ -241,6 +250,14 @@ class OverlapContext:
             self._finalizer()
 
     # -- details ------------------------------------------------------------------------------------------------------
+
+    def _fail_unless_in_step(self, error: Exception) -> Exception:
+        """`error` for raising; the context fails unless all ranks are known to have stopped at the same call.
+
+        Else this rank's next call could meet another one's present call, and give wrong numbers.
+        """
+        is_in_step = self._agrees_every_call and isinstance(error, ShapeError)
+        return error if is_in_step else self.link.fail(error)
 
     def _gemm(self, dtype: torch.dtype) -> SliceGemm:
         if dtype not in self._gemms:

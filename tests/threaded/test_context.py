@@ -1,6 +1,7 @@
 """Contexts: agreement among ranks, timeouts, failure, closing, the report, groups inside groups."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,6 +61,7 @@ def test_one_rank_with_a_wrong_dtype_raises_everywhere_and_the_context_lives_on(
         ({"x": torch.zeros(4, 2, 5, device="meta")}, r"x is on meta, but this context uses transport gloo"),
         ({"total_rows": 9}, r"must bring [45] rows .*, x has 3"),
         ({"total_rows": -1}, r"total_rows must not be negative"),
+        ({"total_rows": 6.0}, r"total_rows must be an integer, got 6\.0"),
         ({"x": torch.zeros(3, 2, 5).int(), "weight": torch.zeros(4, 5).int()}, r"int32 is not supported"),
     ],
 )
@@ -77,6 +79,71 @@ def test_different_configurations_raise_everywhere():
         OverlapContext(group, quick(check_agreement=group.rank() == 0))
 
     expect_everywhere(2, body, ConfigError, "configurations differ between ranks")
+
+
+def test_after_giving_up_on_a_late_rank_the_next_call_does_not_meet_its_present_one():
+    gave_up = threading.Event()
+
+    def body(group, device):
+        context = OverlapContext(group, quick(0.3))
+
+        def call(value):
+            x = torch.full((2, 1, 5), float(value))
+            return ops.all_gather_linear(x, torch.ones(4, 5), context=context)
+
+        call(0)
+        if group.rank() == 0:
+            with pytest.raises(TransportTimeoutError, match=r"for group ranks \[1\]") as first:
+                call(1)
+            gave_up.set()
+            with pytest.raises(TransportTimeoutError) as second:
+                call(2)
+            assert second.value is first.value
+        else:
+            assert gave_up.wait(10)
+            with pytest.raises((ShapeError, TransportError)):
+                call(1)
+
+    run_threads(2, body)
+
+
+def test_an_interrupt_while_waiting_for_the_others_fails_the_context():
+    def body(group, device):
+        context = OverlapContext(group, quick(0.5))
+        x, weight = torch.zeros(2, 1, 5), torch.zeros(4, 5)
+        if group.rank() == 0:
+            store = context._agreement._store
+
+            def interrupt(*_):
+                raise KeyboardInterrupt
+
+            context._agreement._store = SimpleNamespace(set=store.set, wait=interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                ops.all_gather_linear(x, weight, context=context)
+            with pytest.raises(TransportError, match="interrupted by KeyboardInterrupt"):
+                ops.all_gather_linear(x, weight, context=context)
+
+    run_threads(2, body)
+
+
+def test_after_an_uncompared_refusal_the_next_call_does_not_meet_the_refused_one():
+    refused_twice = threading.Event()
+
+    def body(group, device):
+        context = OverlapContext(group, quick(0.5, check_agreement=False))
+        weight = torch.ones(4, 5)
+        if group.rank() == 0:
+            with pytest.raises(ShapeError, match="6 input features"):
+                ops.all_gather_linear(torch.zeros(2, 1, 6), weight, context=context)
+            with pytest.raises(ShapeError, match="6 input features"):
+                ops.all_gather_linear(torch.zeros(2, 1, 5), weight, context=context)
+            refused_twice.set()
+        else:
+            assert refused_twice.wait(10)
+            with pytest.raises(ShapeError, match=r"group rank 0: error: .* 6 input features"):
+                ops.all_gather_linear(torch.zeros(2, 1, 5), weight, context=context)
+
+    run_threads(2, body)
 
 
 def test_a_rank_that_never_makes_its_context_is_named():
