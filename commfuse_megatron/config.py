@@ -7,6 +7,7 @@ torch, groups or devices. The contract that bites: all ranks of a group must bri
 
 import dataclasses
 import difflib
+import functools
 import os
 import types
 import typing
@@ -39,8 +40,30 @@ def config_file_from_environment() -> str | None:
     return os.environ.get(CONFIG_VARIABLE) or None
 
 
+#: Longer ones overflow in the stores and groups that they are passed on to. About 30 years.
+_LONGEST_TIMEOUT_S = 1e9
+
+
+class _Checked:
+    """A part of the configuration whose values fit their annotations, however it was built."""
+
+    def __post_init__(self) -> None:
+        for name, hint in _hints(type(self)).items():
+            value = getattr(self, name)
+            if not dataclasses.is_dataclass(hint):
+                object.__setattr__(self, name, _check_value(hint, value, name))
+            elif not isinstance(value, typing.cast(type, hint)):
+                wanted = typing.cast(type, hint).__name__
+                raise ConfigError(f"{name} must be a {wanted}, got {value!r}; from_dict takes nested dicts")
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
 @dataclass(frozen=True, kw_only=True)
-class PassConfig:
+class PassConfig(_Checked):
     """How one communicating pass of a linear is run.
 
     path: "auto" lets the planner choose; "sliced" forces partial GEMMs over point-to-point transfers; "sequential"
@@ -55,12 +78,13 @@ class PassConfig:
     chunks_per_shard: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.chunks_per_shard < 1:
             raise ConfigError(f"chunks_per_shard must be at least 1, got {self.chunks_per_shard}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WgradConfig:
+class WgradConfig(_Checked):
     """The weight gradient of an all-gather linear.
 
     keep_gathered_input: keep the gathered input for the backward pass instead of gathering it again: one all-gather
@@ -71,7 +95,7 @@ class WgradConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearConfig:
+class LinearConfig(_Checked):
     """The three GEMMs of a linear: `fprop`, `dgrad` (the backward pass that communicates) and `wgrad`."""
 
     fprop: PassConfig = field(default_factory=PassConfig)
@@ -80,7 +104,7 @@ class LinearConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransportConfig:
+class TransportConfig(_Checked):
     """How bytes reach another rank.
 
     backend: "auto" takes NCCL where the group has a CUDA backend, else gloo.
@@ -97,8 +121,9 @@ class TransportConfig:
     nccl_lanes: int = 1
 
     def __post_init__(self) -> None:
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s must be positive, got {self.timeout_s}")
+        super().__post_init__()
+        if not 0 < self.timeout_s <= _LONGEST_TIMEOUT_S:
+            raise ConfigError(f"timeout_s must be positive and at most {_LONGEST_TIMEOUT_S:g}, got {self.timeout_s}")
         if not 1 <= self.nccl_channels <= 64:
             raise ConfigError(f"nccl_channels must be between 1 and 64, got {self.nccl_channels}")
         if not 1 <= self.nccl_lanes <= 8:
@@ -106,7 +131,7 @@ class TransportConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelConfig:
+class KernelConfig(_Checked):
     """Which GEMM computes the slices.
 
     gemm: "auto" takes the persistent Triton GEMM beside NCCL (whose kernels need SMs of their own) and cuBLAS
@@ -123,12 +148,13 @@ class KernelConfig:
     regain_sms: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.reserved_sms is not None and self.reserved_sms < 0:
             raise ConfigError(f"reserved_sms must not be negative, got {self.reserved_sms}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FallbackConfig:
+class FallbackConfig(_Checked):
     """What happens to a layer that cannot be overlapped.
 
     unsupported: "stock" runs Megatron's own path, logs the reason once and reports it; "raise" raises UnsupportedError
@@ -139,7 +165,7 @@ class FallbackConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverlapConfig:
+class OverlapConfig(_Checked):
     """Everything a user may choose. See the classes of the parts.
 
     check_agreement: compare the problem on all ranks at every call, not only when it is new; None means on with gloo
@@ -180,7 +206,7 @@ def _build(cls: type, data: Any, source: str, prefix: str) -> Any:
     if not isinstance(data, dict):
         where = prefix.rstrip(".") or "the file"
         raise ConfigError(f"{source}: {where} must be a mapping of keys to values, got {data!r}")
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]
     values = {}
     for key, value in data.items():

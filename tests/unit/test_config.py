@@ -1,10 +1,18 @@
 """OverlapConfig: files, errors with advice, defaults equal to the shipped file."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from commfuse_megatron.config import LinearConfig, OverlapConfig, PassConfig, TransportConfig
+from commfuse_megatron.config import (
+    FallbackConfig,
+    KernelConfig,
+    LinearConfig,
+    OverlapConfig,
+    PassConfig,
+    TransportConfig,
+)
 from commfuse_megatron.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -47,7 +55,7 @@ def test_every_shipped_file_loads_and_is_listed(path):
         ("linear:\n  fprop:\n    chunks_per_shard: two\n", "linear.fprop.chunks_per_shard must be int; got 'two'"),
         ("linear:\n  fprop:\n    chunks_per_shard: true\n", "linear.fprop.chunks_per_shard must be int; got True"),
         ("linear:\n  fprop:\n    chunks_per_shard: 0\n", "linear.fprop.chunks_per_shard must be at least 1, got 0"),
-        ("transport:\n  timeout_s: -1\n", "transport.timeout_s must be positive, got -1"),
+        ("transport:\n  timeout_s: -1\n", "transport.timeout_s must be positive and at most 1e+09, got -1"),
         ("transport:\n  nccl_channels: 65\n", "transport.nccl_channels must be between 1 and 64, got 65"),
         ("kernel:\n  reserved_sms: -1\n", "kernel.reserved_sms must not be negative, got -1"),
         ("check_agreement: maybe\n", "check_agreement must be bool or null; got 'maybe'"),
@@ -63,6 +71,23 @@ def test_errors_name_file_key_and_advice(tmp_path, text, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("part", "values", "message"),
+    [
+        (PassConfig, {"path": "slice"}, "path must be one of auto, sliced, sequential; got 'slice'"),
+        (PassConfig, {"chunks_per_shard": 2.5}, "chunks_per_shard must be int; got 2.5"),
+        (TransportConfig, {"backend": "glo"}, "backend must be one of auto, gloo, nccl; got 'glo'"),
+        (TransportConfig, {"timeout_s": float("inf")}, "timeout_s must be positive and at most 1e+09, got inf"),
+        (KernelConfig, {"gemm": "cutlass"}, "gemm must be one of auto, persistent, torch; got 'cutlass'"),
+        (FallbackConfig, {"unsupported": "error"}, "unsupported must be one of stock, raise; got 'error'"),
+        (OverlapConfig, {"linear": {"fprop": {}}}, "linear must be a LinearConfig, got {'fprop': {}}; from_dict"),
+    ],
+)
+def test_what_is_built_in_python_is_checked_like_a_file(part, values, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        part(**values)
+
+
 def test_a_missing_file_and_an_empty_one(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         OverlapConfig.from_file(tmp_path / "none.yaml")
@@ -72,3 +97,4 @@ def test_a_missing_file_and_an_empty_one(tmp_path):
 
 def test_integers_widen_to_floats(tmp_path):
     assert OverlapConfig.from_dict({"transport": {"timeout_s": 5}}).transport.timeout_s == 5.0
+    assert isinstance(TransportConfig(timeout_s=5).timeout_s, float)  # ranks compare what is printed
