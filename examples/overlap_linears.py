@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 
-SEQUENCE, BATCH, HIDDEN, FFN = 64, 2, 128, 512
+SEQUENCE, BATCH, HIDDEN, FFN = 96, 2, 128, 576  # sequence and FFN are divisible by 2, 3, 4, 6 and 8 ranks
 
 
 def mlp(x_shard_m: torch.Tensor, up: torch.Tensor, down: torch.Tensor, first, second) -> torch.Tensor:

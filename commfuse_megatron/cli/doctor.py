@@ -1,6 +1,7 @@
 """`commfuse doctor`: what this machine has, what will run on it, what will not, and why."""
 
 import argparse
+import os
 
 from rich.markup import escape
 from rich.table import Table
@@ -15,9 +16,10 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     """Print the tables. 0: overlapped operations can run here; 1: a setting is wrong; 2: no transport can run here."""
     with status("looking at this machine"):
         machine = inspect_machine()
-    _print(machine)
-    if arguments.json:
-        write_json(arguments.json, machine.to_dict())
+    if os.environ.get("RANK", "0") == "0":  # under torchrun one rank speaks for all
+        _print(machine)
+        if arguments.json:
+            write_json(arguments.json, machine.to_dict())
     transports = [ability for ability in machine.abilities if ability.name.endswith("transport")]
     if not any(ability.will_run for ability in transports):
         return 2

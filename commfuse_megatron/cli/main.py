@@ -106,7 +106,9 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--dtype", choices=("float32", "float64", "bfloat16"), default="float32", help="of the model (default float32)"
     )
     parser.add_argument(
-        "--text", metavar="FILE", help="train on FILE, byte by byte (default: the Python standard library's sources)"
+        "--text",
+        metavar="FILE",
+        help="train on FILE, byte by byte, at least 10000 bytes (default: the Python standard library's sources)",
     )
     parser.add_argument(
         "--output", metavar="DIR", default="demo_output", help="where picture and trace go (default demo_output)"
@@ -152,6 +154,9 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--ranks", type=int, metavar="N", help="ranks to start here (default 2); leave out under torchrun"
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="ranks to start here (default 2; demo: 2, 4 or 8); leave out under torchrun",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo; cuda: NCCL (default cpu)")

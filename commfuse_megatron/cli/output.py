@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,7 +85,13 @@ def why_folder_cannot_be_written(path: str | Path) -> str | None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return f"the folder cannot be made: {error.strerror or error}"
-    return None if os.access(path, os.W_OK) else f"the folder {path} is not writable"
+    try:
+        with tempfile.TemporaryFile(
+            dir=path
+        ):  # asking for permission proves nothing for root or on special file systems
+            return None
+    except OSError as error:
+        return f"the folder {path} is not writable: {error.strerror or error}"
 
 
 def write_json(path: str | Path, data: Any) -> None:

@@ -15,6 +15,7 @@ import logging
 from typing import Any
 
 from commfuse_megatron.config import OverlapConfig
+from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.plugin import arguments, compat
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
 from commfuse_megatron.plugin.norm import CommFuseNorm
@@ -149,10 +150,20 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
         config: the GPTModelConfig that Megatron's builder passes, with the TransformerConfig in `.transformer`.
 
     Flags given on the command line (`add_arguments`) are copied to the TransformerConfig.
+
+    Raises, before any layer is built: UnsupportedError where Megatron's default would be Transformer Engine layers and
+    that is not installed; ConfigError for a configuration file with mistakes.
     """
     given = compat.training_arguments()
     if given is not None:
         arguments.set_flags(config.transformer, given)
+    arguments.read_config(arguments.config_file(config.transformer))
+    wants_transformer_engine = config.transformer.transformer_impl == "transformer_engine"
+    if wants_transformer_engine and not compat.HAVE_TRANSFORMER_ENGINE:
+        raise UnsupportedError(
+            "transformer_impl is transformer_engine (Megatron's default), which is not installed; "
+            "pass --transformer-impl local"
+        )
     spec = apply_to_spec(compat.default_layer_spec(config, vp_stage))
     return block_spec(spec, config.transformer, vp_stage) if isinstance(spec, compat.ModuleSpec) else spec
 

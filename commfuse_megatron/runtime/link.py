@@ -77,8 +77,8 @@ class Link:
             receive_peer = None if receive is None else receive.peer
             self._watchdog.watch(transfer, _Watched(run.label, run.bound, index, send_peer, receive_peer))
         if self.recorder is not None:
-            ends = [f"to {send.peer}"] if send is not None else []
-            ends += [f"from {receive.peer}"] if receive is not None else []
+            ends = [f"to rank {send.peer}"] if send is not None else []
+            ends += [f"from rank {receive.peer}"] if receive is not None else []
             self._open[id(run), index] = self.recorder.open_transfer(" ".join(ends), transfer, index)
         return transfer
 

@@ -16,14 +16,16 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from commfuse_megatron import OverlapConfig
+from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.plugin import (
     CommFuseColumnParallelLinear,
     CommFuseNorm,
     CommFuseRowParallelLinear,
     CommFuseSpecProvider,
     apply_to_spec,
+    compat,
 )
-from commfuse_megatron.plugin.spec import gpt_layer_spec_local
+from commfuse_megatron.plugin.spec import gpt_layer_spec, gpt_layer_spec_local
 
 
 def leaves(node: Any) -> list[type]:
@@ -172,3 +174,18 @@ def test_fsdp_sees_how_weights_are_split(cls: type, weight: str, bias: str) -> N
     stub = SimpleNamespace(_MODULE_TYPE_REGISTRY=FullyShardedDataParallel._MODULE_TYPE_REGISTRY)
     assert detect(stub, "weight", layer) == weight
     assert detect(stub, "bias", layer) == bias
+
+
+def test_the_default_spec_says_so_where_transformer_engine_is_wanted_but_missing(monkeypatch):
+    monkeypatch.setattr(compat, "HAVE_TRANSFORMER_ENGINE", False)
+    transformer = SimpleNamespace(transformer_impl="transformer_engine")
+    with pytest.raises(UnsupportedError, match="pass --transformer-impl local"):
+        gpt_layer_spec(SimpleNamespace(transformer=transformer))
+
+
+def test_the_default_spec_reads_the_configuration_file_before_anything_is_built(monkeypatch, tmp_path):
+    file = tmp_path / "wrong.yaml"
+    file.write_text("liner: {}\n")
+    monkeypatch.setenv("COMMFUSE_CONFIG", str(file))
+    with pytest.raises(ConfigError, match='unknown key "liner"'):
+        gpt_layer_spec(SimpleNamespace(transformer=SimpleNamespace(transformer_impl="local")))

@@ -26,12 +26,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__",),  # the public names; it may import nothing above itself
     ("plugin",),
     ("tracing", "testing"),
-    ("verify", "benchmark", "tune"),
+    ("verify", "benchmark"),
     ("cli",),
     ("__main__",),
 )
 HEIGHT = {part: height for height, parts in enumerate(LAYERS) for part in parts}
-MAY_IMPORT_MEGATRON = {"plugin", "testing", "verify", "benchmark", "tune", "cli"}
+MAY_IMPORT_MEGATRON = {"plugin", "testing", "verify", "benchmark", "cli"}
 NO_DEVICE_WIDE_SYNC = {"ops", "runtime", "plugin", "transport"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
