@@ -7,7 +7,6 @@ torch, groups or devices. The contract that bites: all ranks of a group must bri
 
 import dataclasses
 import difflib
-import functools
 import os
 import types
 import typing
@@ -48,18 +47,13 @@ class _Checked:
     """A part of the configuration whose values fit their annotations, however it was built."""
 
     def __post_init__(self) -> None:
-        for name, hint in _hints(type(self)).items():
+        for name, hint in typing.get_type_hints(type(self)).items():
             value = getattr(self, name)
             if not dataclasses.is_dataclass(hint):
                 object.__setattr__(self, name, _check_value(hint, value, name))
             elif not isinstance(value, typing.cast(type, hint)):
                 wanted = typing.cast(type, hint).__name__
                 raise ConfigError(f"{name} must be a {wanted}, got {value!r}; from_dict takes nested dicts")
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +200,7 @@ def _build(cls: type, data: Any, source: str, prefix: str) -> Any:
     if not isinstance(data, dict):
         where = prefix.rstrip(".") or "the file"
         raise ConfigError(f"{source}: {where} must be a mapping of keys to values, got {data!r}")
-    hints = _hints(cls)
+    hints = typing.get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]
     values = {}
     for key, value in data.items():
