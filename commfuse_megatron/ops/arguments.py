@@ -5,6 +5,7 @@ Every check that could fail on one rank alone ends in `context.refuse`, so that 
 
 import dataclasses
 import numbers
+from collections.abc import Hashable
 
 import torch
 
@@ -15,8 +16,8 @@ from commfuse_megatron.runtime.prepared import PreparedPass
 
 __all__ = ["cast_for_autocast", "prepare", "prepare_backward", "with_unit_stride"]
 
-# Shapes that vary from call to call must not fill the memory.
-_MOST_KNOWN_CALLS = 4096
+# Shapes that vary from call to call must not fill the memory: with many chunks one of them takes over 100 KB.
+_MOST_KNOWN_CALLS = 1024
 
 
 def cast_for_autocast(
@@ -67,10 +68,7 @@ def prepare(
         complaint = _find_complaint(op, x, weight, bias, total_rows, context)
         if complaint is not None:
             context.refuse(ShapeError(f"{op}: {complaint}"))
-        prepared = context.prepare(_state_problem(op, x, weight, total_rows, context))
-        if len(context.known_calls) >= _MOST_KNOWN_CALLS:
-            context.known_calls.clear()
-        context.known_calls[key] = prepared
+        prepared = _remember(context, key, _state_problem(op, x, weight, total_rows, context))
     prepared.begin()
     return prepared
 
@@ -82,8 +80,15 @@ def prepare_backward(forward: PreparedPass, *, needs_input: bool, needs_weight: 
     prepared = forward.context.known_calls.get(key)
     if prepared is None:
         problem = dataclasses.replace(forward.problem, pass_name="backward", needs=needs)
-        prepared = forward.context.known_calls[key] = forward.context.prepare(problem)
+        prepared = _remember(forward.context, key, problem)
     prepared.begin()
+    return prepared
+
+
+def _remember(context: OverlapContext, key: Hashable, problem: GemmProblem) -> PreparedPass:
+    if len(context.known_calls) >= _MOST_KNOWN_CALLS:
+        context.forget_programs()
+    prepared = context.known_calls[key] = context.prepare(problem)
     return prepared
 
 

@@ -113,6 +113,12 @@ class OverlapContext:
             self._prepared[problem] = prepared
         return prepared
 
+    def forget_programs(self) -> None:
+        """Free what calls replay; it is made anew where it is needed again. What was agreed and counted stays."""
+        self.known_calls.clear()
+        for prepared in self._prepared.values():
+            prepared.forget_programs()
+
     def agree_on(self, prepared: PreparedPass) -> None:
         """Compare a problem with the other ranks', if it is new or every call is to be compared."""
         self.require_usable()

@@ -58,6 +58,10 @@ class PreparedPass:
             self._scatter = ScatterProgram(self.context.slots, bound, self.wire_features, self._dtype, own_dtype)
         return self._scatter
 
+    def forget_programs(self) -> None:
+        """Free the programs; the next call makes them anew."""
+        self._gather = self._scatter = None
+
     def begin(self) -> None:
         """Agree with the other ranks where due, and count the call; before anything is sent.
 

@@ -198,6 +198,23 @@ def test_outgrown_buffers_are_freed_and_closing_frees_all(op):
     run_threads(2, body)
 
 
+def test_ever_new_sizes_keep_a_bounded_number_of_programs(monkeypatch):
+    monkeypatch.setattr("commfuse_megatron.ops.arguments._MOST_KNOWN_CALLS", 10)
+
+    def body(group, device):
+        with OverlapContext(group) as context:
+            for _ in range(2):
+                for K in range(1, 16):
+                    case = Case(op=OPS[K % 2], rows=6, K=K, seed=K)
+                    operands = draw(case, group.rank(), group.size(), device)
+                    assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+            prepared = context._prepared.values()
+            assert sum(p._gather is not None or p._scatter is not None for p in prepared) <= 10
+            assert [record.calls for record in context.report()] == [2] * 30
+
+    run_threads(2, body)
+
+
 def test_an_unchecked_mismatch_of_sizes_times_out_instead_of_ending_the_process():
     def body(group, device):
         context = OverlapContext(group, quick(0.5, check_agreement=False))
