@@ -83,7 +83,17 @@ class OverlapContext:
             self._agreement.agree(f"context over {backend} with {json.dumps(self.config.to_dict(), sort_keys=True)}")
         except ShapeError as error:
             raise ConfigError(f"the configurations differ between ranks: {error}") from None
-        transport = create_transport(backend, group, dist.PrefixStore("transport", store), self.config.transport)
+        try:
+            transport = create_transport(backend, group, dist.PrefixStore("transport", store), self.config.transport)
+        except Exception as error:
+            self._agreement.refuse(error, wait=False)
+            raise
+        # Who is still connecting would fail if the others closed their ends already.
+        try:
+            self._agreement.agree(f"the {backend} transport is made")
+        except CommFuseError as error:
+            transport.abort()
+            raise error if not isinstance(error, ShapeError) else TransportError(str(error)) from None
         self.slots = Slots(self.device)
         self._recorder = Recorder(self.device) if self.config.record else None
         peers = Peers(self.group_rank, _global_ranks(group))

@@ -1,15 +1,19 @@
 """Contexts: agreement among ranks, timeouts, failure, closing, the report, groups inside groups."""
 
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import LinearConfig, PassConfig, TransportConfig
 from commfuse_megatron.errors import ConfigError, ShapeError, TransportError, TransportTimeoutError
+from commfuse_megatron.transport.gloo import GlooTransport
+from commfuse_megatron.transport.select import create_transport
 from tests.harness import make_groups, run_threads
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
 
@@ -79,6 +83,34 @@ def test_different_configurations_raise_everywhere():
         OverlapContext(group, quick(check_agreement=group.rank() == 0))
 
     expect_everywhere(2, body, ConfigError, "configurations differ between ranks")
+
+
+def test_a_context_is_made_when_all_ranks_are_connected(monkeypatch):
+    connected = set()
+
+    def create_slowly(backend, group, *others):
+        transport = create_transport(backend, group, *others)
+        time.sleep(0.2 * group.rank())  # the delay under test, not a synchronisation
+        connected.add(group.rank())
+        return transport
+
+    monkeypatch.setattr("commfuse_megatron.runtime.context.create_transport", create_slowly)
+
+    def body(group, device):
+        with OverlapContext(group):
+            assert connected == {0, 1}
+
+    run_threads(2, body)
+
+
+def test_a_rank_that_cannot_connect_is_named_everywhere(monkeypatch):
+    def create_on_one(backend, group, *others):
+        if group.rank() == 1:
+            raise TransportError("no such interface")
+        return GlooTransport(dist.HashStore(), 0, 1, 1.0)
+
+    monkeypatch.setattr("commfuse_megatron.runtime.context.create_transport", create_on_one)
+    expect_everywhere(2, lambda group, device: OverlapContext(group, quick(5.0)), TransportError, "no such interface")
 
 
 def test_after_giving_up_on_a_late_rank_the_next_call_does_not_meet_its_present_one():
