@@ -26,7 +26,7 @@ def results() -> dict[int, list[dict[str, Any]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("group_size", "name"), CASES)
 def test_equals_stock(results: dict, group_size: int, name: str) -> None:
     for rank, result in enumerate(results[group_size]):
@@ -41,7 +41,7 @@ def test_equals_stock(results: dict, group_size: int, name: str) -> None:
         assert found["replicas_differ"] == [], f"rank {rank}"
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("group_size", "name"), CASES)
 def test_overlapped_path_ran(results: dict, group_size: int, name: str) -> None:
     # Without this, a model that always fell back would pass every comparison.
@@ -59,7 +59,7 @@ def test_overlapped_path_ran(results: dict, group_size: int, name: str) -> None:
         assert result[name]["stock_classes_unchanged"]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("group_size", "name"), CASES)
 def test_parameters_and_checkpoints_are_stocks(results: dict, group_size: int, name: str) -> None:
     for result in results[group_size]:

@@ -12,7 +12,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, str | None]:
     return run_checks(2, layer_checks.__name__, selected)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", names_of_checks(layer_checks))
 def test_layer(outcomes: dict[str, str | None], name: str) -> None:
     assert outcomes[name] is None, outcomes[name]
