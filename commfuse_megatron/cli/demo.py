@@ -101,6 +101,8 @@ def _silence_foreign_warnings() -> None:
     """Megatron says on import which optional packages it goes without; nobody can act on that here."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", module=r"torch\.")
+    # What the compiler says when a file is first imported is filed under the file's path, not its module's name.
+    warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[/\\]megatron[/\\]")
     for name in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

@@ -100,7 +100,7 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         example="commfuse demo --ranks 2 --steps 20\n"
         "  torchrun --nproc-per-node 2 -m commfuse_megatron demo --device cuda --dtype bfloat16",
     )
-    _add_rank_options(parser)
+    _add_rank_options(parser, which="2, 4 or 8; default 2")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="training steps (default 20)")
     parser.add_argument(
         "--dtype", choices=("float32", "float64", "bfloat16"), default="float32", help="of the model (default float32)"
@@ -144,7 +144,7 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         example="commfuse verify --ranks 4 --json verify.json\n"
         "  torchrun --nproc-per-node 2 -m commfuse_megatron verify",
     )
-    _add_rank_options(parser)
+    _add_rank_options(parser, which="default 2")
     parser.add_argument(
         "--dtype",
         choices=("float32", "float64", "bfloat16", "float16"),
@@ -152,11 +152,11 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
 
 
-def _add_rank_options(parser: argparse.ArgumentParser) -> None:
+def _add_rank_options(parser: argparse.ArgumentParser, *, which: str) -> None:
     parser.add_argument(
         "--ranks",
         type=int,
         metavar="N",
-        help="ranks to start here (default 2; demo: 2, 4 or 8); leave out under torchrun",
+        help=f"ranks to start here ({which}); leave out under torchrun",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo; cuda: NCCL (default cpu)")

@@ -2,6 +2,9 @@
 
 import dataclasses
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,3 +125,21 @@ def test_what_cannot_run_is_said_before_anything_starts(
 ) -> None:
     assert cli.main(["demo", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_what_the_compiler_says_of_megatron_is_not_shown(tmp_path: Path) -> None:
+    """Fails without the filter for SyntaxWarning. In a process of its own, since filters and log levels stay."""
+    for name in ("megatron", "own"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "module.py").write_text('"""\\-"""\n', encoding="utf-8")
+    script = (
+        "from commfuse_megatron.cli import demo\n"
+        "demo._silence_foreign_warnings()\n"
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import megatron.module, own.module\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-B", "-W", "default", "-c", script], capture_output=True, text=True, timeout=50, check=True
+    )
+    assert "own" in ran.stderr
+    assert "megatron/module.py" not in ran.stderr
