@@ -40,6 +40,7 @@ def run_readme(group_size: int) -> tuple[float, int, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_the_lines_in_the_readme_build_a_model_whose_linears_are_all_overlapped() -> None:
     assert "GPTModel(" in readme_lines()
     for loss, overlapped_calls, stock_calls in run_megatron(2, run_readme):
