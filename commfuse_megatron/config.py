@@ -25,6 +25,7 @@ __all__ = [
     "LinearConfig",
     "OverlapConfig",
     "PassConfig",
+    "PlanConfig",
     "TransportConfig",
     "WgradConfig",
     "config_file_from_environment",
@@ -60,20 +61,23 @@ class _Checked:
 class PassConfig(_Checked):
     """How one communicating pass of a linear is run.
 
-    path: "auto" lets the planner choose; "sliced" forces partial GEMMs over point-to-point transfers; "sequential"
-    forces the plain collective followed by (or following) one GEMM.
-    algorithm: "direct" sends between owner and user, "ring" hop by hop through the neighbours; "auto" means direct.
+    What is "auto" (or None) the planner chooses; the rest is forced.
+
+    path: "sliced": partial GEMMs over point-to-point transfers; "bulk", backward passes only: as few GEMMs as possible,
+    the weight gradient put where it covers the transfer; "async": the group's own collectives beside whole GEMMs, as
+    Megatron's own layers do in backward; "sequential": the plain collective followed by (or following) one GEMM.
+    algorithm: "direct" sends between owner and user, "ring" hop by hop through the neighbours.
     chunks_per_shard: pieces that one rank's shard is cut into; more start the transfer earlier on slow links and make
     the GEMMs smaller.
     """
 
-    path: Literal["auto", "sliced", "sequential"] = "auto"
+    path: Literal["auto", "sliced", "bulk", "async", "sequential"] = "auto"
     algorithm: Literal["auto", "ring", "direct"] = "auto"
-    chunks_per_shard: int = 1
+    chunks_per_shard: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.chunks_per_shard < 1:
+        if self.chunks_per_shard is not None and self.chunks_per_shard < 1:
             raise ConfigError(f"chunks_per_shard must be at least 1, got {self.chunks_per_shard}")
 
 
@@ -101,7 +105,10 @@ class LinearConfig(_Checked):
 class TransportConfig(_Checked):
     """How bytes reach another rank.
 
-    backend: "auto" takes NCCL where the group has a CUDA backend, else gloo.
+    backend: "auto" takes the copy engine where all ranks reach each other's memory (GPUs of one host), NCCL for other
+    groups with a CUDA backend, else gloo.
+    max_buffer_mib: most memory that one context's buffers may take on a rank; a problem that needs more runs
+    sequentially, and the report says so.
     timeout_s: how long a transfer, or a peer's word on a new problem, may take before TransportTimeoutError.
     nccl_channels: most blocks of NCCL's point-to-point kernel, hence SMs it occupies. 2 x H200, November 2026: 64 MiB
     each way take 0.82 ms with 8 channels, 0.43 with 16, 0.25 with 20 and no less with more; through host memory 2.9 ms
@@ -109,8 +116,9 @@ class TransportConfig(_Checked):
     nccl_lanes: communicators that share the messages. More than one helps where one kernel does not fill the link.
     """
 
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    backend: Literal["auto", "gloo", "nccl", "copy_engine"] = "auto"
     timeout_s: float = 600.0
+    max_buffer_mib: int = 4096
     nccl_channels: int = 20
     nccl_lanes: int = 1
 
@@ -118,6 +126,8 @@ class TransportConfig(_Checked):
         super().__post_init__()
         if not 0 < self.timeout_s <= _LONGEST_TIMEOUT_S:
             raise ConfigError(f"timeout_s must be positive and at most {_LONGEST_TIMEOUT_S:g}, got {self.timeout_s}")
+        if self.max_buffer_mib < 1:
+            raise ConfigError(f"max_buffer_mib must be at least 1, got {self.max_buffer_mib}")
         if not 1 <= self.nccl_channels <= 64:
             raise ConfigError(f"nccl_channels must be between 1 and 64, got {self.nccl_channels}")
         if not 1 <= self.nccl_lanes <= 8:
@@ -148,6 +158,24 @@ class KernelConfig(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanConfig(_Checked):
+    """How the planner chooses between paths.
+
+    measure: "auto" times the candidates of a new problem on the GPU, once, where the cost model cannot tell them apart;
+    "always" wherever there is more than one; "never" trusts the model. On the CPU nothing is measured.
+    margin: predicted times closer than this fraction count as undecided.
+    """
+
+    measure: Literal["auto", "always", "never"] = "auto"
+    margin: float = 0.15
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.margin <= 10:
+            raise ConfigError(f"margin must be between 0 and 10, got {self.margin}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class FallbackConfig(_Checked):
     """What happens to a layer that cannot be overlapped.
 
@@ -170,6 +198,7 @@ class OverlapConfig(_Checked):
     linear: LinearConfig = field(default_factory=LinearConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     kernel: KernelConfig = field(default_factory=KernelConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     fallback: FallbackConfig = field(default_factory=FallbackConfig)
     check_agreement: bool | None = None
     record: bool = False

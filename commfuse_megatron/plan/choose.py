@@ -16,8 +16,8 @@ __all__ = ["LinearPlan", "choose_linear_plan"]
 class LinearPlan:
     """What was chosen for one pass of one linear.
 
-    path: "sliced" (partial GEMMs over a schedule), "sequential" (plain collective and one GEMM) or "local" (a group of
-    one rank: nothing to send). reason: one sentence, for the report. keep_gathered_input: see `WgradConfig`.
+    path: "sliced", "bulk", "async" or "sequential" (see `PassConfig`), or "local" (a group of one rank: nothing to
+    send). reason: one sentence, for the report. keep_gathered_input: see `WgradConfig`.
     """
 
     path: str
@@ -40,7 +40,7 @@ def choose_linear_plan(problem: GemmProblem, config: OverlapConfig) -> LinearPla
         path=path,
         reason=reason,
         algorithm=Algorithm.RING if chosen.algorithm == "ring" else Algorithm.DIRECT,
-        chunks_per_shard=chosen.chunks_per_shard if path == "sliced" else 1,
+        chunks_per_shard=(chosen.chunks_per_shard or 1) if path == "sliced" else 1,
         keep_gathered_input=config.linear.wgrad.keep_gathered_input,
     )
 
