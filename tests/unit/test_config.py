@@ -50,10 +50,10 @@ def test_every_shipped_file_loads_and_is_listed(path):
         ("- 1\n", "the file must be a mapping"),
         (
             "linear:\n  fprop:\n    path: fast\n",
-            "linear.fprop.path must be one of auto, sliced, sequential; got 'fast'",
+            "linear.fprop.path must be one of auto, sliced, bulk, async, sequential; got 'fast'",
         ),
-        ("linear:\n  fprop:\n    chunks_per_shard: two\n", "linear.fprop.chunks_per_shard must be int; got 'two'"),
-        ("linear:\n  fprop:\n    chunks_per_shard: true\n", "linear.fprop.chunks_per_shard must be int; got True"),
+        ("linear:\n  fprop:\n    chunks_per_shard: two\n", "linear.fprop.chunks_per_shard must be int or null; got 'two'"),
+        ("linear:\n  fprop:\n    chunks_per_shard: true\n", "linear.fprop.chunks_per_shard must be int or null; got True"),
         ("linear:\n  fprop:\n    chunks_per_shard: 0\n", "linear.fprop.chunks_per_shard must be at least 1, got 0"),
         ("transport:\n  timeout_s: -1\n", "transport.timeout_s must be positive and at most 1e+09, got -1"),
         ("transport:\n  nccl_channels: 65\n", "transport.nccl_channels must be between 1 and 64, got 65"),
@@ -74,9 +74,9 @@ def test_errors_name_file_key_and_advice(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("part", "values", "message"),
     [
-        (PassConfig, {"path": "slice"}, "path must be one of auto, sliced, sequential; got 'slice'"),
-        (PassConfig, {"chunks_per_shard": 2.5}, "chunks_per_shard must be int; got 2.5"),
-        (TransportConfig, {"backend": "glo"}, "backend must be one of auto, gloo, nccl; got 'glo'"),
+        (PassConfig, {"path": "slice"}, "path must be one of auto, sliced, bulk, async, sequential; got 'slice'"),
+        (PassConfig, {"chunks_per_shard": 2.5}, "chunks_per_shard must be int or null; got 2.5"),
+        (TransportConfig, {"backend": "glo"}, "backend must be one of auto, gloo, nccl, copy_engine; got 'glo'"),
         (TransportConfig, {"timeout_s": float("inf")}, "timeout_s must be positive and at most 1e+09, got inf"),
         (KernelConfig, {"gemm": "cutlass"}, "gemm must be one of auto, persistent, torch; got 'cutlass'"),
         (FallbackConfig, {"unsupported": "error"}, "unsupported must be one of stock, raise; got 'error'"),
