@@ -108,24 +108,29 @@ def _write(
     out_stride_n,
     addend_stride_m,
     addend_stride_n,
+    addend_stride_p,
+    addend_rows,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     OUT_TMA: tl.constexpr,
     OUT_N_INNER: tl.constexpr,
     ADDEND: tl.constexpr,
+    ADDENDS: tl.constexpr,
 ):
     """Adds the addend in fp32, rounds once, stores: an element of it is read before that of `out` is written."""
     rows = row + tl.arange(0, BLOCK_M)
     cols = col + tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     if ADDEND == ADDEND_TMA:
-        acc += addend.load([row, col]).to(tl.float32)
+        for index in tl.static_range(ADDENDS):
+            acc += addend.load([row + index * addend_rows, col]).to(tl.float32)
     elif ADDEND == ADDEND_ROW:
         bias = tl.load(addend + cols.to(tl.int64) * addend_stride_n, mask=cols < N, other=0.0)
         acc += bias.to(tl.float32)[None, :]
     elif ADDEND == ADDEND_POINTER:
         offsets = (rows.to(tl.int64) * addend_stride_m)[:, None] + (cols.to(tl.int64) * addend_stride_n)[None, :]
-        acc += tl.load(addend + offsets, mask=mask, other=0.0).to(tl.float32)
+        for index in tl.static_range(ADDENDS):
+            acc += tl.load(addend + index * addend_stride_p + offsets, mask=mask, other=0.0).to(tl.float32)
     if OUT_TMA:
         out.store([row, col], acc.to(out.dtype))
     elif OUT_N_INNER:
@@ -149,38 +154,45 @@ def _write_in_parts(
     out_stride_n,
     addend_stride_m,
     addend_stride_n,
+    addend_stride_p,
+    addend_rows,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     OUT_TMA: tl.constexpr,
     OUT_N_INNER: tl.constexpr,
     ADDEND: tl.constexpr,
+    ADDENDS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """`_write`, in 1, 2 or 4 parts along N: the staging buffer in shared memory need hold one part only."""
     PART_N: tl.constexpr = BLOCK_N // PARTS
     if PARTS == 1:
         _write(acc, out, addend, row, col, M, N, out_stride_m, out_stride_n, addend_stride_m, addend_stride_n,
-               BLOCK_M, PART_N, OUT_TMA, OUT_N_INNER, ADDEND)  # fmt: skip
+               addend_stride_p, addend_rows, BLOCK_M, PART_N, OUT_TMA, OUT_N_INNER, ADDEND, ADDENDS)  # fmt: skip
     else:
         # Thread for thread, the split only renames registers: the accumulator's layout repeats along N.
         left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
         if PARTS == 2:
             _write(left, out, addend, row, col, M, N, out_stride_m, out_stride_n, addend_stride_m, addend_stride_n,
-                   BLOCK_M, PART_N, OUT_TMA, OUT_N_INNER, ADDEND)  # fmt: skip
+                   addend_stride_p, addend_rows, BLOCK_M, PART_N, OUT_TMA, OUT_N_INNER, ADDEND, ADDENDS)  # fmt: skip
             _write(right, out, addend, row, col + PART_N, M, N, out_stride_m, out_stride_n, addend_stride_m,
-                   addend_stride_n, BLOCK_M, PART_N, OUT_TMA, OUT_N_INNER, ADDEND)  # fmt: skip
+                   addend_stride_n, addend_stride_p, addend_rows, BLOCK_M, PART_N, OUT_TMA, OUT_N_INNER, ADDEND,
+                   ADDENDS)  # fmt: skip
         else:
             tl.static_assert(PARTS == 4)
             part_0, part_1 = left.reshape(BLOCK_M, 2, PART_N).permute(0, 2, 1).split()
             part_2, part_3 = right.reshape(BLOCK_M, 2, PART_N).permute(0, 2, 1).split()
             _write(part_0, out, addend, row, col, M, N, out_stride_m, out_stride_n, addend_stride_m, addend_stride_n,
-                   BLOCK_M, PART_N, OUT_TMA, OUT_N_INNER, ADDEND)  # fmt: skip
+                   addend_stride_p, addend_rows, BLOCK_M, PART_N, OUT_TMA, OUT_N_INNER, ADDEND, ADDENDS)  # fmt: skip
             _write(part_1, out, addend, row, col + PART_N, M, N, out_stride_m, out_stride_n, addend_stride_m,
-                   addend_stride_n, BLOCK_M, PART_N, OUT_TMA, OUT_N_INNER, ADDEND)  # fmt: skip
+                   addend_stride_n, addend_stride_p, addend_rows, BLOCK_M, PART_N, OUT_TMA, OUT_N_INNER, ADDEND,
+                   ADDENDS)  # fmt: skip
             _write(part_2, out, addend, row, col + 2 * PART_N, M, N, out_stride_m, out_stride_n, addend_stride_m,
-                   addend_stride_n, BLOCK_M, PART_N, OUT_TMA, OUT_N_INNER, ADDEND)  # fmt: skip
+                   addend_stride_n, addend_stride_p, addend_rows, BLOCK_M, PART_N, OUT_TMA, OUT_N_INNER, ADDEND,
+                   ADDENDS)  # fmt: skip
             _write(part_3, out, addend, row, col + 3 * PART_N, M, N, out_stride_m, out_stride_n, addend_stride_m,
-                   addend_stride_n, BLOCK_M, PART_N, OUT_TMA, OUT_N_INNER, ADDEND)  # fmt: skip
+                   addend_stride_n, addend_stride_p, addend_rows, BLOCK_M, PART_N, OUT_TMA, OUT_N_INNER, ADDEND,
+                   ADDENDS)  # fmt: skip
 
 
 @triton.jit
@@ -200,6 +212,8 @@ def persistent_matmul_kernel(
     out_stride_n: tl.int64,
     addend_stride_m: tl.int64,
     addend_stride_n: tl.int64,
+    addend_stride_p: tl.int64,
+    addend_rows: tl.int32,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -214,10 +228,13 @@ def persistent_matmul_kernel(
     OUT_TMA: tl.constexpr,
     OUT_N_INNER: tl.constexpr,
     ADDEND: tl.constexpr,
+    ADDENDS: tl.constexpr,
     STEALING: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
     """out = a @ b (+ addend); each matrix is a TMA descriptor where its switch says so, else a pointer.
+
+    Several addends lie `addend_stride_p` elements apart; by TMA they are one matrix, `addend_rows` rows apart.
 
     Static: block i computes tiles i, i + blocks, ... Stealing: a block takes the next free tile from counters[0];
     counters[1] counts the blocks that found none. `total_blocks` are those of this launch and, where two launches share
@@ -233,7 +250,8 @@ def persistent_matmul_kernel(
             acc = _multiply(a, b, row, col, M, N, K, a_stride, b_stride, BLOCK_M, BLOCK_N, BLOCK_K,
                             A_TMA, A_K_INNER, A_ALIGNED, B_TMA, B_K_INNER, B_ALIGNED)  # fmt: skip
             _write_in_parts(acc, out, addend, row, col, M, N, out_stride_m, out_stride_n, addend_stride_m,
-                            addend_stride_n, BLOCK_M, BLOCK_N, OUT_TMA, OUT_N_INNER, ADDEND, PARTS)  # fmt: skip
+                            addend_stride_n, addend_stride_p, addend_rows, BLOCK_M, BLOCK_N, OUT_TMA, OUT_N_INNER,
+                            ADDEND, ADDENDS, PARTS)  # fmt: skip
             tile = tl.atomic_add(counters, 1, sem="relaxed")
         # A block comes here once, after its last access to counters[0]: when all have come, nobody touches it any more.
         if tl.atomic_add(counters + 1, 1, sem="acq_rel") == total_blocks - 1:
@@ -245,4 +263,5 @@ def persistent_matmul_kernel(
             acc = _multiply(a, b, row, col, M, N, K, a_stride, b_stride, BLOCK_M, BLOCK_N, BLOCK_K,
                             A_TMA, A_K_INNER, A_ALIGNED, B_TMA, B_K_INNER, B_ALIGNED)  # fmt: skip
             _write_in_parts(acc, out, addend, row, col, M, N, out_stride_m, out_stride_n, addend_stride_m,
-                            addend_stride_n, BLOCK_M, BLOCK_N, OUT_TMA, OUT_N_INNER, ADDEND, PARTS)  # fmt: skip
+                            addend_stride_n, addend_stride_p, addend_rows, BLOCK_M, BLOCK_N, OUT_TMA, OUT_N_INNER,
+                            ADDEND, ADDENDS, PARTS)  # fmt: skip

@@ -33,6 +33,8 @@ class Layout(NamedTuple):
     dtype: torch.dtype
     device_index: int  # -1: not on a CUDA device
     is_aligned: bool  # address is a multiple of 16 bytes
+    copies: int = 1  # matrices of this layout, of an addend
+    copy_stride: int = 0  # elements from one to the next
 
 
 def span_bytes(layout: Layout) -> int:
@@ -40,6 +42,7 @@ def span_bytes(layout: Layout) -> int:
     if 0 in layout.shape:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(layout.shape, layout.strides, strict=True))
+    last += (layout.copies - 1) * layout.copy_stride
     return (last + 1) * layout.dtype.itemsize
 
 
@@ -97,6 +100,7 @@ class Variant:
     out_tma: bool
     out_n_inner: bool
     addend_kind: int
+    addends: int
     stealing: bool
     dtype: torch.dtype
     out_dtype: torch.dtype
@@ -139,6 +143,7 @@ class Variant:
             "OUT_TMA": self.out_tma,
             "OUT_N_INNER": self.out_n_inner,
             "ADDEND": self.addend_kind,
+            "ADDENDS": self.addends,
             "STEALING": self.stealing,
             "FLATTEN": self.flatten,
         }
@@ -163,9 +168,11 @@ def _can_store_by_tma(layout: Layout) -> bool:
 def _addend_kind(addend: Layout | None, allow_tma: bool) -> int:
     if addend is None:
         return ADDEND_NONE
-    if addend.shape[0] == 1 or addend.strides[0] == 0:
+    if addend.copies == 1 and (addend.shape[0] == 1 or addend.strides[0] == 0):
         return ADDEND_ROW
-    return ADDEND_TMA if allow_tma and _can_store_by_tma(addend) else ADDEND_POINTER
+    # Several are one tall matrix to a descriptor.
+    is_tall = addend.copies == 1 or (addend.strides[0] > 0 and addend.copy_stride % addend.strides[0] == 0)
+    return ADDEND_TMA if allow_tma and is_tall and _can_store_by_tma(addend) else ADDEND_POINTER
 
 
 def _epilogue_parts(tile: Tile, itemsize: int, staged_itemsize: int, shared_bytes: int) -> int:
@@ -211,6 +218,7 @@ def choose_variant(
         out_tma=out_tma,
         out_n_inner=out.strides[1] == 1,
         addend_kind=addend_kind,
+        addends=1 if addend is None else addend.copies,
         stealing=stealing,
         dtype=a.dtype,
         out_dtype=out.dtype,

@@ -61,7 +61,8 @@ def persistent_matmul(
     Shapes:
         a       [M, K]   bfloat16 or float16; one of its strides is 1
         b       [K, N]   same dtype and device; one of its strides is 1
-        addend  [M, N]   dtype of a, or float32; any strides (`bias.expand(M, N)`); `out` itself: accumulates in place
+        addend  [M, N]   dtype of a, or float32; any strides (`bias.expand(M, N)`); `out` itself: accumulates in place;
+                         [P, M, N]: all P are added, in order
         out     [M, N]   dtype of a, or float32; any strides without overlap
     M, N, K are any sizes from 0. fprop is (x, w.t()), dgrad (dy, w), wgrad (dy.t(), x).
 
@@ -181,6 +182,11 @@ def _without_product(out: torch.Tensor, addend: torch.Tensor | None) -> torch.Te
     """The result where M, N or K is 0."""
     if addend is None:
         return out.zero_()
+    if addend.dim() == 3:
+        total = addend[0].float()
+        for other in addend[1:]:
+            total = total + other
+        addend = total
     return out if addend is out else out.copy_(addend)
 
 
@@ -212,7 +218,7 @@ def _make_plan(
         if _overlaps_itself(out):
             raise ShapeError(f"persistent_matmul: out of shape {M}x{N} with strides {out.strides} overlaps itself.")
     _check_output("out", out, a, b)
-    addend = None if addend_key is None else _layout("addend", addend_key)
+    addend = None if addend_key is None else _addend_layout(addend_key)
     if addend is not None:
         _check_output("addend", addend, a, b)
 
@@ -240,10 +246,12 @@ def _make_plan(
         _memory_view(a, variant.a.last_dim_inner) if variant.a.tma else None,
         _memory_view(b, variant.b.last_dim_inner) if variant.b.tma else None,
         _memory_view(out, True) if variant.out_tma else None,
-        _memory_view(addend, True) if addend is not None and variant.addend_kind == ADDEND_TMA else None,
+        _tall_view(addend) if addend is not None and variant.addend_kind == ADDEND_TMA else None,
         None,
     )
-    addend_strides = (0, 0) if addend is None else addend.strides
+    addend_strides = (0, 0, 0, 0)
+    if addend is not None:
+        addend_strides = (*addend.strides, addend.copy_stride, addend.copy_stride // max(1, addend.strides[0]))
     num_tiles = variant.tile.count(M, N)
     num_blocks = total_blocks = min(num_sms, num_tiles)
     if share is not None:
@@ -258,6 +266,23 @@ def _layout(name: str, key: tuple[Any, ...]) -> Layout:
     if len(shape) != 2:
         raise ShapeError(f"persistent_matmul: {name} has shape {tuple(shape)}; a matrix is needed.")
     return Layout(tuple(shape), strides, dtype, device_index, is_aligned)
+
+
+def _addend_layout(key: tuple[Any, ...]) -> Layout:
+    shape, strides, dtype, device_index, is_aligned = key
+    if len(shape) != 3:
+        return _layout("addend", key)
+    if shape[0] < 1:
+        raise ShapeError(f"persistent_matmul: addend has shape {tuple(shape)}; pass None for no addend.")
+    copies, copy_stride = shape[0], strides[0]
+    return Layout(tuple(shape[1:]), strides[1:], dtype, device_index, is_aligned, copies, copy_stride)
+
+
+def _tall_view(layout: Layout) -> View:
+    """Several matrices, `copy_stride` apart, as one; the rows between two of them are never used."""
+    view = _memory_view(layout, True)
+    rows = layout.shape[0] + (layout.copies - 1) * layout.copy_stride // view.strides[0]
+    return View((rows, layout.shape[1]), view.strides)
 
 
 def _memory_view(layout: Layout, last_dim_inner: bool) -> View:
@@ -327,7 +352,7 @@ def _check_apart(plan: _Plan, a_at: int, b_at: int, out_at: int, addend_at: int 
         _check_pair("b", plan.b, b_at, plan.out, out_at)
     if addend_at is not None and addend_at < out_end and out_at < addend_at + addend_span:
         assert plan.addend is not None
-        if addend_at != out_at or plan.addend[:3] != plan.out[:3]:
+        if addend_at != out_at or plan.addend.copies > 1 or plan.addend[:3] != plan.out[:3]:
             _check_pair("addend", plan.addend, addend_at, plan.out, out_at)
 
 

@@ -42,10 +42,19 @@ def gather_matmul(
 
     gathered: [M, K], filled with all shards if given; without it the own shard is not copied anywhere.
     """
+    if gathered is not None and link.transport.is_one_sided and gathered is not p.gather.gathered():
+        # Peers cannot write there: gather where they can, and keep a copy.
+        gather_matmul(p, link, shard, b, out, bias=bias, gathered=p.gather.gathered())
+        gathered.copy_(p.gather.gathered())
+        return
     if gathered is not None:
         run = start_gather(p, link, shard, gathered, "all-gather")
     else:
         run = AllGatherRun(link, p.gather, shard)
+    if p.is_bulk:
+        _gather_in_bulk(p, link, run, gathered, b, out)
+        run.finish()
+        return
     outs = split_rows(out, run.bound.chunk_rows)
     multiply = p.gemm.multiply
     for index in range(run.num_steps):
@@ -58,6 +67,35 @@ def gather_matmul(
             link.note_compute(f"multiply {chunk}", mark, index)
     p.gemm.join()
     run.finish()
+
+
+def _gather_in_bulk(
+    p: PreparedPass, link: Link, run: AllGatherRun, gathered: torch.Tensor | None, b: torch.Tensor, out: torch.Tensor
+) -> None:
+    """The own rows, then the others' in at most two GEMMs, each once all of its rows are here.
+
+    transfer  [from earlier owners][from later owners]
+    compute   [own rows           ][earlier owners'  ][later owners' rows]
+    """
+    bound = run.bound
+    for index in range(run.num_steps):
+        run.issue(index)
+    source = p.gather.gathered() if gathered is None else gathered
+    own_stop = bound.own_start + bound.own_rows
+    own = run.chunk(0)
+    blocks = [
+        (slice(bound.own_start, own_stop), None if own is None else own[1], range(0)),
+        (slice(0, bound.own_start), source[: bound.own_start], range(bound.group_rank)),
+        (slice(own_stop, bound.total_rows), source[own_stop:], range(bound.group_rank, bound.schedule.group_size - 1)),
+    ]
+    for target, rows, batches in blocks:
+        for index in batches:
+            run.arrive(index)
+        if rows is not None and rows.size(0):
+            mark = link.mark()
+            p.gemm.multiply(rows, b, out[target], None, run.in_flight)
+            link.note_compute("multiply", mark, None)
+    p.gemm.join()
 
 
 def matmul_scatter(
@@ -87,6 +125,10 @@ def matmul_scatter(
         link.note_compute(f"multiply {chunk}", mark, None)
 
     run = ReduceScatterRun(link, program, produce, out, p.gemm, bias)
+    if p.is_bulk:
+        _scatter_in_bulk(p, link, run, a, b, beside, beside_last_transfer)
+        run.finish()
+        return
     for index in range(run.num_steps):
         if beside is not None:
             beside.issue(index)
@@ -94,6 +136,44 @@ def matmul_scatter(
     if beside_last_transfer is not None:
         beside_last_transfer(run.in_flight)
     run.finish()
+
+
+def _scatter_in_bulk(
+    p: PreparedPass,
+    link: Link,
+    run: ReduceScatterRun,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    beside: AllGatherRun | None,
+    beside_last_transfer: Callable[[Transfer | None], None] | None,
+) -> None:
+    """All partials for others in at most two GEMMs, then what covers their transfers, then the own rows.
+
+    compute   [later owners' rows][earlier owners' rows][wgrad            ][own rows + arrived]
+    transfer                      [to later owners     ][to earlier owners]
+    """
+    program, bound = p.scatter, run.bound
+    sent = program.sent
+    assert sent is not None
+    own_stop = bound.own_start + bound.own_rows
+    later_owners = bound.schedule.group_size - 1 - bound.group_rank
+    if beside is not None:
+        for index in range(beside.num_steps):
+            beside.issue(index)
+    blocks = (
+        (a[own_stop:], sent[bound.own_start :], range(1, 1 + later_owners)),
+        (a[: bound.own_start], sent[: bound.own_start], range(1 + later_owners, bound.schedule.group_size)),
+    )
+    for rows, partials, batches in blocks:
+        if partials.size(0):
+            mark = link.mark()
+            p.gemm.multiply(rows, b, partials, None, None if beside is None else beside.in_flight)
+            link.note_compute("multiply for others", mark, None)
+        for index in batches:
+            run.issue(index)
+    if beside_last_transfer is not None:
+        beside_last_transfer(run.in_flight)
+    run.compute(run.first_own_step)
 
 
 def weight_gradient(

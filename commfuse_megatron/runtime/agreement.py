@@ -38,6 +38,15 @@ class Agreement:
         lines = [f"  group rank {rank}: {text}" for rank, text in enumerate(found)]
         raise ShapeError("\n".join(["the ranks of the group do not agree on the next operation:", *lines]))
 
+    def exchange(self, text: str) -> list[str]:
+        """What every rank brings, by rank; raises like `agree`, ShapeError where a rank refused."""
+        self._post(text)
+        found = self._collect("an exchange between ranks")
+        if any(other.startswith(_ERROR_MARK) for other in found):
+            lines = [f"  group rank {rank}: {other}" for rank, other in enumerate(found)]
+            raise ShapeError("\n".join(["a rank of the group cannot go on:", *lines]))
+        return found
+
     def refuse(self, error: Exception, *, wait: bool) -> None:
         """Tell the other ranks that this one cannot go on because of `error`, then raise it here.
 

@@ -75,14 +75,18 @@ class OverlapContext:
         self.group_size: int = group.size()
         self.group_rank: int = group.rank()
         timeout_s = self.config.transport.timeout_s
-        backend = choose_backend(group, self.config.transport)
-        self.device = device_of_backend(backend)
         store = _private_store(group, self.group_rank)
         self._agreement = Agreement(store, self.group_rank, self.group_size, timeout_s)
         try:
-            self._agreement.agree(f"context over {backend} with {json.dumps(self.config.to_dict(), sort_keys=True)}")
+            self._agreement.agree(f"context with {json.dumps(self.config.to_dict(), sort_keys=True)}")
         except ShapeError as error:
             raise ConfigError(f"the configurations differ between ranks: {error}") from None
+        try:
+            backend = choose_backend(group, self.config.transport, self._agreement.exchange)
+        except ConfigError as error:
+            self._agreement.refuse(error, wait=False)
+            raise
+        self.device = device_of_backend(backend)
         try:
             transport = create_transport(backend, group, dist.PrefixStore("transport", store), self.config.transport)
         except Exception as error:
@@ -94,7 +98,7 @@ class OverlapContext:
         except CommFuseError as error:
             transport.abort()
             raise error if not isinstance(error, ShapeError) else TransportError(str(error)) from None
-        self.slots = Slots(self.device)
+        self.slots = Slots(self.device, transport.window)
         self._recorder = Recorder(self.device) if self.config.record else None
         peers = Peers(self.group_rank, _global_ranks(group))
         self.link = Link(transport, peers, timeout_s, self._recorder)
@@ -172,6 +176,7 @@ class OverlapContext:
 
     def leave(self) -> None:
         """End what `enter` began."""
+        self.link.transport.release(is_capturing=self.link.is_capturing)
         if self._last_done is not None and not self.link.is_capturing:
             self._last_done.record()
 
@@ -186,7 +191,7 @@ class OverlapContext:
 
     @property
     def transport_name(self) -> str:
-        """ "gloo" or "nccl"."""
+        """ "gloo", "nccl" or "copy_engine"."""
         return self.link.transport.name
 
     @property

@@ -17,22 +17,23 @@ import torch
 from commfuse_megatron.runtime.binding import BoundSchedule
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.link import Link
-from commfuse_megatron.runtime.program import GatherProgram, ScatterProgram, split_rows
+from commfuse_megatron.runtime.program import GatherProgram, ScatterProgram, StepPlaces, split_rows
 from commfuse_megatron.transport.base import Message, Transfer
 
 __all__ = ["AllGatherRun", "ReduceScatterRun"]
 
-#: Multiplies one chunk: (flat chunk, out, addend, the last transfer in flight).
+#: Multiplies one chunk: (flat chunk, out, addend or several [P, M, N] of them, the last transfer in flight).
 Produce = Callable[[int, torch.Tensor, torch.Tensor | None, Transfer | None], None]
 
 
 class _Run:
     """What both directions share: the batches in flight of one call."""
 
-    __slots__ = ("_link", "_steps", "_tag_base", "_transfers", "bound", "label", "num_steps")
+    __slots__ = ("_link", "_places", "_steps", "_tag_base", "_transfers", "bound", "label", "num_steps")
 
-    def __init__(self, link: Link, bound: BoundSchedule, label: str) -> None:
+    def __init__(self, link: Link, bound: BoundSchedule, places: StepPlaces, label: str) -> None:
         self._link = link
+        self._places = places
         self.bound = bound
         self.label = label
         self._steps = bound.steps
@@ -43,14 +44,15 @@ class _Run:
     def _start(self, index: int, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
         step = self._steps[index]
         send = receive = None
+        send_place, receive_place = self._places[index]
         if source is not None and step.send is not None:
-            send = Message(source, step.send[1], self._tag_base + step.send[0])
+            send = Message(source, step.send[1], self._tag_base + step.send[0], send_place)
         if target is not None and step.receive is not None:
-            receive = Message(target, step.receive[1], self._tag_base + step.receive[0])
+            receive = Message(target, step.receive[1], self._tag_base + step.receive[0], receive_place)
         if send is not None or receive is not None:
             self._transfers[index] = self._link.start(self, index, send, receive)
 
-    def _arrive(self, index: int | None) -> None:
+    def arrive(self, index: int | None) -> None:
         """Wait for batch `index`, once; nothing to do when it had no rows."""
         if index is not None and (transfer := self._transfers.pop(index, None)) is not None:
             self._link.finish(self, index, transfer)
@@ -63,7 +65,7 @@ class _Run:
     def finish(self) -> None:
         """Wait for everything still in flight: sends have left and all chunks have arrived, in stream order."""
         for index in list(self._transfers):
-            self._arrive(index)
+            self.arrive(index)
 
 
 class AllGatherRun(_Run):
@@ -83,7 +85,7 @@ class AllGatherRun(_Run):
         gathered: torch.Tensor | None = None,
         label: str = "all-gather",
     ) -> None:
-        super().__init__(link, program.bound, label)
+        super().__init__(link, program.bound, program.places(), label)
         chunks = program.chunks() if gathered is None else split_rows(gathered, program.bound.chunk_rows)
         own = program.bound.own_chunks
         chunks[own.start : own.stop] = split_rows(shard, program.own_rows)
@@ -93,7 +95,7 @@ class AllGatherRun(_Run):
         """Start the batch of step `index`, after the arrival that it forwards, if it does."""
         step = self._steps[index]
         if step.is_forward:
-            self._arrive(step.needs_batch)
+            self.arrive(step.needs_batch)
         source = None if step.send is None else self._chunks[step.send[0]]
         target = None if step.receive is None else self._chunks[step.receive[0]]
         self._start(index, source, target)
@@ -103,7 +105,7 @@ class AllGatherRun(_Run):
         step = self._steps[index]
         if step.compute is None:
             return None
-        self._arrive(step.needs_batch)
+        self.arrive(step.needs_batch)
         return step.compute, self._chunks[step.compute], self.in_flight
 
 
@@ -114,7 +116,7 @@ class ReduceScatterRun(_Run):
     the last step and `finish` runs beside the last transfer.
     """
 
-    __slots__ = ("_bias", "_gemm", "_out", "_out_chunks", "_produce", "_program")
+    __slots__ = ("_bias", "_folds", "_gemm", "_out", "_out_chunks", "_produce", "_program", "first_own_step")
 
     def __init__(
         self,
@@ -125,28 +127,42 @@ class ReduceScatterRun(_Run):
         gemm: SliceGemm,
         bias: torch.Tensor | None = None,
     ) -> None:
-        super().__init__(link, program.bound, "reduce-scatter")
         program.refresh()
+        super().__init__(link, program.bound, program.places, "reduce-scatter")
         self._program = program
         self._produce = produce
         self._gemm = gemm
         self._bias = bias
         self._out = out
         self._out_chunks = split_rows(out, program.own_rows)
+        self._folds = program.folds_arrivals and bias is None and program.has_transfers
+        #: From this step on all chunks are this rank's own, and all sends are issued.
+        self.first_own_step = self.num_steps - len(program.own_rows)
 
     def step(self, index: int) -> None:
         """Start the batch of step `index` and compute its partial."""
+        self.issue(index)
+        self.compute(index)
+
+    def issue(self, index: int) -> None:
+        """Start the batch of step `index`."""
         step, program = self._steps[index], self._program
         source = None if step.send is None else program.partials[step.send[0]]
         target = None if step.receive is None else program.slots[step.receive_slot]
         self._gemm.join()  # what is sent must be complete
         self._start(index, source, target)
+
+    def compute(self, index: int) -> None:
+        """Compute the partial of step `index`."""
+        step, program = self._steps[index], self._program
         chunk = step.compute
         if chunk is None:
             return
         own = chunk - self.bound.own_chunks.start
         if program.is_ring and step.needs_batch is not None:
             self._add_running_sum(chunk, step.needs_batch, self._out_chunks[own] if step.is_own else None)
+        elif step.is_own and self._folds:
+            self._produce(chunk, self._out_chunks[own], self._arrived(own), self.in_flight)
         elif step.is_own:
             target = self._out_chunks[own] if program.own is None else program.own[own]
             self._produce(chunk, target, None if program.has_transfers else self._bias, self.in_flight)
@@ -156,7 +172,9 @@ class ReduceScatterRun(_Run):
     def finish(self) -> None:
         """Add what arrived, wait for the sends: `out` is complete in stream order."""
         self._gemm.join()
-        if self._program.has_transfers and not self._program.is_ring:
+        if self._folds:
+            pass  # every own chunk was added to what had arrived
+        elif self._program.has_transfers and not self._program.is_ring:
             self._sum_owned()
         elif self._program.has_transfers and self._bias is not None:
             self._out.add_(self._bias)
@@ -167,29 +185,29 @@ class ReduceScatterRun(_Run):
         out = program.partials[chunk] if own is None else own
         running_sum = program.slots[self._steps[batch].receive_slot]
         if program.folds_sum:
-            self._arrive(batch)
+            self.arrive(batch)
             self._produce(chunk, out, running_sum, self.in_flight)
             return
         assert program.own is not None
         partial = program.own[chunk]
         self._produce(chunk, partial, None, self.in_flight)
-        self._arrive(batch)
+        self.arrive(batch)
         self._gemm.join()
         self._sum(partial, running_sum.unsqueeze(0), out, None)
 
     def _sum_owned(self) -> None:
-        program, arrived = self._program, self._program.arrived
-        assert arrived is not None
-        chunks_per_shard = self.bound.schedule.chunks_per_shard
-        own_chunks = self._out_chunks if program.own is None else program.own
-        start = 0
+        own_chunks = self._out_chunks if self._program.own is None else self._program.own
         for index, out in enumerate(self._out_chunks):
-            # Chunk `index` comes with batches index+1, m+index+1, ...: its sum runs beside the next arrival.
-            for sender in range(arrived.size(0)):
-                self._arrive(sender * chunks_per_shard + index + 1)
-            stop = start + out.size(0)
-            self._sum(own_chunks[index], arrived[:, start:stop] if chunks_per_shard > 1 else arrived, out, self._bias)
-            start = stop
+            self._sum(own_chunks[index], self._arrived(index), out, self._bias)
+
+    def _arrived(self, index: int) -> torch.Tensor:
+        """[senders, rows, features]: the other ranks' partials of own chunk `index`, once they are here."""
+        arrived, chunks_per_shard = self._program.arrived, self.bound.schedule.chunks_per_shard
+        assert arrived is not None
+        # Chunk `index` comes with batches index+1, m+index+1, ...: its sum runs beside the next arrival.
+        for sender in range(arrived.size(0)):
+            self.arrive(sender * chunks_per_shard + index + 1)
+        return self._program.arrived_chunks[index]
 
     def _sum(self, own: torch.Tensor, arrived: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
         mark = self._link.mark()

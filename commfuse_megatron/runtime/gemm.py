@@ -34,6 +34,7 @@ class SliceGemm:
     """Multiplies slices of one dtype on one device. Operands are 2-D with one unit stride each.
 
     own_dtype: the dtype in which this rank's own partial is kept until the sum: fp32 where the kernel can give it.
+    can_fold: whether `multiply` can add several [M, N] addends in fp32 on the way out.
     """
 
     def __init__(self, config: KernelConfig, transport: str, channels: int, device: torch.device, dtype: torch.dtype):
@@ -43,16 +44,17 @@ class SliceGemm:
         self.is_persistent = unavailable is None and (
             config.gemm == "persistent" or (config.gemm == "auto" and transport == "nccl")
         )
+        self.can_fold = unavailable is None and config.gemm != "torch"
         self.own_dtype = torch.float32 if self.is_persistent else dtype
         self.name = "persistent" if self.is_persistent else "torch"
         self._tile_order = config.tile_order
         self._regain: _Regain | None = None
-        if self.is_persistent:
+        if unavailable is None:
             all_sms = torch.cuda.get_device_properties(device).multi_processor_count
             reserved = channels if config.reserved_sms is None else config.reserved_sms
             self._all_sms = all_sms
             self._budget_sms = max(1, all_sms - reserved) if transport == "nccl" else all_sms
-            if config.regain_sms and self._budget_sms < all_sms:
+            if self.is_persistent and config.regain_sms and self._budget_sms < all_sms:
                 self._regain = _Regain(device, self._budget_sms, all_sms - self._budget_sms)
 
     def multiply(
@@ -63,11 +65,14 @@ class SliceGemm:
         addend: torch.Tensor | None = None,
         beside: Transfer | None = None,
     ) -> None:
-        """out [M, N] = a [M, K] @ b [K, N] (+ addend [M, N] or [N]), rounded once; complete after `join`.
+        """out [M, N] = a [M, K] @ b [K, N] (+ addend [M, N] or [N]; if `can_fold`, all of [P, M, N]), rounded once.
 
-        beside: the last transfer that may be in flight, which is left its SMs.
+        Complete after `join`. beside: the last transfer that may be in flight, which is left its SMs.
         """
-        if self.is_persistent and out.numel() and a.size(1):
+        if addend is not None and addend.dim() == 3:
+            if out.numel():
+                self._multiply_persistent(a, b, out, addend, beside)
+        elif self.is_persistent and out.numel() and a.size(1):
             if addend is not None and addend.dim() == 1:
                 addend = addend.expand(out.shape)
             self._multiply_persistent(a, b, out, addend, beside)

@@ -11,7 +11,7 @@ from commfuse_megatron.runtime.binding import BoundSchedule, bind
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.program import GatherProgram, ScatterProgram
-from commfuse_megatron.schedule import Collective
+from commfuse_megatron.schedule import Algorithm, Collective
 
 if TYPE_CHECKING:
     from commfuse_megatron.runtime.context import OverlapContext
@@ -54,9 +54,30 @@ class PreparedPass:
         """The reduce-scatter of this problem's rows."""
         if self._scatter is None:
             bound = self._bind(Collective.REDUCE_SCATTER)
-            own_dtype = self.gemm.own_dtype
-            self._scatter = ScatterProgram(self.context.slots, bound, self.wire_features, self._dtype, own_dtype)
+            self._scatter = ScatterProgram(
+                self.context.slots,
+                bound,
+                self.wire_features,
+                self._dtype,
+                self.gemm.own_dtype,
+                folds_arrivals=self._folds_arrivals,
+            )
         return self._scatter
+
+    @property
+    def is_bulk(self) -> bool:
+        """Whether the pass runs as few GEMMs as possible."""
+        return self.plan.path == "bulk"
+
+    @property
+    def _folds_arrivals(self) -> bool:
+        # An own GEMM that adds what arrived must come after it. With one chunk per shard that would leave the last
+        # transfer uncovered, unless something else is computed in between; and where transfers are slower than GEMMs,
+        # waiting for them with GEMMs still to do costs more than a pass over the output at the end.
+        plan = self.plan
+        is_fast = self.context.link.transport.is_one_sided
+        has_cover = self.is_bulk or plan.chunks_per_shard > 1
+        return self.gemm.can_fold and plan.algorithm is Algorithm.DIRECT and is_fast and has_cover
 
     def forget_programs(self) -> None:
         """Free the programs; the next call makes them anew."""

@@ -1,5 +1,7 @@
 """Receive and send buffers of one context: sized by the largest problem seen, carved for smaller ones.
 
+Peers may write into windows: those grow on all ranks together, so their sizes must follow from what all ranks share.
+
 Which part of a buffer a schedule's slot is, the program says. Memory that a CUDA graph captured is never moved or
 freed while the context is open: growth afterwards keeps the old buffer, and growth during capture raises. Any other
 buffer that was outgrown is freed at once, so whoever keeps views says so and lets go of them when told.
@@ -7,11 +9,13 @@ buffer that was outgrown is freed at once, so whoever keeps views says so and le
 
 import math
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from commfuse_megatron.errors import TransportError
+from commfuse_megatron.transport.base import Window
 
 __all__ = ["Slots"]
 
@@ -29,10 +33,11 @@ class _Keeper(Protocol):
 class Slots:
     """Named buffers on one device. Carved tensors are good until `generation` changes: then carve them again."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, make_window: Callable[[int, torch.device], Window]) -> None:
         self._device = device
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._retired: list[torch.Tensor] = []
+        self._make_window = make_window
+        self._buffers: dict[str, Window] = {}
+        self._retired: list[Window] = []
         self._keepers: weakref.WeakSet[_Keeper] = weakref.WeakSet()
         self._is_captured = False
         self.generation = 0
@@ -40,13 +45,21 @@ class Slots:
     @property
     def size_bytes(self) -> int:
         """Memory held by all buffers, those kept for captured graphs included."""
-        return sum(buffer.numel() for buffer in [*self._buffers.values(), *self._retired])
+        return sum(buffer.tensor.numel() for buffer in [*self._buffers.values(), *self._retired])
 
     def carve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous [*shape] tensor at the start of buffer `name`, growing it if needed. Contents are undefined."""
         size_bytes = math.prod(shape) * dtype.itemsize
-        self._reserve(name, size_bytes)
-        return self._buffers[name][:size_bytes].view(dtype).view(shape)
+        self._reserve(name, size_bytes, is_window=False)
+        return self._buffers[name].tensor[:size_bytes].view(dtype).view(shape)
+
+    def carve_window(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, capacity: int
+    ) -> tuple[torch.Tensor, Window]:
+        """The same in memory that peers may write to. capacity: elements, equal on all ranks, that suffice for all."""
+        self._reserve(name, capacity * dtype.itemsize, is_window=True)
+        window = self._buffers[name]
+        return window.tensor[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape), window
 
     def note_views(self, keeper: _Keeper) -> None:
         """Remember that `keeper` keeps views; it is told to drop them when a buffer is freed."""
@@ -65,9 +78,9 @@ class Slots:
         """Remember that a CUDA graph now uses these buffers."""
         self._is_captured = True
 
-    def _reserve(self, name: str, size_bytes: int) -> None:
+    def _reserve(self, name: str, size_bytes: int, *, is_window: bool) -> None:
         old = self._buffers.get(name)
-        if old is not None and old.numel() >= size_bytes:
+        if old is not None and old.tensor.numel() >= size_bytes:
             return
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise TransportError(
@@ -75,7 +88,10 @@ class Slots:
                 "run the same shapes once before capturing"
             )
         rounded = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        self._buffers[name] = torch.empty(rounded, dtype=torch.uint8, device=self._device)
+        if is_window:
+            self._buffers[name] = self._make_window(rounded, self._device)
+        else:
+            self._buffers[name] = Window(torch.empty(rounded, dtype=torch.uint8, device=self._device))
         self._drop_views()
         if old is not None and self._is_captured:
             self._retired.append(old)
@@ -88,7 +104,7 @@ class Slots:
             keeper.drop_views()
         self._keepers.clear()
 
-    def _free(self, buffer: torch.Tensor) -> None:
-        if buffer.is_cuda:
+    def _free(self, buffer: Window) -> None:
+        if buffer.tensor.is_cuda:
             # It may have been used on another stream than the one its memory returns to.
-            buffer.record_stream(torch.cuda.current_stream(self._device))
+            buffer.tensor.record_stream(torch.cuda.current_stream(self._device))

@@ -4,6 +4,9 @@ Stream semantics, the contract that bites: `exchange` behaves as if it ran on th
 call. It reads the sent tensor, and overwrites the received one, after all work submitted there before; it does not make
 that stream wait. `Transfer.wait` does: work submitted afterwards may read what arrived and overwrite what was sent.
 On the CPU the "stream" is the calling thread.
+
+One-sided transports push into the receiver's memory without asking it at that moment. So messages arrive in windows
+only, and a window belongs to the peers from `release` (or its creation) until the wait for what arrived there.
 """
 
 from abc import ABC, abstractmethod
@@ -11,18 +14,43 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Message", "PeerTimeoutError", "Transfer", "Transport"]
+__all__ = ["MOST_FLAGS", "Message", "PeerTimeoutError", "Place", "Transfer", "Transport", "Window"]
+
+#: Flags of a `Place` are below this.
+MOST_FLAGS = 8192
+
+
+class Window:
+    """Memory of this rank in which messages arrive: `tensor`, bytes. Made by all ranks together, equally large."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Place(NamedTuple):
+    """Where a message arrives: `offset` bytes into the receiver's window, which is made together with `window`.
+
+    flag: below MOST_FLAGS; no two messages from one sender to one receiver share it before the receiver's `release`.
+    """
+
+    window: Window
+    offset: int
+    flag: int
 
 
 class Message(NamedTuple):
     """One contiguous tensor to or from group rank `peer`.
 
-    `tag` is equal at both ends and unique among the messages in flight.
+    `tag` is equal at both ends and unique among the messages in flight. `place`, equal at both ends too, is where it
+    arrives: one-sided transports need it, and a received `tensor` lies there.
     """
 
     tensor: torch.Tensor
     peer: int
     tag: int
+    place: Place | None = None
 
 
 class PeerTimeoutError(Exception):
@@ -51,6 +79,10 @@ class Transfer(ABC):
     def is_complete(self) -> bool:
         """Whether the transfer is known to be complete; never blocks. Gloo learns it in `wait` only."""
 
+    def has_arrived(self) -> bool:
+        """The same, but exact and slow: to find which of several transfers in flight is the missing one."""
+        return self.is_complete()
+
 
 class Transport(ABC):
     """Point-to-point transfers within one private group, made once per context, collectively over that group."""
@@ -58,6 +90,15 @@ class Transport(ABC):
     name: str
     #: True where a wait sits in a stream and cannot raise, so that the context must watch for overdue transfers.
     needs_watchdog: bool
+    #: True where peers push into windows: received tensors must lie in one, and every message has a place.
+    is_one_sided: bool = False
+
+    def window(self, size_bytes: int, device: torch.device) -> Window:
+        """Memory for arrivals, of at least `size_bytes`. Collective; the current stream is done with all transfers."""
+        return Window(torch.empty(size_bytes, dtype=torch.uint8, device=device))
+
+    def release(self, *, is_capturing: bool) -> None:  # noqa: B027 - only one-sided transports have anything to do
+        """End an operation: what arrived since the last release has been read, in the current stream's order."""
 
     @abstractmethod
     def exchange(self, send: Message | None, receive: Message | None, turn: int = 0) -> Transfer:

@@ -1,12 +1,47 @@
-"""What every transport must do: checks `check(transport, group_rank, group_size, device)`, run on all ranks."""
+"""What every transport must do: checks `check(box, group_rank, group_size, device)`, all run by `run_contract`.
+
+A box is a transport with a window. Messages have places, which two-sided transports do not look at.
+"""
 
 import time
 
 import torch
 
-from commfuse_megatron.transport.base import Message, Transport
+from commfuse_megatron.transport.base import Message, Place, Transport
 
 CHECKS = []
+
+_WINDOW_BYTES = 1 << 24
+
+
+class Box:
+    """A transport and a window in it; message number n of up to `slot_bytes` bytes goes to slot n."""
+
+    def __init__(self, transport: Transport, device: torch.device) -> None:
+        self.transport = transport
+        self._window = transport.window(_WINDOW_BYTES, device)
+
+    def slot(self, tensor: torch.Tensor, number: int, slot_bytes: int = 0) -> tuple[torch.Tensor, Place]:
+        offset = number * max(slot_bytes, -(-tensor.nbytes // 16) * 16)
+        view = self._window.tensor[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return view, Place(self._window, offset, number)
+
+    def exchange(self, send: Message | None, receive: Message | None):
+        return self.transport.exchange(send, receive)
+
+    def shift(self, rank: int, size: int, tensor: torch.Tensor, *, distance: int = 1, number: int = 0):
+        """Send `tensor` `distance` ranks on and receive as much from that far back; (transfer, received)."""
+        received, place = self.slot(tensor, number)
+        to_rank, from_rank = (rank + distance) % size, (rank - distance) % size
+        sent = Message(tensor, to_rank, number, place)
+        return self.transport.exchange(sent, Message(received, from_rank, number, place)), received
+
+
+def run_contract(transport: Transport, rank: int, size: int, device: torch.device) -> None:
+    """All checks, one operation each."""
+    for check in CHECKS:
+        check(Box(transport, device), rank, size, device)
+        transport.release(is_capturing=False)
 
 
 def contract(check):
@@ -14,36 +49,31 @@ def contract(check):
     return check
 
 
-def shift(transport: Transport, rank: int, size: int, tensor: torch.Tensor, *, distance: int = 1, tag: int = 0):
-    """Send `tensor` `distance` ranks on and receive as much from that far back; (transfer, received)."""
-    received = torch.full_like(tensor, -7)
-    to_rank, from_rank = (rank + distance) % size, (rank - distance) % size
-    return transport.exchange(Message(tensor, to_rank, tag), Message(received, from_rank, tag)), received
-
-
 @contract
-def values_arrive_for_every_distance_and_dtype(transport, rank, size, device):
+def values_arrive_for_every_distance_and_dtype(box, rank, size, device):
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
     for distance in range(1, size):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
-            tensor = torch.full((5, 3), rank + 1, device=device, dtype=dtype)
-            transfer, received = shift(transport, rank, size, tensor, distance=distance)
+        for index, dtype in enumerate(dtypes):
+            tensor = torch.full((5, 4), rank + 1, device=device, dtype=dtype)
+            number = distance * len(dtypes) + index
+            transfer, received = box.shift(rank, size, tensor, distance=distance, number=number)
             transfer.wait()
             assert torch.equal(received, torch.full_like(received, (rank - distance) % size + 1))
 
 
 @contract
-def equal_sized_messages_in_flight_do_not_cross(transport, rank, size, device):
+def equal_sized_messages_in_flight_do_not_cross(box, rank, size, device):
     sent = [torch.full((4,), 100 * rank + number, device=device) for number in range(8)]
-    flights = [shift(transport, rank, size, tensor, tag=number) for number, tensor in enumerate(sent)]
+    flights = [box.shift(rank, size, tensor, number=number) for number, tensor in enumerate(sent)]
     for number, (transfer, received) in enumerate(flights):
         transfer.wait()
         assert received.tolist() == [100 * ((rank - 1) % size) + number] * 4
 
 
 @contract
-def more_than_256_batches_may_be_in_flight(transport, rank, size, device):
+def more_than_256_batches_may_be_in_flight(box, rank, size, device):
     flights = [
-        shift(transport, rank, size, torch.full((2,), rank * 1000 + number, device=device), tag=number)
+        box.shift(rank, size, torch.full((2,), rank * 1000 + number, device=device), number=number)
         for number in range(300)
     ]
     for number, (transfer, received) in enumerate(flights):
@@ -52,37 +82,37 @@ def more_than_256_batches_may_be_in_flight(transport, rank, size, device):
 
 
 @contract
-def large_messages_pass_both_ways_at_once(transport, rank, size, device):
+def large_messages_pass_both_ways_at_once(box, rank, size, device):
     tensor = torch.full((1 << 21,), float(rank), device=device)
-    transfer, received = shift(transport, rank, size, tensor)
+    transfer, received = box.shift(rank, size, tensor)
     transfer.wait()
     assert bool((received == (rank - 1) % size).all())
 
 
 @contract
-def a_batch_may_only_send_or_only_receive(transport, rank, size, device):
+def a_batch_may_only_send_or_only_receive(box, rank, size, device):
     tensor = torch.full((3,), 42, device=device)
+    received, place = box.slot(tensor, 0)
     if rank == 0:
-        transport.exchange(Message(tensor, 1, 0), None).wait()
+        box.exchange(Message(tensor, 1, 0, place), None).wait()
     elif rank == 1:
-        received = torch.zeros_like(tensor)
-        transport.exchange(None, Message(received, 0, 0)).wait()
+        box.exchange(None, Message(received, 0, 0, place)).wait()
         assert torch.equal(received, tensor)
 
 
 @contract
-def waiting_twice_is_waiting_once(transport, rank, size, device):
-    transfer, received = shift(transport, rank, size, torch.full((3,), rank, device=device))
+def waiting_twice_is_waiting_once(box, rank, size, device):
+    transfer, received = box.shift(rank, size, torch.full((3,), rank, device=device))
     transfer.wait()
     transfer.wait()
     assert received.tolist() == [(rank - 1) % size] * 3
 
 
 @contract
-def what_was_sent_may_be_overwritten_after_the_wait(transport, rank, size, device):
+def what_was_sent_may_be_overwritten_after_the_wait(box, rank, size, device):
     buffer = torch.full((1 << 18,), float(rank), device=device)
-    for _ in range(5):
-        transfer, received = shift(transport, rank, size, buffer)
+    for number in range(5):
+        transfer, received = box.shift(rank, size, buffer, number=number)
         transfer.wait()
         expected = buffer[0].item() - rank + (rank - 1) % size
         buffer.add_(10)
@@ -90,22 +120,40 @@ def what_was_sent_may_be_overwritten_after_the_wait(transport, rank, size, devic
 
 
 @contract
-def a_slow_rank_only_delays(transport, rank, size, device):
+def a_slow_rank_only_delays(box, rank, size, device):
     if rank == 0:
         time.sleep(0.3)  # the delay under test, not a synchronisation
-    transfer, received = shift(transport, rank, size, torch.full((3,), rank, device=device))
+    transfer, received = box.shift(rank, size, torch.full((3,), rank, device=device))
     transfer.wait()
     assert received.tolist() == [(rank - 1) % size] * 3
 
 
 @contract
-def received_tensors_may_be_views_into_a_larger_buffer(transport, rank, size, device):
-    buffer = torch.zeros(4, 6, device=device)
-    transfer = transport.exchange(
-        Message(torch.full((2, 6), float(rank), device=device), (rank + 1) % size, 0),
-        Message(buffer[1:3], (rank - 1) % size, 0),
+def a_message_fills_its_place_and_nothing_else(box, rank, size, device):
+    shape = torch.empty(4, 8, device=device)
+    buffer, _ = box.slot(shape, 0)
+    buffer.zero_()
+    # Its zeros must be there before anything arrives: so tell the one who will send.
+    ready, _ = box.shift(rank, size, torch.zeros(4, device=device), distance=size - 1, number=100)
+    ready.wait()
+    sent = torch.full((2, 8), float(rank), device=device)
+    _, place = box.slot(shape, 0)
+    place = place._replace(offset=place.offset + sent.nbytes // 2)
+    transfer = box.exchange(
+        Message(sent, (rank + 1) % size, 0, place), Message(buffer[1:3], (rank - 1) % size, 0, place)
     )
     transfer.wait()
-    expected = torch.zeros(4, 6)
+    expected = torch.zeros(4, 8)
     expected[1:3] = (rank - 1) % size
     assert torch.equal(buffer.cpu(), expected)
+
+
+@contract
+def places_may_be_used_again_after_a_release(box, rank, size, device):
+    for round_number in range(20):
+        tensor = torch.full((1 << 16,), float(100 * rank + round_number), device=device)
+        flights = [box.shift(rank, size, tensor, distance=distance, number=distance) for distance in range(1, size)]
+        for distance, (transfer, received) in enumerate(flights, start=1):
+            transfer.wait()
+            assert bool((received == 100 * ((rank - distance) % size) + round_number).all())
+        box.transport.release(is_capturing=False)

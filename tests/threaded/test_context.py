@@ -220,7 +220,7 @@ def test_outgrown_buffers_are_freed_and_closing_frees_all(op):
         for rows in range(400, 800, 40):  # each is larger than the one before
             x = torch.zeros(rows, 1, 5, requires_grad=True)
             getattr(ops, op)(x, weight, context=context).sum().backward()
-            buffers += [StorageWeakRef(buffer.untyped_storage()) for buffer in context.slots._buffers.values()]
+            buffers += [StorageWeakRef(buffer.tensor.untyped_storage()) for buffer in context.slots._buffers.values()]
         in_use = {buffer.cdata for buffer in buffers if not buffer.expired()}
         assert len(in_use) == len(context.slots._buffers)
         context.close()

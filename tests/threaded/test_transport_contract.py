@@ -10,7 +10,7 @@ from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport.base import Message, PeerTimeoutError
 from commfuse_megatron.transport.gloo import GlooTransport
 from tests.harness import run_threads
-from tests.harness.transport_contract import CHECKS
+from tests.harness.transport_contract import CHECKS, Box
 
 
 def gloo(group, timeout_s=20.0) -> GlooTransport:
@@ -23,7 +23,7 @@ def gloo(group, timeout_s=20.0) -> GlooTransport:
 def test_contract(check, group_size):
     def body(group, device):
         transport = gloo(group)
-        check(transport, group.rank(), group.size(), device)
+        check(Box(transport, device), group.rank(), group.size(), device)
         transport.close()
 
     run_threads(group_size, body)

@@ -52,8 +52,14 @@ def test_every_shipped_file_loads_and_is_listed(path):
             "linear:\n  fprop:\n    path: fast\n",
             "linear.fprop.path must be one of auto, sliced, bulk, async, sequential; got 'fast'",
         ),
-        ("linear:\n  fprop:\n    chunks_per_shard: two\n", "linear.fprop.chunks_per_shard must be int or null; got 'two'"),
-        ("linear:\n  fprop:\n    chunks_per_shard: true\n", "linear.fprop.chunks_per_shard must be int or null; got True"),
+        (
+            "linear:\n  fprop:\n    chunks_per_shard: two\n",
+            "linear.fprop.chunks_per_shard must be int or null; got 'two'",
+        ),
+        (
+            "linear:\n  fprop:\n    chunks_per_shard: true\n",
+            "linear.fprop.chunks_per_shard must be int or null; got True",
+        ),
         ("linear:\n  fprop:\n    chunks_per_shard: 0\n", "linear.fprop.chunks_per_shard must be at least 1, got 0"),
         ("transport:\n  timeout_s: -1\n", "transport.timeout_s must be positive and at most 1e+09, got -1"),
         ("transport:\n  nccl_channels: 65\n", "transport.nccl_channels must be between 1 and 64, got 65"),

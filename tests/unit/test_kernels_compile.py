@@ -47,6 +47,8 @@ def variant_for(
         "none": None,
         "matrix": layout(rows, cols, dtype=addend_dtype),
         "strided": layout(rows, cols, dtype=addend_dtype, transposed=True),
+        "several": Layout((rows, cols), (cols, 1), addend_dtype, 0, True, copies=3, copy_stride=rows * cols),
+        "several strided": Layout((rows, cols), (1, rows), addend_dtype, 0, True, copies=3, copy_stride=rows * cols),
         "bias": Layout((rows, cols), (0, 1), addend_dtype, 0, True),
     }
     variant = choose_variant(
@@ -69,6 +71,8 @@ def hopper_variants() -> Iterator[tuple[str, Variant]]:
             yield f"{pass_name}-{order}", variant_for(pass_name=pass_name, stealing=stealing)
         yield f"bias-{order}", variant_for(addend="bias", stealing=stealing)
         yield f"addend-{order}", variant_for(addend="matrix", stealing=stealing)
+        yield f"several-addends-{order}", variant_for(addend="several", stealing=stealing)
+        yield f"several-strided-addends-{order}", variant_for(addend="several strided", stealing=stealing)
         yield f"strided-addend-{order}", variant_for(addend="strided", stealing=stealing)
         yield (
             f"wgrad-fp32-accumulate-{order}",

@@ -1,5 +1,6 @@
-"""The NCCL transport and both linears on it: contract, values, timeouts, CUDA graphs, late streams and ranks."""
+"""GPU transports and both linears on them: contract, values, timeouts, CUDA graphs, late streams and ranks."""
 
+import dataclasses
 import os
 import time
 
@@ -12,32 +13,53 @@ from commfuse_megatron.config import KernelConfig, LinearConfig, PassConfig, Tra
 from commfuse_megatron.errors import TransportTimeoutError
 from commfuse_megatron.runtime import gemm
 from commfuse_megatron.transport import nccl
+from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.nccl import NcclTransport
 from tests.harness import run_spawned
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
-from tests.harness.transport_contract import CHECKS
+from tests.harness.transport_contract import run_contract
+
+BACKENDS = pytest.mark.parametrize("backend", ["nccl", "copy_engine"])
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu(2), pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-def linear_config(algorithm="direct", m=1, **others) -> OverlapConfig:
-    chosen = PassConfig(path="sliced", algorithm=algorithm, chunks_per_shard=m)
-    return OverlapConfig(linear=LinearConfig(fprop=chosen, dgrad=chosen), **others)
+def linear_config(backend, algorithm="direct", m=1, *, path="sliced", transport=None, **others) -> OverlapConfig:
+    chosen = PassConfig(path=path, algorithm=algorithm, chunks_per_shard=m)
+    transport = dataclasses.replace(transport or TransportConfig(), backend=backend)
+    fprop = dataclasses.replace(chosen, path="sliced")
+    return OverlapConfig(linear=LinearConfig(fprop=fprop, dgrad=chosen), transport=transport, **others)
 
 
-def _contract(group, device):
+def _contract(group, device, backend):
+    if backend == "copy_engine":
+        transport = CopyEngineTransport(group, device)
+        run_contract(transport, group.rank(), group.size(), device)
+        torch.cuda.synchronize()
+        transport.close()
+        return
     nccl._LEAST_BYTES_TO_CUT = 16  # small messages too
     for lanes in (1, 2, 3):
         store = dist.PrefixStore(f"{lanes} lanes under test", group.get_group_store())
         transport = NcclTransport(store, group.rank(), group.size(), channels=8, device=device, lanes=lanes)
-        for check in CHECKS:
-            check(transport, group.rank(), group.size(), device)
-            torch.cuda.synchronize()
+        run_contract(transport, group.rank(), group.size(), device)
+        torch.cuda.synchronize()
         transport.close()
 
 
-def test_contract():
-    run_spawned(2, _contract, backend="nccl")
+@BACKENDS
+def test_contract(backend):
+    run_spawned(2, _contract, backend, backend="nccl")
+
+
+def _copy_engine_configurations():
+    for algorithm, m in (("direct", 1), ("direct", 2), ("direct", 3), ("ring", 1), ("ring", 2)):
+        yield torch.bfloat16, linear_config("copy_engine", algorithm, m)
+        yield torch.float32, linear_config("copy_engine", algorithm, m)
+    yield torch.bfloat16, linear_config("copy_engine", path="bulk")
+    yield torch.float32, linear_config("copy_engine", path="bulk")
+    yield torch.float16, linear_config("copy_engine", m=2)
+    yield torch.bfloat16, linear_config("copy_engine", m=2, kernel=KernelConfig(gemm="persistent"))
 
 
 def _configurations():
@@ -46,18 +68,19 @@ def _configurations():
     stealing = KernelConfig(tile_order="stealing", regain_sms=False)
     lanes = TransportConfig(nccl_lanes=2, nccl_channels=4)
     for algorithm, m in (("direct", 1), ("direct", 2), ("direct", 3), ("ring", 1), ("ring", 2)):
-        yield torch.bfloat16, linear_config(algorithm, m)
-        yield torch.bfloat16, linear_config(algorithm, m, kernel=no_regain, transport=lanes)
-    yield torch.bfloat16, linear_config(m=2, kernel=stealing)
-    yield torch.float16, linear_config(m=2)
-    yield torch.float32, linear_config(m=2)
-    yield torch.float32, linear_config("ring", 2)
+        yield torch.bfloat16, linear_config("nccl", algorithm, m)
+        yield torch.bfloat16, linear_config("nccl", algorithm, m, kernel=no_regain, transport=lanes)
+    yield torch.bfloat16, linear_config("nccl", m=2, kernel=stealing)
+    yield torch.bfloat16, linear_config("nccl", path="bulk")
+    yield torch.float16, linear_config("nccl", m=2)
+    yield torch.float32, linear_config("nccl", m=2)
+    yield torch.float32, linear_config("nccl", "ring", 2)
 
 
-def _linears(group, device):
+def _linears(group, device, backend):
     gemm._REGAIN_FLOPS = 0  # small problems too
     nccl._LEAST_BYTES_TO_CUT = 16
-    for dtype, config in _configurations():
+    for dtype, config in _configurations() if backend == "nccl" else _copy_engine_configurations():
         with OverlapContext(group, config) as context:
             for op in OPS:
                 for rows, N, K in ((64, 48, 40), (65, 33, 17), (1, 8, 8), (640, 64, 64)):
@@ -65,32 +88,34 @@ def _linears(group, device):
                         case = Case(op=op, rows=rows, N=N, K=K, dtype=dtype, seed=rows, has_bias=has_bias)
                         operands = draw(case, group.rank(), group.size(), device)
                         assert_equal(overlapped(case, operands, context), reference(case, operands, group))
-            assert {record.path for record in context.report()} == {"sliced"}
-            expected = "torch" if dtype is torch.float32 else "persistent"
-            assert {record.gemm for record in context.report()} == {expected}
+            assert {record.path for record in context.report()} == {"sliced", config.linear.dgrad.path}
+            is_persistent = dtype is not torch.float32 and (backend == "nccl" or config.kernel.gemm == "persistent")
+            assert {record.gemm for record in context.report()} == {"persistent" if is_persistent else "torch"}
 
 
-def test_linears_are_exact_on_integers():
-    run_spawned(2, _linears, backend="nccl")
+@BACKENDS
+def test_linears_are_exact_on_integers(backend):
+    run_spawned(2, _linears, backend, backend="nccl")
 
 
-def _identical_runs(group, device):
+def _identical_runs(group, device, backend):
     gemm._REGAIN_FLOPS = 0
     for op in OPS:
         case = Case(op=op, rows=1024, N=512, K=768, dtype=torch.bfloat16, exact=False)
         operands = draw(case, group.rank(), group.size(), device)
-        with OverlapContext(group, linear_config(m=2)) as context:
+        with OverlapContext(group, linear_config(backend, m=2)) as context:
             first = overlapped(case, operands, context)
             for _ in range(99):
                 assert_equal(overlapped(case, operands, context), first)
 
 
-def test_a_hundred_runs_are_bit_identical():
-    run_spawned(2, _identical_runs, backend="nccl")
+@BACKENDS
+def test_a_hundred_runs_are_bit_identical(backend):
+    run_spawned(2, _identical_runs, backend, backend="nccl")
 
 
-def _late_peer(group, device):
-    context = OverlapContext(group, linear_config(transport=TransportConfig(timeout_s=3.0)))
+def _late_peer(group, device, backend):
+    context = OverlapContext(group, linear_config(backend, transport=TransportConfig(timeout_s=3.0)))
     x = torch.ones(64, 1, 64, device=device, dtype=torch.bfloat16)
     weight = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
     ops.all_gather_linear(x, weight, context=context)
@@ -108,13 +133,14 @@ def _late_peer(group, device):
     dist.barrier()
 
 
-def test_the_watchdog_frees_the_stream_and_names_the_missing_rank():
-    run_spawned(2, _late_peer, backend="nccl")
+@BACKENDS
+def test_the_watchdog_frees_the_stream_and_names_the_missing_rank(backend):
+    run_spawned(2, _late_peer, backend, backend="nccl")
 
 
-def _captured(group, device):
+def _captured(group, device, backend, path):
     gemm._REGAIN_FLOPS = 0
-    with OverlapContext(group, linear_config(m=2)) as context:
+    with OverlapContext(group, linear_config(backend, m=2 if path == "sliced" else 1, path=path)) as context:
         x = torch.randn(512, 1, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.randn(256, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
         grad = torch.randn(512, 1, 256, device=device, dtype=torch.bfloat16)
@@ -156,11 +182,13 @@ def _captured(group, device):
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
-def test_forward_and_backward_replay_from_a_cuda_graph():
-    run_spawned(2, _captured, backend="nccl")
+@pytest.mark.parametrize("path", ["sliced", "bulk"])
+@BACKENDS
+def test_forward_and_backward_replay_from_a_cuda_graph(backend, path):
+    run_spawned(2, _captured, backend, path, backend="nccl")
 
 
-def _delays(group, device):
+def _delays(group, device, backend):
     gemm._REGAIN_FLOPS = 0
     nccl._LEAST_BYTES_TO_CUT = 16
     case = Case(op=OPS[1], rows=4096, N=64, K=64, dtype=torch.bfloat16)  # partials below 256: exact in bf16
@@ -168,8 +196,8 @@ def _delays(group, device):
     expected = reference(case, operands, group)
     two_lanes = TransportConfig(nccl_lanes=2, nccl_channels=4)
     with (
-        OverlapContext(group, linear_config(m=2)) as context,
-        OverlapContext(group, linear_config("ring", 2, transport=two_lanes)) as other,
+        OverlapContext(group, linear_config(backend, m=2)) as context,
+        OverlapContext(group, linear_config(backend, "ring", 2, transport=two_lanes)) as other,
     ):
         for late in (0, 1):
             if group.rank() == late:
@@ -189,11 +217,13 @@ def _delays(group, device):
         assert_equal(on_side, expected)
 
 
-def test_late_ranks_two_contexts_and_two_streams():
-    run_spawned(2, _delays, backend="nccl")
+@BACKENDS
+def test_late_ranks_two_contexts_and_two_streams(backend):
+    run_spawned(2, _delays, backend, backend="nccl")
 
 
 @pytest.mark.parametrize("connections", ["1", "8", "32"])
-def test_any_number_of_hardware_queues(connections, monkeypatch):
+@BACKENDS
+def test_any_number_of_hardware_queues(backend, connections, monkeypatch):
     monkeypatch.setitem(os.environ, "CUDA_DEVICE_MAX_CONNECTIONS", connections)
-    run_spawned(2, _delays, backend="nccl")
+    run_spawned(2, _delays, backend, backend="nccl")

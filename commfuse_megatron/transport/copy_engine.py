@@ -1,0 +1,274 @@
+"""Transport by copies into the peers' memory: GPUs that reach each other, ranks of one host. No kernel, no SM.
+
+Every rank maps the windows of all others (PyTorch symmetric memory; multicast is never used). A message is a
+device-to-device copy on a stream of our own, between stream memory operations on 32-bit flags:
+
+    sender's copy stream      wait free, clear it | copy into the peer's window | write full there, sent here
+    receiver's stream                                                  wait full, sent ...   release: clear, write free
+
+`free` lies at the sender, one per peer: that peer's windows may be written. `full` lies at the receiver, `sent` at the
+sender, one per message. They are set once and cleared once per operation, by values that do not change from call to
+call, so a captured CUDA graph replays them. A wait changes nothing, so it may be repeated, on any stream.
+
+The contract that bites: between two releases all messages to a peer go out under one grant, so a rank must release
+each operation, also one that receives nothing, in the same order as the others.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from typing import Any, override
+
+import torch
+from torch import distributed as dist
+
+from commfuse_megatron.errors import TransportError
+from commfuse_megatron.transport.base import MOST_FLAGS, Message, Transfer, Transport, Window
+from commfuse_megatron.transport.stream_memory import Batch, OwnStream, StreamMemory, batch
+
+__all__ = ["CopyEngineTransport"]
+
+logger = logging.getLogger(__name__)
+
+_FLAG_BYTES = 4
+_CLEAR, _SET = 0, 1
+
+# Streams blocked by a peer that never came are let go in rounds, since queued work clears flags again.
+_ABORT_ROUND_S = 0.005
+_ABORT_IDLE_ROUNDS = 20
+_ABORT_LIMIT_S = 60.0
+
+#: Both ends of a batch: (peer received from, its flag, peer sent to, flag there); -1 where there is none.
+_Key = tuple[int, int, int, int]
+
+
+class _MappedWindow(Window):
+    """A window and the addresses at which this process sees those of all ranks."""
+
+    __slots__ = ("_handle", "addresses")
+
+    def __init__(self, tensor: torch.Tensor, handle: Any) -> None:
+        super().__init__(tensor)
+        self._handle = handle  # keeps the mappings alive
+        self.addresses: list[int] = list(handle.buffer_ptrs)
+
+
+class _Operation:
+    """The batches between two releases."""
+
+    __slots__ = ("done", "granted", "is_done", "keys")
+
+    def __init__(self) -> None:
+        self.keys: list[_Key] = []
+        self.granted: set[int] = set()
+        self.done: torch.cuda.Event | None = None
+        self.is_done = False
+
+
+class _CopyTransfer(Transfer):
+    __slots__ = ("_key", "_operation", "_transport")
+
+    def __init__(self, transport: "CopyEngineTransport", key: _Key, operation: _Operation) -> None:
+        self._transport = transport
+        self._key = key
+        self._operation = operation
+
+    @override
+    def wait(self) -> None:
+        self._transport._wait(self._key)
+
+    @override
+    def is_complete(self) -> bool:
+        done = self._operation.done  # re-recorded for a later operation only once this one is done
+        return self._operation.is_done or (done is not None and done.query())
+
+    @override
+    def has_arrived(self) -> bool:
+        return self.is_complete() or self._transport._is_full(self._key)
+
+
+class CopyEngineTransport(Transport):
+    """Copies between the members of one process group, all of which reach each other's memory."""
+
+    name = "copy_engine"
+    needs_watchdog = True
+    is_one_sided = True
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        # Read by PyTorch at the first rendezvous of the process. We never need multicast, and on some machines making
+        # a multicast object takes the whole fabric down.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        self._group = group
+        self._device = device
+        self._rank, self._size = group.rank(), group.size()
+        self._memory = StreamMemory()
+        self._stream = OwnStream(device, is_high_priority=True)
+        self._issued = torch.cuda.Event()
+        self._copied = torch.cuda.Event()
+        # full [sender, flag], sent [receiver, flag], free [receiver]
+        self._flags = self._map((2 * MOST_FLAGS + 1) * self._size * _FLAG_BYTES, self._clear_flags)
+        self._takes: dict[int, Batch] = {}
+        self._deliveries: dict[tuple[int, int], Batch] = {}
+        self._waits: dict[_Key, Batch] = {}
+        self._releases: dict[tuple[_Key, ...], Batch] = {}
+        self._operation = _Operation()
+        self._in_flight: deque[_Operation] = deque()
+        self._is_aborted = False
+
+    @override
+    def window(self, size_bytes: int, device: torch.device) -> Window:
+        # All that this rank received or sent is ordered before this; after the rendezvous that holds for all ranks.
+        torch.cuda.current_stream(self._device).synchronize()
+        return self._map(size_bytes, None)
+
+    @override
+    def exchange(self, send: Message | None, receive: Message | None, turn: int = 0) -> Transfer:
+        operation = self._operation
+        to_rank = sent_flag = from_rank = received_flag = -1
+        if send is not None:
+            to_rank, sent_flag = self._push(send, operation)
+        if receive is not None:
+            if receive.place is None:
+                raise TransportError("the copy engine receives in windows only: the message has no place")
+            from_rank, received_flag = receive.peer, receive.place.flag
+        key = (from_rank, received_flag, to_rank, sent_flag)
+        operation.keys.append(key)
+        return _CopyTransfer(self, key, operation)
+
+    @override
+    def release(self, *, is_capturing: bool) -> None:
+        operation = self._operation
+        if not operation.keys:
+            return
+        keys = tuple(operation.keys)
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        self._memory.run(stream, self._releases.get(keys) or self._make_release(keys))
+        if is_capturing:  # a forked stream must join again before the capture ends
+            self._copied.record(self._stream.torch)
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+        else:
+            operation.done = self._spare_event()
+            operation.done.record()
+            self._in_flight.append(operation)
+        self._operation = _Operation()
+
+    @override
+    def abort(self) -> None:
+        if not self._is_aborted:
+            self._is_aborted = True
+            threading.Thread(target=self._let_go, name="commfuse-abort", daemon=True).start()
+
+    @override
+    def close(self) -> None:
+        self._stream.destroy()
+
+    # -- sending and waiting ------------------------------------------------------------------------------------------
+
+    def _push(self, send: Message, operation: _Operation) -> tuple[int, int]:
+        tensor, peer, _, place = send
+        if place is None or not isinstance(place.window, _MappedWindow):
+            raise TransportError("the copy engine sends into windows only: the message has no place in one")
+        memory, copies = self._memory, self._stream
+        self._issued.record()
+        copies.torch.wait_event(self._issued)
+        if peer not in operation.granted:
+            operation.granted.add(peer)
+            memory.run(copies.handle, self._takes.get(peer) or self._make_take(peer))
+        memory.copy(copies.handle, place.window.addresses[peer] + place.offset, tensor.data_ptr(), tensor.nbytes)
+        key = (peer, place.flag)
+        memory.run(copies.handle, self._deliveries.get(key) or self._make_delivery(key))
+        return key
+
+    def _wait(self, key: _Key) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        self._memory.run(stream, self._waits.get(key) or self._make_wait(key))
+
+    def _spare_event(self) -> torch.cuda.Event:
+        if self._in_flight:
+            event = self._in_flight[0].done
+            if event is not None and event.query():
+                oldest = self._in_flight.popleft()
+                oldest.is_done, oldest.done = True, None
+                return event
+        return torch.cuda.Event()
+
+    # -- flags --------------------------------------------------------------------------------------------------------
+
+    def _full_at(self, receiver: int, sender: int, flag: int) -> int:
+        return self._flags.addresses[receiver] + (sender * MOST_FLAGS + flag) * _FLAG_BYTES
+
+    def _sent_at(self, receiver: int, flag: int) -> int:
+        base = self._flags.addresses[self._rank] + self._size * MOST_FLAGS * _FLAG_BYTES
+        return base + (receiver * MOST_FLAGS + flag) * _FLAG_BYTES
+
+    def _free_at(self, sender: int, receiver: int) -> int:
+        return self._flags.addresses[sender] + (2 * self._size * MOST_FLAGS + receiver) * _FLAG_BYTES
+
+    def _make_take(self, peer: int) -> Batch:
+        at = self._free_at(self._rank, peer)
+        ops = batch([self._memory.wait_for(at, _SET), self._memory.write_value(at, _CLEAR)])
+        self._takes[peer] = ops
+        return ops
+
+    def _make_delivery(self, key: tuple[int, int]) -> Batch:
+        peer, flag = key
+        addresses = (self._full_at(peer, self._rank, flag), self._sent_at(peer, flag))
+        ops = self._deliveries[key] = batch(self._memory.write_value(at, _SET) for at in addresses)
+        return ops
+
+    def _own_flags(self, key: _Key) -> list[int]:
+        from_rank, received_flag, to_rank, sent_flag = key
+        addresses = [] if from_rank < 0 else [self._full_at(self._rank, from_rank, received_flag)]
+        return addresses if to_rank < 0 else [*addresses, self._sent_at(to_rank, sent_flag)]
+
+    def _make_wait(self, key: _Key) -> Batch:
+        ops = self._waits[key] = batch(self._memory.wait_for(at, _SET) for at in self._own_flags(key))
+        return ops
+
+    def _make_release(self, keys: tuple[_Key, ...]) -> Batch:
+        memory = self._memory
+        clears = [memory.write_value(at, _CLEAR) for key in keys for at in self._own_flags(key)]
+        sources = sorted({key[0] for key in keys if key[0] >= 0})
+        grants = [memory.write_value(self._free_at(source, self._rank), _SET) for source in sources]
+        ops = self._releases[keys] = batch([*clears, *grants])
+        return ops
+
+    def _clear_flags(self, tensor: torch.Tensor) -> None:
+        flags = tensor.view(torch.int32)
+        flags.zero_()
+        flags[2 * self._size * MOST_FLAGS :].fill_(_SET)
+
+    def _map(self, size_bytes: int, fill: Any) -> _MappedWindow:
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        tensor = symmetric_memory.empty(max(size_bytes, 1), dtype=torch.uint8, device=self._device)
+        if fill is not None:  # before the rendezvous: afterwards the peers may write there
+            fill(tensor)
+            torch.cuda.current_stream(self._device).synchronize()
+        return _MappedWindow(tensor, symmetric_memory.rendezvous(tensor, self._group.group_name))
+
+    # -- when a peer does not come ------------------------------------------------------------------------------------
+
+    def _is_full(self, key: _Key) -> bool:
+        flags = self._flags.tensor.view(torch.int32)
+        base = self._flags.addresses[self._rank]
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            return all(int(flags[(at - base) // _FLAG_BYTES].item()) == _SET for at in self._own_flags(key))
+
+    def _let_go(self) -> None:
+        """Set every flag, again and again, until nothing of this transport waits any more."""
+        deadline = time.monotonic() + _ABORT_LIMIT_S
+        flags = self._flags.tensor.view(torch.int32)
+        stream = torch.cuda.Stream(self._device, priority=-1)
+        idle_rounds = 0
+        while time.monotonic() < deadline and idle_rounds < _ABORT_IDLE_ROUNDS:
+            with torch.cuda.stream(stream):
+                flags.fill_(_SET)
+            last = self._in_flight[-1].done if self._in_flight else None
+            is_idle = self._stream.torch.query() and (last is None or last.query())
+            idle_rounds = idle_rounds + 1 if is_idle else 0
+            time.sleep(_ABORT_ROUND_S)
+        if idle_rounds < _ABORT_IDLE_ROUNDS:
+            logger.error("a stream was still blocked %.0f s after the transfers were given up", _ABORT_LIMIT_S)

@@ -1,0 +1,106 @@
+"""Waits for and writes of 32-bit flags in a stream's order, without a kernel; copies; and a stream of our own.
+
+Thin over the driver (cuda-bindings). Parameters are built once and replayed: building them costs more host time than
+the call. The contract that bites: such a wait is invisible to CUDA, so nothing but the flag ends it, and what writes
+the flag must never be submitted behind the wait.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from commfuse_megatron.errors import TransportError
+
+__all__ = ["Batch", "MemoryOp", "OwnStream", "StreamMemory", "batch"]
+
+# The driver takes fewer than 256 operations at once.
+_MOST_OPS = 255
+
+MemoryOp = Any
+Batch = tuple[list[MemoryOp], ...]
+
+
+def _driver() -> Any:
+    from cuda.bindings import driver  # not at import: the package must not touch CUDA then
+
+    return driver
+
+
+def _check(status: Any, what: str) -> None:
+    if status:
+        raise TransportError(f"{what} failed: {getattr(status, 'name', status)}")
+
+
+def batch(ops: Iterable[MemoryOp]) -> Batch:
+    """Operations for `StreamMemory.run`, in order."""
+    ops = list(ops)
+    return tuple(ops[first : first + _MOST_OPS] for first in range(0, len(ops), _MOST_OPS))
+
+
+class StreamMemory:
+    """The driver's calls, looked up once. `stream` arguments are the driver's handles."""
+
+    def __init__(self) -> None:
+        self._driver = _driver()
+        self._batch_mem_op = self._driver.cuStreamBatchMemOp
+        self._memcpy = self._driver.cuMemcpyDtoDAsync
+
+    def wait_for(self, address: int, value: int) -> MemoryOp:
+        """Operation that holds the stream until the flag at `address` equals `value`."""
+        driver = self._driver
+        op = driver.CUstreamBatchMemOpParams()
+        op.operation = op.waitValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
+        op.waitValue.address = driver.CUdeviceptr(address)
+        op.waitValue.value = driver.cuuint32_t(value)
+        op.waitValue.flags = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
+        return op
+
+    def write_value(self, address: int, value: int) -> MemoryOp:
+        """Operation that writes `value` to the flag at `address`, visible after all that came before in the stream."""
+        driver = self._driver
+        op = driver.CUstreamBatchMemOpParams()
+        op.operation = op.writeValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
+        op.writeValue.address = driver.CUdeviceptr(address)
+        op.writeValue.value = driver.cuuint32_t(value)
+        op.writeValue.flags = int(driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT)
+        return op
+
+    def run(self, stream: Any, ops: Batch) -> None:
+        """Enqueue the operations."""
+        for part in ops:
+            status = self._batch_mem_op(stream, len(part), part, 0)[0]
+            if status:
+                _check(status, "cuStreamBatchMemOp")
+
+    def copy(self, stream: Any, target_at: int, source_at: int, size_bytes: int) -> None:
+        """Enqueue a copy between device addresses, this device's or mapped ones of peers."""
+        status = self._memcpy(target_at, source_at, size_bytes, stream)[0]
+        if status:
+            _check(status, "cuMemcpyDtoDAsync")
+
+    def handle(self, raw_stream: int) -> Any:
+        """The driver's handle of a stream, to be kept for `run` and `copy`."""
+        return self._driver.CUstream(raw_stream)
+
+
+class OwnStream:
+    """A stream that nobody else is handed: PyTorch's pool gives the same stream out again after 32 others.
+
+    Behind a wait for a flag, somebody else's work on a shared stream could be what the flag waits for.
+    """
+
+    def __init__(self, device: torch.device, *, is_high_priority: bool) -> None:
+        self._driver = _driver()
+        with torch.cuda.device(device):
+            _, least, greatest = self._driver.cuCtxGetStreamPriorityRange()
+            flags = int(self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            status, self.handle = self._driver.cuStreamCreateWithPriority(
+                flags, greatest if is_high_priority else least
+            )
+        _check(status, "cuStreamCreateWithPriority")
+        self.torch = torch.cuda.ExternalStream(int(self.handle), device=device)
+
+    def destroy(self) -> None:
+        """Give the stream up; work on it is completed first."""
+        self._driver.cuStreamDestroy(self.handle)
