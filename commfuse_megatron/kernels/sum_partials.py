@@ -6,6 +6,7 @@ strides, dtypes and alignment is worked out once and kept as a plan.
 
 import functools
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from commfuse_megatron.errors import ShapeError, UnsupportedError
 from commfuse_megatron.kernels.launch import Launcher, complete_signature, make_launcher
 from commfuse_megatron.kernels.support import has_triton, raw_stream
 
-__all__ = ["compile_sum", "sum_partials"]
+__all__ = ["bind_sum", "compile_sum", "sum_partials"]
 
 TRITON_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 BLOCK = 2048
@@ -71,6 +72,21 @@ def sum_partials(
         with torch.cuda.device(plan.device_index):
             plan.launch(own_at, partials_at, bias_at, out_at)
     return out
+
+
+def bind_sum(
+    own: torch.Tensor, partials: torch.Tensor, *, bias: torch.Tensor | None, out: torch.Tensor
+) -> Callable[[int, int | None, int], None] | None:
+    """`sum_partials` for tensors like these: `f(own address, bias address, out address)`, on the current stream.
+
+    The addresses must be as aligned as these tensors', and `partials` is kept by its address alone. None where no
+    kernel of ours does it.
+    """
+    plan = _make_plan(own, partials, bias, out)
+    if plan.kind is None:
+        return None
+    partials_at = partials.data_ptr()
+    return lambda own_at, bias_at, out_at: plan.launch(own_at, partials_at, bias_at, out_at)
 
 
 def _sum_in_torch(

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from commfuse_megatron.ops.arguments import cast_for_autocast, prepare, prepare_backward, with_unit_stride
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 from commfuse_megatron.ops.passes import gather_matmul, matmul_scatter, start_gather, weight_gradient
+from commfuse_megatron.ops.replay import replay_gather, replay_gather_backward
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
 from commfuse_megatron.problem import shard_range
 from commfuse_megatron.runtime.context import OverlapContext
@@ -71,18 +72,19 @@ class _AllGatherLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         p = call.forward
         problem = p.problem
-        shard = x.contiguous().flatten(0, -2)
+        x_rows = x.contiguous()
         y = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
-        out = y.flatten(0, -2)
         is_kept = p.plan.keep_gathered_input and ctx.needs_input_grad[1]
         gathered = x.new_empty(problem.M, problem.K) if is_kept else None
-        b = with_unit_stride(weight).t()
+        weight_rows = with_unit_stride(weight)
         with p as link:
-            if p.plan.is_scheduled:
-                gather_matmul(p, link, shard, b, out, bias=bias, gathered=gathered)
-            else:
-                gathered = _gather(p, shard)
-                p.gemm.multiply(gathered, b, out, bias)
+            if is_kept or not (p.can_replay and replay_gather(p, link, x_rows, weight_rows, _row(bias), y)):
+                shard, out, b = x_rows.flatten(0, -2), y.flatten(0, -2), weight_rows.t()
+                if p.plan.is_scheduled:
+                    gather_matmul(p, link, shard, b, out, bias=bias, gathered=gathered)
+                else:
+                    gathered = _gather(p, shard)
+                    p.gemm.multiply(gathered, b, out, bias)
         ctx.call = call
         ctx.is_kept = is_kept
         ctx.has_bias = bias is not None
@@ -122,6 +124,16 @@ def _scheduled_backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     grad, x, weight, gathered, needs_input, needs_weight = operands
     grad_x = grad_weight = None
+    if p.can_replay and needs_input and needs_weight and gathered is None:
+        x = x.contiguous()
+        grad_x = torch.empty_like(x)
+        target = call.weight_grad
+        grad_weight = (
+            torch.empty_like(weight, memory_format=torch.contiguous_format) if target is None else target.accumulate
+        )
+        if replay_gather_backward(p, link, (grad, x, weight), grad_x, grad_weight, target):
+            return grad_x, grad_weight if target is None else target.result()
+        grad_x = grad_weight = None
     regather: AllGatherRun | None = None
     if needs_weight and gathered is None:
         gathered = p.gather.gathered()
@@ -169,6 +181,10 @@ def _sequential_backward(
             gathered = _gather(p, x.contiguous().flatten(0, -2))
         grad_weight = weight_gradient(p, grad, gathered, weight, call.weight_grad)
     return grad_x, grad_weight
+
+
+def _row(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.contiguous()
 
 
 def _gather(p: PreparedPass, shard: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from commfuse_megatron.ops.arguments import cast_for_autocast, prepare, prepare_backward, with_unit_stride
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 from commfuse_megatron.ops.passes import gather_matmul, matmul_scatter, start_gather, weight_gradient
+from commfuse_megatron.ops.replay import replay_scatter, replay_scatter_backward
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
 from commfuse_megatron.problem import shard_range
 from commfuse_megatron.runtime.context import OverlapContext
@@ -71,13 +72,16 @@ class _LinearReduceScatter(torch.autograd.Function):
         p = call.forward
         problem, context = p.problem, p.context
         own = shard_range(problem.rows, context.group_size, context.group_rank)
-        a, b = x.contiguous().flatten(0, -2), with_unit_stride(weight).t()
-        bias = None if bias is None else with_unit_stride(bias)
+        x_rows, weight_rows = x.contiguous(), with_unit_stride(weight)
+        bias = None if bias is None else bias.contiguous()
+        y = x.new_empty(own.size, *x.shape[1:-1], problem.N)
         with p as link:
-            if p.plan.is_scheduled:
-                y = x.new_empty(own.size, *x.shape[1:-1], problem.N)
-                matmul_scatter(p, link, a, b, y.flatten(0, -2), bias=bias)
+            if p.can_replay and replay_scatter(p, link, x_rows, weight_rows, bias, y):
+                pass
+            elif p.plan.is_scheduled:
+                matmul_scatter(p, link, x_rows.flatten(0, -2), weight_rows.t(), y.flatten(0, -2), bias=bias)
             else:
+                a, b = x_rows.flatten(0, -2), weight_rows.t()
                 partial = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
                 p.gemm.multiply(a, b, partial.flatten(0, -2))
                 y = reduce_scatter_rows(partial, context.group)
@@ -100,15 +104,36 @@ class _LinearReduceScatter(torch.autograd.Function):
             p = prepare_backward(call.forward, needs_input=needs_input, needs_weight=needs_weight)
             if needs_input:
                 grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-            b = with_unit_stride(weight)
             with p as link:
-                grad = _gather_under_dgrad(p, link, grad_shard, b, grad_x, needs_weight=needs_weight)
-                if needs_weight:
-                    a = x.contiguous().flatten(0, -2)
-                    grad_weight = weight_gradient(p, grad, a, weight, call.weight_grad)
+                operands = _Operands(grad_shard, x, with_unit_stride(weight), grad_x, needs_weight)
+                grad_weight = _backward(p, link, operands, call.weight_grad)
         if ctx.has_bias and needs_bias:
             grad_bias = grad_shard.sum(0)
         return grad_x, grad_weight, grad_bias, None
+
+
+class _Operands(NamedTuple):
+    grad_shard: torch.Tensor  # [M_r, N]
+    x: torch.Tensor  # [S, ..., K]
+    weight: torch.Tensor  # [N, K]
+    grad_x: torch.Tensor | None  # like x, to be filled
+    needs_weight: bool
+
+
+def _backward(p: PreparedPass, link: Link, operands: _Operands, target: WeightGradTarget | None) -> torch.Tensor | None:
+    """Fill `grad_x` (if given); returns the weight's gradient for autograd."""
+    grad_shard, x, weight, grad_x, needs_weight = operands
+    if p.can_replay and grad_x is not None and needs_weight:
+        x = x.contiguous()
+        grad_weight = (
+            torch.empty_like(weight, memory_format=torch.contiguous_format) if target is None else target.accumulate
+        )
+        if replay_scatter_backward(p, link, (grad_shard, x, weight), grad_x, grad_weight, target):
+            return grad_weight if target is None else target.result()
+    grad = _gather_under_dgrad(p, link, grad_shard, weight, grad_x, needs_weight=needs_weight)
+    if not needs_weight:
+        return None
+    return weight_gradient(p, grad, x.contiguous().flatten(0, -2), weight, target)
 
 
 def _gather_under_dgrad(

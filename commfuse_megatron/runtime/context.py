@@ -176,8 +176,10 @@ class OverlapContext:
 
     def leave(self) -> None:
         """End what `enter` began."""
-        self.link.transport.release(is_capturing=self.link.is_capturing)
-        if self._last_done is not None and not self.link.is_capturing:
+        done = self.link.transport.release(is_capturing=self.link.is_capturing)
+        if done is not None:
+            self._last_done = done
+        elif self._last_done is not None and not self.link.is_capturing:
             self._last_done.record()
 
     def require_usable(self) -> None:

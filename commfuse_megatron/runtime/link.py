@@ -12,8 +12,10 @@ from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.runtime.watchdog import Watchdog
 from commfuse_megatron.schedule import render
 from commfuse_megatron.transport.base import Message, PeerTimeoutError, Transfer, Transport
+from commfuse_megatron.transport.copy_engine import CopyEngineTransport
+from commfuse_megatron.transport.copy_tape import BoundOperation
 
-__all__ = ["Link", "Peers"]
+__all__ = ["Link", "Peers", "Watched"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ class _Run(Protocol):
     bound: BoundSchedule
 
 
-class _Watched(NamedTuple):
+class Watched(NamedTuple):
     """A batch, without the tensors it holds."""
 
     label: str
@@ -75,12 +77,20 @@ class Link:
         if self._watchdog is not None and not self.is_capturing:
             send_peer = None if send is None else send.peer
             receive_peer = None if receive is None else receive.peer
-            self._watchdog.watch(transfer, _Watched(run.label, run.bound, index, send_peer, receive_peer))
+            self._watchdog.watch(transfer, Watched(run.label, run.bound, index, send_peer, receive_peer))
         if self.recorder is not None:
             ends = [f"to rank {send.peer}"] if send is not None else []
             ends += [f"from rank {receive.peer}"] if receive is not None else []
             self._open[id(run), index] = self.recorder.open_transfer(" ".join(ends), transfer, index)
         return transfer
+
+    def replay(self, operation: BoundOperation, addresses: tuple[int, ...]) -> None:
+        """Run a bound operation over the copy engine, all but its release."""
+        transport = self.transport
+        assert isinstance(transport, CopyEngineTransport)
+        transfer = transport.replay(operation, addresses)
+        if self._watchdog is not None and operation.keys and not self.is_capturing:
+            self._watchdog.watch(transfer, operation)
 
     def finish(self, run: _Run, index: int, transfer: Transfer) -> None:
         """Order what follows after the batch. Raises TransportTimeoutError or TransportError where that can be seen."""
@@ -119,7 +129,9 @@ class Link:
         if self._watchdog is not None:
             self._watchdog.stop()
 
-    def _overdue(self, watched: _Watched) -> None:
+    def _overdue(self, watched: Watched | BoundOperation) -> None:
+        if isinstance(watched, BoundOperation):
+            watched = self._missing_of(watched)
         if watched.receive_peer is not None:
             verb, peer = "got nothing from", watched.receive_peer
         else:
@@ -127,6 +139,15 @@ class Link:
         error = self._timeout_error(watched.label, watched.bound, watched.step, verb, peer)
         logger.error("%s", error)
         self.fail(error)
+
+    def _missing_of(self, operation: BoundOperation) -> Watched:
+        transport = self.transport
+        assert isinstance(transport, CopyEngineTransport)
+        missing = [note for key, note in operation.notes if not transport.has_arrived(key)]
+        # Where all has arrived, it is a send that waits for its receiver, or something else on the stream.
+        found = missing[0] if missing else operation.notes[0][1]
+        assert isinstance(found, Watched)
+        return found
 
     def _broken(self, run: _Run, index: int, error: TransportError) -> TransportError:
         me = self._peers.name(self._peers.group_rank)

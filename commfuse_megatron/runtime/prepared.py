@@ -1,10 +1,12 @@
 """One problem on one context: its plan, its programs and its count of calls. Made once, replayed at every call."""
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from commfuse_megatron.errors import TransportError
+from commfuse_megatron.kernels.blas import blas_unavailable_reason
 from commfuse_megatron.plan.choose import LinearPlan
 from commfuse_megatron.problem import GemmProblem
 from commfuse_megatron.runtime.binding import BoundSchedule, bind
@@ -33,6 +35,8 @@ class PreparedPass:
         self.calls = 0
         self.is_agreed = False
         self._dtype: torch.dtype = getattr(torch, problem.dtype)
+        #: Bound operations by layouts of the operands: `ops.replay` fills and reads it.
+        self.tapes: dict[Any, Any] = {}
         self._gather: GatherProgram | None = None
         self._scatter: ScatterProgram | None = None
 
@@ -70,18 +74,38 @@ class PreparedPass:
         return self.plan.path == "bulk"
 
     @property
-    def _folds_arrivals(self) -> bool:
-        # An own GEMM that adds what arrived must come after it. With one chunk per shard that would leave the last
-        # transfer uncovered, unless something else is computed in between; and where transfers are slower than GEMMs,
-        # waiting for them with GEMMs still to do costs more than a pass over the output at the end.
-        plan = self.plan
+    def has_cover(self) -> bool:
+        """Whether an own GEMM may come after the arrival of what is added to it.
+
+        With one chunk per shard that would leave the last transfer uncovered, unless something else is computed in
+        between; and where transfers are slower than GEMMs, waiting for them with GEMMs still to do costs more than a
+        pass over the output at the end.
+        """
         is_fast = self.context.link.transport.is_one_sided
-        has_cover = self.is_bulk or plan.chunks_per_shard > 1
-        return self.gemm.can_fold and plan.algorithm is Algorithm.DIRECT and is_fast and has_cover
+        return is_fast and (self.is_bulk or self.plan.chunks_per_shard > 1)
+
+    @functools.cached_property
+    def can_replay(self) -> bool:
+        """Whether calls of this problem may be bound lists of driver and cuBLASLt calls: see `ops.replay`."""
+        context, plan = self.context, self.plan
+        return (
+            context.link.transport.is_one_sided
+            and plan.path in ("sliced", "bulk")
+            and plan.algorithm is Algorithm.DIRECT
+            and context.link.recorder is None
+            and context.config.kernel.gemm == "auto"
+            and self.problem.rows > 0
+            and blas_unavailable_reason(context.device, self._dtype) is None
+        )
+
+    @property
+    def _folds_arrivals(self) -> bool:
+        return self.gemm.can_fold and self.plan.algorithm is Algorithm.DIRECT and self.has_cover
 
     def forget_programs(self) -> None:
         """Free the programs; the next call makes them anew."""
         self._gather = self._scatter = None
+        self.tapes.clear()
 
     def begin(self) -> None:
         """Agree with the other ranks where due, and count the call; before anything is sent.

@@ -58,7 +58,9 @@ class Watchdog:
             if head is None or head is not oldest:
                 oldest, oldest_since = head, time.monotonic()
             elif time.monotonic() - oldest_since > self._timeout_s:
-                self._on_overdue(head[1])
+                # Several transfers may end together; say which one is missing.
+                missing = next((entry for entry in list(self._in_flight) if not entry[0].has_arrived()), head)
+                self._on_overdue(missing[1])
                 return
 
     def _drop_completed(self) -> None:

@@ -97,8 +97,12 @@ class Transport(ABC):
         """Memory for arrivals, of at least `size_bytes`. Collective; the current stream is done with all transfers."""
         return Window(torch.empty(size_bytes, dtype=torch.uint8, device=device))
 
-    def release(self, *, is_capturing: bool) -> None:  # noqa: B027 - only one-sided transports have anything to do
-        """End an operation: what arrived since the last release has been read, in the current stream's order."""
+    def release(self, *, is_capturing: bool) -> torch.cuda.Event | None:
+        """End an operation: what arrived since the last release has been read, in the current stream's order.
+
+        Returns an event recorded there, if the transport has recorded one.
+        """
+        return None
 
     @abstractmethod
     def exchange(self, send: Message | None, receive: Message | None, turn: int = 0) -> Transfer:

@@ -25,10 +25,11 @@ import torch
 from torch import distributed as dist
 
 from commfuse_megatron.errors import TransportError
-from commfuse_megatron.transport.base import MOST_FLAGS, Message, Transfer, Transport, Window
+from commfuse_megatron.transport.base import MOST_FLAGS, Message, Place, Transfer, Transport, Window
+from commfuse_megatron.transport.copy_tape import BoundOperation, Ref, Step
 from commfuse_megatron.transport.stream_memory import Batch, OwnStream, StreamMemory, batch
 
-__all__ = ["CopyEngineTransport"]
+__all__ = ["CopyEngineTransport", "Key"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ _ABORT_IDLE_ROUNDS = 20
 _ABORT_LIMIT_S = 60.0
 
 #: Both ends of a batch: (peer received from, its flag, peer sent to, flag there); -1 where there is none.
-_Key = tuple[int, int, int, int]
+Key = tuple[int, int, int, int]
 
 
 class _MappedWindow(Window):
@@ -61,23 +62,27 @@ class _Operation:
     __slots__ = ("done", "granted", "is_done", "keys")
 
     def __init__(self) -> None:
-        self.keys: list[_Key] = []
+        self.keys: list[Key] | tuple[Key, ...] = []
         self.granted: set[int] = set()
         self.done: torch.cuda.Event | None = None
         self.is_done = False
 
 
 class _CopyTransfer(Transfer):
-    __slots__ = ("_key", "_operation", "_transport")
+    __slots__ = ("_key", "_operation", "_sent", "_transport")
 
-    def __init__(self, transport: "CopyEngineTransport", key: _Key, operation: _Operation) -> None:
+    def __init__(
+        self, transport: "CopyEngineTransport", key: Key, operation: _Operation, sent: torch.Tensor | None
+    ) -> None:
         self._transport = transport
         self._key = key
         self._operation = operation
+        self._sent = sent  # its memory must not be handed out again before the current stream has waited
 
     @override
     def wait(self) -> None:
         self._transport._wait(self._key)
+        self._sent = None
 
     @override
     def is_complete(self) -> bool:
@@ -86,7 +91,7 @@ class _CopyTransfer(Transfer):
 
     @override
     def has_arrived(self) -> bool:
-        return self.is_complete() or self._transport._is_full(self._key)
+        return self.is_complete() or self._transport.has_arrived(self._key)
 
 
 class CopyEngineTransport(Transport):
@@ -105,14 +110,14 @@ class CopyEngineTransport(Transport):
         self._rank, self._size = group.rank(), group.size()
         self._memory = StreamMemory()
         self._stream = OwnStream(device, is_high_priority=True)
-        self._issued = torch.cuda.Event()
+        self._issued = self._memory.event()
         self._copied = torch.cuda.Event()
         # full [sender, flag], sent [receiver, flag], free [receiver]
         self._flags = self._map((2 * MOST_FLAGS + 1) * self._size * _FLAG_BYTES, self._clear_flags)
         self._takes: dict[int, Batch] = {}
         self._deliveries: dict[tuple[int, int], Batch] = {}
-        self._waits: dict[_Key, Batch] = {}
-        self._releases: dict[tuple[_Key, ...], Batch] = {}
+        self._waits: dict[Key, Batch] = {}
+        self._releases: dict[tuple[Key, ...], Batch] = {}
         self._operation = _Operation()
         self._in_flight: deque[_Operation] = deque()
         self._is_aborted = False
@@ -134,25 +139,36 @@ class CopyEngineTransport(Transport):
                 raise TransportError("the copy engine receives in windows only: the message has no place")
             from_rank, received_flag = receive.peer, receive.place.flag
         key = (from_rank, received_flag, to_rank, sent_flag)
+        assert isinstance(operation.keys, list)
         operation.keys.append(key)
-        return _CopyTransfer(self, key, operation)
+        return _CopyTransfer(self, key, operation, None if send is None else send.tensor)
 
     @override
-    def release(self, *, is_capturing: bool) -> None:
+    def release(self, *, is_capturing: bool) -> torch.cuda.Event | None:
         operation = self._operation
         if not operation.keys:
-            return
-        keys = tuple(operation.keys)
+            return None
+        keys = operation.keys if isinstance(operation.keys, tuple) else tuple(operation.keys)
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         self._memory.run(stream, self._releases.get(keys) or self._make_release(keys))
+        self._operation = _Operation()
         if is_capturing:  # a forked stream must join again before the capture ends
             self._copied.record(self._stream.torch)
             torch.cuda.current_stream(self._device).wait_event(self._copied)
-        else:
-            operation.done = self._spare_event()
-            operation.done.record()
-            self._in_flight.append(operation)
-        self._operation = _Operation()
+            return None
+        done = operation.done = self._spare_event()
+        done.record()
+        self._in_flight.append(operation)
+        return done
+
+    def replay(self, tape: BoundOperation, addresses: tuple[int, ...]) -> Transfer:
+        """Run a bound operation on the current stream, but for its release; the result stands for all its batches."""
+        operation = self._operation
+        operation.keys = tape.keys
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        for step in tape.steps:
+            step(addresses, stream)
+        return _CopyTransfer(self, tape.keys[0] if tape.keys else (-1, -1, -1, -1), operation, None)
 
     @override
     def abort(self) -> None:
@@ -171,8 +187,7 @@ class CopyEngineTransport(Transport):
         if place is None or not isinstance(place.window, _MappedWindow):
             raise TransportError("the copy engine sends into windows only: the message has no place in one")
         memory, copies = self._memory, self._stream
-        self._issued.record()
-        copies.torch.wait_event(self._issued)
+        memory.follow(copies.handle, self._issued, torch._C._cuda_getCurrentRawStream(self._device.index))
         if peer not in operation.granted:
             operation.granted.add(peer)
             memory.run(copies.handle, self._takes.get(peer) or self._make_take(peer))
@@ -181,7 +196,7 @@ class CopyEngineTransport(Transport):
         memory.run(copies.handle, self._deliveries.get(key) or self._make_delivery(key))
         return key
 
-    def _wait(self, key: _Key) -> None:
+    def _wait(self, key: Key) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         self._memory.run(stream, self._waits.get(key) or self._make_wait(key))
 
@@ -193,6 +208,51 @@ class CopyEngineTransport(Transport):
                 oldest.is_done, oldest.done = True, None
                 return event
         return torch.cuda.Event()
+
+    # -- binding: see copy_tape -------------------------------------------------------------------------------------
+
+    def bind_order(self) -> Step:
+        """The copy stream goes on when the current one has come here."""
+        follow, copies, issued = self._memory.follow, self._stream.handle, self._issued
+        return lambda at, stream: follow(copies, issued, stream)
+
+    def bind_take(self, peer: int) -> Step:
+        """The copy stream goes on when `peer` lets it write."""
+        run, copies, ops = self._memory.run, self._stream.handle, self._takes.get(peer) or self._make_take(peer)
+        return lambda at, stream: run(copies, ops)
+
+    def bind_push(self, peer: int, place: Place, source: Ref, size_bytes: int) -> Step:
+        """Copy to a place at `peer` and say so there and here."""
+        assert isinstance(place.window, _MappedWindow)
+        key = (peer, place.flag)
+        ops = self._deliveries.get(key) or self._make_delivery(key)
+        return self._bind_copy(Ref(0, place.window.addresses[peer] + place.offset), source, size_bytes, ops)
+
+    def bind_copy(self, target: Ref, source: Ref, size_bytes: int, flag: int) -> Step:
+        """Copy within this device on the copy stream; `key_of_copy(flag)` is what to wait for."""
+        ops = batch([self._memory.write_value(self._sent_at(self._rank, flag), _SET)])
+        return self._bind_copy(target, source, size_bytes, ops)
+
+    def key_of_copy(self, flag: int) -> Key:
+        """The key of a copy within this device."""
+        return (-1, -1, self._rank, flag)
+
+    def bind_wait(self, keys: tuple[Key, ...]) -> Step:
+        """The current stream goes on when all batches are complete."""
+        run = self._memory.run
+        ops = batch(self._memory.wait_for(at, _SET) for key in keys for at in self._own_flags(key))
+        return lambda at, stream: run(stream, ops)
+
+    def _bind_copy(self, target: Ref, source: Ref, size_bytes: int, ops: Batch) -> Step:
+        copy, run, copies = self._memory.copy, self._memory.run, self._stream.handle
+        target_slot, target_offset = target
+        source_slot, source_offset = source
+
+        def step(at: tuple[int, ...], stream: int) -> None:
+            copy(copies, at[target_slot] + target_offset, at[source_slot] + source_offset, size_bytes)
+            run(copies, ops)
+
+        return step
 
     # -- flags --------------------------------------------------------------------------------------------------------
 
@@ -218,16 +278,16 @@ class CopyEngineTransport(Transport):
         ops = self._deliveries[key] = batch(self._memory.write_value(at, _SET) for at in addresses)
         return ops
 
-    def _own_flags(self, key: _Key) -> list[int]:
+    def _own_flags(self, key: Key) -> list[int]:
         from_rank, received_flag, to_rank, sent_flag = key
         addresses = [] if from_rank < 0 else [self._full_at(self._rank, from_rank, received_flag)]
         return addresses if to_rank < 0 else [*addresses, self._sent_at(to_rank, sent_flag)]
 
-    def _make_wait(self, key: _Key) -> Batch:
+    def _make_wait(self, key: Key) -> Batch:
         ops = self._waits[key] = batch(self._memory.wait_for(at, _SET) for at in self._own_flags(key))
         return ops
 
-    def _make_release(self, keys: tuple[_Key, ...]) -> Batch:
+    def _make_release(self, keys: tuple[Key, ...]) -> Batch:
         memory = self._memory
         clears = [memory.write_value(at, _CLEAR) for key in keys for at in self._own_flags(key)]
         sources = sorted({key[0] for key in keys if key[0] >= 0})
@@ -251,7 +311,8 @@ class CopyEngineTransport(Transport):
 
     # -- when a peer does not come ------------------------------------------------------------------------------------
 
-    def _is_full(self, key: _Key) -> bool:
+    def has_arrived(self, key: Key) -> bool:
+        """Whether the flags of a batch are set now; slow, for diagnosis."""
         flags = self._flags.tensor.view(torch.int32)
         base = self._flags.addresses[self._rank]
         with torch.cuda.stream(torch.cuda.Stream(self._device)):

@@ -45,6 +45,8 @@ class StreamMemory:
         self._driver = _driver()
         self._batch_mem_op = self._driver.cuStreamBatchMemOp
         self._memcpy = self._driver.cuMemcpyDtoDAsync
+        self._record = self._driver.cuEventRecord
+        self._wait_event = self._driver.cuStreamWaitEvent
 
     def wait_for(self, address: int, value: int) -> MemoryOp:
         """Operation that holds the stream until the flag at `address` equals `value`."""
@@ -78,6 +80,18 @@ class StreamMemory:
         status = self._memcpy(target_at, source_at, size_bytes, stream)[0]
         if status:
             _check(status, "cuMemcpyDtoDAsync")
+
+    def event(self) -> Any:
+        """The driver's handle of a new event, for `follow`."""
+        status, event = self._driver.cuEventCreate(int(self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+        _check(status, "cuEventCreate")
+        return event
+
+    def follow(self, stream: Any, event: Any, leader: Any) -> None:
+        """Make `stream` wait for all that `leader` was given so far."""
+        status = self._record(event, leader)[0] or self._wait_event(stream, event, 0)[0]
+        if status:
+            _check(status, "cuStreamWaitEvent")
 
     def handle(self, raw_stream: int) -> Any:
         """The driver's handle of a stream, to be kept for `run` and `copy`."""
