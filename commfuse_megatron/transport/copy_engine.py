@@ -27,7 +27,7 @@ from torch import distributed as dist
 from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport.base import MOST_FLAGS, Message, Place, Transfer, Transport, Window
 from commfuse_megatron.transport.copy_tape import BoundOperation, Ref, Step
-from commfuse_megatron.transport.stream_memory import Batch, OwnStream, StreamMemory, batch
+from commfuse_megatron.transport.stream_memory import Batch, FlagPage, OwnStream, StreamMemory, batch
 
 __all__ = ["CopyEngineTransport", "Key"]
 
@@ -114,6 +114,7 @@ class CopyEngineTransport(Transport):
         self._copied = torch.cuda.Event()
         # full [sender, flag], sent [receiver, flag], free [receiver]
         self._flags = self._map((2 * MOST_FLAGS + 1) * self._size * _FLAG_BYTES, self._clear_flags)
+        self._page = FlagPage(self._flags.tensor.view(torch.int32))
         self._takes: dict[int, Batch] = {}
         self._deliveries: dict[tuple[int, int], Batch] = {}
         self._waits: dict[Key, Batch] = {}
@@ -179,6 +180,7 @@ class CopyEngineTransport(Transport):
     @override
     def close(self) -> None:
         self._stream.destroy()
+        self._page.destroy()
 
     # -- sending and waiting ------------------------------------------------------------------------------------------
 
@@ -313,20 +315,16 @@ class CopyEngineTransport(Transport):
 
     def has_arrived(self, key: Key) -> bool:
         """Whether the flags of a batch are set now; slow, for diagnosis."""
-        flags = self._flags.tensor.view(torch.int32)
         base = self._flags.addresses[self._rank]
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):
-            return all(int(flags[(at - base) // _FLAG_BYTES].item()) == _SET for at in self._own_flags(key))
+        flags = self._page.read()
+        return all(int(flags[(at - base) // _FLAG_BYTES]) == _SET for at in self._own_flags(key))
 
     def _let_go(self) -> None:
         """Set every flag, again and again, until nothing of this transport waits any more."""
         deadline = time.monotonic() + _ABORT_LIMIT_S
-        flags = self._flags.tensor.view(torch.int32)
-        stream = torch.cuda.Stream(self._device, priority=-1)
         idle_rounds = 0
         while time.monotonic() < deadline and idle_rounds < _ABORT_IDLE_ROUNDS:
-            with torch.cuda.stream(stream):
-                flags.fill_(_SET)
+            self._page.set_all()
             last = self._in_flight[-1].done if self._in_flight else None
             is_idle = self._stream.torch.query() and (last is None or last.query())
             idle_rounds = idle_rounds + 1 if is_idle else 0

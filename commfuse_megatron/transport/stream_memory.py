@@ -12,7 +12,7 @@ import torch
 
 from commfuse_megatron.errors import TransportError
 
-__all__ = ["Batch", "MemoryOp", "OwnStream", "StreamMemory", "batch"]
+__all__ = ["Batch", "FlagPage", "MemoryOp", "OwnStream", "StreamMemory", "batch"]
 
 # The driver takes fewer than 256 operations at once.
 _MOST_OPS = 255
@@ -96,6 +96,38 @@ class StreamMemory:
     def handle(self, raw_stream: int) -> Any:
         """The driver's handle of a stream, to be kept for `run` and `copy`."""
         return self._driver.CUstream(raw_stream)
+
+
+class FlagPage:
+    """Looks at flags in device memory and sets all of them while every other stream may be blocked.
+
+    Everything is allocated beforehand, since an allocation may wait for the device, and moves by copy engine alone.
+    """
+
+    def __init__(self, flags: torch.Tensor) -> None:
+        self._driver = _driver()
+        self._stream = OwnStream(flags.device, is_high_priority=True)
+        self._flags = flags
+        self._seen = torch.zeros_like(flags, device="cpu", pin_memory=True)
+        self._ones = torch.ones_like(flags, device="cpu").pin_memory()
+
+    def read(self) -> torch.Tensor:
+        """All flags now, on the CPU."""
+        self._run(self._driver.cuMemcpyDtoHAsync, self._seen.data_ptr(), self._flags.data_ptr())
+        return self._seen
+
+    def set_all(self) -> None:
+        """Set every flag to 1."""
+        self._run(self._driver.cuMemcpyHtoDAsync, self._flags.data_ptr(), self._ones.data_ptr())
+
+    def destroy(self) -> None:
+        """Give the stream up."""
+        self._stream.destroy()
+
+    def _run(self, copy: Any, target_at: int, source_at: int) -> None:
+        with torch.cuda.device(self._flags.device):
+            _check(copy(target_at, source_at, self._flags.nbytes, self._stream.handle)[0], copy.__name__)
+            _check(self._driver.cuStreamSynchronize(self._stream.handle)[0], "cuStreamSynchronize")
 
 
 class OwnStream:
