@@ -23,6 +23,7 @@ from commfuse_megatron.transport.base import Transfer
 __all__ = ["all_gather_linear"]
 
 
+@torch.compiler.disable
 def all_gather_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -51,6 +52,8 @@ def all_gather_linear(
     Raises:
         ShapeError: the tensors do not fit together, or the ranks bring different problems. Nothing was sent.
         TransportTimeoutError, TransportError: a peer did not come, here or in an earlier call of a failed context.
+
+    Under torch.compile the call stays eager, between two graphs.
 
     Source: CommFuse Alg. 1, arXiv 2604.24013, 2026.
     """

@@ -21,6 +21,7 @@ from commfuse_megatron.runtime.prepared import PreparedPass
 __all__ = ["linear_reduce_scatter"]
 
 
+@torch.compiler.disable
 def linear_reduce_scatter(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -50,6 +51,8 @@ def linear_reduce_scatter(
     Raises:
         ShapeError: the tensors do not fit together, or the ranks bring different problems. Nothing was sent.
         TransportTimeoutError, TransportError: a peer did not come, here or in an earlier call of a failed context.
+
+    Under torch.compile the call stays eager, between two graphs.
 
     Source: CommFuse Alg. 2 and 3, arXiv 2604.24013, 2026.
     """

@@ -157,6 +157,23 @@ def check_autocast(group_size: int) -> None:
         assert_overlapped(ours, calls=2)
 
 
+def check_compiled(group_size: int) -> None:
+    # Fails without leaving the layers out of the graph: the compiler cannot trace them.
+    for kind in KINDS:
+        stock, ours = pair(kind, group_size)
+        x = example_input(kind, group_size)
+        compiled = torch.compile(ours, backend="aot_eager")
+        assert_equal(run(stock, x), run(ours, x))
+
+        def double(x: torch.Tensor, layer: Any = compiled) -> tuple[torch.Tensor, Any]:
+            return layer(x)[0] * 2, None
+
+        output, _ = torch.compile(double, backend="aot_eager")(x)
+        assert_equal({"output": 2 * stock(x)[0].detach()}, {"output": output.detach()})
+        output.sum().backward()
+        assert_overlapped(ours, calls=2)
+
+
 def check_output_is_fresh(group_size: int) -> None:
     for kind in KINDS:
         _, ours = pair(kind, group_size)
