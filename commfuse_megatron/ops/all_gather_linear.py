@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from commfuse_megatron.ops.arguments import cast_for_autocast, prepare, prepare_backward, with_unit_stride
+from commfuse_megatron.ops.arguments import (
+    cast_for_autocast,
+    prepare,
+    prepare_backward,
+    require_context,
+    with_unit_stride,
+)
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 from commfuse_megatron.ops.passes import gather_matmul, matmul_scatter, start_gather, weight_gradient
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
@@ -50,6 +56,7 @@ def all_gather_linear(
         weight_grad: add the weight's gradient into a tensor instead of returning it.
 
     Raises:
+        ConfigError: `context` is none.
         ShapeError: the tensors do not fit together, or the ranks bring different problems. Nothing was sent.
         TransportTimeoutError, TransportError: a peer did not come, here or in an earlier call of a failed context.
 
@@ -57,6 +64,7 @@ def all_gather_linear(
 
     Source: CommFuse Alg. 1, arXiv 2604.24013, 2026.
     """
+    require_context("all_gather_linear", context)
     x, weight, bias = cast_for_autocast(x, weight, bias, context.device.type)
     forward = prepare("all_gather_linear", x, weight, bias, total_rows, context)
     return _AllGatherLinear.apply(x, weight, bias, _Call(forward, weight_grad))

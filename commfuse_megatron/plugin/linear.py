@@ -32,6 +32,8 @@ class CommFuseColumnParallelLinear(ColumnParallelLinear):
 
     Args (beyond Megatron's):
         overlap_config: the OverlapConfig of this layer; None reads the flags.
+
+    Raises ConfigError for a configuration file with mistakes, unless switched off.
     """
 
     def __init__(self, *args: Any, overlap_config: OverlapConfig | None = None, **kwargs: Any) -> None:
@@ -61,6 +63,8 @@ class CommFuseRowParallelLinear(RowParallelLinear):
 
     Args (beyond Megatron's):
         overlap_config: the OverlapConfig of this layer; None reads the flags.
+
+    Raises ConfigError for a configuration file with mistakes, unless switched off.
     """
 
     def __init__(self, *args: Any, overlap_config: OverlapConfig | None = None, **kwargs: Any) -> None:
@@ -83,6 +87,7 @@ def _remember(layer: torch.nn.Module, overlap_config: OverlapConfig | None, argu
     state = state_of(layer)
     state.overlap_config = overlap_config
     state.name = arguments.get("name") or arguments.get("tp_comm_buffer_name")
+    state.require_valid_config(layer.config)
 
 
 tell_fsdp(CommFuseColumnParallelLinear.__name__, CommFuseRowParallelLinear.__name__)

@@ -65,11 +65,16 @@ class OverlapContext:
         config: equal on all ranks.
 
     Raises (before any operation is run):
-        ConfigError: the ranks bring different configurations, or one that cannot be served here.
+        ConfigError: the ranks bring different configurations, or one that cannot be served here; or `group` is none.
         TransportTimeoutError: a member did not come within `config.transport.timeout_s`.
     """
 
     def __init__(self, group: dist.ProcessGroup, config: OverlapConfig | None = None) -> None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise ConfigError(
+                f"OverlapContext takes a torch.distributed process group that this rank belongs to, got {group!r}. "
+                "torch.distributed.group.WORLD is None before init_process_group."
+            )
         self.config = OverlapConfig() if config is None else config
         self.group = group
         self.group_size: int = group.size()

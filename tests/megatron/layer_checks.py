@@ -463,10 +463,31 @@ def check_config_file(group_size: int) -> None:
         finally:
             del os.environ[CONFIG_VARIABLE]
         assert state_of(ours).context.config.linear.fprop.algorithm == "ring"
-        file.write_text("linear: {fprop: {algorithm: rong}}\n", encoding="utf-8")
-        _, ours = pair("row", group_size, transformer)
-        with pytest.raises(ConfigError, match="algorithm"):
-            ours(x)
+        file.write_text("linear: {fprop: {algorithm: ring, chunks_per_shard: 2}}\n", encoding="utf-8")
+        ours(x)
+        assert state_of(ours).context.config.linear.fprop.chunks_per_shard is None, "read when the layer was built"
+
+
+def check_a_wrong_config_file_is_found_while_building(group_size: int) -> None:
+    # Fails without reading the file in the constructor and in convert_model: the first call would raise.
+    for kind, cls in (("column", CommFuseColumnParallelLinear), ("row", CommFuseRowParallelLinear)):
+        transformer = config(group_size)
+        stock, _ = pair(kind, group_size, transformer)
+        model = torch.nn.Sequential(stock)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "wrong.yaml"
+            transformer.commfuse_config = str(file)
+            for words in ("cannot be read", 'unknown key "liner"'):
+                with pytest.raises(ConfigError, match=words):
+                    build(kind, cls, transformer)
+                with pytest.raises(ConfigError, match=words):
+                    convert_model(model)
+                assert type(stock) is not cls, "nothing was converted"
+                file.write_text("liner: {}\n", encoding="utf-8")
+        build(kind, cls, transformer, overlap_config=OverlapConfig())
+        transformer.commfuse = False
+        build(kind, cls, transformer)
+        assert type(convert_model(model)[0]) is cls
 
 
 def check_layers_share_a_context(group_size: int) -> None:
