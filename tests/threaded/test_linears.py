@@ -271,3 +271,34 @@ def test_no_grad_forward_and_autocast():
             assert y.dtype is torch.float64
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("low", ["x", "nothing"])
+def test_autocast_casts_the_bias_as_well(op, low):
+    """Fails without the cast in the reference, whose result was as wide as its bias."""
+    case = Case(op=op, rows=8)
+
+    def body(group, device):
+        with OverlapContext(group) as context:
+            results = []
+            for call, where in (
+                (getattr(ops, op), {"context": context}),
+                (getattr(ops.reference, op), {"group": group}),
+            ):
+                operands = draw(case, group.rank(), group.size(), device)
+                if low == "x":
+                    operands.x = operands.x.bfloat16()
+                leaves = operands.copies()
+                with torch.autocast("cpu", torch.bfloat16):
+                    y = call(leaves.x, leaves.weight, leaves.bias, **where)
+                    expected = torch.nn.functional.linear(leaves.x, leaves.weight, leaves.bias)
+                assert y.dtype is expected.dtype is torch.bfloat16
+                y.backward(operands.grad_y.to(y.dtype))
+                results.append(
+                    {"y": y.detach()} | {name: getattr(leaves, name).grad for name in ("x", "weight", "bias")}
+                )
+            assert_equal(*results)
+            assert results[0]["weight"].dtype is results[0]["bias"].dtype is torch.float32
+
+    run_threads(2, body)
