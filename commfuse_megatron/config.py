@@ -192,7 +192,8 @@ class OverlapConfig(_Checked):
 
     check_agreement: compare the problem on all ranks at every call, not only when it is new; None means on with gloo
     and off on GPUs, where it would cost a host round trip per call.
-    record: keep one interval per slice and transfer for `tracing` and the exposed time of `OverlapContext.report()`.
+    record: keep one interval per slice and transfer of the latest calls, for `tracing` and the exposed time of
+    `OverlapContext.report()`.
     """
 
     linear: LinearConfig = field(default_factory=LinearConfig)

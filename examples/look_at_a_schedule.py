@@ -1,33 +1,79 @@
 """What a schedule is: build one, prove it, print it, predict its time. Needs no torch, no GPU, no ranks.
 
     python examples/look_at_a_schedule.py
+    python examples/look_at_a_schedule.py all-gather ring --ranks 3 --chunks 2
 
 To go on, read `commfuse_megatron/schedule/actions.py`, then a builder.
 """
 
-from commfuse_megatron.schedule import Algorithm, build_reduce_scatter, render, schedule_bound_us, simulate, validate
+import argparse
 
-# A GEMM of 2.6 ms whose result is reduce-scattered over 4 ranks, on a slow link in 2.8 ms; equal parts per chunk.
-COMPUTE_US, TRANSFER_US, RANKS = 2600.0, 2800.0, 4
+from commfuse_megatron.errors import ScheduleError
+from commfuse_megatron.schedule import (
+    Algorithm,
+    Schedule,
+    build_all_gather,
+    build_reduce_scatter,
+    render,
+    schedule_bound_us,
+    simulate,
+    validate,
+)
+
+# A GEMM of 2.6 ms beside a collective that takes 2.8 ms on a slow link; equal parts per chunk.
+COMPUTE_US, TRANSFER_US = 2600.0, 2800.0
+BUILDERS = {"all-gather": build_all_gather, "reduce-scatter": build_reduce_scatter}
 
 
 def main() -> None:
     """Print the grid, then predicted times."""
-    print(render(build_reduce_scatter(RANKS, Algorithm.RING)), end="\n\n")
-    print(f"sequential: {COMPUTE_US + TRANSFER_US:.0f} us")
-    for chunks_per_shard in (1, 2, 4):
-        schedule = build_reduce_scatter(RANKS, Algorithm.RING, chunks_per_shard)
+    parser, chosen = parse()
+    try:
+        schedules = {
+            chunks: BUILDERS[chosen.collective](chosen.ranks, Algorithm(chosen.algorithm), chunks)
+            for chunks in sorted({1, 2, 4, chosen.chunks})
+        }
+    except ScheduleError as error:
+        parser.error(str(error))
+    print(render(schedules[chosen.chunks]), end="\n\n")
+    total_us = COMPUTE_US + TRANSFER_US if chosen.ranks > 1 else COMPUTE_US
+    print(f"sequential: {total_us:.0f} us")
+    for schedule in schedules.values():
         validate(schedule)  # raises ScheduleError with the grid and the failing step marked
-        simulation = simulate(
-            schedule,
-            compute_us_per_chunk=COMPUTE_US / (RANKS * chunks_per_shard),
-            transfer_us_per_chunk=TRANSFER_US / ((RANKS - 1) * chunks_per_shard),
-        )
-        bound_us = schedule_bound_us(COMPUTE_US, TRANSFER_US, RANKS, chunks_per_shard)
-        print(
-            f"chunks per shard {chunks_per_shard}: {simulation.total_us:.0f} us predicted, closed form {bound_us:.0f}, "
-            f"{simulation.exposed_comm_us:.0f} exposed"
-        )
+        predict(schedule)
+
+
+def predict(schedule: Schedule) -> None:
+    """Print what a dry-run and the closed form say of a schedule's time."""
+    num_ranks, chunks = schedule.group_size, schedule.chunks_per_shard
+    simulation = simulate(
+        schedule,
+        compute_us_per_chunk=COMPUTE_US / (num_ranks * chunks),
+        transfer_us_per_chunk=TRANSFER_US / (max(1, num_ranks - 1) * chunks),
+    )
+    bound_us = schedule_bound_us(COMPUTE_US, TRANSFER_US, num_ranks, chunks)
+    print(
+        f"chunks per shard {chunks}: {simulation.total_us:.0f} us predicted, closed form {bound_us:.0f}, "
+        f"{simulation.exposed_comm_us:.0f} exposed"
+    )
+
+
+def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """The parser, for its errors, and what the command line chooses."""
+    parser = argparse.ArgumentParser(
+        description="Print a schedule as a step-by-rank grid, and predicted times.",
+        epilog="example:\n  python examples/look_at_a_schedule.py all-gather ring --ranks 3 --chunks 2",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "collective", nargs="?", choices=list(BUILDERS), default="reduce-scatter", help="default: reduce-scatter"
+    )
+    parser.add_argument(
+        "algorithm", nargs="?", choices=[str(name) for name in Algorithm], default="direct", help="default: direct"
+    )
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="default: 4")
+    parser.add_argument("--chunks", type=int, default=1, metavar="M", help="chunks per shard (default: 1)")
+    return parser, parser.parse_args()
 
 
 if __name__ == "__main__":

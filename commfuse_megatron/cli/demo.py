@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["run_demo"]
 
 RANKS = (2, 4, 8)
+LEAST_TEXT_BYTES = 10_000
+#: Every rank gets a copy. Some 2000 steps on the CPU see as many bytes.
+MOST_TEXT_BYTES = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +64,17 @@ def _read_text(file: str | None) -> bytes:
     from commfuse_megatron.verify.text import standard_library_text
 
     try:
-        text = standard_library_text() if file is None else Path(file).read_bytes()
+        if file is None:
+            text = standard_library_text(MOST_TEXT_BYTES)
+        else:
+            with Path(file).open("rb") as opened:  # which may be a device without an end
+                text = opened.read(MOST_TEXT_BYTES)
     except OSError as error:
         raise CannotRunError(f"the text cannot be read: {error}") from error
-    least = 10_000
-    if len(text) < least:
-        raise CannotRunError(f"--text {file} has {len(text)} bytes; the demo needs at least {least} to train on")
+    if len(text) < LEAST_TEXT_BYTES:
+        raise CannotRunError(
+            f"--text {file} has {len(text)} bytes; the demo needs at least {LEAST_TEXT_BYTES} to train on"
+        )
     return text
 
 

@@ -1,11 +1,11 @@
 """`commfuse doctor`: what this machine has, what will run on it, what will not, and why."""
 
 import argparse
-import os
 
 from rich.markup import escape
 from rich.table import Table
 
+from commfuse_megatron.cli.launch import is_speaker
 from commfuse_megatron.cli.output import results, status, write_json
 from commfuse_megatron.verify.machine import Machine, inspect_machine
 
@@ -16,7 +16,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     """Print the tables. 0: overlapped operations can run here; 1: a setting is wrong; 2: no transport can run here."""
     with status("looking at this machine"):
         machine = inspect_machine()
-    if os.environ.get("RANK", "0") == "0":  # under torchrun one rank speaks for all
+    if is_speaker():
         _print(machine)
         if arguments.json:
             write_json(arguments.json, machine.to_dict())

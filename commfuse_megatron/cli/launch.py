@@ -27,14 +27,20 @@ __all__ = [
     "Rank",
     "RankFailedError",
     "choose_num_ranks",
-    "is_under_torchrun",
+    "is_speaker",
     "launch",
+    "leave_it_to_the_first_rank",
     "why_device_cannot_run",
 ]
 
 DEFAULT_RANKS = 2
 _GRACE_S = 5.0
 _CONSEQUENCES_S = 1.0
+#: How long the first rank may take to say why no rank can run; a busy machine imports PyTorch in so many seconds.
+_FIRST_RANK_SPEAKS_S = 10.0
+
+_MEETING_POINT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 
 Body = Callable[["Rank", Any], int]
 
@@ -61,18 +67,65 @@ class Rank:
         return self.global_rank == 0
 
 
-def is_under_torchrun() -> bool:
-    """Whether a launcher has started this process as one rank of several and says where to meet."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+def _read_launcher() -> dict[str, int] | None:
+    """The numbers that a launcher such as torchrun has put into this rank's environment; None without a launcher.
+
+    Raises CannotRunError where they are incomplete or contradict each other.
+    """
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return None
+    advice = "start it with torchrun, or unset them and let commfuse start its own ranks"
+    missing = [name for name in _MEETING_POINT if name not in os.environ]
+    if missing:
+        given = [name for name in _MEETING_POINT if name in os.environ]
+        raise CannotRunError(
+            f"the environment is that of half a launcher: it has {', '.join(given)}, not {', '.join(missing)}; {advice}"
+        )
+    numbers: dict[str, int] = {}
+    for name in _NUMBERS:
+        text = os.environ.get(name)
+        if text is None:
+            continue
+        try:
+            numbers[name] = int(text)
+        except ValueError:
+            raise CannotRunError(f"the environment has {name}={text!r}, which is not an integer; {advice}") from None
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if rank in numbers and size in numbers and not 0 <= numbers[rank] < numbers[size]:
+            values = f"{rank}={numbers[rank]} and {size}={numbers[size]}"
+            raise CannotRunError(f"the environment has {values}; ranks count from 0; {advice}")
+    return numbers
+
+
+def is_speaker() -> bool:
+    """Whether this process speaks for all: the first rank does, and everyone where a launcher's variables are wrong."""
+    try:
+        return (_read_launcher() or {"RANK": 0})["RANK"] == 0
+    except CannotRunError:
+        return True
+
+
+def leave_it_to_the_first_rank() -> None:
+    """Return at once on the first rank, so that it can say what all ranks have met; late or never on the others.
+
+    The launcher ends the others when the first one ends. A rank that is still there after some seconds has met alone
+    what it met, and must say it itself.
+    """
+    if not is_speaker():
+        time.sleep(_FIRST_RANK_SPEAKS_S)
 
 
 def choose_num_ranks(requested: int | None) -> int:
-    """The number of ranks that a command will run on. Raises CannotRunError if `--ranks` contradicts torchrun."""
+    """The number of ranks that a command will run on.
+
+    Raises CannotRunError if `--ranks` contradicts the launcher, or the launcher's variables each other.
+    """
     if requested is not None and requested < 1:
         raise CannotRunError(f"--ranks must be at least 1, got {requested}")
-    if not is_under_torchrun():
+    numbers = _read_launcher()
+    if numbers is None:
         return requested or DEFAULT_RANKS
-    world_size = int(os.environ["WORLD_SIZE"])
+    world_size = numbers["WORLD_SIZE"]
     if requested not in (None, world_size):
         raise CannotRunError(f"--ranks {requested} under a launcher that started {world_size} ranks; leave --ranks out")
     return world_size
@@ -91,7 +144,7 @@ def why_device_cannot_run(device_type: str, num_ranks: int) -> str | None:
         return "--device cuda needs a CUDA device and driver, and PyTorch found none; try --device cpu"
     if not dist.is_nccl_available():
         return "--device cuda needs NCCL, which this PyTorch was built without"
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    num_local = (_read_launcher() or {}).get("LOCAL_WORLD_SIZE", num_ranks)
     if torch.cuda.device_count() < num_local:
         return (
             f"NCCL takes one rank per GPU: {num_local} ranks on this machine, {torch.cuda.device_count()} GPUs;"
@@ -108,15 +161,16 @@ def launch(body: Body, options: Any, *, num_ranks: int, device_type: str, timeou
         timeout_s: how long the ranks may take to meet, and the timeout of the default group's collectives.
 
     Raises:
-        CannotRunError: the device cannot run here (checked before anything starts).
+        CannotRunError: the device cannot run here, or a launcher's variables are wrong (before anything starts).
         RankFailedError: a local rank raised or died. All others are stopped first.
     """
     reason = why_device_cannot_run(device_type, num_ranks)
     if reason is not None:
         raise CannotRunError(reason)
-    if is_under_torchrun():
-        rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device_type)
-        with _process_group(rank, int(os.environ.get("LOCAL_RANK", rank.global_rank)), None, timeout_s):
+    numbers = _read_launcher()
+    if numbers is not None:
+        rank = Rank(numbers["RANK"], numbers["WORLD_SIZE"], device_type)
+        with _process_group(rank, numbers.get("LOCAL_RANK", rank.global_rank), None, timeout_s):
             return body(rank, options)
     return _launch_local(body, options, num_ranks, device_type, timeout_s)
 

@@ -9,7 +9,8 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-from commfuse_megatron.cli.launch import CannotRunError, RankFailedError
+from commfuse_megatron import __version__
+from commfuse_megatron.cli.launch import CannotRunError, RankFailedError, leave_it_to_the_first_rank
 from commfuse_megatron.cli.output import configure_logging, why_file_cannot_be_written, why_folder_cannot_be_written
 from commfuse_megatron.errors import CommFuseError, UnsupportedError
 
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"commfuse {arguments.command} failed.\n{error}", file=sys.stderr)
         return FAILED
     except (CannotRunError, UnsupportedError) as error:
+        leave_it_to_the_first_rank()
         print(f"commfuse {arguments.command} cannot run here: {error}", file=sys.stderr)
         return CANNOT_RUN
     except CommFuseError as error:
@@ -58,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Tensor-parallel communication of Megatron-Core hidden under partial GEMMs.",
         epilog="exit codes: 0 passed, 1 a check failed, 2 cannot run here (the message says what is missing)",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_verify(commands)
@@ -108,7 +111,8 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument(
         "--text",
         metavar="FILE",
-        help="train on FILE, byte by byte, at least 10000 bytes (default: the Python standard library's sources)",
+        help="train on FILE, byte by byte: at least 10000 bytes, of which the first 2000000 are used (default: the"
+        " Python standard library's sources)",
     )
     parser.add_argument(
         "--output", metavar="DIR", default="demo_output", help="where picture and trace go (default demo_output)"

@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from commfuse_megatron.ops.arguments import cast_for_autocast, prepare, prepare_backward, with_unit_stride
+from commfuse_megatron.ops.arguments import (
+    cast_for_autocast,
+    prepare,
+    prepare_backward,
+    require_context,
+    with_unit_stride,
+)
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 from commfuse_megatron.ops.passes import gather_matmul, matmul_scatter, start_gather, weight_gradient
 from commfuse_megatron.ops.replay import replay_gather, replay_gather_backward
@@ -24,6 +30,7 @@ from commfuse_megatron.transport.base import Transfer
 __all__ = ["all_gather_linear"]
 
 
+@torch.compiler.disable
 def all_gather_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -50,11 +57,15 @@ def all_gather_linear(
         weight_grad: add the weight's gradient into a tensor instead of returning it.
 
     Raises:
+        ConfigError: `context` is none.
         ShapeError: the tensors do not fit together, or the ranks bring different problems. Nothing was sent.
         TransportTimeoutError, TransportError: a peer did not come, here or in an earlier call of a failed context.
 
+    Under torch.compile the call stays eager, between two graphs.
+
     Source: CommFuse Alg. 1, arXiv 2604.24013, 2026.
     """
+    require_context("all_gather_linear", context)
     x, weight, bias = cast_for_autocast(x, weight, bias, context.device.type)
     forward = prepare("all_gather_linear", x, weight, bias, total_rows, context)
     return _AllGatherLinear.apply(x, weight, bias, _Call(forward, weight_grad))

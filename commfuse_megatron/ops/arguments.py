@@ -9,15 +9,21 @@ from collections.abc import Hashable
 
 import torch
 
-from commfuse_megatron.errors import ShapeError
+from commfuse_megatron.errors import ConfigError, ShapeError
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PreparedPass
 
-__all__ = ["cast_for_autocast", "prepare", "prepare_backward", "with_unit_stride"]
+__all__ = ["cast_for_autocast", "prepare", "prepare_backward", "require_context", "with_unit_stride"]
 
 # Shapes that vary from call to call must not fill the memory: with many chunks one of them takes over 100 KB.
 _MOST_KNOWN_CALLS = 1024
+
+
+def require_context(op: str, context: object) -> None:
+    """Raise ConfigError unless `context` is one: without it there is nobody to agree with."""
+    if not isinstance(context, OverlapContext):
+        raise ConfigError(f"{op}: context must be an OverlapContext, made once per process group; got {context!r}")
 
 
 def cast_for_autocast(

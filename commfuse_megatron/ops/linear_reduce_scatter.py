@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from commfuse_megatron.ops.arguments import cast_for_autocast, prepare, prepare_backward, with_unit_stride
+from commfuse_megatron.ops.arguments import (
+    cast_for_autocast,
+    prepare,
+    prepare_backward,
+    require_context,
+    with_unit_stride,
+)
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 from commfuse_megatron.ops.passes import gather_matmul, matmul_scatter, start_gather, weight_gradient
 from commfuse_megatron.ops.replay import replay_scatter, replay_scatter_backward
@@ -22,6 +28,7 @@ from commfuse_megatron.runtime.prepared import PreparedPass
 __all__ = ["linear_reduce_scatter"]
 
 
+@torch.compiler.disable
 def linear_reduce_scatter(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -49,11 +56,15 @@ def linear_reduce_scatter(
         weight_grad: add the weight's gradient into a tensor instead of returning it.
 
     Raises:
+        ConfigError: `context` is none.
         ShapeError: the tensors do not fit together, or the ranks bring different problems. Nothing was sent.
         TransportTimeoutError, TransportError: a peer did not come, here or in an earlier call of a failed context.
 
+    Under torch.compile the call stays eager, between two graphs.
+
     Source: CommFuse Alg. 2 and 3, arXiv 2604.24013, 2026.
     """
+    require_context("linear_reduce_scatter", context)
     x, weight, bias = cast_for_autocast(x, weight, bias, context.device.type)
     forward = prepare("linear_reduce_scatter", x, weight, bias, None, context)
     return _LinearReduceScatter.apply(x, weight, bias, _Call(forward, weight_grad))

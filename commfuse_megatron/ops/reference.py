@@ -77,4 +77,6 @@ def linear_reduce_scatter(
     Gradients: x and weight get their own, complete; bias the sum over this rank's rows only.
     """
     y = _ReduceScatterRows.apply(linear(x, weight), group)
+    if bias is not None and torch.is_autocast_enabled(y.device.type):
+        bias = bias.to(y.dtype)  # as autocast does within `linear`
     return y if bias is None else y + bias

@@ -5,13 +5,14 @@ is re-classed, so parameters, hooks, names, the optimizer's references and the d
 """
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.plugin import compat
+from commfuse_megatron.plugin import arguments, compat
 from commfuse_megatron.plugin.decision import state_of
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
 
@@ -33,12 +34,17 @@ def convert_model(model: Any, config: OverlapConfig | None = None) -> Any:
 
     Args:
         config: for every linear; None leaves what a layer was built with, else the flags.
+
+    Raises ConfigError, before anything is converted, where a configuration file that the flags name has mistakes.
     """
     chunks = model if isinstance(model, list | tuple) else [model]
-    converted = 0
     for chunk in chunks:
         if not isinstance(chunk, torch.nn.Module):
             raise ConfigError(f"convert_model takes a torch module or a list of them, got a {type(chunk).__name__}")
+    if config is None:
+        _require_valid_files(chunks)
+    converted = 0
+    for chunk in chunks:
         for name, module in chunk.named_modules():
             if type(module) in CONVERSIONS:
                 module.__class__ = CONVERSIONS[type(module)]
@@ -49,3 +55,9 @@ def convert_model(model: Any, config: OverlapConfig | None = None) -> Any:
                 state.overlap_config = config or state.overlap_config
     logger.info("convert_model: %d linears converted", converted)
     return model
+
+
+def _require_valid_files(chunks: Iterable[torch.nn.Module]) -> None:
+    linears = (module for chunk in chunks for module in chunk.modules() if type(module) in CONVERSIONS)
+    for file in {arguments.config_file(linear.config) for linear in linears if arguments.is_switched_on(linear.config)}:
+        arguments.read_config(file)

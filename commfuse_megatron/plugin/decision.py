@@ -51,6 +51,11 @@ class LayerState:
             self._file, self._file_config = file, arguments.read_config(file)
         return self._file_config
 
+    def require_valid_config(self, transformer_config: Any) -> None:
+        """Raise ConfigError now if the configuration in force has mistakes, rather than in the first call."""
+        if arguments.is_switched_on(transformer_config):
+            self.config(transformer_config)
+
     def __deepcopy__(self, memo: dict) -> "LayerState":
         return LayerState(self.overlap_config, self.name)
 

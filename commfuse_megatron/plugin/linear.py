@@ -32,12 +32,15 @@ class CommFuseColumnParallelLinear(ColumnParallelLinear):
 
     Args (beyond Megatron's):
         overlap_config: the OverlapConfig of this layer; None reads the flags.
+
+    Raises ConfigError for a configuration file with mistakes, unless switched off.
     """
 
     def __init__(self, *args: Any, overlap_config: OverlapConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _remember(self, overlap_config, kwargs)
 
+    @torch.compiler.disable  # what is decided and counted per call is Python, not a graph
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         context = overlap_context(self, input, weight, grad_output_buffer=kwargs.get("grad_output_buffer"))
         if context is None:
@@ -60,12 +63,15 @@ class CommFuseRowParallelLinear(RowParallelLinear):
 
     Args (beyond Megatron's):
         overlap_config: the OverlapConfig of this layer; None reads the flags.
+
+    Raises ConfigError for a configuration file with mistakes, unless switched off.
     """
 
     def __init__(self, *args: Any, overlap_config: OverlapConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _remember(self, overlap_config, kwargs)
 
+    @torch.compiler.disable
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The output shard [S/R, B, N], and the bias where `skip_bias_add` leaves it to the caller."""
         context = overlap_context(self, input_, self.weight)
@@ -81,6 +87,7 @@ def _remember(layer: torch.nn.Module, overlap_config: OverlapConfig | None, argu
     state = state_of(layer)
     state.overlap_config = overlap_config
     state.name = arguments.get("name") or arguments.get("tp_comm_buffer_name")
+    state.require_valid_config(layer.config)
 
 
 tell_fsdp(CommFuseColumnParallelLinear.__name__, CommFuseRowParallelLinear.__name__)

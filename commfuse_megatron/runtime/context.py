@@ -23,7 +23,7 @@ from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.link import Link, Peers
 from commfuse_megatron.runtime.meter import exposed_us
 from commfuse_megatron.runtime.prepared import PreparedPass
-from commfuse_megatron.runtime.recorder import Interval, Recorder
+from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.transport.select import choose_backend, create_transport, device_of_backend
 
@@ -35,8 +35,8 @@ class OpRecord:
     """One line of the report: a problem, the path it takes and how often it ran.
 
     M, N, K: tokens of the full sequence, output and input features of this rank's weight.
-    exposed_comm_us: mean over the recorded calls of the time in which a transfer ran and nothing computed; None unless
-    the configuration records.
+    exposed_comm_us: mean over the latest recorded calls of the time in which a transfer ran and nothing computed; None
+    unless the configuration records.
     """
 
     op: str
@@ -65,11 +65,16 @@ class OverlapContext:
         config: equal on all ranks.
 
     Raises (before any operation is run):
-        ConfigError: the ranks bring different configurations, or one that cannot be served here.
+        ConfigError: the ranks bring different configurations, or one that cannot be served here; or `group` is none.
         TransportTimeoutError: a member did not come within `config.transport.timeout_s`.
     """
 
     def __init__(self, group: dist.ProcessGroup, config: OverlapConfig | None = None) -> None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise ConfigError(
+                f"OverlapContext takes a torch.distributed process group that this rank belongs to, got {group!r}. "
+                "torch.distributed.group.WORLD is None before init_process_group."
+            )
         self.config = OverlapConfig() if config is None else config
         self.group = group
         self.group_size: int = group.size()
@@ -106,8 +111,6 @@ class OverlapContext:
         #: Calls whose arguments were seen before, by everything a check looks at: `ops.arguments` fills and reads it.
         self.known_calls: dict[Hashable, PreparedPass] = {}
         self._gemms: dict[torch.dtype, SliceGemm] = {}
-        self._call_problems: dict[int, GemmProblem] = {}
-        self._num_calls = 0
         self._is_closed = False
         check = self.config.check_agreement
         self._agrees_every_call = backend == "gloo" if check is None else check
@@ -169,9 +172,7 @@ class OverlapContext:
                 torch.cuda.current_stream(self.device).wait_event(self._last_done)
                 self._last_stream = stream
         if self._recorder is not None:
-            self._num_calls += 1
-            self._call_problems[self._num_calls] = problem
-            self._recorder.begin_call(f"{problem.op}.{problem.pass_name}", self._num_calls)
+            self._recorder.begin_call(problem)
         return link
 
     def leave(self) -> None:
@@ -300,13 +301,10 @@ class OverlapContext:
     def _exposed_by_problem(self) -> dict[GemmProblem, float]:
         if self._recorder is None:
             return {}
-        by_call: dict[int, list[Interval]] = {}
-        for interval in self._recorder.intervals():
-            by_call.setdefault(interval.call, []).append(interval)
-        totals: dict[GemmProblem, list[float]] = {}
-        for call, intervals in by_call.items():
-            totals.setdefault(self._call_problems[call], []).append(exposed_us(intervals))
-        return {problem: sum(values) / len(values) for problem, values in totals.items()}
+        return {
+            problem: sum(map(exposed_us, calls)) / len(calls)
+            for problem, calls in self._recorder.calls_by_problem().items()
+        }
 
 
 def _release(link: Link) -> None:

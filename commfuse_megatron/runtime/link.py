@@ -59,7 +59,7 @@ class Link:
         self._peers = peers
         self._timeout_s = timeout_s
         self._next_tag = 0
-        self._open: dict[tuple[int, int], int] = {}
+        self._open: dict[tuple[int, int], object] = {}
         self._watchdog = Watchdog(timeout_s, self._overdue) if transport.needs_watchdog else None
 
     def next_tags(self, count: int) -> int:

@@ -4,17 +4,24 @@ On the CPU times are read from the host clock around the work, and a transfer la
 noticed. On GPUs they come from events: a transfer lasts from the later of its issue and its predecessor's end, since
 one communicator runs its batches in order, until its end on the communication stream. Events of the compute stream are
 recorded there; the ends of transfers on a probe stream that only waits, so recording orders nothing else.
+
+The contract that bites: only the latest calls are kept, so that a long run with recording on does not fill the memory.
 """
 
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from commfuse_megatron.problem import GemmProblem
 from commfuse_megatron.transport.base import Transfer
 
 __all__ = ["Interval", "Recorder"]
+
+# Some 15 steps of 32 layers; a call of 8 ranks with 4 chunks per shard has some 60 intervals. Not measured.
+_MOST_CALLS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +49,37 @@ class _Pending:
     start: Any
     end: Any
     step: int | None
-    op: str
-    call: int
     lanes: tuple[int, ...] = ()
 
 
+@dataclass(slots=True)
+class _Call:
+    """One call of one operation; `pending` is what ran and has not been resolved to intervals yet."""
+
+    number: int
+    problem: GemmProblem | None
+    pending: list[_Pending] = field(default_factory=list)
+    resolved: list[Interval] = field(default_factory=list)
+
+    @property
+    def op(self) -> str:
+        return "" if self.problem is None else f"{self.problem.op}.{self.problem.pass_name}"
+
+
 class Recorder:
-    """Collects intervals of one context; `intervals()` resolves them (and waits for the device to do so)."""
+    """Collects intervals of one context's latest calls; `intervals()` resolves them (and waits for the device)."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._pending: list[_Pending] = []
-        self._resolved: list[Interval] = []
+        self._calls: deque[_Call] = deque(maxlen=_MOST_CALLS)
+        self._num_calls = 0
         self._probe = torch.cuda.Stream(device) if self._is_cuda else None
         self._origin = self.now()
-        self._op, self._call = "", 0
 
-    def begin_call(self, op: str, call: int) -> None:
-        """Name the call that the following intervals belong to."""
-        self._op, self._call = op, call
+    def begin_call(self, problem: GemmProblem) -> None:
+        """Say what the following intervals belong to. The oldest call is forgotten where there are too many."""
+        self._num_calls += 1
+        self._calls.append(_Call(self._num_calls, problem))
 
     def now(self) -> Any:
         """A mark on the current stream (CPU: the clock)."""
@@ -72,9 +91,9 @@ class Recorder:
 
     def add_compute(self, name: str, start: Any, step: int | None) -> None:
         """Close an interval of the compute track that began at mark `start`."""
-        self._pending.append(_Pending(name, "compute", start, self.now(), step, self._op, self._call))
+        self._add(_Pending(name, "compute", start, self.now(), step))
 
-    def open_transfer(self, name: str, transfer: Transfer, step: int) -> int:
+    def open_transfer(self, name: str, transfer: Transfer, step: int) -> object:
         """Open an interval of the transfer track for a batch just issued; returns its handle for `close_transfer`."""
         start, end = self.now(), None
         if self._probe is not None:
@@ -82,30 +101,48 @@ class Recorder:
                 transfer.wait()
                 end = torch.cuda.Event(enable_timing=True)
                 end.record()
-        self._pending.append(_Pending(name, "transfer", start, end, step, self._op, self._call, transfer.lanes))
-        return len(self._pending) - 1
+        return self._add(_Pending(name, "transfer", start, end, step, transfer.lanes))
 
-    def close_transfer(self, handle: int) -> None:
+    def close_transfer(self, handle: object) -> None:
         """Note on the CPU that the transfer was seen to be complete; on GPUs its end is already an event."""
-        if self._pending[handle].end is None:
-            self._pending[handle].end = self.now()
+        assert isinstance(handle, _Pending)
+        if handle.end is None:
+            handle.end = self.now()
 
     def intervals(self) -> list[Interval]:
-        """All intervals so far, oldest first. Blocks until the recorded work is done; call it outside the hot path."""
-        lane_end_us: dict[int, float] = {}
-        for item in self._pending:
-            start_us, end_us = self._microseconds(item.start), self._microseconds(item.end)
-            if item.track == "transfer" and self._is_cuda:
-                start_us = max(start_us, *(lane_end_us.get(lane, 0.0) for lane in item.lanes))
-                lane_end_us.update(dict.fromkeys(item.lanes, end_us))
-            self._resolved.append(Interval(item.name, item.track, start_us, end_us, item.step, item.op, item.call))
-        self._pending.clear()
-        return list(self._resolved)
+        """All intervals kept, oldest first. Blocks until the recorded work is done; call it outside the hot path."""
+        self._resolve()
+        return [interval for call in self._calls for interval in call.resolved]
+
+    def calls_by_problem(self) -> dict[GemmProblem, list[list[Interval]]]:
+        """The intervals of every call kept that has some, oldest first. Blocks like `intervals`."""
+        self._resolve()
+        found: dict[GemmProblem, list[list[Interval]]] = {}
+        for call in self._calls:
+            if call.problem is not None and call.resolved:
+                found.setdefault(call.problem, []).append(list(call.resolved))
+        return found
 
     def clear(self) -> None:
         """Forget everything recorded so far; the clock's origin stays."""
-        self._pending.clear()
-        self._resolved.clear()
+        self._calls.clear()
+
+    def _add(self, item: _Pending) -> _Pending:
+        if not self._calls:
+            self._calls.append(_Call(self._num_calls, None))
+        self._calls[-1].pending.append(item)
+        return item
+
+    def _resolve(self) -> None:
+        lane_end_us: dict[int, float] = {}
+        for call in self._calls:
+            for item in call.pending:
+                start_us, end_us = self._microseconds(item.start), self._microseconds(item.end)
+                if item.track == "transfer" and self._is_cuda:
+                    start_us = max(start_us, *(lane_end_us.get(lane, 0.0) for lane in item.lanes))
+                    lane_end_us.update(dict.fromkeys(item.lanes, end_us))
+                call.resolved.append(Interval(item.name, item.track, start_us, end_us, item.step, call.op, call.number))
+            call.pending.clear()
 
     def _microseconds(self, mark: Any) -> float:
         if self._is_cuda:

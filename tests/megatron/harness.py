@@ -22,12 +22,12 @@ def run_megatron(group_size: int, body: Callable[..., Any], *args: Any) -> list[
     return run_spawned(group_size, _enter, body.__module__, body.__name__, args)
 
 
-def run_checks(group_size: int, module: str, names: list[str]) -> dict[str, str | None]:
-    """Run functions `name(group_size)` of `module` in one spawn: name -> None, or what went wrong on which rank.
+def run_checks(group_size: int, checks: list[tuple[str, str]]) -> dict[str, str | None]:
+    """Run functions `name(group_size)`, given as (module, name), in one spawn: name -> None, or what went wrong where.
 
     After a failure the ranks no longer agree where they are; the checks that follow count as not run.
     """
-    return run_spawned(group_size, _enter, __name__, _run_checks.__name__, (module, names))[0]
+    return run_spawned(group_size, _enter, __name__, _run_checks.__name__, (checks,))[0]
 
 
 def names_of_checks(module: Any) -> list[str]:
@@ -43,17 +43,16 @@ def _enter(group: dist.ProcessGroup, _: torch.device, module: str, name: str, ar
             return body(group.size(), *args)
 
 
-def _run_checks(group_size: int, module_name: str, names: list[str]) -> dict[str, str | None]:
-    module = importlib.import_module(module_name)
+def _run_checks(group_size: int, checks: list[tuple[str, str]]) -> dict[str, str | None]:
     results: dict[str, str | None] = {}
     has_failed = False
-    for name in names:
+    for module_name, name in checks:
         if has_failed:
             results[name] = "not run: a check before it failed"
             continue
         error = None
         try:
-            getattr(module, name)(group_size)
+            getattr(importlib.import_module(module_name), name)(group_size)
         except Exception:
             error = f"rank {dist.get_rank()}:\n{traceback.format_exc()}"
         errors: list[Any] = [None] * group_size

@@ -2,17 +2,26 @@
 
 import pytest
 
-from tests.megatron import layer_checks
+from tests.megatron import fallback_checks, layer_checks, lifetime_checks, model_checks
 from tests.megatron.harness import names_of_checks, run_checks
+
+#: In the order in which they run: the last ones destroy.
+MODULES = (layer_checks, fallback_checks, model_checks, lifetime_checks)
+CHECKS = [(module.__name__, name) for module in MODULES for name in names_of_checks(module)]
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, str | None]:
-    selected = [item.callspec.params["name"] for item in request.session.items if item.module is request.module]
-    return run_checks(2, layer_checks.__name__, selected)
+    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
+    selected = {item.callspec.params["name"] for item in items}
+    return run_checks(2, [check for check in CHECKS if check[1] in selected])
+
+
+def test_names_are_given_once() -> None:
+    assert len({name for _, name in CHECKS}) == len(CHECKS)
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", names_of_checks(layer_checks))
+@pytest.mark.parametrize("name", [name for _, name in CHECKS])
 def test_layer(outcomes: dict[str, str | None], name: str) -> None:
     assert outcomes[name] is None, outcomes[name]

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,34 @@ def run_example(command: list[str], promised: str) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert promised in ran.stdout
+
+
+def print_schedule(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / "look_at_a_schedule.py"), *arguments]
+    return subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=50)
+
+
+def test_the_schedule_in_the_readme_is_what_the_example_prints() -> None:
+    grid, _, _ = print_schedule().stdout.partition("\n\n  [2]")
+    assert grid.startswith("direct reduce-scatter: 4 ranks")
+    assert textwrap.indent(grid, "    ") in (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("collective", ["all-gather", "reduce-scatter"])
+@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+def test_any_schedule_can_be_looked_at(collective: str, algorithm: str) -> None:
+    """Fails without the arguments."""
+    ran = print_schedule(collective, algorithm, "--ranks", "3", "--chunks", "5")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith(f"{algorithm} {collective}: 3 ranks, 5 chunks per shard")
+    assert "chunks per shard 5: " in ran.stdout
+
+
+def test_an_impossible_schedule_is_wrong_usage() -> None:
+    ran = print_schedule("--ranks", "0")
+    assert ran.returncode == 2
+    assert "group_size=0" in ran.stderr
+    assert "usage: " in ran.stderr
 
 
 @pytest.mark.slow

@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.cli.launch import CannotRunError, Rank, RankFailedError, choose_num_ranks, launch
+from commfuse_megatron.cli import launch as launch_module
+from commfuse_megatron.cli import main as cli
+from commfuse_megatron.cli.launch import (
+    CannotRunError,
+    Rank,
+    RankFailedError,
+    choose_num_ranks,
+    is_speaker,
+    launch,
+)
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -101,6 +110,58 @@ def test_ranks_must_not_contradict_the_launcher(monkeypatch: pytest.MonkeyPatch)
     assert choose_num_ranks(None) == choose_num_ranks(4) == 4
     with pytest.raises(CannotRunError, match="--ranks 2 under a launcher that started 4 ranks"):
         choose_num_ranks(2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": "1"}, "it has RANK, not WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start it with torchrun"),
+        ({"WORLD_SIZE": "two"}, "it has WORLD_SIZE, not RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "two", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "WORLD_SIZE='two', which is not"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": ""}, "MASTER_PORT='', which is not"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2 and WORLD_SIZE=2; ranks"),
+    ],
+)
+def test_half_a_launcher_is_refused_by_name(
+    variables: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails without the check: local ranks start beside a launcher's, or int() raises."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["verify"]) == 2
+    assert words in capsys.readouterr().err
+    assert is_speaker(), "where nobody knows who is first, everyone speaks"
+
+
+def test_what_one_rank_alone_has_met_it_says_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in zip(LAUNCHER_VARIABLES, ("1", "2", "localhost", "1", "1", "2"), strict=True):
+        monkeypatch.setenv(name, value)
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        assert not capsys.readouterr().err, "the first rank comes first"
+
+    monkeypatch.setattr(launch_module.time, "sleep", wait)
+    assert cli.main(["demo", "--text", "no/such/file"]) == 2
+    assert waits == [launch_module._FIRST_RANK_SPEAKS_S]
+    assert "the text cannot be read" in capsys.readouterr().err
+
+
+def test_under_torchrun_one_rank_says_why_none_can_run() -> None:
+    """Fails without waiting for the first rank: every rank says it."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    ran = subprocess.run(
+        [*torchrun, "-m", "commfuse_megatron", "demo"],
+        timeout=55,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ran.returncode != 0
+    assert ran.stderr.count("cannot run here: the demo's model can be cut for") == 1, ran.stderr
 
 
 STARTER = """

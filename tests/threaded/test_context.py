@@ -78,6 +78,21 @@ def test_bad_arguments_are_named(arguments, match):
     expect_everywhere(2, body, ShapeError, match)
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_no_context_is_said_by_name(op):
+    """Fails without the check, with an AttributeError."""
+    for none in (None, object()):
+        with pytest.raises(ConfigError, match=rf"{op}: context must be an OverlapContext, .*; got "):
+            getattr(ops, op)(torch.zeros(3, 2, 5), torch.zeros(4, 5), context=none)
+
+
+@pytest.mark.parametrize("none", [None, dist.GroupMember.NON_GROUP_MEMBER])
+def test_no_group_is_said_by_name(none):
+    """Fails without the check, with an AttributeError. Who is no member gets such a value from new_group."""
+    with pytest.raises(ConfigError, match=f"process group that this rank belongs to, got {none!r}"):
+        OverlapContext(none)
+
+
 def test_different_configurations_raise_everywhere():
     def body(group, device):
         OverlapContext(group, quick(check_agreement=group.rank() == 0))

@@ -64,31 +64,54 @@ def test_random_inputs_err_no_more_than_the_reference(op, dtype):
     run_threads(4, body)
 
 
+def outer_swapped(tensor):
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def every_second(tensor):
+    return torch.stack([tensor, tensor], dim=-1)[..., 0]
+
+
+def one_batch_expanded(x):
+    return x[:, :1].expand(x.shape)
+
+
 @pytest.mark.parametrize("op", OPS)
-def test_layouts_and_expanded_gradients(op):
+@pytest.mark.parametrize("view", [outer_swapped, every_second, one_batch_expanded])
+def test_layouts_of_the_input(op, view):
     case = Case(op=op, rows=12, batch=2)
+
+    def viewing(call):
+        # The leaves are copies, and a copy of an expanded tensor is contiguous: so the view is made behind the leaf.
+        def run(x, weight, *others, **where):
+            given = view(x)
+            assert not given.is_contiguous()
+            assert not outer_swapped(weight).is_contiguous()
+            return call(given, outer_swapped(weight), *others, **where)
+
+        return run
 
     def body(group, device):
         operands = draw(case, group.rank(), group.size(), device)
         with OverlapContext(group) as context:
-            expected = reference(case, operands, group)
-            transposed = operands.copies()
-            transposed.x = operands.x.transpose(0, 1).contiguous().transpose(0, 1)
-            transposed.weight = operands.weight.t().contiguous().t()
-            assert not transposed.x.is_contiguous()
-            assert_equal(overlapped(case, transposed, context), expected)
-            strided = operands.copies()
-            strided.x = torch.stack([operands.x, operands.x], dim=-1)[..., 0]
-            assert_equal(overlapped(case, strided, context), expected)
-            scattered = operands.copies()
-            scattered.grad_y = operands.grad_y.transpose(0, 1).contiguous().transpose(0, 1)
-            assert_equal(overlapped(case, scattered, context), expected)
-            ones = operands.copies()
-            ones.grad_y = torch.ones((), device=device).expand(operands.grad_y.shape)  # what out.sum() sends back
-            assert_equal(overlapped(case, ones, context), reference(case, ones, group))
-            one_row = operands.copies()
-            one_row.x = operands.x[:, :1].expand(-1, 2, -1)
-            assert_equal(overlapped(case, one_row, context), reference(case, one_row, group))
+            found = run_op(case, operands, viewing(getattr(ops, op)), context=context)
+            assert_equal(found, run_op(case, operands, viewing(getattr(ops.reference, op)), group=group))
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_layouts_of_the_output_gradient(op):
+    case = Case(op=op, rows=12, batch=2)
+
+    def body(group, device):
+        operands = draw(case, group.rank(), group.size(), device)
+        ones = torch.ones((), device=device).expand(operands.grad_y.shape)  # what out.sum() sends back
+        with OverlapContext(group) as context:
+            for grad_y in (outer_swapped(operands.grad_y), every_second(operands.grad_y), ones):
+                assert not grad_y.is_contiguous()
+                operands.grad_y = grad_y
+                assert_equal(overlapped(case, operands, context), reference(case, operands, group))
 
     run_threads(2, body)
 
@@ -98,9 +121,6 @@ def test_layouts_and_expanded_gradients(op):
 def test_operands_without_a_unit_stride(op, config):
     case = Case(op=op, rows=7)
     names = ("x", "weight", "bias")
-
-    def every_second(tensor):
-        return torch.stack([tensor, tensor], dim=-1)[..., 0]
 
     def first_expanded(tensor):
         return tensor[..., :1].expand(tensor.shape)
@@ -269,5 +289,36 @@ def test_no_grad_forward_and_autocast():
             with torch.autocast("cpu", torch.bfloat16):  # as everywhere in autocast, float64 stays
                 y = ops.all_gather_linear(operands.x.double(), operands.weight.double(), context=context)
             assert y.dtype is torch.float64
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("low", ["x", "nothing"])
+def test_autocast_casts_the_bias_as_well(op, low):
+    """Fails without the cast in the reference, whose result was as wide as its bias."""
+    case = Case(op=op, rows=8)
+
+    def body(group, device):
+        with OverlapContext(group) as context:
+            results = []
+            for call, where in (
+                (getattr(ops, op), {"context": context}),
+                (getattr(ops.reference, op), {"group": group}),
+            ):
+                operands = draw(case, group.rank(), group.size(), device)
+                if low == "x":
+                    operands.x = operands.x.bfloat16()
+                leaves = operands.copies()
+                with torch.autocast("cpu", torch.bfloat16):
+                    y = call(leaves.x, leaves.weight, leaves.bias, **where)
+                    expected = torch.nn.functional.linear(leaves.x, leaves.weight, leaves.bias)
+                assert y.dtype is expected.dtype is torch.bfloat16
+                y.backward(operands.grad_y.to(y.dtype))
+                results.append(
+                    {"y": y.detach()} | {name: getattr(leaves, name).grad for name in ("x", "weight", "bias")}
+                )
+            assert_equal(*results)
+            assert results[0]["weight"].dtype is results[0]["bias"].dtype is torch.float32
 
     run_threads(2, body)

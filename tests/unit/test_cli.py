@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,13 @@ def test_errors_become_exit_codes(
     out, err = capsys.readouterr()
     assert words in err
     assert not out
+
+
+def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"commfuse {metadata.version('commfuse-megatron')}\n"
 
 
 def test_python_m_is_the_same_command() -> None:

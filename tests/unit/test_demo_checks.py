@@ -1,7 +1,9 @@
 """What makes the demo fail: losses too far apart, or a call that was not overlapped; and where its text is from."""
 
+import argparse
 import dataclasses
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from commfuse_megatron.cli import demo
 from commfuse_megatron.cli import main as cli
 from commfuse_megatron.verify.text import batch_of, standard_library_text
 from commfuse_megatron.verify.training import Comparison, Recipe, bounds_of, complaints_of
@@ -103,6 +106,23 @@ def test_the_text_is_python_and_batches_repeat() -> None:
     assert torch.equal(first, batch_of(text, step=3, batch=4, length=17))
     assert not torch.equal(first, batch_of(text, step=4, batch=4, length=17))
     assert batch_of(b"abc", step=0, batch=2, length=3).tolist() == [[97, 98, 99]] * 2
+
+
+def test_no_more_of_a_text_is_read_than_is_used(tmp_path: Path) -> None:
+    """Fails without a limit, and then must not be tried on /dev/zero."""
+    file = tmp_path / "text"
+    with file.open("wb") as opened:
+        opened.truncate(demo.MOST_TEXT_BYTES + 1)
+    assert len(demo._read_text(str(file))) == demo.MOST_TEXT_BYTES
+    if Path("/dev/zero").exists():
+        assert len(demo._read_text("/dev/zero")) == demo.MOST_TEXT_BYTES
+    (option,) = re.findall("first ([0-9]+) are used", demo_help())
+    assert int(option) == demo.MOST_TEXT_BYTES
+
+
+def demo_help() -> str:
+    (commands,) = [a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    return " ".join(commands.choices["demo"].format_help().split())
 
 
 def test_a_recipe_names_its_dtype() -> None:

@@ -9,6 +9,7 @@ import pytest
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.runtime.meter import exposed_spans, exposed_us, measure_overlap
 from commfuse_megatron.runtime.recorder import Interval
+from commfuse_megatron.tracing import figure
 from commfuse_megatron.tracing.figure import densest_calls, draw_timeline
 from commfuse_megatron.tracing.lanes import assign_lanes
 from commfuse_megatron.tracing.perfetto import chrome_trace, write_perfetto
@@ -87,6 +88,15 @@ def test_the_picture_is_written(tmp_path: Path) -> None:
             tmp_path / "deep" / name, recording, title="three ranks", zooms={"end": (60, 160)}, caption="x"
         )
         assert path.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_the_measured_overlap_fits_the_picture(num_ranks: int) -> None:
+    """Fails with the ranks in one line: matplotlib does not wrap titles, and cuts them off at the edge."""
+    text = figure._overlap_line({rank: [compute(0, 1)] for rank in range(num_ranks)})
+    assert max(map(len, text.splitlines())) < 100
+    assert [f"rank {rank}" in text for rank in range(num_ranks)] == [rank < 4 for rank in range(num_ranks)]
+    assert ("..." in text) == (num_ranks > 4)
 
 
 def test_the_picture_needs_intervals(tmp_path: Path) -> None:

@@ -1,0 +1,248 @@
+"""Checks of configurations, specs and whole models. Each is run on every rank of one spawn."""
+
+import copy
+import os
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from commfuse_megatron import OverlapConfig
+from commfuse_megatron.config import CONFIG_VARIABLE
+from commfuse_megatron.errors import ConfigError
+from commfuse_megatron.plugin import (
+    CommFuseColumnParallelLinear,
+    CommFuseRowParallelLinear,
+    apply_to_spec,
+    convert_model,
+    model_report,
+)
+from commfuse_megatron.plugin.compat import RowParallelLinear
+from commfuse_megatron.plugin.decision import state_of
+from commfuse_megatron.plugin.spec import gpt_layer_spec
+from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, transformer_config
+from tests.megatron.layers import (
+    assert_equal,
+    build,
+    config,
+    example_input,
+    pair,
+    run,
+)
+
+
+def check_report(group_size: int) -> None:
+    model = torch.nn.ModuleDict(
+        {
+            "stock": build("row", RowParallelLinear, config(group_size)),
+            "ours": build("row", CommFuseRowParallelLinear, config(group_size)),
+            "off": build("column", CommFuseColumnParallelLinear, config(group_size)),
+        }
+    )
+    model["off"].sequence_parallel = False
+    before = {layer.name: layer for layer in model_report(model).layers}
+    assert before["ours"].path == before["off"].path == "not called"
+    assert before["ours"].reasons == ()
+    assert "sequence_parallel is off" in before["off"].reasons[0]
+    x = example_input("row", group_size)
+    model["ours"](x)
+    report = model_report(model)
+    after = {layer.name: layer for layer in report.layers}
+    assert (after["stock"].path, after["ours"].path) == ("stock", "overlapped")
+    assert "Megatron's own class" in after["stock"].reasons[0]
+    assert (report.overlapped_calls, report.stock_calls) == (1, 0)
+    assert {record.op for record in report.ops} >= {"linear_reduce_scatter"}
+    model["ours"].sequence_parallel = False
+    model["ours"](x)
+    assert model_report(model).layers[1].path == "mixed"
+    assert report.to_dict()["layers"][1]["overlapped_calls"] == 1
+
+
+def check_config_file(group_size: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "ring.yaml"
+        file.write_text("linear: {fprop: {algorithm: ring}}\n", encoding="utf-8")
+        transformer = config(group_size)
+        transformer.commfuse_config = str(file)
+        x = example_input("row", group_size)
+        stock, ours = pair("row", group_size, transformer)
+        assert_equal(run(stock, x), run(ours, x))
+        assert state_of(ours).context.config.linear.fprop.algorithm == "ring"
+        os.environ[CONFIG_VARIABLE] = str(file)
+        try:
+            _, ours = pair("row", group_size)
+            ours(x)
+        finally:
+            del os.environ[CONFIG_VARIABLE]
+        assert state_of(ours).context.config.linear.fprop.algorithm == "ring"
+        file.write_text("linear: {fprop: {algorithm: ring, chunks_per_shard: 2}}\n", encoding="utf-8")
+        ours(x)
+        assert state_of(ours).context.config.linear.fprop.chunks_per_shard is None, "read when the layer was built"
+
+
+def check_a_wrong_config_file_is_found_while_building(group_size: int) -> None:
+    # Fails without reading the file in the constructor and in convert_model: the first call would raise.
+    for kind, cls in (("column", CommFuseColumnParallelLinear), ("row", CommFuseRowParallelLinear)):
+        transformer = config(group_size)
+        stock, _ = pair(kind, group_size, transformer)
+        model = torch.nn.Sequential(stock)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "wrong.yaml"
+            transformer.commfuse_config = str(file)
+            for words in ("cannot be read", 'unknown key "liner"'):
+                with pytest.raises(ConfigError, match=words):
+                    build(kind, cls, transformer)
+                with pytest.raises(ConfigError, match=words):
+                    convert_model(model)
+                assert type(stock) is not cls, "nothing was converted"
+                file.write_text("liner: {}\n", encoding="utf-8")
+        build(kind, cls, transformer, overlap_config=OverlapConfig())
+        transformer.commfuse = False
+        build(kind, cls, transformer)
+        assert type(convert_model(model)[0]) is cls
+
+
+def check_layers_share_a_context(group_size: int) -> None:
+    x = example_input("row", group_size)
+    layers = [pair("row", group_size)[1] for _ in range(3)]
+    layers[2] = build("row", CommFuseRowParallelLinear, config(group_size), overlap_config=OverlapConfig(record=True))
+    for layer in layers:
+        layer(x)
+    contexts = [state_of(layer).context for layer in layers]
+    assert contexts[0] is contexts[1]
+    assert contexts[2] is not contexts[0]
+    assert contexts[2].config.record
+
+
+def check_nothing_but_scalars_on_the_config(group_size: int) -> None:
+    transformer = config(group_size)
+    before = {name: id(value) for name, value in vars(transformer).items()}
+    _, ours = pair("row", group_size, transformer)
+    run(ours, example_input("row", group_size))
+    assert {name: id(value) for name, value in vars(transformer).items()} == before
+    assert vars(copy.deepcopy(transformer)).keys() == before.keys()
+
+
+def check_state_is_not_copied(group_size: int) -> None:
+    overlap = OverlapConfig(record=True)
+    ours = build("row", CommFuseRowParallelLinear, config(group_size), overlap_config=overlap)
+    run(ours, example_input("row", group_size))
+    for copied in (copy.deepcopy(state_of(ours)), pickle.loads(pickle.dumps(state_of(ours)))):
+        assert copied.overlap_config == overlap
+        assert (copied.context, copied.overlapped_calls) == (None, 0)
+    assert not any("commfuse" in key for key in ours.state_dict())
+
+
+def check_convert_model(group_size: int) -> None:
+    gpt = SmallGPT(dtype=torch.float64, num_layers=1)
+    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
+    stock = build_gpt(gpt, transformer_config(gpt, group_size), overlap=False)
+    expected = loss_of(stock, tokens)
+    hooked: list[Any] = []
+    stock.output_layer.register_forward_hook(lambda *_: hooked.append(1))
+    parameters = dict(stock.named_parameters())
+    overlap = OverlapConfig(record=True)
+    assert convert_model(stock) is stock
+    assert convert_model([stock], overlap)[0] is stock
+    assert convert_model(stock) is stock
+    assert type(stock.output_layer) is CommFuseColumnParallelLinear
+    assert all(p is parameters[name] for name, p in stock.named_parameters())
+    found = loss_of(stock, tokens)
+    assert abs(found - expected) <= 1e-13 * abs(expected)
+    report = model_report(stock)
+    assert [layer.path for layer in report.layers] == ["overlapped"] * 5
+    assert hooked == [1]
+    assert state_of(stock.output_layer).context.config == overlap
+    assert state_of(stock.output_layer).name == "output_layer"
+    with pytest.raises(ConfigError, match="torch module"):
+        convert_model("model")
+
+
+def check_spec_carries_config(group_size: int) -> None:
+    gpt = SmallGPT(dtype=torch.float64, num_layers=1)
+    overlap = OverlapConfig(record=True)
+    model = build_gpt(gpt, transformer_config(gpt, group_size), overlap=overlap)
+    loss_of(model, torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1)))
+    assert all(state_of(m).context.config == overlap for m in model.modules() if "CommFuse" in type(m).__name__)
+
+
+def check_whole_model_evaluates_and_decodes(group_size: int) -> None:
+    from megatron.core.transformer.utils import set_model_to_sequence_parallel
+
+    gpt = SmallGPT(dtype=torch.float64, num_layers=1)
+    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
+    stock, ours = (build_gpt(gpt, transformer_config(gpt, group_size), overlap=o).eval() for o in (False, True))
+    with torch.no_grad():
+        assert abs(loss_of(ours, tokens) - loss_of(stock, tokens)) <= 1e-13
+        assert model_report(ours).stock_calls == 0
+        for model in (stock, ours):
+            set_model_to_sequence_parallel(model, False)
+        one_token = tokens[:, :2]
+        assert abs(loss_of(ours, one_token) - loss_of(stock, one_token)) <= 1e-13
+    assert {layer.path for layer in model_report(ours).layers} == {"mixed"}
+
+
+def check_experts_stay_stock(group_size: int) -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from commfuse_megatron.plugin.spec import block_spec
+
+    gpt = SmallGPT(dtype=torch.float64, num_layers=1)
+    losses, gradients = [], []
+    for overlap in (False, True):
+        transformer = transformer_config(
+            gpt,
+            group_size,
+            num_moe_experts=4,
+            moe_ffn_hidden_size=32,
+            moe_router_topk=2,
+            moe_token_dispatcher_type="alltoall",
+            moe_shared_expert_intermediate_size=32,
+            expert_tensor_parallel_size=group_size,
+        )
+        torch.manual_seed(7)
+        spec = apply_to_spec(get_gpt_layer_local_spec(num_experts=4))
+        model = GPTModel(
+            config=transformer,
+            transformer_layer_spec=block_spec(spec, transformer),
+            vocab_size=256,
+            max_sequence_length=64,
+            position_embedding_type="rope",
+        )
+        transformer.commfuse = overlap
+        loss = loss_of(model, torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1)))
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert abs(losses[1] - losses[0]) <= 1e-13
+    assert_equal(*gradients)
+    paths = {layer.name: layer for layer in model_report(model).layers}
+    experts = [layer for name, layer in paths.items() if "local_experts" in name]
+    assert len(experts) == 8
+    assert all(layer.path == "stock" and "expert" in layer.reasons[0] for layer in experts if layer.stock_calls)
+    shared = [layer for name, layer in paths.items() if "shared_experts" in name]
+    assert [layer.path for layer in shared] == ["overlapped", "overlapped"]
+
+
+def check_spec_for_the_command_line(group_size: int) -> None:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.training.models.gpt import GPTModelConfig
+
+    gpt = SmallGPT(dtype=torch.float64)
+    transformer = transformer_config(gpt, group_size)
+    spec = gpt_layer_spec(GPTModelConfig(transformer=transformer, vocab_size=256, seq_length=64), vp_stage=None)
+    model = GPTModel(
+        config=transformer,
+        transformer_layer_spec=spec,
+        vocab_size=256,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+    )
+    loss_of(model, torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))).backward()
+    paths = [layer.path for layer in model_report(model).layers]
+    assert paths.count("overlapped") == 8
+    assert paths.count("stock") == 1, "a spec does not reach the output layer"
