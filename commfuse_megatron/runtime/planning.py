@@ -5,9 +5,10 @@ other ranks whether they plan the same problem before it measures anything, and 
 captured.
 """
 
+import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +41,12 @@ logger = logging.getLogger(__name__)
 TryOut = Callable[[Sequence[LinearPlan]], Sequence[float] | str]
 
 
+# Sequence lengths that change at every call must not be planned one by one: numbers of tokens within this factor share a
+# decision, and when a layer has had so many trials, the model decides.
+_SAME_LENGTH = 1.125
+_MOST_TRIALS_OF_A_LAYER = 8
+
+
 class Planner:
     """Plans of one context, in the order in which problems are met; equal on all ranks."""
 
@@ -51,6 +58,8 @@ class Planner:
         #: By dtype; measured when first needed, and kept.
         self.machines: dict[str, MachineModel] = {}
         self._buffers: dict[str, int] = {}
+        #: Of every layer's pass, what was decided by cost for how many tokens.
+        self._decided: dict[Hashable, list[tuple[int, LinearPlan]]] = {}
 
     def plan(self, problem: GemmProblem, try_out: TryOut | None = None) -> LinearPlan:
         """The plan for a new problem. Collective where something is measured.
@@ -77,15 +86,37 @@ class Planner:
             forced = (config.linear.fprop if problem.pass_name == "fprop" else config.linear.dgrad).path != "auto"
             reason = self.default_reason or "the problem has a size of zero"
             return choose_by_default(candidates, "forced by the configuration" if forced else reason)
+        return self._reuse(problem, candidates) or self._choose_by_cost(problem, try_out)
+
+    def _reuse(self, problem: GemmProblem, candidates: Candidates) -> LinearPlan | None:
+        """What was decided for about as many tokens, if it can be done for this many."""
+        names = {plan.name for plan in candidates.plans}
+        for tokens, plan in self._decided.get(_layer(problem), ()):
+            is_near = max(tokens, problem.M) <= _SAME_LENGTH * min(tokens, problem.M)
+            if is_near and plan.name in names:
+                reason = f"as for M={tokens}, {plan.reason}"
+                return dataclasses.replace(plan, reason=reason, predicted_us=None, measured_us=None)
+        return None
+
+    def _choose_by_cost(self, problem: GemmProblem, try_out: TryOut | None) -> LinearPlan:
+        config = self._context.config
+        decided = self._decided.setdefault(_layer(problem), [])
         may_measure = config.plan.measure != "never" and not self._context.is_capturing
         machine = self._machine(problem, may_measure=may_measure)
         slow = is_link_slow(problem, machine)
         candidates = list_candidates(problem, config, held=self._buffers, is_link_slow=slow)
         candidates = predict(problem, candidates, machine)
-        timed = select_for_trial(candidates, config.plan) if may_measure and try_out is not None else ()
-        if not timed or try_out is None:
-            return choose_predicted(candidates, machine)
-        return self._measure(problem, candidates, timed, try_out, machine)
+        num_trials = sum(plan.measured_us is not None for _, plan in decided)
+        timed = (
+            select_for_trial(candidates, config.plan) if may_measure and num_trials < _MOST_TRIALS_OF_A_LAYER else ()
+        )
+        if timed and try_out is not None:
+            chosen = self._measure(problem, candidates, timed, try_out, machine)
+        else:
+            chosen = choose_predicted(candidates, machine)
+        if not self._context.is_capturing:  # without measuring: no example for other lengths
+            decided.append((problem.M, chosen))
+        return chosen
 
     def _measure(
         self,
@@ -147,6 +178,12 @@ class Planner:
             overlaps=not uses_nccl or gemm.is_persistent,
             folds_arrivals=gemm.can_fold and context.link.transport.is_one_sided,
         )
+
+
+def _layer(problem: GemmProblem) -> Hashable:
+    """All that matters for a choice but the number of tokens; uneven rows cost the collectives copies."""
+    is_even = problem.rows % problem.group_size == 0
+    return dataclasses.replace(problem, rows=0, batch=0), is_even
 
 
 def _default_reason(context: "OverlapContext") -> str | None:

@@ -260,6 +260,39 @@ def test_a_trial_is_neither_counted_nor_recorded_and_logged_once(monkeypatch, ca
     assert lines[0].startswith("all_gather_linear fprop S=8 ")
 
 
+def test_lengths_that_change_at_every_call_are_not_timed_one_by_one(monkeypatch):
+    timed = []
+
+    def of_rank(rank, name):
+        if rank == 0:
+            timed.append(name)
+        return 1 if name == "sliced m=2" else 2
+
+    monkeypatch.setattr(TRIAL, lambda device: MadeUpTimes(of_rank))
+    rows_of_calls = [200, 204, 190, 180, 201, *range(300, 3000, 100), 4]
+
+    def body(group, device):
+        with OverlapContext(group, config(plan=PlanConfig(margin=10.0))) as context, torch.no_grad():
+            plan_by_cost(context)
+            for rows in rows_of_calls:
+                operands = draw(Case(op=OPS[1], rows=rows, batch=1), group.rank(), group.size(), device)
+                ops.linear_reduce_scatter(operands.x, operands.weight, context=context)
+            return context.report()
+
+    found = run_threads(2, body)
+    assert found[0] == found[1]
+    reasons = {record.M: record.reason for record in found[0]}
+    assert reasons[200].startswith("measured: sliced m=2")
+    assert reasons[204] == f"as for M=200, {reasons[200]}"
+    assert reasons[190].startswith("as for M=200, ")
+    assert reasons[180].startswith("as for M=200, ")
+    assert reasons[201].startswith("measured: ")  # uneven rows are another matter
+    trials = [reason for reason in reasons.values() if reason.startswith("measured: ")]
+    assert len(trials) == 1 + 8  # of uneven and of even rows
+    assert reasons[4].startswith("predicted: ")
+    assert all(record.path == "sliced" for record in found[0][:5])
+
+
 def test_buffers_of_earlier_problems_count(monkeypatch):
     limit = config("sliced", "direct", 1, transport=TransportConfig(max_buffer_mib=1))
 
