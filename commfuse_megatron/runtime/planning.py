@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 TryOut = Callable[[Sequence[LinearPlan]], Sequence[float] | str]
 
 
-# Sequence lengths that change at every call must not be planned one by one: numbers of tokens within this factor share a
-# decision, and when a layer has had so many trials, the model decides.
+# Sequence lengths that change at every call must not be planned one by one: numbers of tokens within this factor share
+# a decision, and when a layer has had so many trials, the model decides.
 _SAME_LENGTH = 1.125
 _MOST_TRIALS_OF_A_LAYER = 8
 
@@ -86,10 +86,11 @@ class Planner:
             forced = (config.linear.fprop if problem.pass_name == "fprop" else config.linear.dgrad).path != "auto"
             reason = self.default_reason or "the problem has a size of zero"
             return choose_by_default(candidates, "forced by the configuration" if forced else reason)
-        return self._reuse(problem, candidates) or self._choose_by_cost(problem, try_out)
+        return self._reuse(problem) or self._choose_by_cost(problem, try_out)
 
-    def _reuse(self, problem: GemmProblem, candidates: Candidates) -> LinearPlan | None:
+    def _reuse(self, problem: GemmProblem) -> LinearPlan | None:
         """What was decided for about as many tokens, if it can be done for this many."""
+        candidates = list_candidates(problem, self._context.config, held=self._buffers, is_link_slow=True)
         names = {plan.name for plan in candidates.plans}
         for tokens, plan in self._decided.get(_layer(problem), ()):
             is_near = max(tokens, problem.M) <= _SAME_LENGTH * min(tokens, problem.M)
@@ -107,9 +108,8 @@ class Planner:
         candidates = list_candidates(problem, config, held=self._buffers, is_link_slow=slow)
         candidates = predict(problem, candidates, machine)
         num_trials = sum(plan.measured_us is not None for _, plan in decided)
-        timed = (
-            select_for_trial(candidates, config.plan) if may_measure and num_trials < _MOST_TRIALS_OF_A_LAYER else ()
-        )
+        may_try = may_measure and num_trials < _MOST_TRIALS_OF_A_LAYER
+        timed = select_for_trial(candidates, config.plan) if may_try else ()
         if timed and try_out is not None:
             chosen = self._measure(problem, candidates, timed, try_out, machine)
         else:
