@@ -27,6 +27,9 @@ __all__ = [
 # Of two that differ by less than this, the simpler one is taken: timings repeat no better.
 _TIE = 0.01
 
+# No prediction is better than this: host times and latencies. A judgement, not measured; small problems are soon timed.
+_UNSURE_US = 20.0
+
 # More than this many are never timed, the ones predicted best first.
 _MOST_TIMED = 10
 
@@ -63,12 +66,12 @@ def choose_predicted(candidates: Candidates, machine: MachineModel, remark: str 
 def select_for_trial(candidates: Candidates, config: PlanConfig) -> tuple[LinearPlan, ...]:
     """The candidates worth timing, the simplest first; none where the prediction is clear enough.
 
-    Undecided means that another path comes within `config.margin` of the best. Then all that do are timed, and the best
-    of every other path: a wrong prediction is found as well.
+    Undecided means that another path comes within `config.margin` of the best, or within some microseconds. Then all
+    that do are timed, and the best of every other path: a wrong prediction is found as well.
     """
     plans = candidates.plans
     best = plans[_fastest([_predicted(plan) for plan in plans])]
-    limit_us = _predicted(best) * (1 + config.margin)
+    limit_us = _predicted(best) * (1 + config.margin) + _UNSURE_US
     is_undecided = any(plan.path != best.path and _predicted(plan) <= limit_us for plan in plans)
     if len(plans) < 2 or config.measure == "never" or (config.measure == "auto" and not is_undecided):
         return ()

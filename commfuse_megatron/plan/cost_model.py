@@ -87,6 +87,8 @@ class _Costs:
     def host_us(self) -> float:
         """What issuing one call takes."""
         host, ranks, m = self.machine.host, self.problem.group_size, self.plan.chunks_per_shard
+        if self.machine.traits.replays and self.plan.is_scheduled and self.plan.algorithm is Algorithm.DIRECT:
+            host = self.machine.replay
         gathers = int(self.gathers_again or not self.scatters)
         exchanges = gathers + int(self.scatters and self.computes_output)
         gemms = int(self.computes_wgrad)

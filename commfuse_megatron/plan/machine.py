@@ -8,7 +8,17 @@ from dataclasses import dataclass
 
 from commfuse_megatron.kernels.tiles import choose_tile
 
-__all__ = ["Channel", "GemmRate", "HostTimes", "MachineModel", "Timings", "Traits", "assumed_machine", "fit_channel"]
+__all__ = [
+    "Channel",
+    "GemmRate",
+    "REPLAYED",
+    "HostTimes",
+    "MachineModel",
+    "Timings",
+    "Traits",
+    "assumed_machine",
+    "fit_channel",
+]
 
 # From the end of one kernel of a stream to the start of the next. Not measured.
 _LAUNCH_US = 3.0
@@ -65,6 +75,11 @@ class HostTimes:
     small_kernel_us: float = 10.0
 
 
+#: Of calls that are replayed as lists of driver and library calls: 2.5 us per memory operation and 7.4 per copy, as
+#: above. GEMMs and the call itself were not measured and are rather too long here.
+REPLAYED = HostTimes(call_us=30.0, gemm_us=7.0, transfer_us=12.0, small_kernel_us=6.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
     """What is known of a context without measuring.
@@ -72,6 +87,7 @@ class Traits:
     transfer_sms: SMs that a transfer in flight takes from GEMMs; 0 with the copy engine. regains_sms: a large slice
     takes them back once the transfer is done. overlaps: False where GEMMs leave nothing to the transfers, so that they
     run one after the other. folds_arrivals: own GEMMs add what arrived, where something covers the last transfer.
+    replays: direct schedules are replayed, with little host time.
     """
 
     transport: str
@@ -80,6 +96,7 @@ class Traits:
     regains_sms: bool = False
     overlaps: bool = True
     folds_arrivals: bool = False
+    replays: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +113,7 @@ class MachineModel:
     traits: Traits
     source: str
     host: HostTimes = HostTimes()
+    replay: HostTimes = REPLAYED
 
 
 # cuBLAS and the persistent GEMM, bf16: 690 to 790 TFLOP/s on large shapes (H100, H200). fp32 without TF32, fp64: not

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from commfuse_megatron.kernels.blas import blas_unavailable_reason
 from commfuse_megatron.plan.candidates import Candidates, buffer_needs, list_candidates, merge_needs
 from commfuse_megatron.plan.choose import (
     choose_by_default,
@@ -170,13 +171,23 @@ class Planner:
         num_sms = 132
         if context.device.type == "cuda":
             num_sms = torch.cuda.get_device_properties(context.device).multi_processor_count
+        is_one_sided = context.link.transport.is_one_sided
+        replays = (
+            is_one_sided
+            and context.recorder is None
+            and config.kernel.gemm == "auto"
+            and blas_unavailable_reason(context.device, dtype) is None
+        )
+        # Replayed, cuBLASLt adds the one matrix that arrives with two ranks: see `ops.replay`.
+        folds = context.group_size == 2 if replays else gemm.can_fold
         return Traits(
             transport=context.transport_name,
             num_sms=num_sms,
             transfer_sms=reserved if uses_nccl else 0,
             regains_sms=uses_nccl and config.kernel.regain_sms,
             overlaps=not uses_nccl or gemm.is_persistent,
-            folds_arrivals=gemm.can_fold and context.link.transport.is_one_sided,
+            folds_arrivals=folds and is_one_sided,
+            replays=replays,
         )
 
 

@@ -175,7 +175,8 @@ def test_clear_predictions_and_measure_never_run_no_trial(monkeypatch):
     case = Case(op=OPS[1], rows=64, N=64)
     # Collectives cost what transfers do, which the slices hide; with this margin the model is sure.
     exact = config(plan=PlanConfig(margin=0.0))
-    free_host = dataclasses.replace(machine(), host=HostTimes(call_us=0.0), gemm=GemmRate(tflops=1.0, memory_gb_s=1e3))
+    rate = GemmRate(tflops=1e-3, memory_gb_s=1e3)
+    free_host = dataclasses.replace(machine(link_gb_s=0.05), host=HostTimes(call_us=0.0), gemm=rate)
     for model, chosen in ((free_host, exact), (machine(), config(plan=PlanConfig(measure="never")))):
         for record in records_of(2, case, chosen, monkeypatch, refuse, model)[0]:
             assert record.reason.startswith("predicted: ")

@@ -55,6 +55,11 @@ def test_close_predictions_are_timed_with_the_best_of_every_path():
     assert timed(predicted(2000, 1900, 1800, 500, 400, 410), measure="always") == NAMES
 
 
+def test_a_few_microseconds_are_never_clear():
+    assert timed(predicted(105, 105, 105, 90, 100, 300)) == ["sequential", "async", "bulk", "sliced m=1", "sliced m=2"]
+    assert timed(predicted(130, 130, 130, 90, 100, 300)) == []
+
+
 def test_variants_of_one_path_are_not_worth_a_trial():
     assert timed(predicted(2000, 2000, 2000, 1000, 1000, 1000)) == []
 

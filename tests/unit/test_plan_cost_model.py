@@ -25,7 +25,7 @@ from commfuse_megatron.schedule import Algorithm, schedule_bound_us
 from tests.harness.problems import LAYERS, layer_problem
 
 BOTH = "input+weight"
-COPY_ENGINE = assumed_machine(Traits(transport="copy_engine", folds_arrivals=True), "bfloat16")
+COPY_ENGINE = assumed_machine(Traits(transport="copy_engine", folds_arrivals=True, replays=True), "bfloat16")
 NVLINK_NCCL = assumed_machine(
     Traits(transport="nccl", transfer_sms=20, regains_sms=True), "bfloat16", is_link_slow=False
 )
@@ -53,7 +53,7 @@ def choice(problem, machine) -> LinearPlan:
 @settings(max_examples=50, deadline=None)
 def test_larger_problems_take_longer(machine, layer, group_size, rows, needs):
     smaller, larger = (layer_problem(layer, 8 * n * group_size, group_size, needs) for n in (rows, rows + 40))
-    machine = dataclasses.replace(MACHINES[machine], host=FREE_HOST)
+    machine = dataclasses.replace(MACHINES[machine], host=FREE_HOST, replay=FREE_HOST)
     for candidate in list_candidates(larger, OverlapConfig()).plans:
         few, many = (predict_us(problem, candidate, machine) for problem in (smaller, larger))
         assert 0 <= few <= many * (1 + 1e-9), candidate.name
@@ -83,6 +83,7 @@ def test_a_sliced_gather_takes_its_schedule_bound(group_size, m, algorithm, band
         traits=COPY_ENGINE.traits,
         source="test",
         host=FREE_HOST,
+        replay=FREE_HOST,
     )
     slices = group_size * m
     compute_us = slices * machine.gemm.time_us(8192 // slices, problem.N, problem.K, 2)
@@ -93,7 +94,7 @@ def test_a_sliced_gather_takes_its_schedule_bound(group_size, m, algorithm, band
 
 def test_with_a_free_link_overlap_costs_no_more_than_the_gemms():
     free = Channel(latency_us=0.0, bandwidth_gb_s=1e9)
-    machine = dataclasses.replace(COPY_ENGINE, link=free, collective=free, host=FREE_HOST)
+    machine = dataclasses.replace(COPY_ENGINE, link=free, collective=free, host=FREE_HOST, replay=FREE_HOST)
     forward, backward = layer_problem("70b.qkv", 8192), layer_problem("70b.qkv", 8192, needs=BOTH)
     gemm_us = machine.gemm.time_us(8192, forward.N, forward.K, 2)
     assert predict_us(forward, plan("sequential"), machine) == pytest.approx(gemm_us, rel=1e-3)
