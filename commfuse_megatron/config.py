@@ -162,8 +162,9 @@ class PlanConfig(_Checked):
     """How the planner chooses between paths.
 
     measure: "auto" times the candidates of a new problem on the GPU, once, where the cost model cannot tell them apart;
-    "always" wherever there is more than one; "never" trusts the model. On the CPU nothing is measured.
-    margin: predicted times closer than this fraction count as undecided.
+    "always" wherever there is more than one; "never" trusts the model with assumed figures, so that plans are the same
+    in every run. On the CPU nothing is measured.
+    margin: predicted times of two paths closer than this fraction count as undecided.
     """
 
     measure: Literal["auto", "always", "never"] = "auto"

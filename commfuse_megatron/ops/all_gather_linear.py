@@ -4,23 +4,26 @@ Backward:   transfer  [x 1][dx 0][x 2][dx 1]...        x: gathered again, dx: pa
             compute   [dgrad 0 ][dgrad 1   ]...[dgrad own][wgrad, un-split          ][sum of dx]
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from commfuse_megatron.ops.arguments import (
+    Operation,
     cast_for_autocast,
     prepare,
     prepare_backward,
     require_context,
     with_unit_stride,
 )
-from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
+from commfuse_megatron.ops.collectives import PendingRows, start_gather_rows, start_reduce_scatter_rows
 from commfuse_megatron.ops.passes import gather_matmul, matmul_scatter, start_gather, weight_gradient
 from commfuse_megatron.ops.replay import replay_gather, replay_gather_backward
+from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
-from commfuse_megatron.problem import shard_range
+from commfuse_megatron.problem import GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.executor import AllGatherRun
 from commfuse_megatron.runtime.link import Link
@@ -67,7 +70,7 @@ def all_gather_linear(
     """
     require_context("all_gather_linear", context)
     x, weight, bias = cast_for_autocast(x, weight, bias, context.device.type)
-    forward = prepare("all_gather_linear", x, weight, bias, total_rows, context)
+    forward = prepare(_OPERATION, x, weight, bias, total_rows, context)
     return _AllGatherLinear.apply(x, weight, bias, _Call(forward, weight_grad))
 
 
@@ -81,25 +84,10 @@ class _AllGatherLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: _Call
     ) -> torch.Tensor:
-        p = call.forward
-        problem = p.problem
-        x_rows = x.contiguous()
-        y = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
-        is_kept = p.plan.keep_gathered_input and ctx.needs_input_grad[1]
-        gathered = x.new_empty(problem.M, problem.K) if is_kept else None
-        weight_rows = with_unit_stride(weight)
-        with p as link:
-            if is_kept or not (p.can_replay and replay_gather(p, link, x_rows, weight_rows, _row(bias), y)):
-                shard, out, b = x_rows.flatten(0, -2), y.flatten(0, -2), weight_rows.t()
-                if p.plan.is_scheduled:
-                    gather_matmul(p, link, shard, b, out, bias=bias, gathered=gathered)
-                else:
-                    gathered = _gather(p, shard)
-                    p.gemm.multiply(gathered, b, out, bias)
+        y, kept = _forward(call.forward, x, weight, bias, may_keep=ctx.needs_input_grad[1])
         ctx.call = call
-        ctx.is_kept = is_kept
         ctx.has_bias = bias is not None
-        ctx.save_for_backward(x, weight, gathered if is_kept else None)
+        ctx.save_for_backward(x, weight, kept)
         return y
 
     @staticmethod
@@ -111,11 +99,9 @@ class _AllGatherLinear(torch.autograd.Function):
         grad = grad_y.contiguous().flatten(0, -2)
         grad_x = grad_weight = grad_bias = None
         if needs_input or needs_weight:
-            p = prepare_backward(call.forward, needs_input=needs_input, needs_weight=needs_weight)
-            with p as link:
-                run = _scheduled_backward if p.plan.is_scheduled else _sequential_backward
-                operands = _Operands(grad, x, with_unit_stride(weight), kept, needs_input, needs_weight)
-                grad_x, grad_weight = run(p, link, operands, call)
+            p = prepare_backward(_OPERATION, call.forward, needs_input=needs_input, needs_weight=needs_weight)
+            operands = _Operands(grad, x, with_unit_stride(weight), kept, needs_input, needs_weight)
+            grad_x, grad_weight = _backward(p, operands, call.weight_grad)
         if ctx.has_bias and needs_bias:
             grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, None
@@ -130,20 +116,50 @@ class _Operands(NamedTuple):
     needs_weight: bool
 
 
+def _forward(
+    p: PreparedPass, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, may_keep: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The output, and the gathered input if it is to be kept."""
+    problem = p.problem
+    x_rows, weight_rows = x.contiguous(), with_unit_stride(weight)
+    y = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
+    is_kept = p.plan.keep_gathered_input and may_keep
+    gathered = x.new_empty(problem.M, problem.K) if is_kept and p.plan.is_scheduled else None
+    with p as link:
+        if is_kept or not (p.can_replay and replay_gather(p, link, x_rows, weight_rows, _row(bias), y)):
+            shard, out, b = x_rows.flatten(0, -2), y.flatten(0, -2), weight_rows.t()
+            if p.plan.is_scheduled:
+                gather_matmul(p, link, shard, b, out, bias=bias, gathered=gathered)
+            else:
+                gathered = _start_gather(p, shard).wait().view(problem.M, problem.K)
+                p.gemm.multiply(gathered, b, out, bias)
+    return y, gathered if is_kept else None
+
+
+def _backward(
+    p: PreparedPass, operands: _Operands, weight_grad: WeightGradTarget | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of input and weight, as far as they are needed."""
+    run = _scheduled_backward if p.plan.is_scheduled else _collective_backward
+    with p as link:
+        return run(p, link, operands, weight_grad)
+
+
 def _scheduled_backward(
-    p: PreparedPass, link: Link, operands: _Operands, call: _Call
+    p: PreparedPass, link: Link, operands: _Operands, weight_grad: WeightGradTarget | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     grad, x, weight, gathered, needs_input, needs_weight = operands
     grad_x = grad_weight = None
     if p.can_replay and needs_input and needs_weight and gathered is None:
         x = x.contiguous()
         grad_x = torch.empty_like(x)
-        target = call.weight_grad
         grad_weight = (
-            torch.empty_like(weight, memory_format=torch.contiguous_format) if target is None else target.accumulate
+            torch.empty_like(weight, memory_format=torch.contiguous_format)
+            if weight_grad is None
+            else weight_grad.accumulate
         )
-        if replay_gather_backward(p, link, (grad, x, weight), grad_x, grad_weight, target):
-            return grad_x, grad_weight if target is None else target.result()
+        if replay_gather_backward(p, link, (grad, x, weight), grad_x, grad_weight, weight_grad):
+            return grad_x, grad_weight if weight_grad is None else weight_grad.result()
         grad_x = grad_weight = None
     regather: AllGatherRun | None = None
     if needs_weight and gathered is None:
@@ -156,7 +172,7 @@ def _scheduled_backward(
             assert gathered is not None
             if regather is not None:
                 regather.finish()
-            grad_weight = weight_gradient(p, grad, gathered, weight, call.weight_grad, in_flight)
+            grad_weight = weight_gradient(p, grad, gathered, weight, weight_grad, in_flight)
 
     if needs_input:
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -177,20 +193,31 @@ def _scheduled_backward(
     return grad_x, grad_weight
 
 
-def _sequential_backward(
-    p: PreparedPass, link: Link, operands: _Operands, call: _Call
+def _collective_backward(
+    p: PreparedPass, link: Link, operands: _Operands, weight_grad: WeightGradTarget | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """By the group's own collectives, which run beside the GEMMs if the path is "async":
+
+    collective  [x again][dx      ]
+    compute     [dgrad  ][wgrad   ]
+    """
     grad, x, weight, gathered, needs_input, needs_weight = operands
+    problem, group = p.problem, p.context.group
     grad_x = grad_weight = None
+    gathering = summing = None
+    if needs_weight and gathered is None:
+        gathering = _start_gather(p, x.contiguous().flatten(0, -2))
     if needs_input:
-        partial = grad.new_empty(p.problem.M, p.problem.K)
-        p.gemm.multiply(grad, weight, partial)
-        summed = reduce_scatter_rows(partial.view(p.problem.rows, p.problem.batch * p.problem.K), p.context.group)
-        grad_x = summed.view(x.shape)
+        partial = grad.new_empty(problem.rows, problem.batch * problem.K)
+        p.gemm.multiply(grad, weight, partial.view(problem.M, problem.K))
+        summing = start_reduce_scatter_rows(partial, group, is_async=_is_async(p))
+    if gathering is not None:
+        gathered = gathering.wait().view(problem.M, problem.K)
     if needs_weight:
-        if gathered is None:
-            gathered = _gather(p, x.contiguous().flatten(0, -2))
-        grad_weight = weight_gradient(p, grad, gathered, weight, call.weight_grad)
+        assert gathered is not None
+        grad_weight = weight_gradient(p, grad, gathered, weight, weight_grad)
+    if summing is not None:
+        grad_x = summing.wait().view(x.shape)
     return grad_x, grad_weight
 
 
@@ -198,9 +225,31 @@ def _row(bias: torch.Tensor | None) -> torch.Tensor | None:
     return None if bias is None else bias.contiguous()
 
 
-def _gather(p: PreparedPass, shard: torch.Tensor) -> torch.Tensor:
-    """[M_r, K] -> [M, K] by the plain collective."""
+def _is_async(p: PreparedPass) -> bool:
+    return p.plan.path == "async"
+
+
+def _start_gather(p: PreparedPass, shard: torch.Tensor) -> PendingRows:
+    """[M_r, K] -> [S, B * K] by the group's own collective."""
     problem, context = p.problem, p.context
     own = shard_range(problem.rows, context.group_size, context.group_rank)
     rows = shard.view(own.size, problem.batch * problem.K)
-    return gather_rows(rows, problem.rows, context.group).view(problem.M, problem.K)
+    return start_gather_rows(rows, problem.rows, context.group, is_async=_is_async(p))
+
+
+def _rehearse(problem: GemmProblem, context: OverlapContext) -> Callable[[PreparedPass], object]:
+    """Scratch operands of `problem`, and what runs a pass of it on them."""
+    scratch = Scratch(problem, context.device)
+    own = shard_range(problem.rows, context.group_size, context.group_rank)
+    x, weight = scratch.draw(own.size, problem.batch, problem.K), scratch.draw(problem.N, problem.K)
+    if problem.pass_name == "fprop":
+        return lambda p: _forward(p, x, weight, None, may_keep=True)
+    needs_weight = "weight" in problem.needs
+    is_kept = needs_weight and context.config.linear.wgrad.keep_gathered_input
+    kept = scratch.draw(problem.M, problem.K) if is_kept else None
+    grad = scratch.draw(problem.M, problem.N)
+    operands = _Operands(grad, x, weight, kept, "input" in problem.needs, needs_weight)
+    return lambda p: _backward(p, operands, None)
+
+
+_OPERATION = Operation("all_gather_linear", _rehearse)

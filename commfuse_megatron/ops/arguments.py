@@ -4,20 +4,30 @@ Every check that could fail on one rank alone ends in `context.refuse`, so that 
 """
 
 import dataclasses
+import functools
 import numbers
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import torch
 
 from commfuse_megatron.errors import ConfigError, ShapeError
+from commfuse_megatron.ops.trial import Rehearse, run_trial
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PreparedPass
 
-__all__ = ["cast_for_autocast", "prepare", "prepare_backward", "require_context", "with_unit_stride"]
+__all__ = ["Operation", "cast_for_autocast", "prepare", "prepare_backward", "require_context", "with_unit_stride"]
 
 # Shapes that vary from call to call must not fill the memory: with many chunks one of them takes over 100 KB.
 _MOST_KNOWN_CALLS = 1024
+
+
+class Operation(NamedTuple):
+    """An operation's name, and how to try out ways of running it."""
+
+    name: str
+    rehearse: Rehearse
 
 
 def require_context(op: str, context: object) -> None:
@@ -46,7 +56,7 @@ def with_unit_stride(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def prepare(
-    op: str,
+    operation: Operation,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -57,6 +67,7 @@ def prepare(
 
     Raises ShapeError, on this rank and at the others' next comparison, when the arguments do not fit together.
     """
+    op = operation.name
     # All that the checks look at: arguments like some seen before need no second look.
     key = (
         op,
@@ -74,27 +85,31 @@ def prepare(
         complaint = _find_complaint(op, x, weight, bias, total_rows, context)
         if complaint is not None:
             context.refuse(ShapeError(f"{op}: {complaint}"))
-        prepared = _remember(context, key, _state_problem(op, x, weight, total_rows, context))
+        problem = _state_problem(op, x, weight, total_rows, context)
+        prepared = _remember(context, key, problem, operation)
     prepared.begin()
     return prepared
 
 
-def prepare_backward(forward: PreparedPass, *, needs_input: bool, needs_weight: bool) -> PreparedPass:
+def prepare_backward(
+    operation: Operation, forward: PreparedPass, *, needs_input: bool, needs_weight: bool
+) -> PreparedPass:
     """The backward pass of the same call, agreed on and counted; which gradients are due decides what is sent."""
     needs = "+".join(name for name, is_needed in (("input", needs_input), ("weight", needs_weight)) if is_needed)
     key = (forward.problem, needs)
     prepared = forward.context.known_calls.get(key)
     if prepared is None:
         problem = dataclasses.replace(forward.problem, pass_name="backward", needs=needs)
-        prepared = _remember(forward.context, key, problem)
+        prepared = _remember(forward.context, key, problem, operation)
     prepared.begin()
     return prepared
 
 
-def _remember(context: OverlapContext, key: Hashable, problem: GemmProblem) -> PreparedPass:
+def _remember(context: OverlapContext, key: Hashable, problem: GemmProblem, operation: Operation) -> PreparedPass:
     if len(context.known_calls) >= _MOST_KNOWN_CALLS:
         context.forget_programs()
-    prepared = context.known_calls[key] = context.prepare(problem)
+    try_out = functools.partial(run_trial, operation.rehearse, context, problem)
+    prepared = context.known_calls[key] = context.prepare(problem, try_out)
     return prepared
 
 

@@ -4,12 +4,14 @@ Backward:   transfer             [dy 1     ][dy 2     ]...
             compute   [dgrad own][dgrad 1 ][dgrad 2 ]...[wgrad, un-split]
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from commfuse_megatron.ops.arguments import (
+    Operation,
     cast_for_autocast,
     prepare,
     prepare_backward,
@@ -19,8 +21,9 @@ from commfuse_megatron.ops.arguments import (
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 from commfuse_megatron.ops.passes import gather_matmul, matmul_scatter, start_gather, weight_gradient
 from commfuse_megatron.ops.replay import replay_scatter, replay_scatter_backward
+from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
-from commfuse_megatron.problem import shard_range
+from commfuse_megatron.problem import GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.prepared import PreparedPass
@@ -66,7 +69,7 @@ def linear_reduce_scatter(
     """
     require_context("linear_reduce_scatter", context)
     x, weight, bias = cast_for_autocast(x, weight, bias, context.device.type)
-    forward = prepare("linear_reduce_scatter", x, weight, bias, None, context)
+    forward = prepare(_OPERATION, x, weight, bias, None, context)
     return _LinearReduceScatter.apply(x, weight, bias, _Call(forward, weight_grad))
 
 
@@ -80,24 +83,7 @@ class _LinearReduceScatter(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: _Call
     ) -> torch.Tensor:
-        p = call.forward
-        problem, context = p.problem, p.context
-        own = shard_range(problem.rows, context.group_size, context.group_rank)
-        x_rows, weight_rows = x.contiguous(), with_unit_stride(weight)
-        bias = None if bias is None else bias.contiguous()
-        y = x.new_empty(own.size, *x.shape[1:-1], problem.N)
-        with p as link:
-            if p.can_replay and replay_scatter(p, link, x_rows, weight_rows, bias, y):
-                pass
-            elif p.plan.is_scheduled:
-                matmul_scatter(p, link, x_rows.flatten(0, -2), weight_rows.t(), y.flatten(0, -2), bias=bias)
-            else:
-                a, b = x_rows.flatten(0, -2), weight_rows.t()
-                partial = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
-                p.gemm.multiply(a, b, partial.flatten(0, -2))
-                y = reduce_scatter_rows(partial, context.group)
-                if bias is not None:
-                    y = y.add_(bias)
+        y = _forward(call.forward, x, weight, bias)
         ctx.call = call
         ctx.has_bias = bias is not None
         ctx.save_for_backward(x, weight)
@@ -112,12 +98,9 @@ class _LinearReduceScatter(torch.autograd.Function):
         grad_shard = grad_y.contiguous().flatten(0, -2)
         grad_x = grad_weight = grad_bias = None
         if needs_input or needs_weight:
-            p = prepare_backward(call.forward, needs_input=needs_input, needs_weight=needs_weight)
-            if needs_input:
-                grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-            with p as link:
-                operands = _Operands(grad_shard, x, with_unit_stride(weight), grad_x, needs_weight)
-                grad_weight = _backward(p, link, operands, call.weight_grad)
+            p = prepare_backward(_OPERATION, call.forward, needs_input=needs_input, needs_weight=needs_weight)
+            operands = _Operands(grad_shard, x, with_unit_stride(weight), needs_input, needs_weight)
+            grad_x, grad_weight = _backward(p, operands, call.weight_grad)
         if ctx.has_bias and needs_bias:
             grad_bias = grad_shard.sum(0)
         return grad_x, grad_weight, grad_bias, None
@@ -127,24 +110,52 @@ class _Operands(NamedTuple):
     grad_shard: torch.Tensor  # [M_r, N]
     x: torch.Tensor  # [S, ..., K]
     weight: torch.Tensor  # [N, K]
-    grad_x: torch.Tensor | None  # like x, to be filled
+    needs_input: bool
     needs_weight: bool
 
 
-def _backward(p: PreparedPass, link: Link, operands: _Operands, target: WeightGradTarget | None) -> torch.Tensor | None:
-    """Fill `grad_x` (if given); returns the weight's gradient for autograd."""
-    grad_shard, x, weight, grad_x, needs_weight = operands
-    if p.can_replay and grad_x is not None and needs_weight:
-        x = x.contiguous()
-        grad_weight = (
-            torch.empty_like(weight, memory_format=torch.contiguous_format) if target is None else target.accumulate
-        )
-        if replay_scatter_backward(p, link, (grad_shard, x, weight), grad_x, grad_weight, target):
-            return grad_weight if target is None else target.result()
-    grad = _gather_under_dgrad(p, link, grad_shard, weight, grad_x, needs_weight=needs_weight)
-    if not needs_weight:
-        return None
-    return weight_gradient(p, grad, x.contiguous().flatten(0, -2), weight, target)
+def _forward(p: PreparedPass, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    problem, context = p.problem, p.context
+    own = shard_range(problem.rows, context.group_size, context.group_rank)
+    x_rows, weight_rows = x.contiguous(), with_unit_stride(weight)
+    bias = None if bias is None else bias.contiguous()
+    y = x.new_empty(own.size, *x.shape[1:-1], problem.N)
+    with p as link:
+        if p.can_replay and replay_scatter(p, link, x_rows, weight_rows, bias, y):
+            pass
+        elif p.plan.is_scheduled:
+            matmul_scatter(p, link, x_rows.flatten(0, -2), weight_rows.t(), y.flatten(0, -2), bias=bias)
+        else:
+            partial = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
+            p.gemm.multiply(x_rows.flatten(0, -2), weight_rows.t(), partial.flatten(0, -2))
+            y = reduce_scatter_rows(partial, context.group)
+            if bias is not None:
+                y = y.add_(bias)
+    return y
+
+
+def _backward(
+    p: PreparedPass, operands: _Operands, weight_grad: WeightGradTarget | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of input and weight, as far as they are needed."""
+    grad_shard, x, weight, needs_input, needs_weight = operands
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_input else None
+    grad_weight = None
+    with p as link:
+        if p.can_replay and grad_x is not None and needs_weight:
+            x = x.contiguous()
+            grad_weight = (
+                torch.empty_like(weight, memory_format=torch.contiguous_format)
+                if weight_grad is None
+                else weight_grad.accumulate
+            )
+            if replay_scatter_backward(p, link, (grad_shard, x, weight), grad_x, grad_weight, weight_grad):
+                return grad_x, grad_weight if weight_grad is None else weight_grad.result()
+            grad_weight = None
+        grad = _gather_under_dgrad(p, link, grad_shard, weight, grad_x, needs_weight=needs_weight)
+        if needs_weight:
+            grad_weight = weight_gradient(p, grad, x.contiguous().flatten(0, -2), weight, weight_grad)
+    return grad_x, grad_weight
 
 
 def _gather_under_dgrad(
@@ -174,3 +185,18 @@ def _gather_under_dgrad(
             run.issue(index)
         run.finish()
     return grad
+
+
+def _rehearse(problem: GemmProblem, context: OverlapContext) -> Callable[[PreparedPass], object]:
+    """Scratch operands of `problem`, and what runs a pass of it on them."""
+    scratch = Scratch(problem, context.device)
+    own = shard_range(problem.rows, context.group_size, context.group_rank)
+    x, weight = scratch.draw(problem.rows, problem.batch, problem.K), scratch.draw(problem.N, problem.K)
+    if problem.pass_name == "fprop":
+        return lambda p: _forward(p, x, weight, None)
+    grad = scratch.draw(own.size * problem.batch, problem.N)
+    operands = _Operands(grad, x, weight, "input" in problem.needs, "weight" in problem.needs)
+    return lambda p: _backward(p, operands, None)
+
+
+_OPERATION = Operation("linear_reduce_scatter", _rehearse)

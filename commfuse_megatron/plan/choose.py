@@ -1,55 +1,130 @@
-"""Chooses the path for one problem from what all ranks share: the configuration and the problem's sizes.
+"""Chooses among candidates by what was predicted or measured of them, and says why.
 
-The contract that bites: the choice must be the same on every rank, so it may depend on nothing else.
+The contract that bites: the choice must be the same on every rank, so it may depend only on what all ranks share: the
+problem, the configuration, and numbers that they have exchanged.
 """
 
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Sequence
 
-from commfuse_megatron.config import OverlapConfig, PassConfig
+from commfuse_megatron.config import PlanConfig
+from commfuse_megatron.plan.candidates import Candidates
+from commfuse_megatron.plan.cost_model import predict_us
+from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.plan.machine import MachineModel
 from commfuse_megatron.problem import GemmProblem
-from commfuse_megatron.schedule import Algorithm
 
-__all__ = ["LinearPlan", "choose_linear_plan"]
+__all__ = [
+    "LinearPlan",
+    "choose_by_default",
+    "choose_measured",
+    "choose_only",
+    "choose_predicted",
+    "predict",
+    "select_for_trial",
+]
+
+# Of two that differ by less than this, the simpler one is taken: timings repeat no better.
+_TIE = 0.01
+
+# No prediction is better than this: host times and latencies. A judgement, not measured; small problems are soon timed.
+_UNSURE_US = 20.0
+
+# More than this many are never timed, the ones predicted best first.
+_MOST_TIMED = 10
 
 
-@dataclass(frozen=True, slots=True)
-class LinearPlan:
-    """What was chosen for one pass of one linear.
+def choose_only(candidates: Candidates) -> LinearPlan:
+    """The only candidate there is."""
+    (plan,) = candidates.plans
+    if candidates.note and plan.path == "sequential":
+        return _because(plan, candidates.note)
+    return _because(plan, "forced by the configuration", candidates.note)
 
-    path: "sliced", "bulk", "async" or "sequential" (see `PassConfig`), or "local" (a group of one rank: nothing to
-    send). reason: one sentence, for the report. keep_gathered_input: see `WgradConfig`.
+
+def choose_by_default(candidates: Candidates, reason: str) -> LinearPlan:
+    """The candidate that exercises the most of this package, where speed does not count."""
+    sliced = next((plan for plan in candidates.plans if plan.path == "sliced"), candidates.plans[0])
+    return _because(sliced, reason, candidates.note)
+
+
+def predict(problem: GemmProblem, candidates: Candidates, machine: MachineModel) -> Candidates:
+    """The same candidates, each with its predicted time."""
+    plans = (dataclasses.replace(plan, predicted_us=predict_us(problem, plan, machine)) for plan in candidates.plans)
+    return dataclasses.replace(candidates, plans=tuple(plans))
+
+
+def choose_predicted(candidates: Candidates, machine: MachineModel, remark: str = "") -> LinearPlan:
+    """The candidate with the shortest predicted time."""
+    times_us = [_predicted(plan) for plan in candidates.plans]
+    best = candidates.plans[_fastest(times_us)]
+    source = "predicted" if machine.source == "measured" else f"predicted from {machine.source} figures"
+    reason = f"{source}: {_say_times(candidates.plans, times_us)}"
+    return _because(best, f"{reason}; {remark}" if remark else reason, candidates.note)
+
+
+def select_for_trial(candidates: Candidates, config: PlanConfig) -> tuple[LinearPlan, ...]:
+    """The candidates worth timing, the simplest first; none where the prediction is clear enough.
+
+    Undecided means that another path comes within `config.margin` of the best, or within some microseconds. Then all
+    that do are timed, and the best of every other path: a wrong prediction is found as well.
     """
-
-    path: str
-    reason: str
-    algorithm: Algorithm
-    chunks_per_shard: int
-    keep_gathered_input: bool
-
-    @property
-    def is_scheduled(self) -> bool:
-        """Whether a schedule is run (also the one without transfers)."""
-        return self.path != "sequential"
-
-
-def choose_linear_plan(problem: GemmProblem, config: OverlapConfig) -> LinearPlan:
-    """The plan for `problem`; equal inputs give equal plans on every rank."""
-    chosen = config.linear.fprop if problem.pass_name == "fprop" else config.linear.dgrad
-    path, reason = _choose_path(problem, chosen)
-    return LinearPlan(
-        path=path,
-        reason=reason,
-        algorithm=Algorithm.RING if chosen.algorithm == "ring" else Algorithm.DIRECT,
-        chunks_per_shard=(chosen.chunks_per_shard or 1) if path == "sliced" else 1,
-        keep_gathered_input=config.linear.wgrad.keep_gathered_input,
-    )
+    plans = candidates.plans
+    best = plans[_fastest([_predicted(plan) for plan in plans])]
+    limit_us = _predicted(best) * (1 + config.margin) + _UNSURE_US
+    is_undecided = any(plan.path != best.path and _predicted(plan) <= limit_us for plan in plans)
+    if len(plans) < 2 or config.measure == "never" or (config.measure == "auto" and not is_undecided):
+        return ()
+    if config.measure == "always":
+        timed = list(plans)
+    else:
+        heads = _best_of_each_path(plans, [_predicted(plan) for plan in plans])
+        timed = [plan for plan in plans if _predicted(plan) <= limit_us or plan in heads]
+    kept = sorted(timed, key=_predicted)[:_MOST_TIMED]
+    return tuple(plan for plan in timed if plan in kept)
 
 
-def _choose_path(problem: GemmProblem, chosen: PassConfig) -> tuple[str, str]:
-    if problem.group_size == 1:
-        return "local", "the group has one rank: nothing to send"
-    if problem.rows == 0:
-        return "sequential", "the sequence has no rows"
-    if chosen.path == "auto":
-        return "sliced", "default for groups of two and more ranks"
-    return chosen.path, "forced by the configuration"
+def choose_measured(plans: Sequence[LinearPlan], measured_us: Sequence[float], note: str = "") -> LinearPlan:
+    """The plan with the shortest measured time; `measured_us` are equal on all ranks."""
+    best = _fastest(measured_us)
+    plan = dataclasses.replace(plans[best], measured_us=measured_us[best])
+    return _because(plan, f"measured: {_say_times(plans, measured_us)}", note)
+
+
+def _fastest(times_us: Sequence[float]) -> int:
+    """The first, hence simplest, of those within a tie of the shortest."""
+    limit_us = min(times_us) * (1 + _TIE)
+    return next(index for index, time_us in enumerate(times_us) if time_us <= limit_us)
+
+
+def _best_of_each_path(plans: Sequence[LinearPlan], times_us: Sequence[float]) -> list[LinearPlan]:
+    best: dict[str, tuple[float, LinearPlan]] = {}
+    for plan, time_us in zip(plans, times_us, strict=True):
+        if plan.path not in best or time_us < best[plan.path][0]:
+            best[plan.path] = (time_us, plan)
+    return [plan for _, plan in best.values()]
+
+
+def _say_times(plans: Sequence[LinearPlan], times_us: Sequence[float]) -> str:
+    """Such as "sliced m=2 0.812 ms, sequential 1.020": the chosen one, then the best of the other paths."""
+    chosen = _fastest(times_us)
+    heads = _best_of_each_path(plans, times_us)
+    others = [
+        (time_us, plan)
+        for plan, time_us in zip(plans, times_us, strict=True)
+        if plan in heads and plan.path != plans[chosen].path
+    ]
+    if not others:  # variants of one path
+        others = [(t, plan) for plan, t in zip(plans, times_us, strict=True) if plan is not plans[chosen]]
+    others.sort(key=lambda pair: pair[0])
+    first = f"{plans[chosen].name} {times_us[chosen] / 1e3:.3f} ms"
+    return ", ".join([first, *(f"{plan.name} {time_us / 1e3:.3f}" for time_us, plan in others)])
+
+
+def _predicted(plan: LinearPlan) -> float:
+    assert plan.predicted_us is not None
+    return plan.predicted_us
+
+
+def _because(plan: LinearPlan, reason: str, note: str = "") -> LinearPlan:
+    return dataclasses.replace(plan, reason=f"{reason} ({note})" if note else reason)

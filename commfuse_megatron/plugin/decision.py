@@ -5,6 +5,8 @@ the state appears on first use. The contract that bites: the state is no part of
 checkpoints; only what was asked for survives a copy, never a context.
 """
 
+import dataclasses
+import functools
 import logging
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,9 +109,20 @@ def weight_grad_target(layer: Any, weight: torch.Tensor) -> WeightGradTarget | N
 
 def _context(layer: Any, state: LayerState) -> OverlapContext:
     config, context = state.config(layer.config), state.context
+    if getattr(layer.config, "deterministic_mode", False):
+        config = _without_measurements(config)
     if context is None or not context.is_usable or context.group is not layer.tp_group or context.config is not config:
         context = state.context = context_for(layer.tp_group, config)
     return context
+
+
+@functools.lru_cache(maxsize=16)
+def _without_measurements(config: OverlapConfig) -> OverlapConfig:
+    """The same, but plans come from the model alone: a measurement may choose another one, hence other bits, next time.
+
+    Equal configurations give the same object.
+    """
+    return dataclasses.replace(config, plan=dataclasses.replace(config.plan, measure="never"))
 
 
 def _label(layer: torch.nn.Module, state: LayerState) -> str:

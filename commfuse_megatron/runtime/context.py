@@ -7,7 +7,8 @@ its own group only; closing it is local.
 import json
 import time
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
@@ -16,12 +17,13 @@ from torch import distributed as dist
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import CommFuseError, ConfigError, ShapeError, TransportError, TransportTimeoutError
-from commfuse_megatron.plan.choose import choose_linear_plan
+from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import GemmProblem
 from commfuse_megatron.runtime.agreement import Agreement
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.link import Link, Peers
 from commfuse_megatron.runtime.meter import exposed_us
+from commfuse_megatron.runtime.planning import Planner, TryOut
 from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.runtime.slots import Slots
@@ -36,7 +38,8 @@ class OpRecord:
 
     M, N, K: tokens of the full sequence, output and input features of this rank's weight.
     exposed_comm_us: mean over the latest recorded calls of the time in which a transfer ran and nothing computed; None
-    unless the configuration records.
+    unless the configuration records. predicted_us, measured_us: what the planner knew of the path taken; None where it
+    did not ask.
     """
 
     op: str
@@ -54,6 +57,8 @@ class OpRecord:
     gemm: str
     calls: int
     exposed_comm_us: float | None
+    predicted_us: float | None = None
+    measured_us: float | None = None
 
 
 class OverlapContext:
@@ -110,7 +115,8 @@ class OverlapContext:
         self._prepared: dict[GemmProblem, PreparedPass] = {}
         #: Calls whose arguments were seen before, by everything a check looks at: `ops.arguments` fills and reads it.
         self.known_calls: dict[Hashable, PreparedPass] = {}
-        self._gemms: dict[torch.dtype, SliceGemm] = {}
+        self._gemms: dict[tuple[torch.dtype, bool], SliceGemm] = {}
+        self.planner = Planner(self)
         self._is_closed = False
         check = self.config.check_agreement
         self._agrees_every_call = backend == "gloo" if check is None else check
@@ -121,14 +127,27 @@ class OverlapContext:
 
     # -- what operations use ------------------------------------------------------------------------------------------
 
-    def prepare(self, problem: GemmProblem) -> PreparedPass:
-        """The plan and programs of `problem`; the same object at every call."""
+    def prepare(self, problem: GemmProblem, try_out: TryOut | None = None) -> PreparedPass:
+        """The plan and programs of `problem`; the same object at every call.
+
+        try_out: times plans of this problem, where the planner wants it. What it raises, raises here.
+        """
         prepared = self._prepared.get(problem)
         if prepared is None:
-            plan = choose_linear_plan(problem, self.config)
-            prepared = PreparedPass(self, problem, plan, self._gemm(getattr(torch, problem.dtype)))
+            prepared = self.make_pass(problem, self.planner.plan(problem, try_out))
             self._prepared[problem] = prepared
         return prepared
+
+    def make_pass(self, problem: GemmProblem, plan: LinearPlan) -> PreparedPass:
+        """What `plan` works with; neither kept nor reported."""
+        dtype = getattr(torch, problem.dtype)
+        # Beside or between the group's own collectives, a GEMM takes what is fastest alone.
+        gemm = self.slice_gemm(dtype) if plan.is_scheduled else self._gemm(dtype, is_beside_transfers=False)
+        return PreparedPass(self, problem, plan, gemm)
+
+    def slice_gemm(self, dtype: torch.dtype) -> SliceGemm:
+        """The GEMM that runs beside this context's transfers."""
+        return self._gemm(dtype, is_beside_transfers=True)
 
     def forget_programs(self) -> None:
         """Free what calls replay; it is made anew where it is needed again. What was agreed and counted stays."""
@@ -139,16 +158,42 @@ class OverlapContext:
     def agree_on(self, prepared: PreparedPass) -> None:
         """Compare a problem with the other ranks', if it is new or every call is to be compared."""
         self.require_usable()
-        if (self._agrees_every_call or not prepared.is_agreed) and self.group_size > 1 and not self._is_capturing():
+        if (self._agrees_every_call or not prepared.is_agreed) and self.group_size > 1 and not self.is_capturing:
             plan = prepared.plan
-            try:
-                self._agreement.agree(f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}")
-            except CommFuseError as error:
-                raise self._fail_unless_in_step(error) from error.__cause__
-            except BaseException as error:  # Ctrl-C while waiting: the others may yet go on with this call
-                self.link.fail(TransportError(f"{prepared.problem} was interrupted by {type(error).__name__}: {error}"))
-                raise
+            self.agree(f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}")
         prepared.is_agreed = True
+
+    def agree(self, statement: str) -> None:
+        """Return if all ranks bring the same `statement`; else raise ShapeError on all of them."""
+        self._in_step(statement, lambda: self._agreement.agree(statement))
+
+    def exchange(self, text: str) -> list[str]:
+        """What every rank brings, by rank."""
+        return self._in_step("an exchange between ranks", lambda: self._agreement.exchange(text))
+
+    def make_together[T](self, make: Callable[[], T]) -> T | str:
+        """What `make` makes, if no rank runs out of memory; else, on all ranks, which one did."""
+        made: T | None = None
+        complaint = ""
+        try:
+            made = make()
+        except torch.OutOfMemoryError as error:
+            complaint = f"group rank {self.group_rank}: {str(error).partition('.')[0]}"
+        complaints = [text for text in self.exchange(complaint) if text]
+        if complaints:
+            return "; ".join(complaints)
+        assert made is not None
+        return made
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Record nothing inside the with-block: what runs there is no call of the user's."""
+        recorder = self._recorder
+        self._recorder = self.link.recorder = None
+        try:
+            yield
+        finally:
+            self._recorder = self.link.recorder = recorder
 
     def refuse(self, error: Exception) -> None:
         """Raise `error` here, and on the other ranks where they look: at every call, or at a new problem."""
@@ -208,6 +253,11 @@ class OverlapContext:
         return self.slots.size_bytes
 
     @property
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured on the current stream."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    @property
     def is_usable(self) -> bool:
         """Whether the context is neither closed nor failed."""
         return not self._is_closed and self.link.failure is None
@@ -229,9 +279,11 @@ class OverlapContext:
                 algorithm=str(entry.plan.algorithm),
                 chunks_per_shard=entry.plan.chunks_per_shard,
                 transport=self.transport_name,
-                gemm=entry.gemm.name if entry.plan.is_scheduled else "torch",
+                gemm=entry.gemm.name,
                 calls=entry.calls,
                 exposed_comm_us=exposed.get(entry.problem),
+                predicted_us=entry.plan.predicted_us,
+                measured_us=entry.plan.measured_us,
             )
             for entry in self._prepared.values()
         ]
@@ -283,20 +335,29 @@ class OverlapContext:
         is_in_step = self._agrees_every_call and isinstance(error, ShapeError)
         return error if is_in_step else self.link.fail(error)
 
-    def _gemm(self, dtype: torch.dtype) -> SliceGemm:
-        if dtype not in self._gemms:
+    def _in_step[T](self, statement: str, meet: Callable[[], T]) -> T:
+        """What `meet` gives, with the context failed where ranks may have stopped at different calls."""
+        self.require_usable()
+        try:
+            return meet()
+        except CommFuseError as error:
+            raise self._fail_unless_in_step(error) from error.__cause__
+        except BaseException as error:  # Ctrl-C while waiting: the others may yet go on with this call
+            self.link.fail(TransportError(f"{statement} was interrupted by {type(error).__name__}: {error}"))
+            raise
+
+    def _gemm(self, dtype: torch.dtype, *, is_beside_transfers: bool) -> SliceGemm:
+        key = (dtype, is_beside_transfers)
+        if key not in self._gemms:
             transport = self.config.transport
-            self._gemms[dtype] = SliceGemm(
+            self._gemms[key] = SliceGemm(
                 self.config.kernel,
-                self.transport_name,
+                self.transport_name if is_beside_transfers else "none",
                 transport.nccl_channels * transport.nccl_lanes,
                 self.device,
                 dtype,
             )
-        return self._gemms[dtype]
-
-    def _is_capturing(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._gemms[key]
 
     def _exposed_by_problem(self) -> dict[GemmProblem, float]:
         if self._recorder is None:

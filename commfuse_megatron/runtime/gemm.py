@@ -83,7 +83,9 @@ class SliceGemm:
 
     def accumulate(self, a: torch.Tensor, b: torch.Tensor, total: torch.Tensor, beside: Transfer | None = None) -> None:
         """Add a [M, K] @ b [K, N] to `total` [M, N], which may be wider than the operands (fp32 main gradients)."""
-        if self.is_persistent and total.dtype in (a.dtype, torch.float32) and total.numel() and a.size(1):
+        # Into a wider tensor the framework multiplies wide copies, many times slower: the own GEMM wherever it runs.
+        is_own = self.is_persistent or (self.can_fold and total.dtype != a.dtype)
+        if is_own and total.dtype in (a.dtype, torch.float32) and total.numel() and a.size(1):
             self._multiply_persistent(a, b, total, total, beside)
         elif total.dtype == a.dtype:
             total.addmm_(a, b)

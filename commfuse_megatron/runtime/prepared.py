@@ -7,7 +7,7 @@ import torch
 
 from commfuse_megatron.errors import TransportError
 from commfuse_megatron.kernels.blas import blas_unavailable_reason
-from commfuse_megatron.plan.choose import LinearPlan
+from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import GemmProblem
 from commfuse_megatron.runtime.binding import BoundSchedule, bind
 from commfuse_megatron.runtime.gemm import SliceGemm

@@ -61,8 +61,11 @@ def run_threads(group_size: int, body: Body, *, timeout_s: float = 30.0) -> list
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + 2 * timeout_s
-    while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
-        next(thread for thread in threads if thread.is_alive()).join(0.01)
+    while time.monotonic() < deadline:
+        running = [thread for thread in threads if thread.is_alive()]
+        if not running:
+            break
+        running[0].join(0.01)
         if failures:  # the other ranks may now wait for this one in vain
             deadline = min(deadline, time.monotonic() + _GRACE_S)
     hanging = [rank for rank, thread in enumerate(threads) if thread.is_alive()]

@@ -105,6 +105,21 @@ def check_a_wrong_config_file_is_found_while_building(group_size: int) -> None:
         assert type(convert_model(model)[0]) is cls
 
 
+def check_deterministic_mode_never_measures(group_size: int) -> None:
+    transformer = config(group_size)
+    transformer.deterministic_mode = True
+    layers = [build("column", CommFuseColumnParallelLinear, transformer) for _ in range(2)]
+    for layer in layers:
+        for _ in range(2):
+            layer(example_input("column", group_size))
+    context = state_of(layers[0]).context
+    assert context.config.plan.measure == "never"
+    assert state_of(layers[1]).context is context
+    ordinary = build("column", CommFuseColumnParallelLinear, config(group_size))
+    ordinary(example_input("column", group_size))
+    assert state_of(ordinary).context.config.plan.measure == "auto"
+
+
 def check_layers_share_a_context(group_size: int) -> None:
     x = example_input("row", group_size)
     layers = [pair("row", group_size)[1] for _ in range(3)]

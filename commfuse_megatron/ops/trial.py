@@ -1,0 +1,81 @@
+"""Times the candidates for one problem against each other, on scratch operands, as they would run.
+
+Collective over the context's group. The contract that bites: every rank gets the same times (the slowest rank's), so
+every rank chooses the same plan; and nothing is left behind but buffers that only a losing candidate needed.
+
+Warm-up apart, every round takes one burst of every candidate, each round starting with another one:
+
+    round 0   [a a a][b b b][c c c]
+    round 1   [b b b][c c c][a a a]   ...
+"""
+
+import functools
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.problem import GemmProblem
+from commfuse_megatron.runtime.context import OverlapContext
+from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.runtime.stopwatch import Stopwatch, make_stopwatch
+
+__all__ = ["Rehearse", "Scratch", "run_trial"]
+
+#: Makes scratch operands for one problem; returns what runs a pass of it on them.
+Rehearse = Callable[[GemmProblem, OverlapContext], Callable[[PreparedPass], object]]
+
+_WARM_UP_CALLS = 3
+_ROUNDS = 5
+# A burst is about this long, so that what happens at its ends does not count.
+_BURST_US = 2000.0
+_LEAST_CALLS, _MOST_CALLS = 3, 20
+
+
+def run_trial(
+    rehearse: Rehearse, context: OverlapContext, problem: GemmProblem, plans: Sequence[LinearPlan]
+) -> list[float] | str:
+    """Microseconds per call of every plan, median over rounds, of the slowest rank; or why there are none."""
+    with torch.no_grad(), context.unrecorded():
+        run = context.make_together(lambda: rehearse(problem, context))
+        if isinstance(run, str):
+            return run
+        calls = [functools.partial(run, context.make_pass(problem, plan)) for plan in plans]
+        times = _time(calls, [_burst_length(plan) for plan in plans], make_stopwatch(context.device))
+    everyone = [json.loads(text) for text in context.exchange(json.dumps(times))]
+    return [max(each) for each in zip(*everyone, strict=True)]
+
+
+def _time(calls: Sequence[Callable[[], object]], lengths: Sequence[int], stopwatch: Stopwatch) -> list[float]:
+    samples: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        for _ in range(_WARM_UP_CALLS):
+            call()
+    for round_number in range(_ROUNDS):
+        for position in range(len(calls)):
+            index = (round_number + position) % len(calls)
+            samples[index].append(stopwatch.burst_us(calls[index], lengths[index]))
+    return [statistics.median(sample) for sample in samples]
+
+
+def _burst_length(plan: LinearPlan) -> int:
+    """Calls per burst; from the prediction, which is equal on all ranks."""
+    if not plan.predicted_us:
+        return _LEAST_CALLS
+    return min(_MOST_CALLS, max(_LEAST_CALLS, math.ceil(_BURST_US / plan.predicted_us)))
+
+
+class Scratch:
+    """Makes operands like those of a model; the random state of the program is not touched."""
+
+    def __init__(self, problem: GemmProblem, device: torch.device) -> None:
+        self._dtype: torch.dtype = getattr(torch, problem.dtype)
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        """Random numbers: GEMMs of zeros run faster than others do."""
+        return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(generator=self._generator)

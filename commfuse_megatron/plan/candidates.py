@@ -1,0 +1,169 @@
+"""Which ways there are to run one problem: what the sizes, the configuration and the memory allow.
+
+Knows nothing of costs, but for one hint. The contract that bites: it depends on what all ranks share only, so ranks
+that bring the same problem get the same list in the same order.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from commfuse_megatron.config import OverlapConfig, PassConfig
+from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem
+from commfuse_megatron.schedule import Algorithm
+
+__all__ = ["Candidates", "buffer_needs", "list_candidates", "merge_needs"]
+
+# Chunks per shard worth considering. Every further slice costs 35 us of host time (2 x H200, November 2026).
+_CHUNKS = (1, 2, 4)
+# On slow links, where the first chunk is what cannot be hidden: m=8 won over m=4 through host memory by 0.2 ms of 2.8.
+_CHUNKS_ON_SLOW_LINKS = (1, 2, 4, 8)
+# Programs have group_size * m steps: with more ranks than this, m beyond 2 only makes slices small.
+_MOST_RANKS_FOR_MANY_CHUNKS = 16
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """plans: at least one, the simplest first. note: what the configuration asked for and cannot have; often empty."""
+
+    plans: tuple[LinearPlan, ...]
+    note: str = ""
+
+
+def list_candidates(
+    problem: GemmProblem,
+    config: OverlapConfig,
+    *,
+    held: Mapping[str, int] | None = None,
+    is_link_slow: bool = False,
+) -> Candidates:
+    """All plans for `problem` that `config` leaves open, with an empty reason; at least one.
+
+    Args:
+        held: bytes of the buffers that the context has already, by name: they count towards `max_buffer_mib`.
+        is_link_slow: transfers take longer than GEMMs, so finer chunks are worth considering.
+    """
+    chosen = config.linear.fprop if problem.pass_name == "fprop" else config.linear.dgrad
+    paths, note = _paths(problem, chosen)
+    plans: list[LinearPlan] = []
+    for path in paths:
+        for algorithm, chunks in _variants(problem, chosen, path, is_link_slow=is_link_slow):
+            plans.append(
+                LinearPlan(
+                    path=path,
+                    reason="",
+                    algorithm=algorithm,
+                    chunks_per_shard=chunks,
+                    keep_gathered_input=config.linear.wgrad.keep_gathered_input,
+                )
+            )
+    limit = config.transport.max_buffer_mib * _MIB
+    sizes = {plan: sum(merge_needs(held or {}, buffer_needs(problem, plan)).values()) for plan in plans}
+    fitting = [plan for plan in plans if not buffer_needs(problem, plan) or sizes[plan] <= limit]
+    if len(fitting) < len(plans):
+        smallest = min(sizes[plan] for plan in plans if plan not in fitting)
+        mib = f"{-(-smallest // _MIB)} MiB of buffers, more than transport.max_buffer_mib = {limit // _MIB}"
+        left_out = dict.fromkeys(plan.path for plan in plans if plan not in fitting)
+        note = _join(note, f"{' and '.join(left_out)} would take {mib}")
+    if not fitting:
+        fitting = [_plain("sequential", config)]
+    return Candidates(tuple(fitting), note)
+
+
+def buffer_needs(problem: GemmProblem, plan: LinearPlan) -> dict[str, int]:
+    """Bytes that `plan` needs of each of the context's buffers, at most and on any rank.
+
+    gather: [M, features]; receive: the largest shard from every other rank; send: all partials for others; own: this
+    rank's partial before the sum, in fp32 where the GEMM keeps it un-rounded.
+    """
+    if plan.path not in ("sliced", "bulk"):
+        return {}
+    others = problem.group_size - 1
+    itemsize = DTYPE_BYTES[problem.dtype]
+    gathers_forward = problem.op == "all_gather_linear"
+    is_backward = problem.pass_name == "backward"
+    gathers = gathers_forward != is_backward or (
+        "weight" in problem.needs and is_backward and not plan.keep_gathered_input
+    )
+    scatters = gathers_forward == is_backward and (not is_backward or "input" in problem.needs)
+    shard_rows = -(-problem.rows // problem.group_size)
+    chunk_rows = -(-shard_rows // plan.chunks_per_shard)
+    row_bytes = problem.shard_bytes // max(1, shard_rows)
+    needs: dict[str, int] = {}
+    if gathers:
+        needs["gather"] = problem.rows * row_bytes
+    if scatters:
+        needs["receive"] = others * plan.chunks_per_shard * chunk_rows * row_bytes
+        needs["send"] = min(problem.rows, others * shard_rows) * row_bytes
+        own_rows = chunk_rows if plan.algorithm is Algorithm.RING else shard_rows
+        needs["own"] = own_rows * row_bytes // itemsize * max(4, itemsize)
+    return needs
+
+
+def merge_needs(held: Mapping[str, int], needs: Mapping[str, int]) -> dict[str, int]:
+    """Buffers that serve both: each as large as the larger of the two."""
+    return {name: max(held.get(name, 0), needs.get(name, 0)) for name in sorted({*held, *needs})}
+
+
+def _paths(problem: GemmProblem, chosen: PassConfig) -> tuple[list[str], str]:
+    """Paths from the simplest on, and what became of a forced one."""
+    is_backward = problem.pass_name == "backward"
+    needs_both = {"input", "weight"} <= set(problem.needs.split("+"))
+    gathers_again = problem.op == "all_gather_linear" and is_backward
+    hides_whole_gemms = gathers_again and needs_both
+    if chosen.path == "bulk" and not is_backward:
+        return ["sliced"], '"bulk" is for backward passes: sliced instead'
+    if chosen.path == "async" and not hides_whole_gemms:
+        return ["sequential"], f'"async" finds no GEMM that does not wait for the transfer ({_say_pass(problem)})'
+    if chosen.path != "auto":
+        return [chosen.path], ""
+    paths = ["sequential"]
+    if hides_whole_gemms:
+        paths.append("async")
+    # With two ranks the bulk gather of a reduce-scatter linear is the sliced one with one chunk per shard.
+    is_bulk_of_its_own = hides_whole_gemms or (
+        problem.op == "linear_reduce_scatter" and "input" in problem.needs and problem.group_size > 2
+    )
+    if is_backward and is_bulk_of_its_own:
+        paths.append("bulk")
+    return [*paths, "sliced"], ""
+
+
+def _variants(
+    problem: GemmProblem, chosen: PassConfig, path: str, *, is_link_slow: bool
+) -> list[tuple[Algorithm, int]]:
+    """(algorithm, chunks per shard) of one path, from the simplest on."""
+    if path != "sliced":
+        return [(Algorithm.DIRECT, 1)]
+    # The ring equals direct-to-owner with two ranks. Without dgrad nothing is sliced, however many chunks travel.
+    is_sliced = problem.pass_name == "fprop" or "input" in problem.needs
+    if chosen.algorithm != "auto":
+        algorithms = [Algorithm(chosen.algorithm)]
+    else:
+        algorithms = [Algorithm.DIRECT, *([Algorithm.RING] if problem.group_size > 2 and is_sliced else [])]
+    if chosen.chunks_per_shard is not None:
+        chunks: tuple[int, ...] = (chosen.chunks_per_shard,)
+    elif not is_sliced:
+        chunks = (1,)
+    else:
+        offered = _CHUNKS_ON_SLOW_LINKS if is_link_slow else _CHUNKS
+        most = problem.rows // problem.group_size
+        if problem.group_size > _MOST_RANKS_FOR_MANY_CHUNKS:
+            most = min(most, 2)
+        chunks = tuple(m for m in offered if m == 1 or m <= most)
+    return [(algorithm, m) for m in chunks for algorithm in algorithms]
+
+
+def _plain(path: str, config: OverlapConfig) -> LinearPlan:
+    return LinearPlan(path, "", Algorithm.DIRECT, 1, config.linear.wgrad.keep_gathered_input)
+
+
+def _say_pass(problem: GemmProblem) -> str:
+    needs = f" for {problem.needs.replace('+', ' and ')}" if problem.needs else ""
+    return f"{problem.op} {problem.pass_name}{needs}"
+
+
+def _join(first: str, second: str) -> str:
+    return f"{first}; {second}" if first else second

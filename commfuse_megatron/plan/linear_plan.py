@@ -1,0 +1,38 @@
+"""`LinearPlan`: what was chosen for one pass of one linear, and why."""
+
+from dataclasses import dataclass
+
+from commfuse_megatron.schedule import Algorithm
+
+__all__ = ["LinearPlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPlan:
+    """What was chosen for one pass of one linear.
+
+    path: "sliced", "bulk", "async" or "sequential" (see `PassConfig`), or "local" (a group of one rank: nothing to
+    send). reason: one sentence, for the report. keep_gathered_input: see `WgradConfig`.
+    predicted_us, measured_us: what the cost model said and what the trial found, where they were asked.
+    """
+
+    path: str
+    reason: str
+    algorithm: Algorithm
+    chunks_per_shard: int
+    keep_gathered_input: bool
+    predicted_us: float | None = None
+    measured_us: float | None = None
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether a schedule is run (also the one without transfers), not the group's own collectives."""
+        return self.path in ("sliced", "bulk", "local")
+
+    @property
+    def name(self) -> str:
+        """Short and unique among the candidates of one problem, such as "sliced m=2" or "sliced ring m=4"."""
+        if self.path != "sliced":
+            return self.path
+        ring = " ring" if self.algorithm is Algorithm.RING else ""
+        return f"sliced{ring} m={self.chunks_per_shard}"

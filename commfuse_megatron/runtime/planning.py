@@ -1,0 +1,209 @@
+"""`Planner`: chooses a context's plans, asking the cost model and, where that cannot tell, a trial.
+
+Everything that makes it collective is here. The contract that bites: ranks must take the same turns, so it asks the
+other ranks whether they plan the same problem before it measures anything, and measures nothing while a CUDA graph is
+captured.
+"""
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from commfuse_megatron.kernels.blas import blas_unavailable_reason
+from commfuse_megatron.plan.candidates import Candidates, buffer_needs, list_candidates, merge_needs
+from commfuse_megatron.plan.choose import (
+    choose_by_default,
+    choose_measured,
+    choose_only,
+    choose_predicted,
+    predict,
+    select_for_trial,
+)
+from commfuse_megatron.plan.cost_model import is_link_slow
+from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.plan.machine import MachineModel, Traits, assumed_machine
+from commfuse_megatron.problem import GemmProblem
+from commfuse_megatron.runtime.calibrate import calibrate
+from commfuse_megatron.runtime.stopwatch import make_stopwatch
+from commfuse_megatron.schedule import Algorithm
+
+if TYPE_CHECKING:
+    from commfuse_megatron.runtime.context import OverlapContext
+
+__all__ = ["Planner", "TryOut"]
+
+logger = logging.getLogger(__name__)
+
+#: Times some plans of one problem, collectively: microseconds by plan, equal on all ranks; or why there are none.
+TryOut = Callable[[Sequence[LinearPlan]], Sequence[float] | str]
+
+
+# Sequence lengths that change at every call must not be planned one by one: numbers of tokens within this factor share
+# a decision, and when a layer has had so many trials, the model decides.
+_SAME_LENGTH = 1.125
+_MOST_TRIALS_OF_A_LAYER = 8
+
+
+class Planner:
+    """Plans of one context, in the order in which problems are met; equal on all ranks."""
+
+    def __init__(self, context: "OverlapContext") -> None:
+        # The context owns this; one that nobody refers to must be released at once, not when cycles are collected.
+        self._context: OverlapContext = weakref.proxy(context)
+        #: Why costs do not count here; None where they do.
+        self.default_reason = _default_reason(context)
+        #: By dtype; measured when first needed, and kept.
+        self.machines: dict[str, MachineModel] = {}
+        self._buffers: dict[str, int] = {}
+        #: Of every layer's pass, what was decided by cost for how many tokens.
+        self._decided: dict[Hashable, list[tuple[int, LinearPlan]]] = {}
+
+    def plan(self, problem: GemmProblem, try_out: TryOut | None = None) -> LinearPlan:
+        """The plan for a new problem. Collective where something is measured.
+
+        Raises ShapeError on all ranks that meet different problems there, and what made the context fail.
+        """
+        config = self._context.config
+        if problem.group_size == 1:
+            reason = "the group has one rank: nothing to send"
+            return LinearPlan("local", reason, Algorithm.DIRECT, 1, config.linear.wgrad.keep_gathered_input)
+        if problem.rows == 0:
+            reason = "the sequence has no rows"
+            return LinearPlan("sequential", reason, Algorithm.DIRECT, 1, config.linear.wgrad.keep_gathered_input)
+        plan = self._choose(problem, try_out)
+        self._buffers = merge_needs(self._buffers, buffer_needs(problem, plan))
+        return plan
+
+    def _choose(self, problem: GemmProblem, try_out: TryOut | None) -> LinearPlan:
+        config = self._context.config
+        candidates = list_candidates(problem, config, held=self._buffers)
+        if len(candidates.plans) == 1:
+            return choose_only(candidates)
+        if self.default_reason is not None or not problem.M * problem.N * problem.K:
+            forced = (config.linear.fprop if problem.pass_name == "fprop" else config.linear.dgrad).path != "auto"
+            reason = self.default_reason or "the problem has a size of zero"
+            return choose_by_default(candidates, "forced by the configuration" if forced else reason)
+        return self._reuse(problem) or self._choose_by_cost(problem, try_out)
+
+    def _reuse(self, problem: GemmProblem) -> LinearPlan | None:
+        """What was decided for about as many tokens, if it can be done for this many."""
+        candidates = list_candidates(problem, self._context.config, held=self._buffers, is_link_slow=True)
+        names = {plan.name for plan in candidates.plans}
+        for tokens, plan in self._decided.get(_layer(problem), ()):
+            is_near = max(tokens, problem.M) <= _SAME_LENGTH * min(tokens, problem.M)
+            if is_near and plan.name in names:
+                reason = f"as for M={tokens}, {plan.reason}"
+                return dataclasses.replace(plan, reason=reason, predicted_us=None, measured_us=None)
+        return None
+
+    def _choose_by_cost(self, problem: GemmProblem, try_out: TryOut | None) -> LinearPlan:
+        config = self._context.config
+        decided = self._decided.setdefault(_layer(problem), [])
+        may_measure = config.plan.measure != "never" and not self._context.is_capturing
+        machine = self._machine(problem, may_measure=may_measure)
+        slow = is_link_slow(problem, machine)
+        candidates = list_candidates(problem, config, held=self._buffers, is_link_slow=slow)
+        candidates = predict(problem, candidates, machine)
+        num_trials = sum(plan.measured_us is not None for _, plan in decided)
+        may_try = may_measure and num_trials < _MOST_TRIALS_OF_A_LAYER
+        timed = select_for_trial(candidates, config.plan) if may_try else ()
+        if timed and try_out is not None:
+            chosen = self._measure(problem, candidates, timed, try_out, machine)
+        else:
+            chosen = choose_predicted(candidates, machine)
+        if not self._context.is_capturing:  # without measuring: no example for other lengths
+            decided.append((problem.M, chosen))
+        return chosen
+
+    def _measure(
+        self,
+        problem: GemmProblem,
+        candidates: Candidates,
+        timed: Sequence[LinearPlan],
+        try_out: TryOut,
+        machine: MachineModel,
+    ) -> LinearPlan:
+        self._context.agree(f"timing {', '.join(plan.name for plan in timed)} for {problem}")
+        for plan in timed:
+            self._buffers = merge_needs(self._buffers, buffer_needs(problem, plan))
+        found = try_out(timed)
+        if isinstance(found, str):
+            chosen = choose_predicted(candidates, machine, f"not measured: {found}")
+        else:
+            chosen = choose_measured(timed, found, candidates.note)
+        if self._context.group_rank == 0:
+            logger.info("%s: %s", problem, chosen.reason)
+        return chosen
+
+    def _machine(self, problem: GemmProblem, *, may_measure: bool) -> MachineModel:
+        """What this context can do. Measured once, if allowed; only what was measured is kept."""
+        machine = self.machines.get(problem.dtype)
+        if machine is not None:
+            return machine
+        context, dtype = self._context, getattr(torch, problem.dtype)
+        traits = self._traits(dtype)
+        if not may_measure:
+            return assumed_machine(traits, problem.dtype)
+        context.agree(f"measuring the machine for {problem}")
+        timings = calibrate(context, dtype, make_stopwatch(context.device))
+        if isinstance(timings, str):
+            logger.warning("the machine was not measured: %s", timings)
+            machine = assumed_machine(traits, problem.dtype)
+        else:
+            machine = timings.machine(traits, dtype.itemsize)
+            held = {"gather": context.group_size * timings.message_bytes[1]}
+            self._buffers = merge_needs(self._buffers, held)
+        self.machines[problem.dtype] = machine
+        if context.group_rank == 0:
+            logger.info("machine, %s: %s", problem.dtype, machine)
+        return machine
+
+    def _traits(self, dtype: torch.dtype) -> Traits:
+        context, config = self._context, self._context.config
+        gemm = context.slice_gemm(dtype)
+        uses_nccl = context.transport_name == "nccl"
+        channels = config.transport.nccl_channels * config.transport.nccl_lanes
+        reserved = channels if config.kernel.reserved_sms is None else config.kernel.reserved_sms
+        num_sms = 132
+        if context.device.type == "cuda":
+            num_sms = torch.cuda.get_device_properties(context.device).multi_processor_count
+        is_one_sided = context.link.transport.is_one_sided
+        replays = (
+            is_one_sided
+            and context.recorder is None
+            and config.kernel.gemm == "auto"
+            and blas_unavailable_reason(context.device, dtype) is None
+        )
+        # Replayed, cuBLASLt adds the one matrix that arrives with two ranks: see `ops.replay`.
+        folds = context.group_size == 2 if replays else gemm.can_fold
+        return Traits(
+            transport=context.transport_name,
+            num_sms=num_sms,
+            transfer_sms=reserved if uses_nccl else 0,
+            regains_sms=uses_nccl and config.kernel.regain_sms,
+            overlaps=not uses_nccl or gemm.is_persistent,
+            folds_arrivals=folds and is_one_sided,
+            replays=replays,
+        )
+
+
+def _layer(problem: GemmProblem) -> Hashable:
+    """All that matters for a choice but the number of tokens; uneven rows cost the collectives copies."""
+    is_even = problem.rows % problem.group_size == 0
+    return dataclasses.replace(problem, rows=0, batch=0), is_even
+
+
+def _default_reason(context: "OverlapContext") -> str | None:
+    if context.device.type != "cuda":
+        return "default on the CPU: correctness, not speed"
+    try:
+        backend = context.group._get_backend(context.device).name()
+    except RuntimeError:
+        backend = "none"
+    if backend != "nccl":  # neither comparable nor of use: several ranks on one GPU, as in tests
+        return f"default where the group's own collectives do not run over NCCL (but {backend})"
+    return None

@@ -1,0 +1,107 @@
+"""Choosing by predicted and by measured times: ties, margins, what is timed, and the sentences of the report."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commfuse_megatron.config import OverlapConfig, PlanConfig
+from commfuse_megatron.plan.candidates import Candidates, list_candidates
+from commfuse_megatron.plan.choose import (
+    choose_by_default,
+    choose_measured,
+    choose_only,
+    choose_predicted,
+    select_for_trial,
+)
+from commfuse_megatron.plan.machine import Traits, assumed_machine
+from tests.harness.problems import layer_problem
+
+MACHINE = dataclasses.replace(assumed_machine(Traits(transport="copy_engine"), "bfloat16"), source="measured")
+PLANS = list_candidates(layer_problem("70b.qkv", 8192, needs="input+weight"), OverlapConfig()).plans
+NAMES = ["sequential", "async", "bulk", "sliced m=1", "sliced m=2", "sliced m=4"]
+
+
+def predicted(*times_us: float, note: str = "") -> Candidates:
+    assert [plan.name for plan in PLANS] == NAMES
+    plans = tuple(dataclasses.replace(plan, predicted_us=t) for plan, t in zip(PLANS, times_us, strict=True))
+    return Candidates(plans, note)
+
+
+def timed(candidates: Candidates, **config) -> list[str]:
+    return [plan.name for plan in select_for_trial(candidates, PlanConfig(**config))]
+
+
+def test_a_clear_prediction_is_taken_and_said():
+    candidates = predicted(1950, 1800, 1400, 1200, 1100, 1150)
+    assert timed(candidates) == []
+    plan = choose_predicted(candidates, MACHINE)
+    assert plan.name == "sliced m=2"
+    assert plan.reason == "predicted: sliced m=2 1.100 ms, bulk 1.400, async 1.800, sequential 1.950"
+    assert plan.predicted_us == 1100
+    assert plan.measured_us is None
+    assumed = choose_predicted(candidates, dataclasses.replace(MACHINE, source="assumed"), "not measured: no memory")
+    assert assumed.reason.startswith("predicted from assumed figures: sliced m=2 1.100 ms")
+    assert assumed.reason.endswith("; not measured: no memory")
+
+
+def test_close_predictions_are_timed_with_the_best_of_every_path():
+    candidates = predicted(2000, 1900, 1200, 1160, 1100, 1300)
+    assert timed(candidates) == ["sequential", "async", "bulk", "sliced m=1", "sliced m=2"]
+    assert timed(candidates, margin=0.05) == []
+    assert timed(candidates, margin=1.0) == NAMES
+    assert timed(candidates, measure="never", margin=1.0) == []
+    assert timed(predicted(2000, 1900, 1800, 500, 400, 410), measure="always") == NAMES
+
+
+def test_a_few_microseconds_are_never_clear():
+    assert timed(predicted(105, 105, 105, 90, 100, 300)) == ["sequential", "async", "bulk", "sliced m=1", "sliced m=2"]
+    assert timed(predicted(130, 130, 130, 90, 100, 300)) == []
+
+
+def test_variants_of_one_path_are_not_worth_a_trial():
+    assert timed(predicted(2000, 2000, 2000, 1000, 1000, 1000)) == []
+
+
+def test_the_simplest_of_a_tie_wins():
+    assert choose_predicted(predicted(1005, 1004, 1003, 1002, 1001, 1000), MACHINE).name == "sequential"
+    assert choose_measured(PLANS, [1020, 1009, 1000, 1000, 1000, 1000]).name == "async"
+
+
+def test_a_measured_choice_says_all_paths():
+    plan = choose_measured(PLANS, [1950, 1781, 1702, 1900, 1800, 2500], "a note")
+    assert plan.name == "bulk"
+    assert plan.reason == "measured: bulk 1.702 ms, async 1.781, sliced m=2 1.800, sequential 1.950 (a note)"
+    assert plan.measured_us == 1702
+
+
+@given(st.lists(st.floats(1, 1e6), min_size=6, max_size=6))
+def test_whatever_is_chosen_is_within_a_tie_of_the_shortest(times_us):
+    for plan, key in ((choose_measured(PLANS, times_us), "measured_us"),):
+        assert getattr(plan, key) <= min(times_us) * 1.01
+    candidates = predicted(*times_us)
+    chosen = choose_predicted(candidates, MACHINE)
+    assert chosen.predicted_us <= min(times_us) * 1.01
+    names = timed(candidates)
+    assert not names or "sequential" in names
+    assert names == [] or chosen.name in names or min(times_us) * 1.01 >= chosen.predicted_us
+
+
+def test_where_speed_does_not_count_the_plainest_sliced_plan_is_taken():
+    plan = choose_by_default(predicted(*range(1, 7)), "default on the CPU")
+    assert (plan.name, plan.reason) == ("sliced m=1", "default on the CPU")
+    alone = Candidates(PLANS[:1], "sliced would take too much")
+    assert choose_by_default(alone, "default").reason == "default (sliced would take too much)"
+
+
+@pytest.mark.parametrize(
+    ("plan", "note", "reason"),
+    [
+        (PLANS[3], "", "forced by the configuration"),
+        (PLANS[3], "bulk is for backward", "forced by the configuration (bulk is for backward)"),
+        (PLANS[0], "too large", "too large"),
+    ],
+)
+def test_an_only_candidate_says_why(plan, note, reason):
+    assert choose_only(Candidates((plan,), note)).reason == reason
