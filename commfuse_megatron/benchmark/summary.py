@@ -44,13 +44,21 @@ class Summary:
 
 
 def summarize(rows: Sequence[Row]) -> Summary:
-    """The metrics of measured rows; emulated rows and rows from a CPU do not count."""
+    """The metrics of measured rows; emulated rows and rows from a CPU do not count.
+
+    A file may hold several runs: the headline is that of the machine and link of its last row.
+    """
     problems: dict[tuple[object, ...], dict[str, Row]] = {}
     for row in rows:
         if row.is_comparable and not row.emulated:
             problems.setdefault(row.problem, {})[row.variant] = row
     planned = [(variants[PLANNED], variants) for variants in problems.values() if PLANNED in variants]
-    headline = [(row, variants) for row, variants in planned if _is_headline(row)]
+    here = next(((row.device, row.link, row.group_size) for row, _ in reversed(planned)), None)
+    headline = [
+        (row, variants)
+        for row, variants in planned
+        if _is_headline(row) and (row.device, row.link, row.group_size) == here
+    ]
     ratios: dict[str, list[float]] = {"ideal": [row.median_ms / row.ideal_ms for row, _ in headline]}
     for name in ("sequential", "megatron", "async_tp", "userbuffers", "slicing"):
         ratios[f"vs_{name}"] = [
