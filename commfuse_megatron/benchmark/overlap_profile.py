@@ -18,9 +18,8 @@ from rich.console import Console
 from torch import distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from commfuse_megatron import OverlapContext, ops
+from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.benchmark.cases import CASE_NAMES, linear_case
-from commfuse_megatron.benchmark.linears import Sliced
 
 __all__ = ["main"]
 
@@ -62,11 +61,14 @@ def _profile(options: argparse.Namespace) -> dict[str, object]:
     group = dist.group.WORLD
     assert group is not None
     case = linear_case(options.case, options.tokens, group.size())
-    way = Sliced(options.algorithm, options.chunks, options.channels, options.tile_order, options.regain == "on")
+    forced = {"path": "sliced", "algorithm": options.algorithm, "chunks_per_shard": options.chunks}
+    kernel = {"tile_order": options.tile_order, "regain_sms": options.regain == "on"}
+    transport = {"backend": "nccl", "nccl_channels": options.channels}
+    config = OverlapConfig.from_dict({"linear": {"fprop": forced}, "transport": transport, "kernel": kernel})
     rows = case.M // case.group_size if case.op == "all_gather_linear" else case.M
     x = torch.randn(rows, 1, case.K, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(case.N, case.K, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad(), OverlapContext(group, way.config()) as context:
+    with torch.no_grad(), OverlapContext(group, config) as context:
         call = getattr(ops, case.op)
         for _ in range(5):
             call(x, weight, context=context)
@@ -86,7 +88,7 @@ def _profile(options: argparse.Namespace) -> dict[str, object]:
     return {
         "rank": group.rank(),
         "case": case.name,
-        "variant": way.name,
+        "variant": f"{options.algorithm} m={options.chunks} {options.channels}ch {options.tile_order} {options.regain}",
         "device": torch.cuda.get_device_name(),
         "cuda_device_max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
         "transfer_kernels": len(transfers),

@@ -56,7 +56,9 @@ def _measure(options: argparse.Namespace) -> list[dict[str, object]]:
     sent, received = (torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2))
     variants, contexts = {}, []
     for channels in options.channels:
-        context = OverlapContext(group, OverlapConfig(transport=TransportConfig(nccl_channels=channels)))
+        context = OverlapContext(
+            group, OverlapConfig(transport=TransportConfig(backend="nccl", nccl_channels=channels))
+        )
         contexts.append(context)
         for mebibytes in options.mebibytes:
             window = slice(0, mebibytes * _MIB)

@@ -65,6 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_verify(commands)
     _add_doctor(commands)
+    _add_bench(commands)
+    _add_simulate(commands)
     return parser
 
 
@@ -154,6 +156,34 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         choices=("float32", "float64", "bfloat16", "float16"),
         help="only this one (default: all; float64 on the CPU only)",
     )
+
+
+def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from commfuse_megatron.cli.bench import add_bench_options, run_bench
+
+    parser = _add_command(
+        commands,
+        "bench",
+        run_bench,
+        summary="time the linears beside their bounds, the stock ones and the peers; on the CPU, check them only",
+        example="commfuse bench --models llama-8b --tokens 1024\n"
+        "  torchrun --nproc-per-node 2 -m commfuse_megatron bench --device cuda --budget-s 300 --json rows.json",
+    )
+    _add_rank_options(parser, which="default 2")
+    add_bench_options(parser)
+
+
+def _add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from commfuse_megatron.cli.simulate import add_simulate_options, run_simulate
+
+    parser = _add_command(
+        commands,
+        "simulate",
+        run_simulate,
+        summary="predict larger groups and slower links from measured rows, and say how wrong that is where measured",
+        example="commfuse simulate --rows rows.json --ranks 8 16 64 --link 25",
+    )
+    add_simulate_options(parser)
 
 
 def _add_rank_options(parser: argparse.ArgumentParser, *, which: str) -> None:

@@ -56,3 +56,28 @@ def test_the_demo_trains_and_agrees(tmp_path: Path) -> None:
     assert {event["cat"] for event in slices} == {"compute", "transfer"}
     # A speed-up on a CPU would mean nothing, so none is shown.
     assert "speed" not in ran.stdout.lower()
+
+
+def test_the_benchmark_checks_every_variant_on_cpu_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    options = ("bench", "--models", "llama-8b", "--linears", "qkv", "proj", "--tokens", "2048", "--json", str(file))
+    ran = run_commfuse(*options)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    data = json.loads(file.read_text(encoding="utf-8"))
+    assert data["failures"] == data["missing"] == []
+    assert set(data["left_out"]) == {"async_tp", "userbuffers"}
+    rows = data["rows"]
+    assert {"planned", "megatron", "sequential", "slicing C=4", "bulk gloo"} <= {row["variant"] for row in rows}
+    assert {(row["case"], row["pass"]) for row in rows} == {
+        (case, pass_name) for case in ("llama-8b.qkv", "llama-8b.proj") for pass_name in ("fprop", "backward")
+    }
+    assert max(row["max_error"] for row in rows if row["max_error"] is not None) < 1e-5
+    assert "left out userbuffers" in ran.stdout
+    assert "speed" not in ran.stdout.lower()
+    assert " ms" not in ran.stdout, "times of a CPU say nothing"
+    # Another run goes on where this one ended.
+    again = run_commfuse(*options, "--virtual-ranks", "4", "--resume")
+    assert again.returncode == 0, again.stdout + again.stderr
+    more = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert more[: len(rows)] == rows
+    assert {(row["emulated"], row["group_size"]) for row in more[len(rows) :]} == {(True, 4)}

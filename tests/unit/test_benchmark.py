@@ -1,19 +1,65 @@
-"""The benchmark's arithmetic, without GPUs: cases, rows, intervals."""
+"""The benchmark's arithmetic, without GPUs: cases, grids, rows, figures of a run, intervals."""
+
+import dataclasses
+import json
+from pathlib import Path
 
 import pytest
+import torch
 
-from commfuse_megatron.benchmark.cases import CASE_NAMES, linear_case
-from commfuse_megatron.benchmark.linears import Row, Sliced
+from commfuse_megatron.benchmark.cases import CASE_NAMES, linear_case, tokens_of
+from commfuse_megatron.benchmark.catalog import choose, make_emulated_variants, make_variants
+from commfuse_megatron.benchmark.figure import draw_rows
+from commfuse_megatron.benchmark.ours import Way, forced_ways
 from commfuse_megatron.benchmark.overlap_profile import _length_inside
+from commfuse_megatron.benchmark.rows import Report, Row, load_report
+from commfuse_megatron.benchmark.run import Settings, grid
+from commfuse_megatron.benchmark.summary import check_bounds, parse_bounds, summarize
+from commfuse_megatron.benchmark.table import overview_table, rows_table
+from commfuse_megatron.benchmark.tail import tail_us
 from commfuse_megatron.benchmark.timing import _summary
-from commfuse_megatron.errors import ConfigError
+from commfuse_megatron.benchmark.variant import link_name, require_own_link
+from commfuse_megatron.errors import ConfigError, UnsupportedError
+from commfuse_megatron.runtime.recorder import Interval
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def a_row(**changes) -> Row:
+    values = {
+        "case": "llama-70b.fc2",
+        "op": "linear_reduce_scatter",
+        "pass_name": "fprop",
+        "M": 8192,
+        "N": 8192,
+        "K": 14336,
+        "dtype": "bfloat16",
+        "group_size": 2,
+        "variant": "planned",
+        "path": "sliced",
+        "transport": "copy_engine",
+        "median_ms": 2.7,
+        "p95_ms": 2.8,
+        "compute_only_ms": 2.5,
+        "comm_only_ms": 0.2,
+        "comm_only_collective_ms": 0.3,
+        "sequential_ms": 3.0,
+        "device": "NVIDIA H200",
+        "link": "nvlink",
+    }
+    return Row(**(values | changes))
 
 
 def test_cases_have_the_sizes_of_their_models():
-    assert len(CASE_NAMES) == 16
+    assert len(CASE_NAMES) == 16 + 2
     qkv, fc2 = linear_case("llama-70b.qkv", 8192, 2), linear_case("llama-70b.fc2", 8192, 2)
     assert (qkv.op, qkv.M, qkv.N, qkv.K, qkv.shard_shape) == ("all_gather_linear", 8192, 5120, 8192, (4096, 8192))
     assert (fc2.op, fc2.M, fc2.N, fc2.K, fc2.shard_shape) == ("linear_reduce_scatter", 8192, 8192, 14336, (4096, 8192))
+    (tokens,) = tokens_of("paper-mlp", (1024, 2048))
+    paper = linear_case("paper-mlp.fc1", tokens, 4)
+    assert (paper.M, paper.batch, paper.N, paper.K) == (32 * 4096, 32, 4096, 4096)
+    small = linear_case("llama-70b.qkv", 8192, 2, shrink=64)
+    assert (small.M, small.N, small.K) == (128, 80, 128)
 
 
 @pytest.mark.parametrize(
@@ -28,42 +74,169 @@ def test_unknown_names_and_sizes_that_do_not_divide(name, M, group_size, match):
         linear_case(name, M, group_size)
 
 
+def test_the_grid_has_every_case_once_and_starts_with_the_headline():
+    models = ("llama-8b", "llama-70b", "llama-405b", "gpt3-175b", "paper-mlp")
+    pieces = grid(Settings(models=models), 2)
+    assert len(pieces) == len(set(pieces)) == 80 * 2 + 2 * 2
+    assert {(piece.M, piece.name.split(".")[0]) for piece in pieces[:16]} == {(8192, "llama-8b"), (8192, "llama-70b")}
+    assert {(piece.M, piece.name.split(".")[0]) for piece in pieces[-4:]} == {(32 * 4096, "paper-mlp")}
+    emulated = grid(Settings(models=("llama-8b",), virtual_ranks=(4, 8), tokens=(8192,)), 2)
+    assert [(piece.group_size, piece.pass_name) for piece in emulated] == [(4, "fprop")] * 4 + [(8, "fprop")] * 4
+    assert all(piece.is_emulated for piece in emulated)
+
+
+def test_all_variants_at_two_sizes_and_the_basic_ones_elsewhere():
+    variants = make_variants(CUDA, 2, (1, 2))
+    basic = [v.name for v in choose(variants, "fprop", is_full=False, prefixes=())]
+    assert basic == [
+        "compute_only",
+        "compute_only persistent",
+        "comm_only collective",
+        "comm_only nccl",
+        "comm_only copy_engine",
+        "sequential",
+        "megatron",
+        "planned",
+    ]
+    full = [v.name for v in choose(variants, "fprop", is_full=True, prefixes=())]
+    wanted = {"slicing C=2", "slicing C=4", "slicing C=8", "async_tp", "userbuffers"}
+    wanted |= {"sliced m=1 nccl", "sliced m=2 copy_engine", "slices_only m=2 torch"}
+    assert wanted <= set(full)
+    assert len(set(full)) == len(full)
+    assert "bulk copy_engine" not in full
+    backward = {v.name for v in choose(variants, "backward", is_full=True, prefixes=())}
+    assert {"bulk copy_engine", "bulk nccl", "async"} <= backward
+    assert "async_tp" not in backward
+    asked = [v.name for v in choose(variants, "fprop", is_full=True, prefixes=("planned", "slicing C=4"))]
+    assert asked == [*basic[:6], "planned", "slicing C=4"]
+    assert {"sliced m=1 nccl", "sequential"} <= {v.name for v in make_emulated_variants(CUDA)}
+
+
+def test_ways_of_ours_are_named_and_configured():
+    way = Way(path="sliced", backend="nccl", algorithm="ring", chunks_per_shard=4)
+    assert way.name == "sliced ring m=4 nccl"
+    config = way.config(record=True)
+    assert (config.linear.fprop.chunks_per_shard, config.linear.dgrad.algorithm) == (4, "ring")
+    assert (config.transport.backend, config.record) == ("nccl", True)
+    assert Way(path="auto").name == "planned"
+    bulk = Way(path="bulk", backend="copy_engine").config()
+    assert (bulk.linear.fprop.path, bulk.linear.dgrad.path) == ("sequential", "bulk")
+    assert any(way.algorithm == "ring" for way in forced_ways(CPU, 4, (1,)))
+    assert not any(way.algorithm == "ring" for way in forced_ways(CPU, 2, (1,)))
+
+
+def test_what_follows_from_a_row():
+    row = a_row(schedule_bound_ms=2.55)
+    assert row.exposed_ms == pytest.approx(0.2)
+    assert row.overlap_efficiency == pytest.approx(1 - 0.2 / 0.5)
+    assert row.ideal_fraction == pytest.approx(2.5 / 2.7)
+    assert row.schedule_fraction == pytest.approx(2.55 / 2.7)
+    assert a_row(sequential_ms=2.4).overlap_efficiency is None
+    on_cpu = a_row(device="cpu")
+    assert (on_cpu.exposed_ms, on_cpu.overlap_efficiency, on_cpu.ideal_fraction) == (None, None, None)
+
+
 def test_rows_have_the_keys_of_the_report_format():
-    times = dict.fromkeys(
-        ("median_ms", "p95_ms", "compute_only_ms", "comm_only_ms", "comm_only_collective_ms", "sequential_ms"), 1.0
-    )
-    row = Row(
-        case="llama-70b.fc2",
-        op="linear_reduce_scatter",
-        pass_name="fprop",
-        M=1,
-        N=2,
-        K=3,
-        dtype="bfloat16",
-        group_size=2,
-        emulated=False,
-        variant="sequential",
-        path="sequential",
-        transport="nccl",
-        schedule_bound_ms=None,
-        device="none",
-        link="nvlink",
-        commit="0",
-        **times,
-    ).as_json()
+    row = a_row()
+    data = row.as_json()
     wanted = {"case", "op", "pass", "M", "N", "K", "dtype", "group_size", "emulated", "variant", "path", "transport"}
-    wanted |= {"device", "link", "commit", *times}
-    assert wanted <= set(row)
-    assert "pass_name" not in row
+    wanted |= {"median_ms", "p95_ms", "compute_only_ms", "comm_only_ms", "comm_only_collective_ms", "sequential_ms"}
+    wanted |= {"exposed_ms", "overlap_efficiency", "ideal_fraction", "tail_ms", "split_loss_ms", "host_us"}
+    wanted |= {"device", "link", "commit", "schedule_bound_ms", "cuda_device_max_connections"}
+    assert wanted <= set(data)
+    assert "pass_name" not in data
+    assert Row.from_json(json.loads(json.dumps(data))) == row
 
 
-def test_a_way_of_ours_is_named_and_configured():
-    way = Sliced("direct", 4, 2, "static", regain_sms=False, lanes=2)
-    assert way.name == "direct m=4 2x2ch static"
-    config = way.config()
-    assert config.transport.nccl_lanes == 2
-    assert config.linear.dgrad.chunks_per_shard == 4
-    assert not config.kernel.regain_sms
+def test_a_report_is_whole_after_every_case(tmp_path: Path):
+    file = tmp_path / "rows.json"
+    report = Report(file, {"commit": "0"})
+    report.write()
+    assert load_report(file) == ({"commit": "0"}, [])
+    report.add([a_row()])
+    report.add([a_row(variant="sequential"), a_row(M=1024)])
+    header, rows = load_report(file)
+    assert (header, rows) == ({"commit": "0"}, report.rows)
+    assert len(rows) == 3
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_rows_of_earlier_versions_can_be_read():
+    old = Path(__file__).resolve().parents[2] / "docs" / "results" / "nccl_linears_h200_202611.json"
+    _, rows = load_report(old)
+    assert rows[0].case == "llama-70b.qkv"
+    assert rows[0].host_us is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"rows": [{"case": "x"}]}', '{"no": 1}'])
+def test_files_that_are_no_reports_are_refused(tmp_path: Path, text):
+    file = tmp_path / "rows.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="not a file of `commfuse bench`"):
+        load_report(file)
+
+
+def headline_rows() -> list[Row]:
+    rows = []
+    for model in ("llama-8b", "llama-70b"):
+        for linear in ("qkv", "proj", "fc1", "fc2"):
+            for variant, ms in (("planned", 2.6), ("sequential", 3.0), ("megatron", 2.9), ("async_tp", 2.8)):
+                rows.append(a_row(case=f"{model}.{linear}", variant=variant, median_ms=ms))
+    return rows
+
+
+def test_figures_of_a_whole_run():
+    rows = headline_rows()
+    rows += [a_row(M=1024, variant="planned", median_ms=3.3), a_row(M=1024, variant="sequential", median_ms=3.0)]
+    rows += [a_row(variant="planned", median_ms=99.0, emulated=True, group_size=8)]
+    rows += [a_row(variant="planned", median_ms=99.0, device="cpu")]
+    rows = [*(dataclasses.replace(row, link="host", median_ms=4.0) for row in headline_rows()), *rows]
+    summary = summarize(rows)
+    assert summary.metrics["ideal"].value == pytest.approx(2.6 / 2.5)
+    assert summary.metrics["vs_sequential"].value == pytest.approx(2.6 / 3.0)
+    assert summary.metrics["vs_async_tp"].value == pytest.approx(2.6 / 2.8)
+    assert summary.metrics["vs_async_tp"].count == 8
+    assert "vs_userbuffers" not in summary.metrics
+    assert summary.metrics["never_slower"].value == pytest.approx(1.1)
+    assert (summary.offenders[0][1].M, len(summary.offenders)) == (1024, 9 + 8)
+    assert check_bounds(summary, parse_bounds(["ideal=1.05", "vs_sequential=0.9"])) == []
+    missed = check_bounds(summary, parse_bounds(["never_slower=1.02", "vs_userbuffers=1"]))
+    assert missed == ["never_slower: 1.1000 is more than 1.02", "vs_userbuffers: not measured"]
+    partly = summarize([row for row in rows if row.case != "llama-8b.qkv"])  # of either link
+    assert check_bounds(partly, {"ideal": 2.0}) == ["ideal: measured in 7 of 8 cases only"]
+
+
+@pytest.mark.parametrize("text", ["nonsense=1", "ideal", "ideal=fast"])
+def test_bounds_that_cannot_be_read(text):
+    with pytest.raises(ConfigError, match=f"--check {text}"):
+        parse_bounds([text])
+
+
+def test_tables_have_a_line_per_row_and_per_case():
+    rows = headline_rows()
+    assert rows_table(rows).row_count == len(rows)
+    assert overview_table(rows).row_count == 8
+
+
+def test_the_figure_is_drawn_from_comparable_rows_only(tmp_path: Path):
+    file = draw_rows(tmp_path / "rows.png", headline_rows())
+    assert file.stat().st_size > 10_000
+    with pytest.raises(UnsupportedError, match="no rows to compare"):
+        draw_rows(file, [dataclasses.replace(row, device="cpu") for row in headline_rows()])
+
+
+def test_the_tail_starts_at_the_end_of_the_last_gemm():
+    def interval(name, track, start_us, end_us):
+        return Interval(name, track, start_us, end_us, None, "op", 1)
+
+    recorded = [
+        interval("multiply 1", "compute", 0.0, 4.0),
+        interval("to rank 1", "transfer", 4.0, 9.0),
+        interval("multiply 0", "compute", 4.0, 8.0),
+        interval("sum", "compute", 9.0, 10.0),
+    ]
+    assert tail_us(recorded) == 2.0
+    assert tail_us(recorded[1:2]) is None
 
 
 def test_covered_length_counts_overlapping_kernels_once():
@@ -75,4 +248,13 @@ def test_covered_length_counts_overlapping_kernels_once():
 
 def test_summaries_are_medians_and_95th_percentiles():
     sample = _summary([float(value) for value in range(1, 22)])
-    assert (sample.median_ms, sample.p95_ms) == (11.0, 20.0)
+    assert (sample.median_ms, sample.p95_ms, sample.rounds) == (11.0, 20.0, 21)
+
+
+def test_what_would_not_use_a_slow_link_is_left_out_there(monkeypatch):
+    require_own_link(CUDA, "copy_engine")
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert (link_name(CUDA), link_name(CPU)) == ("host", "gloo")
+    require_own_link(CUDA, "nccl")
+    with pytest.raises(UnsupportedError, match="which copy_engine does not use"):
+        require_own_link(CUDA, "copy_engine")

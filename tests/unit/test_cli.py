@@ -146,6 +146,7 @@ def test_a_package_that_cannot_be_imported_says_why() -> None:
         (["doctor", "--json", "{folder}"], "--json {folder}: is a folder; name a file"),
         (["verify", "--json", "{file}/x.json"], "--json {file}/x.json: the folder cannot be made: "),
         (["demo", "--output", "{file}"], "--output {file}: the folder cannot be made: "),
+        (["bench", "--device", "cuda", "--figure", "{folder}"], "--figure {folder}: is a folder; name a file"),
     ],
 )
 def test_results_that_cannot_be_written_are_refused_before_any_work(arguments, message, tmp_path, capsys):
@@ -154,3 +155,20 @@ def test_results_that_cannot_be_written_are_refused_before_any_work(arguments, m
     names = {"folder": str(tmp_path), "file": str(file)}
     assert cli.main([argument.format(**names) for argument in arguments]) == 2
     assert message.format(**names) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "1"], "one rank has nothing to communicate"),
+        (["--check", "ideal=1.1"], "times from a CPU are neither compared nor drawn"),
+        (["--figure", "rows.png"], "times from a CPU are neither compared nor drawn"),
+        (["--device", "cuda", "--check", "speed=2"], 'unknown figure "speed"'),
+        (["--ranks", "4", "--virtual-ranks", "8"], "on exactly two ranks"),
+        (["--resume"], "--resume needs the --json FILE"),
+        (["--tokens", "0"], "--tokens must be at least 1, got 0"),
+    ],
+)
+def test_a_benchmark_that_makes_no_sense_is_refused_before_any_rank_starts(arguments, message, capsys):
+    assert cli.main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,160 @@
+"""What the benchmark writes down: one row per case and variant, and the figures that follow from it.
+
+Definitions (all of one row, hence of one process and one `measure`):
+
+    exposed_ms           median - compute_only
+    overlap_efficiency   1 - exposed / (sequential - compute_only): 1 hides everything, 0 nothing, below 0 is a loss
+    ideal_fraction       max(compute_only, comm_only) / median
+    schedule_fraction    schedule bound / median
+    tail_ms              from the end of the last GEMM on the compute stream to the end of the operation
+    split_loss_ms        the slices' GEMMs alone - compute_only
+
+On the CPU the times only show that the code runs: none of these is given there.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from commfuse_megatron.errors import ConfigError
+
+__all__ = ["Report", "Row", "load_report"]
+
+_DERIVED = ("exposed_ms", "overlap_efficiency", "ideal_fraction", "schedule_fraction")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One case and variant; times in milliseconds, median and 95th percentile over rounds, maximum over ranks.
+
+    compute_only_ms: the best of the GEMMs measured. comm_only_ms: the best of our transports' transfers alone and the
+    collective. comm_only_collective_ms: the group's own collectives for the same data.
+    schedule_bound_ms: the closed form for the variant's chunks, from this row's compute_only and comm_only.
+    host_us: host time of a call that finds the device idle. reason: why the planner chose this path.
+    group_size: of an emulated row, the size that is emulated. shrink: what the published sizes were divided by.
+    """
+
+    case: str
+    op: str
+    pass_name: str
+    M: int
+    N: int
+    K: int
+    dtype: str
+    group_size: int
+    variant: str
+    path: str
+    transport: str
+    median_ms: float
+    p95_ms: float
+    compute_only_ms: float
+    comm_only_ms: float
+    comm_only_collective_ms: float
+    sequential_ms: float
+    emulated: bool = False
+    rounds: int = 0
+    algorithm: str = ""
+    chunks_per_shard: int | None = None
+    schedule_bound_ms: float | None = None
+    host_us: float | None = None
+    tail_ms: float | None = None
+    split_loss_ms: float | None = None
+    max_error: float | None = None
+    reason: str = ""
+    shrink: int = 1
+    device: str = ""
+    link: str = ""
+    commit: str = ""
+    cuda_device_max_connections: str | None = None
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether its times may be compared with others: not on the CPU."""
+        return self.device != "cpu"
+
+    @property
+    def exposed_ms(self) -> float | None:
+        """Time that communication adds to the computation."""
+        return self.median_ms - self.compute_only_ms if self.is_comparable else None
+
+    @property
+    def overlap_efficiency(self) -> float | None:
+        """The share of the sequential program's exposed time that is hidden."""
+        saved_at_most = self.sequential_ms - self.compute_only_ms
+        exposed = self.exposed_ms
+        return None if exposed is None or saved_at_most <= 0 else 1 - exposed / saved_at_most
+
+    @property
+    def ideal_ms(self) -> float:
+        """No less is possible: all computation, or all communication."""
+        return max(self.compute_only_ms, self.comm_only_ms)
+
+    @property
+    def ideal_fraction(self) -> float | None:
+        """1 when only the longer of computation and communication is left."""
+        return self.ideal_ms / self.median_ms if self.is_comparable else None
+
+    @property
+    def schedule_fraction(self) -> float | None:
+        """How close the schedule was carried out to its bound."""
+        if self.schedule_bound_ms is None or not self.is_comparable:
+            return None
+        return self.schedule_bound_ms / self.median_ms
+
+    @property
+    def problem(self) -> tuple[object, ...]:
+        """What is solved, whatever the variant: rows that share it were measured together."""
+        return (self.case, self.pass_name, self.M, self.group_size, self.emulated, self.device, self.link)
+
+    def as_json(self) -> dict[str, object]:
+        """The row with the key names of the report format, and what follows from it."""
+        values = asdict(self)
+        pass_name = values.pop("pass_name")
+        derived = {name: getattr(self, name) for name in _DERIVED}
+        return {"case": values.pop("case"), "op": values.pop("op"), "pass": pass_name, **values, **derived}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """Read what `as_json` wrote, in this version or an earlier one."""
+        known = {field.name for field in fields(cls)}
+        values = {key: value for key, value in data.items() if key in known}
+        return cls(pass_name=data["pass"], **values)
+
+
+class Report:
+    """The JSON file of a run: its header and its rows, written anew after every case, so that nothing is lost."""
+
+    def __init__(self, path: Path | None, header: dict[str, Any], rows: Iterable[Row] = ()) -> None:
+        self.path = path
+        self.header = header
+        self.rows = list(rows)
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Append rows and write the file, if there is one."""
+        self.rows += rows
+        self.write()
+
+    def write(self) -> None:
+        """Replace the file at once: a run that is killed leaves the one before or this one, never a half."""
+        if self.path is None:
+            return
+        lines = ",\n  ".join(json.dumps(row.as_json()) for row in self.rows)
+        head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in self.header.items())
+        unfinished = self.path.with_name(f"{self.path.name}.part")
+        unfinished.write_text(f'{{\n{head} "rows": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
+        os.replace(unfinished, self.path)
+
+
+def load_report(path: Path) -> tuple[dict[str, Any], list[Row]]:
+    """Header and rows of a file that `Report` wrote. Raises ConfigError for anything else."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        rows = [Row.from_json(row) for row in data.pop("rows")]
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: not a file of `commfuse bench`: {error!r}") from error
+    return data, rows

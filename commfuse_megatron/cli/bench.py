@@ -1,0 +1,208 @@
+"""`commfuse bench`: our linears beside their bounds, the stock ones and the peers, as a table, rows and a picture."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+
+from commfuse_megatron.cli.launch import CannotRunError, Rank, choose_num_ranks, launch
+from commfuse_megatron.cli.output import make_progress, results, why_file_cannot_be_written
+
+if TYPE_CHECKING:
+    from commfuse_megatron.benchmark.rows import Row
+    from commfuse_megatron.benchmark.run import Outcome, Piece, Settings
+
+__all__ = ["add_bench_options", "run_bench"]
+
+# On the CPU nothing is timed for its own sake: sizes at which everything runs in seconds.
+CPU_SHRINK = 64
+MAX_ROWS_SHOWN = 200
+MAX_OFFENDERS_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    settings: Settings
+    json: str | None
+    figure: str | None
+    bounds: dict[str, float]
+    resumes: bool
+
+
+def add_bench_options(parser: argparse.ArgumentParser) -> None:
+    """What `commfuse bench` takes besides ranks and device. Imports no torch."""
+    from commfuse_megatron.benchmark.cases import LINEARS, MODELS, PASSES, TOKENS
+
+    add = parser.add_argument
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}")
+    add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS), metavar="L", help=f"of {', '.join(LINEARS)}")
+    add("--tokens", nargs="+", type=int, default=list(TOKENS), metavar="M", help="of the whole sequence")
+    add("--passes", nargs="+", choices=PASSES, default=list(PASSES), metavar="P", help="fprop, backward (default both)")
+    add("--variants", nargs="+", default=[], metavar="NAME", help="only variants whose names begin so, and the bounds")
+    add("--chunks", nargs="+", type=int, default=[1, 2, 4], metavar="m", help="chunks per shard of forced paths")
+    add("--config", nargs="+", default=[], metavar="FILE", help="configurations of yours, each one more variant")
+    add("--virtual-ranks", nargs="+", type=int, default=[], metavar="V", help="emulate groups of V on two ranks")
+    add("--rounds", type=int, default=9, help="samples of every variant (default 9)")
+    add("--case-s", type=float, default=1.5, help="about how long the rounds of a case may take (default 1.5)")
+    add("--budget-s", type=float, metavar="S", help="start no case that would not be done S seconds from the start")
+    add("--shrink", type=int, metavar="F", help=f"divide all sizes by F (default 1; {CPU_SHRINK} on the CPU)")
+    add("--figure", metavar="FILE", help="draw the rows into FILE (.png or .svg)")
+    add("--resume", action="store_true", help="keep the rows of --json FILE and run what is not in there")
+    add("--check", nargs="+", default=[], metavar="NAME=MOST", help="exit 1 if a figure is larger, e.g. ideal=1.1")
+    add("--commit", help="recorded in the rows (default: asked from git)")
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    """Run the grid. 0: all that ran was right; 1: a result was wrong, a path not taken or a bound missed."""
+    from commfuse_megatron.benchmark.run import Settings
+    from commfuse_megatron.benchmark.summary import parse_bounds
+    from commfuse_megatron.errors import ConfigError
+
+    num_ranks = choose_num_ranks(arguments.ranks)
+    if num_ranks < 2:
+        raise CannotRunError("one rank has nothing to communicate; use --ranks 2 or more")
+    _require_sense(arguments, num_ranks)
+    try:
+        bounds = parse_bounds(arguments.check)
+    except ConfigError as error:
+        raise CannotRunError(str(error)) from None
+    shrink = arguments.shrink or (1 if arguments.device == "cuda" else CPU_SHRINK)
+    settings = Settings(
+        models=tuple(arguments.models),
+        linears=tuple(arguments.linears),
+        tokens=tuple(arguments.tokens),
+        passes=tuple(arguments.passes),
+        variants=tuple(arguments.variants),
+        chunks=tuple(arguments.chunks),
+        config_files=tuple(arguments.config),
+        virtual_ranks=tuple(arguments.virtual_ranks),
+        rounds=arguments.rounds if arguments.device == "cuda" else 1,
+        case_s=arguments.case_s,
+        budget_s=arguments.budget_s,
+        shrink=shrink,
+        commit=arguments.commit,
+    )
+    options = _Options(settings, arguments.json, arguments.figure, bounds, arguments.resume)
+    return launch(_bench_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
+
+
+def _require_sense(arguments: argparse.Namespace, num_ranks: int) -> None:
+    """Before any rank starts: what could only end in an error later."""
+    numbers = {"--tokens": arguments.tokens, "--chunks": arguments.chunks, "--rounds": [arguments.rounds]}
+    numbers |= {"--shrink": [arguments.shrink or 1], "--virtual-ranks": arguments.virtual_ranks}
+    for option, values in numbers.items():
+        if any(value < 1 for value in values):
+            raise CannotRunError(f"{option} must be at least 1, got {min(values)}")
+    if arguments.virtual_ranks and (num_ranks != 2 or min(arguments.virtual_ranks) < 2):
+        raise CannotRunError("--virtual-ranks emulates groups of 2 and more on exactly two ranks: use --ranks 2")
+    if arguments.resume and not arguments.json:
+        raise CannotRunError("--resume needs the --json FILE to go on with")
+    if arguments.device == "cpu" and (arguments.check or arguments.figure):
+        raise CannotRunError("times from a CPU are neither compared nor drawn: --check and --figure need --device cuda")
+    if arguments.figure:
+        from commfuse_megatron.tracing.figure import missing_matplotlib
+
+        reason = why_file_cannot_be_written(arguments.figure) or missing_matplotlib()
+        if reason is not None:
+            raise CannotRunError(f"--figure {arguments.figure}: {reason}")
+
+
+def _bench_on_rank(rank: Rank, options: _Options) -> int:
+    import torch
+    from torch import distributed as dist
+
+    from commfuse_megatron.benchmark.assemble import run_header, this_commit
+    from commfuse_megatron.benchmark.rows import Report, load_report
+    from commfuse_megatron.benchmark.run import grid, run_grid
+    from commfuse_megatron.benchmark.variant import link_name
+
+    device = torch.device("cuda", torch.cuda.current_device()) if rank.device_type == "cuda" else torch.device("cpu")
+    group = dist.group.WORLD
+    assert group is not None
+    settings = options.settings
+    path = None if options.json is None else Path(options.json)
+    # All ranks must skip the same pieces, but only the first one's file counts.
+    kept: list[list[Row]] = [[]]
+    if rank.is_first and options.resumes and path is not None and path.exists():
+        kept[0] = load_report(path)[1]
+    dist.broadcast_object_list(kept)
+    header = run_header(device, rank.world_size, settings.commit or this_commit())
+    header["settings"] = asdict(settings)
+    report = Report(path if rank.is_first else None, header, kept[0])
+    done = {
+        (row.case, row.M * row.shrink, row.pass_name, row.group_size, row.emulated)
+        for row in kept[0]
+        if (row.shrink, row.link) == (settings.shrink, link_name(device))
+    }
+    pieces = [
+        piece
+        for piece in grid(settings, rank.world_size)
+        if (piece.name, piece.M, piece.pass_name, piece.group_size, piece.is_emulated) not in done
+    ]
+    with make_progress(is_shown=rank.is_first) as progress:
+        task = progress.add_task("measuring" if device.type == "cuda" else "checking", total=len(pieces))
+
+        def add_rows(piece: Piece, rows: list[Row]) -> None:
+            report.add(rows)
+            progress.update(task, advance=1, description=str(piece))
+
+        def note(text: str) -> None:
+            if rank.is_first:
+                progress.console.print(escape(text))
+
+        outcome = run_grid(pieces, group, device, settings, on_rows=add_rows, on_note=note)
+    failures: list[list[str] | None] = [None] * rank.world_size
+    dist.all_gather_object(failures, outcome.failures)
+    outcome.failures = list(dict.fromkeys(failure for own in failures for failure in own or []))
+    report.header |= {"missing": outcome.missing, "left_out": outcome.left_out, "failures": outcome.failures}
+    report.write()
+    # Every rank has the same rows, so all come to the same exit code; the first one says why.
+    return _conclude(report.rows, outcome, options, is_first=rank.is_first)
+
+
+def _conclude(rows: list[Row], outcome: Outcome, options: _Options, *, is_first: bool) -> int:
+    from commfuse_megatron.benchmark.figure import draw_rows
+    from commfuse_megatron.benchmark.summary import check_bounds, summarize
+
+    summary = summarize(rows)
+    complaints = check_bounds(summary, options.bounds)
+    if is_first:
+        _print(rows, outcome)
+        for complaint in complaints:
+            results().print(f"[red]missed[/] {escape(complaint)}")
+        if options.figure:
+            results().print(f"drawn: {draw_rows(options.figure, rows)}")
+    return 1 if outcome.failures or complaints else 0
+
+
+def _print(rows: list[Row], outcome: Outcome) -> None:
+    from commfuse_megatron.benchmark.summary import summarize
+    from commfuse_megatron.benchmark.table import checked_table, overview_table, rows_table, summary_table
+
+    console = results()
+    timed = [row for row in rows if row.is_comparable]
+    checked = [row for row in rows if not row.is_comparable]
+    if checked:
+        console.print(checked_table(checked))
+    if timed and len(timed) <= MAX_ROWS_SHOWN:
+        console.print(rows_table(timed))
+    if timed:
+        console.print(overview_table(timed))
+        summary = summarize(rows)
+        console.print(summary_table(summary))
+        slower = [(ratio, row) for ratio, row in summary.offenders if ratio > 1]
+        console.print(f"planned is slower than stock in {len(slower)} of {len(summary.offenders)} cases")
+        for ratio, row in slower[:MAX_OFFENDERS_SHOWN]:
+            console.print(f"    {ratio:.3f}  {row.case} M={row.M} {row.pass_name}: {row.path}, {escape(row.reason)}")
+    for variant, reason in outcome.left_out.items():
+        console.print(f"[yellow]left out[/] {escape(f'{variant}: {reason}')}")
+    for piece in outcome.missing:
+        console.print(f"[yellow]missing[/] {escape(piece)}")
+    for failure in outcome.failures:
+        console.print(f"[red]failed[/] {escape(failure)}")
+    cases = len({row.problem for row in rows})
+    console.print(f"{len(rows)} rows of {cases} cases, {len(outcome.missing)} missing, {len(outcome.failures)} failed")

@@ -1,0 +1,217 @@
+"""`commfuse simulate`: what larger groups and slower links would take, from rows that `commfuse bench` measured.
+
+Needs no GPU and no ranks, only the file. Nothing is predicted without measurements, and every prediction stands beside
+the error that the same model makes on the rows it can be checked with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from commfuse_megatron.cli.launch import CannotRunError
+from commfuse_megatron.cli.output import make_progress, results, why_file_cannot_be_written, write_json
+
+if TYPE_CHECKING:
+    from commfuse_megatron.benchmark.curves import Curves
+    from commfuse_megatron.benchmark.predict import Deviation, Prediction
+    from commfuse_megatron.benchmark.rows import Row
+
+__all__ = ["add_simulate_options", "run_simulate"]
+
+RANKS_OF_A_NODE = 8
+
+
+def add_simulate_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `commfuse simulate`. Imports no torch."""
+    from commfuse_megatron.benchmark.cases import CASE_NAMES, LINEARS
+
+    models = [name for name in dict.fromkeys(case.split(".")[0] for case in CASE_NAMES) if name != "paper-mlp"]
+    add = parser.add_argument
+    add("--rows", metavar="FILE", help="rows that `commfuse bench --json FILE` measured on GPUs")
+    add("--ranks", nargs="+", type=int, default=[8, 16, 64], metavar="N", help="group sizes (default 8 16 64)")
+    add("--link", metavar="LINK", help="nvlink or host, as in the rows, or a bandwidth in GB/s per rank and direction")
+    add("--models", nargs="+", choices=models, default=models, metavar="MODEL", help=f"of {', '.join(models)}")
+    add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS), metavar="L", help=f"of {', '.join(LINEARS)}")
+    add("--tokens", nargs="+", type=int, default=[8192], metavar="M", help="of the whole sequence (default 8192)")
+    add("--figure", metavar="FILE", help="draw the predictions into FILE (.png or .svg)")
+
+
+def run_simulate(arguments: argparse.Namespace) -> int:
+    """Fit, check, predict, print. 0: done; 2: measurements are missing."""
+    from commfuse_megatron.benchmark.predict import cases_of, deviations, predict
+    from commfuse_megatron.errors import ConfigError
+
+    if arguments.rows is None:
+        raise CannotRunError(
+            "no measurements: name a file of rows with --rows FILE. On two or more GPUs of one host,\n"
+            "  torchrun --nproc-per-node 2 -m commfuse_megatron bench --device cuda --json FILE\n"
+            "measures the curves of GEMMs, messages and host time that predictions start from."
+        )
+    if arguments.figure:
+        from commfuse_megatron.tracing.figure import missing_matplotlib
+
+        reason = why_file_cannot_be_written(arguments.figure) or missing_matplotlib()
+        if reason is not None:
+            raise CannotRunError(f"--figure {arguments.figure}: {reason}")
+    if min(arguments.ranks) < 2:
+        raise CannotRunError(f"--ranks must be at least 2, got {min(arguments.ranks)}")
+    try:
+        curves, rows = _read_curves(Path(arguments.rows), arguments.link)
+        names = [f"{model}.{linear}" for model in arguments.models for linear in arguments.linears]
+        cases = cases_of(names, arguments.tokens, arguments.ranks)
+    except ConfigError as error:
+        raise CannotRunError(str(error)) from None
+    found = deviations(rows, curves)
+    predictions: list[list[Prediction]] = []
+    with make_progress() as progress:
+        task = progress.add_task("simulating", total=len(cases))
+        for case in cases:
+            predictions.append(predict(case, curves))
+            progress.advance(task)
+    _print_curves(curves)
+    _print_deviations(found)
+    _print_predictions(predictions, curves)
+    if arguments.json:
+        data = {
+            "rows": str(arguments.rows),
+            "curves": asdict(curves),
+            "deviations": [deviation.as_json() for deviation in found],
+            "predictions": [prediction.as_json() for ways in predictions for prediction in ways],
+        }
+        write_json(arguments.json, data)
+    if arguments.figure:
+        from commfuse_megatron.benchmark.figure import draw_predictions
+
+        results().print(f"drawn: {draw_predictions(arguments.figure, predictions)}")
+    return 0
+
+
+def _read_curves(path: Path, link: str | None) -> tuple[Curves, list[Row]]:
+    """The curves for `link`, and the measured rows that they can be checked with."""
+    from commfuse_megatron.benchmark.curves import fit_curves
+    from commfuse_megatron.benchmark.rows import load_report
+    from commfuse_megatron.errors import ConfigError
+
+    header, rows = load_report(path)
+    rows = [row for row in rows if row.is_comparable]
+    if not rows:
+        raise ConfigError(f"{path} has no rows from GPUs: times from a CPU predict nothing")
+    bandwidth_gb_s = _bandwidth(link)
+    measured_links = sorted({row.link for row in rows}, reverse=True)
+    base = measured_links[0] if link is None or bandwidth_gb_s is not None else link
+    if base not in measured_links:
+        raise ConfigError(f"--link {link}: {path} has rows of {', '.join(measured_links)} only; measure that link too")
+    device = next(row.device for row in rows if row.link == base)
+    curves = fit_curves(rows, device=device, link=base, sms=header.get("multiprocessors", 132))
+    if bandwidth_gb_s is None:
+        return curves, rows
+    if "nccl" not in curves.messages:
+        raise ConfigError(f"--link {link}: {path} has no rows of the nccl transport, which serves such links")
+    # GEMMs, latencies and host time as measured; only the link is another. No measured row can check that.
+    slow = {"nccl": dataclasses.replace(curves.messages["nccl"], bandwidth_gb_s=bandwidth_gb_s)}
+    collective = dataclasses.replace(curves.collective, bandwidth_gb_s=bandwidth_gb_s)
+    return dataclasses.replace(curves, link=f"{bandwidth_gb_s:g} GB/s", messages=slow, collective=collective), rows
+
+
+def _bandwidth(link: str | None) -> float | None:
+    from commfuse_megatron.errors import ConfigError
+
+    if link is None or link.isidentifier():
+        return None
+    try:
+        bandwidth_gb_s = float(link)
+    except ValueError:
+        bandwidth_gb_s = -1.0
+    if not 0 < bandwidth_gb_s < float("inf"):
+        raise ConfigError(f"--link {link}: write nvlink, host or a positive number of GB/s")
+    return bandwidth_gb_s
+
+
+def _print_curves(curves: Curves) -> None:
+    table = Table(title=f"curves of {curves.device}, link {curves.link}", title_justify="left")
+    for column in ("what", "curve"):
+        table.add_column(column)
+    for column in ("rows", "median error of the fit"):
+        table.add_column(column, justify="right")
+    for name, gemm in curves.gemms.items():
+        formula = f"{gemm.launch_us:.1f} us + waves x ({gemm.per_wave_us:.2f} us + K x {gemm.per_k_us * 1e3:.2f} ns)"
+        table.add_row(f"GEMM, {name}", formula, str(gemm.num_points), f"{100 * gemm.error:.1f} %")
+    for name, message in [*curves.messages.items(), ("the group's collectives", curves.collective)]:
+        formula = f"{message.latency_us:.1f} us + bytes / {message.bandwidth_gb_s:.0f} GB/s"
+        table.add_row(f"message, {name}", formula, str(message.num_points), f"{100 * message.error:.1f} %")
+    for name, host in curves.hosts.items():
+        formula = f"{host.call_us:.0f} us + slices x {host.slice_us:.1f} us"
+        table.add_row(f"host time, {name}", formula, str(host.num_points), f"{100 * host.error:.1f} %")
+    console = results()
+    console.print(table)
+    if curves.sum_us_per_byte is None:
+        console.print("final sums of reduce-scatters: no tails in the rows, counted as free")
+    else:
+        console.print(f"final sums of reduce-scatters: {1e-3 / curves.sum_us_per_byte:.0f} GB/s, from measured tails")
+    for name in curves.messages:
+        if name not in curves.hosts:
+            console.print(f"host time, {name}: too few rows, counted as free")
+
+
+def _print_deviations(found: Sequence[Deviation]) -> None:
+    from commfuse_megatron.benchmark.predict import median_error
+
+    console = results()
+    if not found:
+        console.print("no measured rows of this link to check the predictions with: trust them accordingly")
+        return
+    table = Table(title="the same model on what was measured: predicted / measured - 1", title_justify="left")
+    for column in ("variant", "ranks"):
+        table.add_column(column, no_wrap=True)
+    for column in ("rows", "median size", "lowest", "highest"):
+        table.add_column(column, justify="right")
+    table.add_column("worst case", no_wrap=True)
+    groups: dict[tuple[str, str], list[Deviation]] = {}
+    for deviation in found:
+        ranks = f"{deviation.group_size} emulated" if deviation.emulated else str(deviation.group_size)
+        groups.setdefault((deviation.variant, ranks), []).append(deviation)
+    for key, members in groups.items():
+        errors = [deviation.error for deviation in members]
+        worst = max(members, key=lambda deviation: abs(deviation.error))
+        figures = (f"{100 * value:+.1f} %" for value in (min(errors), max(errors)))
+        size = f"{100 * median_error(members):.1f} %"
+        table.add_row(*key, str(len(members)), size, *figures, f"{worst.case} M={worst.M}")
+    console.print(table)
+    real = [deviation for deviation in found if not deviation.emulated]
+    if real:
+        console.print(f"median size of the error on {len(real)} measured rows: {100 * median_error(real):.1f} %")
+
+
+def _print_predictions(predictions: Sequence[Sequence[Prediction]], curves: Curves) -> None:
+    title = f"predicted, not measured: forward pass, ms per call, {curves.device}, link {curves.link}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("case", no_wrap=True)
+    for column in ("M", "ranks", "compute", "comm", "sequential", "best", "/ sequential", "of ideal"):
+        table.add_column(column, justify="right")
+    table.add_column("best way", no_wrap=True)
+    table.add_column("limited by", no_wrap=True)
+    for ways in predictions:
+        best = ways[0]
+        table.add_row(
+            best.case,
+            str(best.M),
+            str(best.group_size),
+            f"{best.compute_ms:.3f}",
+            f"{best.comm_ms:.3f}",
+            f"{best.sequential_ms:.3f}",
+            f"{best.ms:.3f}",
+            f"{best.ms / best.sequential_ms:.3f}",
+            f"{100 * max(best.compute_ms, best.comm_ms) / best.ms:.1f} %",
+            best.variant,
+            best.limit,
+        )
+    results().print(table)
+    if "copy_engine" in curves.messages and any(ways[0].group_size > RANKS_OF_A_NODE for ways in predictions):
+        results().print("the copy engine and this link beyond one node assume that all ranks share one NVLink domain")

@@ -1,0 +1,171 @@
+"""The benchmark from end to end on CPU ranks: everything is built, found right and written down."""
+
+import pytest
+import torch
+
+from commfuse_megatron.benchmark import run as run_module
+from commfuse_megatron.benchmark.bounds import Sequential
+from commfuse_megatron.benchmark.cases import linear_case
+from commfuse_megatron.benchmark.emulate import EmulatedSliced, make_emulated_work
+from commfuse_megatron.benchmark.operands import Pool, check_results, make_work
+from commfuse_megatron.benchmark.ours import Ours, Way
+from commfuse_megatron.benchmark.run import Settings, grid, run_grid
+from commfuse_megatron.benchmark.slicing import DataSlicing
+from commfuse_megatron.benchmark.timing import Timed, measure, measure_host_us
+from commfuse_megatron.errors import UnsupportedError, VerificationError
+from tests.harness.threads import run_threads
+
+CPU = torch.device("cpu")
+# Megatron and its stand-ins for CUDA belong to a process, not to a thread.
+OURS = ("planned", "sliced", "slices_only", "slicing", "bulk", "async")
+
+
+def run_settings(group_size: int, settings: Settings):
+    def body(group, device):
+        rows = []
+        pieces = grid(settings, group.size())
+        outcome = run_grid(pieces, group, device, settings, on_rows=lambda _, new: rows.extend(new))
+        return rows, outcome
+
+    return run_threads(group_size, body, timeout_s=50)
+
+
+@pytest.mark.parametrize("group_size", [2, 4])
+def test_every_variant_gives_the_sequential_result(group_size):
+    settings = Settings(
+        models=("llama-8b",), linears=("qkv", "fc2"), tokens=(2048,), variants=OURS, shrink=64, rounds=1
+    )
+    results = run_settings(group_size, settings)
+    rows, outcome = results[0]
+    assert (outcome.missing, outcome.failures) == ([], [])
+    assert outcome.left_out == {}
+    names = {row.variant for row in rows}
+    assert {"compute_only", "comm_only collective", "comm_only gloo", "sequential", "planned"} <= names
+    assert {"slicing C=2", "sliced m=4 gloo", "slices_only m=2 torch", "bulk gloo", "async"} <= names
+    checked = {row.variant: row.max_error for row in rows if row.max_error is not None}
+    assert {"planned", "slicing C=2", "sliced m=1 gloo", "bulk gloo"} <= set(checked)
+    assert max(checked.values()) < 1e-5
+    (sliced,) = [r for r in rows if (r.case, r.pass_name, r.variant) == ("llama-8b.fc2", "fprop", "sliced m=2 gloo")]
+    assert (sliced.path, sliced.transport, sliced.chunks_per_shard) == ("sliced", "gloo", 2)
+    assert (sliced.host_us is None) == (sliced.median_ms > 3.0), "long calls are not timed thirty times more"
+    assert sliced.tail_ms >= 0
+    assert sliced.split_loss_ms is not None
+    assert sliced.schedule_bound_ms is not None
+    assert (sliced.device, sliced.exposed_ms) == ("cpu", None)
+    # All ranks come to the same rows, since they decide on them together.
+    assert [row.median_ms for row in rows] == [row.median_ms for row in results[1][0]]
+
+
+def test_a_run_stops_before_its_time_is_up():
+    settings = Settings(models=("llama-8b",), tokens=(2048,), variants=("none",), shrink=64, rounds=1, budget_s=0.0)
+    for rows, outcome in run_settings(2, settings):
+        assert len(outcome.missing) + len({row.problem for row in rows}) == 8
+        assert "no time left" in outcome.missing[-1]
+
+
+def test_sizes_that_the_group_does_not_divide_are_missing():
+    settings = Settings(models=("llama-8b",), linears=("qkv",), tokens=(65,), passes=("fprop",), rounds=1)
+    ((rows, outcome), _) = run_settings(2, settings)
+    assert rows == []
+    assert "multiples of the group size" in outcome.missing[0]
+
+
+@pytest.mark.parametrize("virtual_ranks", [2, 4, 8])
+@pytest.mark.parametrize("linear", ["qkv", "proj"])
+def test_emulated_groups_multiply_what_was_sent(virtual_ranks, linear):
+    def body(group, device):
+        pool = Pool(device, torch.float32, seed=group.rank())
+        work = make_emulated_work(linear_case(f"llama-8b.{linear}", 2048, virtual_ranks, 32), group, pool)
+        variant = EmulatedSliced("gloo")
+        ready = variant.build(work)
+        found = [ready.results() for _ in range(3)]
+        errors = [check_results(work, variant.name, results) for results in found]
+        # The peer's data differ from this rank's, so a slice of its own would be found out.
+        y = found[0]["y"]
+        with pytest.raises(VerificationError):
+            check_results(work, variant.name, {"y": torch.roll(y, 1, 0)})
+        variant.close()
+        return max(errors)
+
+    assert max(run_threads(2, body)) < 1e-5
+
+
+def test_rows_of_emulated_groups_say_so():
+    settings = Settings(models=("llama-8b",), linears=("fc1",), tokens=(2048,), virtual_ranks=(4,), shrink=64, rounds=1)
+    ((rows, outcome), _) = run_settings(2, settings)
+    assert outcome.failures == []
+    assert {(row.emulated, row.group_size, row.N) for row in rows} == {(True, 4, 28672 // 64 // 4)}
+    assert {"compute_only", "comm_only gloo", "sequential", "sliced m=1 gloo"} <= {row.variant for row in rows}
+
+
+def test_larger_groups_are_emulated_on_two_ranks_only():
+    def body(group, device):
+        with pytest.raises(UnsupportedError, match="on 2 ranks, not on 3"):
+            make_emulated_work(linear_case("llama-8b.proj", 2048, 8, 32), group, Pool(device, torch.float32, 0))
+
+    run_threads(3, body)
+
+
+def test_a_forced_path_that_fell_back_is_an_error():
+    def body(group, device):
+        work = make_work(linear_case("llama-8b.proj", 2048, 2, 64), "fprop", group, Pool(device, torch.float32, 0))
+        variant = Ours(Way(path="sliced", backend="gloo"))
+        ready = variant.build(work)
+        ready.results()
+        variant.check_path(work, ready)
+        variant.way = Way(path="bulk", backend="gloo")
+        with pytest.raises(VerificationError, match="fell back to sliced"):
+            variant.check_path(work, ready)
+        variant.close()
+
+    run_threads(2, body)
+
+
+def test_a_wrong_result_is_found():
+    def body(group, device):
+        work = make_work(linear_case("llama-8b.qkv", 2048, 2, 64), "backward", group, Pool(device, torch.float32, 0))
+        found = Sequential().build(work).results()
+        assert check_results(work, "sequential", found) == 0.0
+        with pytest.raises(VerificationError, match=r"weight\.grad differs from the sequential program"):
+            check_results(work, "sequential", found | {"weight.grad": found["weight.grad"] * 1.1})
+        with pytest.raises(VerificationError, match=r"x\.grad has shape"):
+            check_results(work, "sequential", found | {"x.grad": found["x.grad"][:1]})
+
+    run_threads(2, body)
+
+
+def test_bursts_are_prepared_outside_of_the_timed_part():
+    def body(group, device):
+        ahead = []
+        timed = Timed(ahead.pop, lambda calls: ahead.extend([0] * calls))
+        samples = measure({"one": timed, "two": lambda: None}, group, rounds=3, device=device)
+        assert samples["one"].rounds == 3
+        assert measure_host_us(timed, group, device) >= 0
+        return len(ahead)
+
+    assert run_threads(2, body) == [0, 0]
+
+
+def test_what_fails_on_one_rank_is_left_out_on_all(monkeypatch):
+    check = run_module.check_results
+
+    def check_but_fail_on_the_second(work, name, found):
+        if name == "slicing C=2" and work.group.rank() == 1:
+            raise ZeroDivisionError("only here")
+        if name == "sliced m=2 gloo" and work.group.rank() == 0:
+            raise VerificationError("wrong only here")
+        return check(work, name, found)
+
+    monkeypatch.setattr(run_module, "check_results", check_but_fail_on_the_second)
+    monkeypatch.setattr(DataSlicing, "is_foreign", True)
+    settings = Settings(
+        models=("llama-8b",), linears=("qkv",), tokens=(2048,), variants=("slicing", "sliced"), shrink=64, rounds=1
+    )
+    (rows, first), (_, second) = run_settings(2, settings)
+    passes = ("fprop", "backward")
+    assert first.left_out == {f"slicing C=2, {name}": "it failed on another rank" for name in passes}
+    assert second.left_out == {f"slicing C=2, {name}": "ZeroDivisionError: only here" for name in passes}
+    assert first.failures == ["sliced m=2 gloo: wrong only here"] * 2
+    assert second.failures == ["sliced m=2 gloo: it failed on another rank"] * 2
+    assert not {"slicing C=2", "sliced m=2 gloo"} & {row.variant for row in rows}
+    assert {"slicing C=4", "sliced m=1 gloo"} <= {row.variant for row in rows}

@@ -1,0 +1,188 @@
+"""Predictions, in a made-up world whose GEMMs and links follow known curves exactly."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from commfuse_megatron.benchmark.cases import linear_case
+from commfuse_megatron.benchmark.curves import fit_curves, fit_terms, traffic_of_sum
+from commfuse_megatron.benchmark.predict import WAYS, deviations, predict, predict_way
+from commfuse_megatron.benchmark.rows import Report, Row
+from commfuse_megatron.cli import main as cli
+from commfuse_megatron.errors import ConfigError
+from commfuse_megatron.schedule import Algorithm
+
+LATENCY_US, GB_S, COLLECTIVE_GB_S = 8.0, 300.0, 200.0
+HOST_CALL_US, HOST_SLICE_US = 20.0, 30.0
+SUM_US_PER_BYTE = 1e-3 / 2000
+
+
+def gemm_us(M: float, N: float, K: float) -> float:
+    waves = max(1.0, -(-M // 128) * -(-N // 256) / 132)
+    return 5.0 + waves * (2.0 + K * 0.02)
+
+
+def a_row(case, variant, path, ms, **changes) -> Row:
+    shard_bytes = case.shard_shape[0] * case.shard_shape[1] * 2
+    messages = case.group_size - 1
+    values = {
+        "case": case.name,
+        "op": case.op,
+        "pass_name": "fprop",
+        "M": case.M,
+        "N": case.N,
+        "K": case.K,
+        "dtype": "bfloat16",
+        "group_size": case.group_size,
+        "variant": variant,
+        "path": path,
+        "transport": "none",
+        "median_ms": ms,
+        "p95_ms": ms,
+        "compute_only_ms": gemm_us(case.M, case.N, case.K) / 1e3,
+        "comm_only_ms": messages * (LATENCY_US + shard_bytes / GB_S / 1e3) / 1e3,
+        "comm_only_collective_ms": messages * (LATENCY_US + shard_bytes / COLLECTIVE_GB_S / 1e3) / 1e3,
+        "sequential_ms": 1.0,
+        "device": "NVIDIA H200",
+        "link": "nvlink",
+    }
+    return Row(**(values | changes))
+
+
+def measured_rows() -> list[Row]:
+    rows = []
+    for name in ("llama-8b.qkv", "llama-8b.proj", "llama-70b.fc1", "llama-70b.fc2"):
+        for M in (1024, 4096, 8192):
+            case = linear_case(name, M, 2)
+            bounds = a_row(case, "x", "x", 1.0)
+            compute_us = gemm_us(case.M, case.N, case.K)
+            rows.append(a_row(case, "compute_only", "compute", compute_us / 1e3))
+            rows.append(a_row(case, "comm_only copy_engine", "transfers", bounds.comm_only_ms, transport="copy_engine"))
+            collective_ms = bounds.comm_only_collective_ms
+            rows.append(a_row(case, "comm_only collective", "transfers", collective_ms, transport="nccl"))
+            rows.append(a_row(case, "sequential", "sequential", compute_us / 1e3 + collective_ms, transport="nccl"))
+            for m in (1, 2):
+                slices = 2 * m
+                slice_us = gemm_us(M / slices, case.N, case.K)
+                name_of_slices = f"slices_only m={m} torch"
+                rows.append(a_row(case, name_of_slices, "slices", slices * slice_us / 1e3, chunks_per_shard=m))
+                traffic = traffic_of_sum(case.N * 2, case.M / 2, 2)
+                sum_us = 0.0 if case.gathers or m > 1 else SUM_US_PER_BYTE * traffic
+                # With two ranks the bound is what the schedule takes.
+                messages_us = m * LATENCY_US + bounds.comm_only_ms * 1e3 - LATENCY_US
+                total_us = max(slices * slice_us, messages_us + slice_us) + sum_us
+                host_us = HOST_CALL_US + slices * HOST_SLICE_US
+                forced = {"transport": "copy_engine", "algorithm": "direct", "chunks_per_shard": m, "host_us": host_us}
+                ms = max(total_us, host_us) / 1e3
+                rows.append(a_row(case, f"sliced m={m} copy_engine", "sliced", ms, tail_ms=sum_us / 1e3, **forced))
+    return rows
+
+
+def test_curves_are_found_again():
+    curves = fit_curves(measured_rows(), device="NVIDIA H200", link="nvlink")
+    gemm = curves.gemms["torch"]
+    assert (gemm.launch_us, gemm.per_wave_us, gemm.per_k_us) == pytest.approx((5.0, 2.0, 0.02), rel=1e-6)
+    message = curves.messages["copy_engine"]
+    assert (message.latency_us, message.bandwidth_gb_s) == pytest.approx((LATENCY_US, GB_S), rel=1e-6)
+    assert curves.collective.bandwidth_gb_s == pytest.approx(COLLECTIVE_GB_S, rel=1e-6)
+    host = curves.hosts["copy_engine"]
+    assert (host.call_us, host.slice_us) == pytest.approx((HOST_CALL_US, HOST_SLICE_US), rel=1e-6)
+    assert curves.sum_us_per_byte == pytest.approx(SUM_US_PER_BYTE, rel=1e-6)
+
+
+def test_factors_are_never_negative():
+    factors = fit_terms([(1.0, 1.0), (1.0, 2.0), (1.0, 3.0)], [1.0, 3.0, 5.0])  # 2 x - 1
+    assert min(factors) >= 0
+    assert factors[1] > 0
+
+
+def test_measured_rows_are_predicted_where_the_model_holds():
+    rows = measured_rows()
+    curves = fit_curves(rows, device="NVIDIA H200", link="nvlink")
+    found = deviations(rows, curves)
+    assert {deviation.variant for deviation in found} == {
+        "sequential",
+        "sliced m=1 copy_engine",
+        "sliced m=2 copy_engine",
+    }
+    assert max(abs(deviation.error) for deviation in found) < 1e-6
+    slower = [Row.from_json(row.as_json() | {"median_ms": 2 * row.median_ms}) for row in rows]
+    assert deviations(slower, curves)[0].error == pytest.approx(-0.5)
+
+
+def test_a_larger_group_is_cut_into_more_slices_until_their_launches_decide():
+    curves = fit_curves(measured_rows(), device="NVIDIA H200", link="nvlink")
+    small = linear_case("llama-8b.proj", 1024, 64)
+    us, limit = predict_way(small, curves, "copy_engine", Algorithm.DIRECT, 1)
+    assert limit == "host"
+    assert us == pytest.approx(HOST_CALL_US + 64 * HOST_SLICE_US)
+    large = linear_case("llama-70b.fc2", 8192, 8)
+    us, limit = predict_way(large, curves, "copy_engine", Algorithm.DIRECT, 1)
+    sum_us = SUM_US_PER_BYTE * traffic_of_sum(8192 * 2, 1024, 8)
+    assert (limit, us) == ("compute", pytest.approx(8 * gemm_us(1024, 8192, 28672 // 8) + sum_us))
+    ways = predict(large, curves)
+    assert len(ways) == 1 + len(WAYS)
+    assert [way.ms for way in ways] == sorted(way.ms for way in ways)
+    assert ways[0].as_json()["predicted"] is True
+
+
+def test_curves_without_rows_do_not_exist():
+    rows = measured_rows()
+    with pytest.raises(ConfigError, match="no `compute_only` rows"):
+        fit_curves([row for row in rows if row.path not in ("compute", "slices")], device="NVIDIA H200", link="nvlink")
+    with pytest.raises(ConfigError, match="no `comm_only` rows"):
+        fit_curves([row for row in rows if row.path != "transfers"], device="NVIDIA H200", link="nvlink")
+    with pytest.raises(ConfigError, match="link host"):
+        fit_curves(rows, device="NVIDIA H200", link="host")
+
+
+@pytest.fixture
+def rows_file(tmp_path: Path) -> Path:
+    nccl = [
+        Row.from_json(row.as_json() | {"variant": "comm_only nccl", "transport": "nccl"})
+        for row in measured_rows()
+        if row.variant == "comm_only copy_engine"
+    ]
+    Report(tmp_path / "rows.json", {"multiprocessors": 132}, [*measured_rows(), *nccl]).write()
+    return tmp_path / "rows.json"
+
+
+def test_the_command_predicts_and_says_how_wrong_it_is(rows_file: Path, capsys: pytest.CaptureFixture[str]):
+    out = rows_file.with_name("out.json")
+    figure = rows_file.with_name("figure.png")
+    options = ["--rows", str(rows_file), "--ranks", "8", "16", "--models", "llama-70b", "--json", str(out)]
+    assert cli.main(["simulate", *options, "--figure", str(figure)]) == 0
+    text = capsys.readouterr().out
+    assert "predicted, not measured" in text
+    assert "median size of the error on 36 measured rows: 0.0 %" in text
+    data = json.loads(out.read_text())
+    assert {prediction["group_size"] for prediction in data["predictions"]} == {8, 16}
+    assert len(data["deviations"]) == 36
+    assert figure.stat().st_size > 10_000
+    # A slower link that was not measured: nothing to check it with, and it takes longer.
+    assert cli.main(["simulate", *options, "--link", "25"]) == 0
+    assert "no measured rows of this link" in capsys.readouterr().out
+    slow = json.loads(out.read_text())
+    assert slow["curves"]["messages"]["nccl"]["bandwidth_gb_s"] == 25
+    assert min(p["comm_ms"] for p in slow["predictions"]) > min(p["comm_ms"] for p in data["predictions"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "no measurements: name a file of rows with --rows FILE"),
+        (["--rows", "{folder}/none.json"], "cannot be read"),
+        (["--rows", "{rows}", "--link", "host"], "has rows of nvlink only"),
+        (["--rows", "{rows}", "--link", "-3"], "positive number of GB/s"),
+        (["--rows", "{rows}", "--ranks", "1"], "--ranks must be at least 2"),
+        (["--rows", "{rows}", "--ranks", "7"], "must be multiples of the group size 7"),
+        (["--rows", "{cpu}"], "no rows from GPUs"),
+    ],
+)
+def test_without_measurements_nothing_is_predicted(options, message, rows_file: Path, capsys):
+    cpu = rows_file.with_name("cpu.json")
+    Report(cpu, {}, [Row.from_json(row.as_json() | {"device": "cpu"}) for row in measured_rows()]).write()
+    names = {"rows": rows_file, "folder": rows_file.parent, "cpu": cpu}
+    assert cli.main(["simulate", *(option.format(**names) for option in options)]) == 2
+    assert message in capsys.readouterr().err
