@@ -19,7 +19,11 @@ __all__ = ["Interval", "Recorder"]
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """One thing that ran: `track` is "compute" or "transfer"; times in microseconds since the recorder began."""
+    """One thing that ran: `track` is "compute" or "transfer"; times in microseconds since the recorder began.
+
+    lane: where within the track, e.g. "lane 1" or "stream 7"; empty where there is only one. detail: more than fits
+    into a name, e.g. that of a kernel.
+    """
 
     name: str
     track: str
@@ -28,6 +32,8 @@ class Interval:
     step: int | None
     op: str
     call: int
+    lane: str = ""
+    detail: str = ""
 
     @property
     def duration_us(self) -> float:
@@ -74,7 +80,11 @@ class Recorder:
         """Close an interval of the compute track that began at mark `start`."""
         self._pending.append(_Pending(name, "compute", start, self.now(), step, self._op, self._call))
 
-    def open_transfer(self, name: str, transfer: Transfer, step: int) -> int:
+    def add_transfer(self, name: str, start: Any, step: int | None) -> None:
+        """Close an interval of the transfer track that began at mark `start`, for what blocks the stream meanwhile."""
+        self._pending.append(_Pending(name, "transfer", start, self.now(), step, self._op, self._call))
+
+    def open_transfer(self, name: str, transfer: Transfer, step: int | None) -> int:
         """Open an interval of the transfer track for a batch just issued; returns its handle for `close_transfer`."""
         start, end = self.now(), None
         if self._probe is not None:
@@ -98,7 +108,10 @@ class Recorder:
             if item.track == "transfer" and self._is_cuda:
                 start_us = max(start_us, *(lane_end_us.get(lane, 0.0) for lane in item.lanes))
                 lane_end_us.update(dict.fromkeys(item.lanes, end_us))
-            self._resolved.append(Interval(item.name, item.track, start_us, end_us, item.step, item.op, item.call))
+            lane = f"lane {'+'.join(map(str, item.lanes))}" if item.lanes else ""
+            self._resolved.append(
+                Interval(item.name, item.track, start_us, end_us, item.step, item.op, item.call, lane)
+            )
         self._pending.clear()
         return list(self._resolved)
 
