@@ -1,5 +1,6 @@
 """The meter against counting microseconds one by one, on any intervals: nested, touching, equal, empty, none."""
 
+import itertools
 import random
 
 from hypothesis import given
@@ -52,7 +53,7 @@ def test_the_order_of_intervals_does_not_matter(members: list[Interval], shuffle
 def test_spans_are_disjoint_in_order_and_not_empty(members: list[Interval]) -> None:
     for spans in (exposed_spans(members), *(union_spans(members, track) for track in TRACKS)):
         assert all(start < end for start, end in spans)
-        assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False))
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
 
 
 @given(intervals())
