@@ -3,7 +3,8 @@
 On the CPU times are read from the host clock around the work, and a transfer lasts from its issue until its arrival was
 noticed. On GPUs they come from events: a transfer lasts from the later of its issue and its predecessor's end, since
 one communicator runs its batches in order, until its end on the communication stream. Events of the compute stream are
-recorded there; the ends of transfers on a probe stream that only waits, so recording orders nothing else.
+recorded there; the ends of transfers on a probe stream that only waits. The one thing that recording orders: an
+operation ends after its probes, since a one-sided transport then clears the flags that they wait for.
 """
 
 import time
@@ -99,6 +100,11 @@ class Recorder:
         """Note on the CPU that the transfer was seen to be complete; on GPUs its end is already an event."""
         if self._pending[handle].end is None:
             self._pending[handle].end = self.now()
+
+    def end_call(self) -> None:
+        """Order what follows on the current stream after the probes of this call's transfers."""
+        if self._probe is not None:
+            torch.cuda.current_stream(self._probe.device).wait_stream(self._probe)
 
     def intervals(self) -> list[Interval]:
         """All intervals so far, oldest first. Blocks until the recorded work is done; call it outside the hot path."""

@@ -67,7 +67,7 @@ def trace_linear(
     """Trace `wanted` on this rank; collective over `group`, equal results on all ranks.
 
     Args:
-        on_call: called after every call that was submitted, warm-up included.
+        on_call: called after every recorded or warm-up call that was submitted.
     """
     config = dataclasses.replace(wanted.config, record=not wanted.is_profiled)
     with OverlapContext(group, config) as context:
@@ -81,9 +81,10 @@ def trace_linear(
             counted()
         (record,) = [r for r in context.report() if r.pass_name == wanted.pass_name]
         if wanted.is_profiled:
-            recording = _profiled(wanted, counted, group, device)
+            recording = _profiled(wanted, call, counted, group, device)
         else:
-            own = _recorded(wanted, counted, context, has_schedule=record.path in ("sliced", "bulk", "local"))
+            has_schedule = record.path in ("sliced", "bulk", "local")
+            own = _recorded(wanted, call, counted, context, has_schedule=has_schedule)
             recording = gather_recording(own, group)
         return LinearTrace(recording=recording, record=record)
 
@@ -114,7 +115,12 @@ def _prepared_call(wanted: LinearToTrace, context: OverlapContext, device: torch
 
 
 def _recorded(
-    wanted: LinearToTrace, call: Callable[[], object], context: OverlapContext, *, has_schedule: bool
+    wanted: LinearToTrace,
+    call: Callable[[], object],
+    counted: Callable[[], object],
+    context: OverlapContext,
+    *,
+    has_schedule: bool,
 ) -> list[Interval]:
     """This rank's intervals from the context's recorder and, without a schedule, from watching the collectives."""
     own, outside = context.recorder, Recorder(context.device)
@@ -127,7 +133,7 @@ def _recorded(
         session.start(context.group, context.device)
         for number in range(1, wanted.calls + 1):
             outside.begin_call(f"{wanted.op}.{wanted.pass_name}", number)
-            call()
+            counted()
     scheduled, watched = session.finish()
     # The context counts all its calls; here the recorded ones are numbered from 1.
     numbers = {number: index for index, number in enumerate(sorted({i.call for i in scheduled}), 1)}
@@ -136,14 +142,18 @@ def _recorded(
 
 
 def _profiled(
-    wanted: LinearToTrace, call: Callable[[], object], group: dist.ProcessGroup, device: torch.device
+    wanted: LinearToTrace,
+    call: Callable[[], object],
+    counted: Callable[[], object],
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> dict[int, list[Interval]]:
     def prepare(number: int) -> None:
         if number == 1:
             call()
             meet(group, device)
 
-    own = profile_calls([call] * wanted.calls, prepare=prepare)
+    own = profile_calls([counted] * wanted.calls, prepare=prepare)
     everyones: list[Profile] = [own] * group.size()
     dist.all_gather_object(everyones, own, group=group)
     base_ns = min(one.base_ns for one in everyones)

@@ -38,12 +38,13 @@ class Session:
 
     def start(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Forget what was recorded, meet the other ranks, and note the time of the meeting on every clock."""
-        for recorder in self._recorders():
-            recorder.clear()
         meet(group, device)
-        for recorder in self._recorders():
-            recorder.add_compute("clock", recorder.now(), None)
-            self._clock_us[id(recorder)] = recorder.intervals()[-1].start_us
+        recorders = self._recorders()
+        mark = recorders[0].now() if recorders else None  # the same for all: what they record is compared
+        for recorder in recorders:
+            recorder.clear()
+            recorder.add_compute("clock", mark, None)
+            self._clock_us[id(recorder)] = recorder.intervals()[0].start_us
             recorder.clear()
 
     def finish(self) -> list[list[Interval]]:

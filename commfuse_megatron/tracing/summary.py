@@ -49,11 +49,11 @@ def is_gemm(interval: Interval) -> bool:
     )
 
 
-def summarize(intervals: Iterable[Interval]) -> Summary:
-    """The summary of one rank's calls, each metered by itself."""
+def summarize(intervals: Iterable[Interval], *, as_one_call: bool = False) -> Summary:
+    """The summary of one rank's calls, each metered by itself; or of everything as one, e.g. of a training step."""
     by_call: dict[int, list[Interval]] = {}
     for interval in intervals:
-        by_call.setdefault(interval.call, []).append(interval)
+        by_call.setdefault(0 if as_one_call else interval.call, []).append(interval)
     measured = [_of_call(members) for members in by_call.values()]
 
     def mean(values: Iterable[float]) -> float:
