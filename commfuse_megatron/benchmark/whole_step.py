@@ -2,9 +2,9 @@
 
 Without communication is the stock step with every all-gather and reduce-scatter replaced by a local copy
 (`tracing.collectives.local_copies`): its results are wrong on purpose, its time is a lower bound. What a step takes
-more is its exposed communication. The contract that bites: local layers, stock and overlapped, are one model switched by
-`config.commfuse`, so both have the same weights and the second costs no memory; with Transformer Engine the stock model
-is another one.
+more is its exposed communication. The contract that bites: local layers, stock and overlapped, are one model switched
+by `config.commfuse`, so both have the same weights and the second costs no memory; with Transformer Engine the stock
+model is another one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from commfuse_megatron.tracing.summary import Summary, drop_nested, summarize, w
 __all__ = ["FREE", "MODELS", "PLUGIN", "STOCK", "StepToTrace", "StepTimes", "StepTrace", "trace_step"]
 
 STOCK, PLUGIN, FREE = "stock", "plugin", "without communication"
-MEGATRONS = "Megatron's own"
+MEGATRONS = "Megatron's GEMMs"
 
 #: Sizes by name, from the models' published configurations; the layers are as many as asked for.
 MODELS: dict[str, dict[str, int]] = {
@@ -193,7 +193,8 @@ def _build(wanted: StepToTrace, device: torch.device) -> tuple[Any, Any]:
     if device.type == "cuda":
         options["use_cpu_initialization"] = False  # billions of weights are drawn faster where they lie
     if wanted.has_fusions:
-        options |= {"bias_activation_fusion": True, "bias_dropout_fusion": True, "apply_rope_fusion": True}
+        has_te = missing_transformer_engine() is None
+        options |= {"bias_activation_fusion": True, "bias_dropout_fusion": True, "apply_rope_fusion": has_te}
     if wanted.transformer_impl == "local":
         config = transformer_config(gpt, group_size, **options)
         model = build_gpt(gpt, config, overlap=overlap, device=device)

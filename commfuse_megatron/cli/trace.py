@@ -97,7 +97,7 @@ def _problem(arguments: argparse.Namespace, num_ranks: int) -> tuple[str, int, i
     except ConfigError as error:
         raise CannotRunError(str(error)) from error
     if arguments.op not in (None, case.op):
-        raise CannotRunError(f"--case {name} is an {case.op}, not {arguments.op}; leave --op out")
+        raise CannotRunError(f"--case {name} is a case of {case.op}, not {arguments.op}; leave --op out")
     return case.op, case.M, case.N, case.K
 
 
@@ -112,7 +112,7 @@ def config_of(arguments: argparse.Namespace) -> OverlapConfig:
             data["linear"][name]["path"] = arguments.path
         if arguments.algorithm:
             data["linear"][name]["algorithm"] = arguments.algorithm
-        if arguments.chunks:
+        if arguments.chunks is not None:
             data["linear"][name]["chunks_per_shard"] = arguments.chunks
     if arguments.transport:
         data["transport"]["backend"] = arguments.transport

@@ -76,8 +76,9 @@ def profile_calls(calls: Sequence[Callable[[], object]], *, prepare: Callable[[i
 def intervals_of_trace(trace: dict[str, Any]) -> list[Interval]:
     """The device's work inside annotated calls, from a profiler trace in the Chrome format; oldest first.
 
-    Work belongs to the call during which it was launched. Where the launch is not in the trace, to the call whose work
-    began last before it.
+    Work belongs to the call during which it was launched. The launches of copies by the driver's own functions are not
+    in the trace: they belong to the first call whose other work ends after the copy began, since a call starts nothing
+    before the one before it is done, and always ends by computing with, or after, what it copied.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     calls = sorted(
@@ -92,21 +93,25 @@ def intervals_of_trace(trace: dict[str, Any]) -> list[Interval]:
     }
     work = sorted((event for event in events if event.get("cat") in _DEVICE_WORK), key=lambda event: event["ts"])
     kernel_streams = {_stream(event) for event in work if event["cat"] == "kernel" and not _is_communication(event)}
-    found, latest_call = [], 0
-    for event in work:
-        at_us = launched_us.get(event.get("args", {}).get("correlation"))
-        call = latest_call if at_us is None else _call_at(calls, at_us)
-        if call:
-            found.append(_interval(event, call, kernel_streams))
-        if at_us is not None:
-            latest_call = call
+    launches = [launched_us.get(event.get("args", {}).get("correlation")) for event in work]
+    slots = [None if at_us is None else _slot_at(calls, at_us) for at_us in launches]
+    slot_end_us: dict[int, float] = {}
+    for event, slot in zip(work, slots, strict=True):
+        if slot is not None:
+            slot_end_us[slot] = max(slot_end_us.get(slot, 0.0), event["ts"] + event["dur"])
+    found = []
+    for event, slot in zip(work, slots, strict=True):
+        if slot is None:
+            slot = min((s for s, end_us in slot_end_us.items() if end_us > event["ts"]), default=0)
+        if slot % 2:
+            found.append(_interval(event, calls[slot // 2][2], kernel_streams))
     return found
 
 
-def _call_at(calls: list[tuple[float, float, int]], at_us: float) -> int:
-    """The number of the call during which something was launched; 0 between calls."""
+def _slot_at(calls: list[tuple[float, float, int]], at_us: float) -> int:
+    """When something was launched: 2n + 1 during call n (from 0) in the order of time, 2n between n - 1 and n."""
     index = bisect_right(calls, (at_us, float("inf"), 0)) - 1
-    return calls[index][2] if index >= 0 and at_us <= calls[index][1] else 0
+    return 2 * index + (1 if index >= 0 and at_us <= calls[index][1] else 2)
 
 
 def _stream(event: dict[str, Any]) -> int:
