@@ -59,8 +59,8 @@ format: setup  ## rewrite files as ruff formats them
 compile: setup  ## byte-compile everything (a quick syntax check)
 	$(BIN)/python -m compileall -q commfuse_megatron tests examples
 
-clean:  ## remove caches and the demo's output
-	rm -rf build dist demo_output .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
+clean:  ## remove caches and what demo and trace wrote
+	rm -rf build dist demo_output trace_output .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
 	find commfuse_megatron tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## remove .venv too

@@ -6,8 +6,6 @@ Prints and writes; what is trained and what counts as passed is in `verify/train
 from __future__ import annotations
 
 import argparse
-import logging
-import warnings
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -17,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from commfuse_megatron.cli.launch import CannotRunError, Rank, choose_num_ranks, launch
-from commfuse_megatron.cli.output import make_progress, results, write_json
+from commfuse_megatron.cli.output import make_progress, results, silence_foreign_warnings, write_json
 
 if TYPE_CHECKING:
     from commfuse_megatron.verify.training import Comparison, Recipe
@@ -80,7 +78,7 @@ def _read_text(file: str | None) -> bytes:
 
 def _demo_on_rank(rank: Rank, options: _Options) -> int:
     if not options.is_verbose:
-        _silence_foreign_warnings()
+        silence_foreign_warnings()
     import torch
     from torch import distributed as dist
 
@@ -103,16 +101,6 @@ def _demo_on_rank(rank: Rank, options: _Options) -> int:
         _print(comparison, recipe, rank, complaints)
         _write_files(comparison, recipe, rank, options)
     return 1 if complaints else 0
-
-
-def _silence_foreign_warnings() -> None:
-    """Megatron says on import which optional packages it goes without; nobody can act on that here."""
-    warnings.filterwarnings("ignore", module=r"megatron\.")
-    warnings.filterwarnings("ignore", module=r"torch\.")
-    # What the compiler says when a file is first imported is filed under the file's path, not its module's name.
-    warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[/\\]megatron[/\\]")
-    for name in ("megatron", "torch.utils.cpp_extension"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 # --- results ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ __all__ = [
     "configure_logging",
     "make_progress",
     "results",
+    "silence_foreign_warnings",
     "status",
     "why_file_cannot_be_written",
     "why_folder_cannot_be_written",
@@ -66,6 +68,16 @@ def configure_logging(level: int, *, rank: int = 0) -> None:
         stream=sys.stderr,
         force=True,
     )
+
+
+def silence_foreign_warnings() -> None:
+    """Megatron says on import which optional packages it goes without; nobody can act on that here."""
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", module=r"torch\.")
+    # What the compiler says when a file is first imported is filed under the file's path, not its module's name.
+    warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[/\\]megatron[/\\]")
+    for name in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def why_file_cannot_be_written(path: str | Path) -> str | None:

@@ -222,6 +222,8 @@ class OverlapContext:
 
     def leave(self) -> None:
         """End what `enter` began."""
+        if self._recorder is not None:
+            self._recorder.end_call()
         done = self.link.transport.release(is_capturing=self.link.is_capturing)
         if done is not None:
             self._last_done = done

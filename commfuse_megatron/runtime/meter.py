@@ -1,11 +1,13 @@
 """How much of the communication was hidden: arithmetic on the intervals of one rank.
 
-Knows nothing of how they were recorded. The contract that bites: only intervals of *one* rank belong together, since
-every rank has its own clock and its own compute stream.
+Knows nothing of how they were recorded. Exposed is the time in which some transfer ran and nothing was computed, of a
+call, a training step or a whole recording alike. The contract that bites: only intervals of *one* rank belong together,
+since every rank has its own clock and its own compute stream.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +15,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from commfuse_megatron.runtime.recorder import Interval
 
-__all__ = ["COMPUTE", "TRANSFER", "Overlap", "Span", "exposed_spans", "exposed_us", "measure_overlap", "union_spans"]
+__all__ = [
+    "COMPUTE",
+    "TRANSFER",
+    "Overlap",
+    "Span",
+    "exposed_spans",
+    "exposed_us",
+    "measure_calls",
+    "measure_overlap",
+    "union_spans",
+]
 
 COMPUTE = "compute"
 TRANSFER = "transfer"
@@ -28,6 +40,7 @@ class Overlap:
     compute_us: float
     transfer_us: float
     exposed_us: float
+    span_us: float  # from the first start to the last end
 
     @property
     def hidden_fraction(self) -> float:
@@ -52,11 +65,12 @@ def exposed_spans(intervals: Iterable[Interval]) -> list[Span]:
     intervals = list(intervals)
     computing = union_spans(intervals, COMPUTE)
     exposed: list[Span] = []
+    first = 0
     for start_us, end_us in union_spans(intervals, TRANSFER):
+        while first < len(computing) and computing[first][1] <= start_us:
+            first += 1
         cursor_us = start_us
-        for busy_start_us, busy_end_us in computing:
-            if busy_end_us <= cursor_us:
-                continue
+        for busy_start_us, busy_end_us in itertools.islice(computing, first, None):
             if busy_start_us >= end_us:
                 break
             if busy_start_us > cursor_us:
@@ -69,14 +83,28 @@ def exposed_spans(intervals: Iterable[Interval]) -> list[Span]:
 
 def exposed_us(intervals: Iterable[Interval]) -> float:
     """Time in which transfers run and no computation does, of one rank's intervals."""
-    return sum(end_us - start_us for start_us, end_us in exposed_spans(intervals))
+    return _length(exposed_spans(intervals))
 
 
 def measure_overlap(intervals: Iterable[Interval]) -> Overlap:
-    """Computing, transferring and exposed time of one rank's intervals."""
+    """Computing, transferring and exposed time of one rank's intervals, taken together."""
     intervals = list(intervals)
+    start_us = min((i.start_us for i in intervals), default=0.0)
     return Overlap(
-        compute_us=sum(end_us - start_us for start_us, end_us in union_spans(intervals, COMPUTE)),
-        transfer_us=sum(end_us - start_us for start_us, end_us in union_spans(intervals, TRANSFER)),
+        compute_us=_length(union_spans(intervals, COMPUTE)),
+        transfer_us=_length(union_spans(intervals, TRANSFER)),
         exposed_us=exposed_us(intervals),
+        span_us=max((i.end_us for i in intervals), default=0.0) - start_us,
     )
+
+
+def measure_calls(intervals: Iterable[Interval]) -> dict[int, Overlap]:
+    """The same for every call by itself (call number -> its overlap): what other calls compute hides nothing."""
+    by_call: dict[int, list[Interval]] = {}
+    for interval in intervals:
+        by_call.setdefault(interval.call, []).append(interval)
+    return {call: measure_overlap(members) for call, members in sorted(by_call.items())}
+
+
+def _length(spans: Iterable[Span]) -> float:
+    return sum(end_us - start_us for start_us, end_us in spans)

@@ -3,7 +3,8 @@
 On the CPU times are read from the host clock around the work, and a transfer lasts from its issue until its arrival was
 noticed. On GPUs they come from events: a transfer lasts from the later of its issue and its predecessor's end, since
 one communicator runs its batches in order, until its end on the communication stream. Events of the compute stream are
-recorded there; the ends of transfers on a probe stream that only waits, so recording orders nothing else.
+recorded there; the ends of transfers on a probe stream that only waits. The one thing that recording orders: an
+operation ends after its probes, since a one-sided transport then clears the flags that they wait for.
 
 The contract that bites: only the latest calls are kept, so that a long run with recording on does not fill the memory.
 """
@@ -26,7 +27,11 @@ _MOST_CALLS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """One thing that ran: `track` is "compute" or "transfer"; times in microseconds since the recorder began."""
+    """One thing that ran: `track` is "compute" or "transfer"; times in microseconds since the recorder began.
+
+    lane: where within the track, e.g. "lane 1" or "stream 7"; empty where there is only one. detail: more than fits
+    into a name, e.g. that of a kernel.
+    """
 
     name: str
     track: str
@@ -35,6 +40,8 @@ class Interval:
     step: int | None
     op: str
     call: int
+    lane: str = ""
+    detail: str = ""
 
     @property
     def duration_us(self) -> float:
@@ -57,13 +64,13 @@ class _Call:
     """One call of one operation; `pending` is what ran and has not been resolved to intervals yet."""
 
     number: int
-    problem: GemmProblem | None
+    problem: GemmProblem | str
     pending: list[_Pending] = field(default_factory=list)
     resolved: list[Interval] = field(default_factory=list)
 
     @property
     def op(self) -> str:
-        return "" if self.problem is None else f"{self.problem.op}.{self.problem.pass_name}"
+        return self.problem if isinstance(self.problem, str) else f"{self.problem.op}.{self.problem.pass_name}"
 
 
 class Recorder:
@@ -76,7 +83,7 @@ class Recorder:
         self._probe = torch.cuda.Stream(device) if self._is_cuda else None
         self._origin = self.now()
 
-    def begin_call(self, problem: GemmProblem) -> None:
+    def begin_call(self, problem: GemmProblem | str) -> None:
         """Say what the following intervals belong to. The oldest call is forgotten where there are too many."""
         self._num_calls += 1
         self._calls.append(_Call(self._num_calls, problem))
@@ -93,7 +100,11 @@ class Recorder:
         """Close an interval of the compute track that began at mark `start`."""
         self._add(_Pending(name, "compute", start, self.now(), step))
 
-    def open_transfer(self, name: str, transfer: Transfer, step: int) -> object:
+    def add_transfer(self, name: str, start: Any, step: int | None) -> None:
+        """Close an interval of the transfer track that began at mark `start`, for what blocks the stream meanwhile."""
+        self._add(_Pending(name, "transfer", start, self.now(), step))
+
+    def open_transfer(self, name: str, transfer: Transfer, step: int | None) -> object:
         """Open an interval of the transfer track for a batch just issued; returns its handle for `close_transfer`."""
         start, end = self.now(), None
         if self._probe is not None:
@@ -109,6 +120,11 @@ class Recorder:
         if handle.end is None:
             handle.end = self.now()
 
+    def end_call(self) -> None:
+        """Order what follows on the current stream after the probes of this call's transfers."""
+        if self._probe is not None:
+            torch.cuda.current_stream(self._probe.device).wait_stream(self._probe)
+
     def intervals(self) -> list[Interval]:
         """All intervals kept, oldest first. Blocks until the recorded work is done; call it outside the hot path."""
         self._resolve()
@@ -119,7 +135,7 @@ class Recorder:
         self._resolve()
         found: dict[GemmProblem, list[list[Interval]]] = {}
         for call in self._calls:
-            if call.problem is not None and call.resolved:
+            if isinstance(call.problem, GemmProblem) and call.resolved:
                 found.setdefault(call.problem, []).append(list(call.resolved))
         return found
 
@@ -129,7 +145,7 @@ class Recorder:
 
     def _add(self, item: _Pending) -> _Pending:
         if not self._calls:
-            self._calls.append(_Call(self._num_calls, None))
+            self._calls.append(_Call(self._num_calls, ""))
         self._calls[-1].pending.append(item)
         return item
 
@@ -141,7 +157,10 @@ class Recorder:
                 if item.track == "transfer" and self._is_cuda:
                     start_us = max(start_us, *(lane_end_us.get(lane, 0.0) for lane in item.lanes))
                     lane_end_us.update(dict.fromkeys(item.lanes, end_us))
-                call.resolved.append(Interval(item.name, item.track, start_us, end_us, item.step, call.op, call.number))
+                lane = f"lane {'+'.join(map(str, item.lanes))}" if item.lanes else ""
+                call.resolved.append(
+                    Interval(item.name, item.track, start_us, end_us, item.step, call.op, call.number, lane)
+                )
             call.pending.clear()
 
     def _microseconds(self, mark: Any) -> float:

@@ -14,10 +14,20 @@ from typing import Any, Literal
 import torch
 
 from commfuse_megatron.config import OverlapConfig
+from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.plugin import apply_to_spec, convert_model
-from commfuse_megatron.plugin.spec import block_spec, local_layer_spec
+from commfuse_megatron.plugin.spec import block_spec, local_layer_spec, replace_in_spec
 
-__all__ = ["SmallGPT", "build_gpt", "loss_of", "tensor_parallel", "transformer_config"]
+__all__ = [
+    "SmallGPT",
+    "build_gpt",
+    "loss_of",
+    "missing_transformer_engine",
+    "te_attention_local_linears",
+    "tensor_parallel",
+    "transformer_config",
+    "with_attention_and_norm",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,25 +123,28 @@ def build_gpt(
     overlap: OverlapConfig | bool,
     device: torch.device | str = "cpu",
     seed: int = 7,
+    spec: Any = None,
 ) -> Any:
     """A GPTModel with weights drawn from `seed`.
 
     Args:
         config: from `transformer_config`.
+        spec: the stock spec of the block; default: local layers with a norm that works under sequence parallelism.
         overlap: False builds the stock model; True, or a configuration, the one whose linears are overlapped, with the
             output layer.
     """
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     overlap_config = overlap if isinstance(overlap, OverlapConfig) else None
-    layer_spec = local_layer_spec()
+    if spec is None:
+        spec = block_spec(local_layer_spec(), config, with_torch_norm=True)
     if overlap:
-        layer_spec = apply_to_spec(layer_spec, overlap_config)
+        spec = apply_to_spec(spec, overlap_config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(layer_spec, config, with_torch_norm=True),
+            transformer_layer_spec=spec,
             vocab_size=gpt.vocab_size,
             max_sequence_length=gpt.max_sequence_length,
             position_embedding_type="rope",
@@ -141,10 +154,48 @@ def build_gpt(
     return convert_model(model, overlap_config) if overlap else model
 
 
-def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of predicting `tokens[:, 1:]` from `tokens[:, :-1]`; tokens [batch, sequence + 1]."""
+def missing_transformer_engine() -> str | None:
+    """Why layers of Transformer Engine cannot be built here, None if they can."""
+    from commfuse_megatron.plugin.compat import HAVE_TRANSFORMER_ENGINE
+
+    if not torch.cuda.is_available():
+        return "Transformer Engine needs a CUDA device, and PyTorch found none"
+    if not HAVE_TRANSFORMER_ENGINE:
+        return "Transformer Engine is not installed: pip install 'commfuse-megatron[te]'"
+    return None
+
+
+def te_attention_local_linears(config: Any) -> Any:
+    """The spec of a block of local layers whose attention and norms are Transformer Engine's.
+
+    So overlapped linears (`build_gpt(..., spec=...)` puts them in) run beside the attention that GPU users run: the
+    local one keeps a [S, S] matrix per head. Raises UnsupportedError where Transformer Engine is missing.
+    """
+    reason = missing_transformer_engine()
+    if reason is not None:
+        raise UnsupportedError(reason)
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    stock = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    return with_attention_and_norm(stock, TEDotProductAttention, TENorm)
+
+
+def with_attention_and_norm(spec: Any, attention: type, norm: type) -> Any:
+    """A copy of the spec of a block of dense layers with other classes for core attention and for every norm."""
+    layers = [layer.submodules for layer in spec.layer_specs]
+    replacements = {layer.self_attention.submodules.core_attention: attention for layer in layers}
+    norms = [spec.layer_norm, *(n for layer in layers for n in (layer.input_layernorm, layer.pre_mlp_layernorm))]
+    return replace_in_spec(spec, {**replacements, **dict.fromkeys(norms, norm)})
+
+
+def loss_of(model: Any, tokens: torch.Tensor, *, with_mask: bool = True) -> torch.Tensor:
+    """Mean cross-entropy of predicting `tokens[:, 1:]` from `tokens[:, :-1]`; tokens [batch, sequence + 1].
+
+    Without a mask the attention makes its own, which is causal in all our models.
+    """
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     length = inputs.size(1)
     positions = torch.arange(length, device=tokens.device).expand_as(inputs)
-    future = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1)
+    future = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1) if with_mask else None
     return model(inputs, positions, future, labels=labels).mean()

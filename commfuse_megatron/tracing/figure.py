@@ -1,29 +1,35 @@
-"""A recording as a picture: per rank a lane of computations and a lane of transfers, exposed time in red.
+"""Recordings as a picture: per rank a lane of computations and a lane of transfers, exposed time in red.
 
 Needs matplotlib, which is an extra; imported when a picture is asked for. Draws to a file, never to a window.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER, Span, exposed_spans, measure_overlap
+from commfuse_megatron.tracing.arrivals import sender_of
 from commfuse_megatron.tracing.lanes import assign_lanes
 
 if TYPE_CHECKING:
     from commfuse_megatron.runtime.recorder import Interval
 
-__all__ = ["densest_calls", "draw_timeline", "missing_matplotlib"]
+__all__ = ["densest_calls", "draw_runs", "draw_timeline", "missing_matplotlib"]
 
-COMPUTE_COLORS = ("#2b6cb0", "#2f9e8f", "#6b5bb5", "#5a7a2c")
+COMPUTE_COLORS = ("#2b6cb0", "#2f9e8f", "#6b5bb5", "#5a7a2c", "#8a8f98", "#8c5a3c")
 TRANSFER_COLOR = "#f0a63a"
 EXPOSED_COLOR = "#d62839"
+ARRIVAL_COLOR = "#333333"
 LANE_HEIGHT = 0.8
 WIDTH_IN = 12.0
 CHARS_PER_WIDTH = 190  # of 7-point text across the axes; estimated, used only to leave out labels that do not fit
+LEAST_WITH_EDGE = 0.003  # of the width; the white edges of narrower ones would hide them
+TITLE_CHARS = 130  # of 10-point text across the axes; estimated, used only to break lines
+MOST_ARRIVALS = 60  # marks of one rank in one panel; more would be a smear
 
 
 def missing_matplotlib() -> str | None:
@@ -75,11 +81,56 @@ def draw_timeline(
         _draw_panel(axes, recording, window_us, colors)
         axes.set_title(panel_title, loc="left", fontsize=10)
     all_axes[-1].set_xlabel("ms" + (f"      {caption}" if caption else ""))
-    _add_legend(figure, colors)
+    _add_legend(figure, colors, has_arrivals=any(sender_of(i) is not None for i in everything))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return path
+
+
+def draw_runs(
+    path: str | Path, runs: Mapping[str, Mapping[int, Sequence[Interval]]], *, title: str = "", caption: str = ""
+) -> Path:
+    """Draw recordings of the same work below each other, e.g. "stock" and "plugin", on one scale; returns the path.
+
+    Every run starts at zero. Raises as `draw_timeline` does.
+    """
+    reason = missing_matplotlib()
+    if reason is not None:
+        raise UnsupportedError(reason)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    windows = {}
+    for name, recording in runs.items():
+        everything = [i for intervals in recording.values() for i in intervals]
+        if not everything:
+            raise ValueError(f"no interval to draw in the recording of {len(recording)} ranks of {name}")
+        windows[name] = (min(i.start_us for i in everything), max(i.end_us for i in everything))
+    length_us = max(end_us - start_us for start_us, end_us in windows.values())
+    intervals = [i for recording in runs.values() for members in recording.values() for i in members]
+    colors = _compute_colors(intervals)
+    num_rows = sum(len(recording) for recording in runs.values())
+    figure = Figure(figsize=(WIDTH_IN, 1.0 + 0.9 * len(runs) + 0.95 * num_rows), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    if title:
+        figure.suptitle(_broken(title), x=0.01, ha="left", fontsize=10)
+    all_axes = figure.subplots(len(runs), 1, squeeze=False)[:, 0]
+    for axes, (name, recording) in zip(all_axes, runs.items(), strict=True):
+        start_us = windows[name][0]
+        _draw_panel(axes, recording, (start_us, start_us + length_us), colors)
+        axes.set_title(_broken(f"{name}; {_overlap_line(recording)}"), loc="left", fontsize=10)
+    all_axes[-1].set_xlabel(_broken("ms" + (f"      {caption}" if caption else "")))
+    _add_legend(figure, colors, has_arrivals=any(sender_of(i) is not None for i in intervals))
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def _broken(text: str) -> str:
+    """`text` in lines that fit into the picture."""
+    return "\n".join(textwrap.wrap(text, TITLE_CHARS, replace_whitespace=False, drop_whitespace=False))
 
 
 def densest_calls(recording: Mapping[int, Sequence[Interval]], num_calls: int = 2) -> Span | None:
@@ -117,6 +168,9 @@ def _draw_panel(
         for track, y in ((COMPUTE, top), (TRANSFER, top - 1)):
             _draw_lane(axes, [i for i in intervals if i.track == track], y, window_us, colors)
             ticks.append((y, f"rank {rank} {'compute' if track == COMPUTE else 'transfers'}"))
+        arrivals = [(i.end_us - start_us) / 1e3 for i in intervals if sender_of(i) is not None and i.end_us <= end_us]
+        if len(arrivals) <= MOST_ARRIVALS:
+            axes.plot(arrivals, [top - 0.5] * len(arrivals), "^", color=ARRIVAL_COLOR, markersize=4, linewidth=0)
         spans = [((a - start_us) / 1e3, (b - a) / 1e3) for a, b in exposed_spans(intervals)]
         axes.broken_barh(spans, (top - 1 - 0.62, 0.14), color=EXPOSED_COLOR, linewidth=0)
     axes.set_yticks([y for y, _ in ticks], [label for _, label in ticks])
@@ -134,7 +188,7 @@ def _clip(intervals: Sequence[Interval], window_us: Span) -> list[Interval]:
 
 
 def _compute_colors(intervals: Sequence[Interval]) -> dict[str, str]:
-    ops = sorted({i.op for i in intervals})
+    ops = sorted({i.op for i in intervals if i.track == COMPUTE})
     return {op: COMPUTE_COLORS[index % len(COMPUTE_COLORS)] for index, op in enumerate(ops)}
 
 
@@ -148,13 +202,12 @@ def _draw_lane(axes: Any, intervals: list[Interval], y: float, window_us: Span, 
             left_ms = (interval.start_us - window_us[0]) / 1e3
             width_ms = (interval.end_us - interval.start_us) / 1e3
             color = colors[interval.op] if interval.track == COMPUTE else TRANSFER_COLOR
+            share = (interval.end_us - interval.start_us) / (window_us[1] - window_us[0])
+            edge = 0.4 if share > LEAST_WITH_EDGE else 0.0
             axes.broken_barh(
-                [(left_ms, width_ms)], (top - height, height), facecolor=color, edgecolor="white", linewidth=0.4
+                [(left_ms, width_ms)], (top - height, height), facecolor=color, edgecolor="white", linewidth=edge
             )
-            fits = len(interval.name) + 1 <= CHARS_PER_WIDTH * (interval.end_us - interval.start_us) / (
-                window_us[1] - window_us[0]
-            )
-            if fits and height > 0.2:
+            if len(interval.name) + 1 <= CHARS_PER_WIDTH * share and height > 0.2:
                 axes.text(
                     left_ms + width_ms / 2,
                     top - height / 2,
@@ -177,10 +230,13 @@ def _overlap_line(shown: Mapping[int, Sequence[Interval]]) -> str:
     return "transfers: " + ";\n".join(lines) + ("; ..." if len(parts) > 4 else "")
 
 
-def _add_legend(figure: Any, colors: dict[str, str]) -> None:
+def _add_legend(figure: Any, colors: dict[str, str], *, has_arrivals: bool) -> None:
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles = [Patch(color=color, label=f"computation of {op}") for op, color in colors.items()]
+    handles: list[Any] = [Patch(color=color, label=f"computation of {op}") for op, color in colors.items()]
     handles.append(Patch(color=TRANSFER_COLOR, label="transfer"))
     handles.append(Patch(color=EXPOSED_COLOR, label="exposed: transfer without computation"))
+    if has_arrivals:
+        handles.append(Line2D([], [], marker="^", color=ARRIVAL_COLOR, markersize=4, linewidth=0, label="arrival"))
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8)

@@ -17,6 +17,7 @@ from torch import distributed as dist
 
 from commfuse_megatron.config import LinearConfig, OverlapConfig, PassConfig
 from commfuse_megatron.runtime.recorder import Interval
+from commfuse_megatron.tracing.session import Recorded, record
 from commfuse_megatron.verify.text import batch_of
 
 __all__ = ["Bound", "Comparison", "Recipe", "bounds_of", "complaints_of", "train_both"]
@@ -159,6 +160,7 @@ def train_both(recipe: Recipe, *, on_step: Callable[[int, float, float], None] =
 
 def _train_both(recipe: Recipe, on_step: Callable[[int, float, float], None]) -> Comparison:
     from commfuse_megatron.plugin import model_report
+    from commfuse_megatron.plugin.contexts import open_contexts
     from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, transformer_config
     from commfuse_megatron.testing.training import Training
 
@@ -178,13 +180,15 @@ def _train_both(recipe: Recipe, on_step: Callable[[int, float, float], None]) ->
         runs.append(Training(build_gpt(gpt, config, overlap=overlap, device=device, seed=recipe.seed)))
     stock, plugin = runs
     losses: tuple[list[float], list[float]] = ([], [])
-    clock_us = 0.0
+    recorded = Recorded()
     for step in range(recipe.num_steps):
         tokens = batch_of(recipe.text, step=step, batch=recipe.batch, length=recipe.sequence + 1).to(device)
         losses[0].append(stock.step(tokens))
         if step == recipe.num_steps - 1:
-            clock_us = _start_recording(device)
-        losses[1].append(plugin.step(tokens))
+            with record(open_contexts, device=device) as recorded:
+                losses[1].append(plugin.step(tokens))
+        else:
+            losses[1].append(plugin.step(tokens))
         on_step(step + 1, losses[0][-1], losses[1][-1])
     report = model_report(plugin.wrapped)
     return Comparison(
@@ -192,38 +196,5 @@ def _train_both(recipe: Recipe, on_step: Callable[[int, float, float], None]) ->
         plugin_loss=tuple(losses[1]),
         ops=tuple(dataclasses.asdict(record) for record in report.ops),
         layers=tuple(dataclasses.asdict(layer) for layer in report.layers),
-        recording=_gather_recording(clock_us),
+        recording=recorded.by_rank,
     )
-
-
-def _recorders() -> list[Any]:
-    from commfuse_megatron.plugin.contexts import open_contexts
-
-    return [context.recorder for context in open_contexts() if context.recorder is not None]
-
-
-def _start_recording(device: torch.device) -> float:
-    """Forget what was recorded, meet the other ranks, and return the time of the meeting on this rank's clock."""
-    for recorder in _recorders():
-        recorder.clear()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    dist.all_reduce(torch.zeros(1, device=device))
-    clock_us = 0.0
-    for recorder in _recorders():
-        recorder.add_compute("clock", recorder.now(), None)
-        clock_us = recorder.intervals()[-1].start_us
-        recorder.clear()
-    return clock_us
-
-
-def _gather_recording(clock_us: float) -> dict[int, list[Interval]]:
-    """Every rank's intervals, counted from the moment at which the ranks met."""
-    own = [
-        dataclasses.replace(i, start_us=i.start_us - clock_us, end_us=i.end_us - clock_us)
-        for recorder in _recorders()
-        for i in recorder.intervals()
-    ]
-    everyones: list[list[Interval]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyones, own)
-    return dict(enumerate(everyones))

@@ -15,6 +15,7 @@ SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 PROMISED = {
     "look_at_a_schedule.py": "chunks per shard 4",
     "overlap_linears.py": "equal the sequential program's",
+    "trace_a_step.py": "rank 1: 4 operations",
     "swap_layers_in_gpt.py": "output_layer                                  overlapped",
 }
 

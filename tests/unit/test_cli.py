@@ -172,3 +172,28 @@ def test_results_that_cannot_be_written_are_refused_before_any_work(arguments, m
 def test_a_benchmark_that_makes_no_sense_is_refused_before_any_rank_starts(arguments, message, capsys):
     assert cli.main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--profiler"], "--profiler looks at GPU kernels; use it with --device cuda"),
+        (["--path", "bulk"], "--path bulk is a way of the backward pass"),
+        (["--calls", "0"], "--calls must be at least 1, got 0"),
+        (["--case", "llama-70b.fc2", "--N", "8"], "--case gives N and K"),
+        (["--case", "llama-9b.fc2"], 'unknown case "llama-9b.fc2"'),
+        (
+            ["--case", "llama-8b.fc2", "--op", "all_gather_linear"],
+            "is a case of linear_reduce_scatter, not all_gather_linear",
+        ),
+        (["--step", "--op", "all_gather_linear"], "--step traces a whole model"),
+        (["--step", "--model", "llama-8b"], "--model llama-8b is for GPUs"),
+        (["--step", "--ranks", "3", "--seq", "33"], "can be cut for 2, 4 or 8 ranks, not 3"),
+        (["--step", "--seq", "33"], "--seq 33 must be a multiple of the 2 ranks"),
+        (["--step", "--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--chunks", "0"], "chunks_per_shard must be at least 1"),
+    ],
+)
+def test_traces_that_cannot_be_made_are_refused_before_any_work(arguments, message, tmp_path, capsys):
+    assert cli.main(["trace", "--output", str(tmp_path), *arguments]) in (1, 2)
+    assert message in capsys.readouterr().err

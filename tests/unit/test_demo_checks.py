@@ -153,8 +153,8 @@ def test_what_the_compiler_says_of_megatron_is_not_shown(tmp_path: Path) -> None
         (tmp_path / name).mkdir()
         (tmp_path / name / "module.py").write_text('"""\\-"""\n', encoding="utf-8")
     script = (
-        "from commfuse_megatron.cli import demo\n"
-        "demo._silence_foreign_warnings()\n"
+        "from commfuse_megatron.cli import output\n"
+        "output.silence_foreign_warnings()\n"
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "import megatron.module, own.module\n"
     )

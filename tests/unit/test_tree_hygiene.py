@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SKIPPED_DIRS = {".git", "__pycache__", "demo_output", "build", "dist"}
+SKIPPED_DIRS = {".git", "__pycache__", "demo_output", "trace_output", "build", "dist"}
 FIGURE_SUFFIXES = {".png", ".svg"}
 BINARY_SUFFIXES = {
     ".whl",

@@ -1,0 +1,333 @@
+"""A whole Megatron step, forward and backward: stock, with the plugin, and without communication; timed, then traced.
+
+Without communication is the stock step with every all-gather and reduce-scatter replaced by a local copy
+(`tracing.collectives.local_copies`): its results are wrong on purpose, its time is a lower bound. What a step takes
+more is its exposed communication. The contract that bites: local layers, stock and overlapped, are one model switched
+by `config.commfuse`, so both have the same weights and the second costs no memory; with Transformer Engine the stock
+model is another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import distributed as dist
+
+from commfuse_megatron.config import OverlapConfig
+from commfuse_megatron.errors import UnsupportedError, VerificationError
+from commfuse_megatron.runtime.recorder import Interval, Recorder
+from commfuse_megatron.tracing.collectives import local_copies, recorded_calls
+from commfuse_megatron.tracing.kernels import Profile, profile_calls
+from commfuse_megatron.tracing.session import Session, gather_recording, meet
+from commfuse_megatron.tracing.summary import Summary, drop_nested, summarize, worst_of
+
+__all__ = ["FREE", "MODELS", "PLUGIN", "STOCK", "StepToTrace", "StepTimes", "StepTrace", "trace_step"]
+
+STOCK, PLUGIN, FREE = "stock", "plugin", "without communication"
+MEGATRONS = "Megatron's GEMMs"
+
+#: Sizes by name, from the models' published configurations; the layers are as many as asked for.
+MODELS: dict[str, dict[str, int]] = {
+    "demo": {
+        "hidden_size": 256,
+        "num_attention_heads": 8,
+        "num_query_groups": 8,
+        "ffn_hidden_size": 512,
+        "vocab_size": 256,
+    },
+    "llama-8b": {
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "ffn_hidden_size": 14336,
+        "vocab_size": 128256,
+    },
+    "llama-70b": {
+        "hidden_size": 8192,
+        "num_attention_heads": 64,
+        "num_query_groups": 8,
+        "ffn_hidden_size": 28672,
+        "vocab_size": 128256,
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepToTrace:
+    """What is traced. rounds: timed steps of each variant, in random order, after `warm_up` steps of each."""
+
+    model: str
+    num_layers: int
+    sequence: int
+    batch: int
+    dtype: torch.dtype
+    device_type: str
+    config: OverlapConfig
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    has_fusions: bool = False
+    warm_up: int = 2
+    rounds: int = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Milliseconds of one variant: medians over rounds, each the slowest rank's."""
+
+    forward_ms: float
+    step_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrace:
+    """Times by variant; one traced step, stock and with the plugin, by rank.
+
+    layers: of the plugin's model, name -> why it took Megatron's own path in the plugin's step, None if it did not.
+    """
+
+    times: dict[str, StepTimes]
+    runs: dict[str, dict[int, list[Interval]]]
+    layers: dict[str, str | None]
+    transport: str
+
+    def exposed_ms(self, variant: str) -> float:
+        """Step time beyond the step without communication."""
+        return self.times[variant].step_ms - self.times[FREE].step_ms
+
+    def summary(self, variant: str) -> Summary:
+        """The traced step in numbers, each the largest of all ranks."""
+        return worst_of([summarize(intervals, as_one_call=True) for intervals in self.runs[variant].values()])
+
+
+def trace_step(wanted: StepToTrace, *, on_step: Callable[[], object] = lambda: None) -> StepTrace:
+    """Build, warm up, time and trace on all ranks of the default group, the tensor-parallel group. Collective.
+
+    Raises UnsupportedError where Transformer Engine is asked for and missing, VerificationError if nothing was
+    overlapped in the plugin's step.
+    """
+    with ExitStack() as stack:
+        if wanted.device_type == "cpu":
+            from commfuse_megatron.testing import cpu_megatron
+
+            stack.enter_context(cpu_megatron())
+        from commfuse_megatron.plugin.contexts import close_contexts
+        from commfuse_megatron.testing.gpt import tensor_parallel
+
+        stack.enter_context(tensor_parallel(dist.get_world_size()))
+        traced = _trace(wanted, on_step)
+        close_contexts()
+        return traced
+
+
+def _trace(wanted: StepToTrace, on_step: Callable[[], object]) -> StepTrace:
+    from commfuse_megatron.plugin.contexts import open_contexts
+
+    device = torch.device("cpu") if wanted.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    stock_model, plugin_model = _build(wanted, device)
+    tokens = _tokens(wanted, device)
+    with_mask = wanted.transformer_impl == "local"
+    steps = {
+        STOCK: _Step(stock_model, tokens, with_mask, is_overlapped=False),
+        PLUGIN: _Step(plugin_model, tokens, with_mask, is_overlapped=True),
+        FREE: _Step(stock_model, tokens, with_mask, is_overlapped=False, around=local_copies),
+    }
+    for step in steps.values():
+        for _ in range(wanted.warm_up):
+            step()
+            on_step()
+    layers = _layers(plugin_model)
+    if all(reason is not None for reason in layers.values()):
+        raise VerificationError(
+            f"the plugin overlapped no layer: {'; '.join(sorted({str(r) for r in layers.values()}))}"
+        )
+    times = _time(steps, wanted.rounds, device, on_step)
+    traced = {name: steps[name] for name in (STOCK, PLUGIN)}
+    runs = _profiled(traced, device) if device.type == "cuda" else _recorded(traced, device)
+    return StepTrace(
+        times=times,
+        runs=runs,
+        layers=layers,
+        transport=", ".join(dict.fromkeys(context.transport_name for context in open_contexts())),
+    )
+
+
+def _layers(model: Any) -> dict[str, str | None]:
+    from commfuse_megatron.plugin import model_report
+    from commfuse_megatron.plugin.support import SWITCHED_OFF
+
+    found: dict[str, str | None] = {}
+    for layer in model_report(model).layers:
+        reasons = [reason for reason in layer.reasons if reason != SWITCHED_OFF]  # the stock steps of the same model
+        found[layer.name] = "; ".join(reasons) or (None if layer.overlapped_calls else "it was not called")
+    return found
+
+
+# --- the models -------------------------------------------------------------------------------------------------------
+
+
+def _build(wanted: StepToTrace, device: torch.device) -> tuple[Any, Any]:
+    """(stock, plugin): the same object for local layers."""
+    overlap = dataclasses.replace(wanted.config, record=device.type == "cpu")  # on GPUs the profiler looks instead
+    from commfuse_megatron.testing.gpt import (
+        SmallGPT,
+        build_gpt,
+        missing_transformer_engine,
+        te_attention_local_linears,
+        transformer_config,
+    )
+
+    group_size = dist.get_world_size()
+    sizes: dict[str, Any] = dict(MODELS[wanted.model])
+    # Megatron wants as many query groups as ranks, or more.
+    sizes["num_query_groups"] = max(group_size, sizes["num_query_groups"])
+    gpt = SmallGPT(num_layers=wanted.num_layers, max_sequence_length=wanted.sequence, dtype=wanted.dtype, **sizes)
+    options: dict[str, Any] = {}
+    if device.type == "cuda":
+        options["use_cpu_initialization"] = False  # billions of weights are drawn faster where they lie
+    if wanted.has_fusions:
+        has_te = missing_transformer_engine() is None
+        options |= {"bias_activation_fusion": True, "bias_dropout_fusion": True, "apply_rope_fusion": has_te}
+    if wanted.transformer_impl == "local":
+        config = transformer_config(gpt, group_size, **options)
+        model = build_gpt(gpt, config, overlap=overlap, device=device)
+        return model, model
+    reason = missing_transformer_engine()
+    if reason is not None:
+        raise UnsupportedError(reason)
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    te_config = transformer_config(gpt, group_size, transformer_impl="transformer_engine", **options)
+    te_spec = get_gpt_decoder_block_spec(te_config, use_transformer_engine=True)
+    stock = build_gpt(gpt, te_config, overlap=False, device=device, spec=te_spec)
+    config = transformer_config(gpt, group_size, **options)
+    plugin = build_gpt(gpt, config, overlap=overlap, device=device, spec=te_attention_local_linears(config))
+    return stock, plugin
+
+
+def _tokens(wanted: StepToTrace, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(11)
+    vocab_size = MODELS[wanted.model]["vocab_size"]
+    return torch.randint(vocab_size, (wanted.batch, wanted.sequence + 1), generator=generator).to(device)
+
+
+class _Step:
+    """Forward and backward of one variant on the same batch. Gradients are dropped: no optimizer moves the weights."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokens: torch.Tensor,
+        with_mask: bool,
+        *,
+        is_overlapped: bool,
+        around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self._model = model
+        self._tokens = tokens
+        self._with_mask = with_mask
+        self._is_overlapped = is_overlapped
+        self._around = around
+        configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+        self._configs = list(configs.values())
+
+    def __call__(self, between: Callable[[], object] = lambda: None) -> None:
+        """Run one step; `between` is called after the forward pass."""
+        from commfuse_megatron.testing.gpt import loss_of
+
+        for config in self._configs:
+            config.commfuse = self._is_overlapped
+        self._model.zero_grad(set_to_none=True)
+        with self._around():
+            loss = loss_of(self._model, self._tokens, with_mask=self._with_mask)
+            between()
+            loss.backward()
+
+
+# --- times ------------------------------------------------------------------------------------------------------------
+
+
+def _time(
+    steps: dict[str, _Step], rounds: int, device: torch.device, on_step: Callable[[], object]
+) -> dict[str, StepTimes]:
+    """Medians over rounds of the slowest rank; variants take turns in an order that all ranks shuffle alike."""
+    shuffle = random.Random(0)
+    samples: dict[str, list[list[float]]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name in shuffle.sample(list(steps), len(steps)):
+            meet(None, device)
+            samples[name].append(_one_step_ms(steps[name], device))
+            on_step()
+    times = {}
+    for name, rows in samples.items():
+        slowest = torch.tensor(rows, dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        forward_ms, step_ms = (statistics.median(column) for column in zip(*slowest.tolist(), strict=True))
+        times[name] = StepTimes(forward_ms=forward_ms, step_ms=step_ms)
+    return times
+
+
+def _one_step_ms(step: _Step, device: torch.device) -> list[float]:
+    """[forward, whole step] in milliseconds."""
+    if device.type != "cuda":
+        marks_s = [time.perf_counter()]
+        step(between=lambda: marks_s.append(time.perf_counter()))
+        marks_s.append(time.perf_counter())
+        return [1e3 * (mark - marks_s[0]) for mark in marks_s[1:]]
+    start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    start.record()
+    step(between=middle.record)
+    end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(middle), start.elapsed_time(end)]
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+
+def _profiled(steps: dict[str, _Step], device: torch.device) -> dict[str, dict[int, list[Interval]]]:
+    """One step of each, as the profiler saw it."""
+
+    def prepare(number: int) -> None:
+        list(steps.values())[number - 1]()
+        meet(None, device)
+
+    own = profile_calls(list(steps.values()), prepare=prepare)
+    everyones: list[Profile] = [own] * dist.get_world_size()
+    dist.all_gather_object(everyones, own)
+    base_ns = min(one.base_ns for one in everyones)
+    found = {rank: one.since(base_ns) for rank, one in enumerate(everyones)}
+    return {
+        name: {rank: [i for i in intervals if i.call == number] for rank, intervals in found.items()}
+        for number, name in enumerate(steps, 1)
+    }
+
+
+def _recorded(steps: dict[str, _Step], device: torch.device) -> dict[str, dict[int, list[Interval]]]:
+    """One step of each on the CPU: collectives and GEMMs watched from outside, and what our operations record."""
+    from commfuse_megatron.plugin.contexts import open_contexts
+
+    runs = {}
+    for name, step in steps.items():
+        outside = Recorder(device)
+        outside.begin_call(MEGATRONS)
+
+        def recorders(outside: Recorder = outside) -> Sequence[Recorder]:
+            return [outside, *(c.recorder for c in open_contexts() if c.recorder is not None)]
+
+        session = Session(recorders)
+        with recorded_calls(outside):
+            step()
+            session.start(None, device)
+            step()
+            watched, *from_contexts = session.finish()
+        own = [interval for intervals in from_contexts for interval in intervals]
+        runs[name] = gather_recording([*own, *drop_nested(watched, own)])
+    return runs

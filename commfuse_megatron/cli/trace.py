@@ -1,0 +1,253 @@
+"""`commfuse trace`: one overlapped linear, call by call, as a trace for Perfetto, a picture and a table.
+
+`commfuse trace --step`, a whole Megatron step, is in `cli/trace_step.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from commfuse_megatron.cli.launch import CannotRunError, Rank, choose_num_ranks, launch
+from commfuse_megatron.cli.output import make_progress, results, write_json
+from commfuse_megatron.config import OverlapConfig
+
+if TYPE_CHECKING:
+    from commfuse_megatron.runtime.recorder import Interval
+    from commfuse_megatron.tracing.linear import LinearToTrace, LinearTrace
+
+__all__ = ["config_of", "hardware", "machine_line", "run_trace", "shown_ranks"]
+
+OPS = ("all_gather_linear", "linear_reduce_scatter")
+MOST_RANKS_DRAWN = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    op: str
+    pass_name: str
+    case: str | None
+    M: int
+    N: int
+    K: int
+    dtype: str
+    config: OverlapConfig
+    calls: int
+    is_profiled: bool
+    output: str
+    name: str
+    json: str | None
+
+
+def run_trace(arguments: argparse.Namespace) -> int:
+    """Trace what is asked for. 0: done; 2: it cannot run here."""
+    if arguments.step:
+        from commfuse_megatron.cli.trace_step import run_trace_step
+
+        return run_trace_step(arguments)
+    num_ranks = choose_num_ranks(arguments.ranks)
+    if arguments.profiler and arguments.device != "cuda":
+        raise CannotRunError("--profiler looks at GPU kernels; use it with --device cuda")
+    if arguments.path == "bulk" and arguments.pass_name == "fprop":
+        raise CannotRunError("--path bulk is a way of the backward pass; add --pass backward")
+    for name in ("calls", "tokens", "N", "K"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise CannotRunError(f"--{name} must be at least 1, got {value}")
+    op, M, N, K = _problem(arguments, num_ranks)
+    options = _Options(
+        op=op,
+        pass_name=arguments.pass_name,
+        case=arguments.case,
+        M=M,
+        N=N,
+        K=K,
+        dtype=arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32"),
+        config=config_of(arguments),
+        calls=arguments.calls,
+        is_profiled=arguments.profiler,
+        output=arguments.output,
+        name=arguments.name or f"{op}_{arguments.pass_name}",
+        json=arguments.json,
+    )
+    return launch(_trace_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
+
+
+def _problem(arguments: argparse.Namespace, num_ranks: int) -> tuple[str, int, int, int]:
+    """(op, M, N, K), N and K of one rank's weight."""
+    from commfuse_megatron.benchmark.cases import linear_case
+    from commfuse_megatron.errors import ConfigError
+
+    is_small = arguments.device == "cpu"
+    M = arguments.tokens or (512 if is_small else 8192)
+    if arguments.case is None and (arguments.N or arguments.K or is_small):
+        return arguments.op or OPS[1], M, arguments.N or 512, arguments.K or 512
+    if arguments.N or arguments.K:
+        raise CannotRunError("--case gives N and K; leave out --N and --K, or --case")
+    name = arguments.case or ("llama-70b.qkv" if arguments.op == OPS[0] else "llama-70b.fc2")
+    try:
+        case = linear_case(name, M, num_ranks)
+    except ConfigError as error:
+        raise CannotRunError(str(error)) from error
+    if arguments.op not in (None, case.op):
+        raise CannotRunError(f"--case {name} is a case of {case.op}, not {arguments.op}; leave --op out")
+    return case.op, case.M, case.N, case.K
+
+
+def config_of(arguments: argparse.Namespace) -> OverlapConfig:
+    """The configuration of `--config` with what the other options force, in the passes that are traced."""
+    base = OverlapConfig.from_file(arguments.config) if arguments.config else OverlapConfig()
+    data = base.to_dict()
+    passes = {None: ("fprop", "dgrad"), "fprop": ("fprop",), "backward": ("dgrad",)}
+    for name in passes[None if arguments.step else arguments.pass_name]:
+        is_backward_only = arguments.path == "bulk" and name == "fprop"
+        if arguments.path and not is_backward_only:
+            data["linear"][name]["path"] = arguments.path
+        if arguments.algorithm:
+            data["linear"][name]["algorithm"] = arguments.algorithm
+        if arguments.chunks is not None:
+            data["linear"][name]["chunks_per_shard"] = arguments.chunks
+    if arguments.transport:
+        data["transport"]["backend"] = arguments.transport
+    if arguments.path == "sequential" and not arguments.step:
+        data["kernel"]["gemm"] = "torch"  # plain collective, plain GEMM
+    return OverlapConfig.from_dict(data, source="these options")
+
+
+def _trace_on_rank(rank: Rank, options: _Options) -> int:
+    import torch
+    from torch import distributed as dist
+
+    from commfuse_megatron.tracing.linear import LinearToTrace, trace_linear
+
+    device = torch.device("cuda", torch.cuda.current_device()) if rank.device_type == "cuda" else torch.device("cpu")
+    group = dist.group.WORLD
+    assert group is not None
+    wanted = LinearToTrace(
+        op=options.op,  # type: ignore[arg-type]
+        pass_name=options.pass_name,  # type: ignore[arg-type]
+        M=options.M,
+        N=options.N,
+        K=options.K,
+        dtype=getattr(torch, options.dtype),
+        config=options.config,
+        calls=options.calls,
+        is_profiled=options.is_profiled,
+    )
+    with make_progress(is_shown=rank.is_first) as progress:
+        task = progress.add_task("tracing", total=wanted.warm_up + wanted.calls)
+        traced = trace_linear(wanted, group, device, on_call=lambda: progress.advance(task))
+    if rank.is_first:
+        _print(traced, wanted, rank, options)
+        _write_files(traced, wanted, rank, options)
+    return 0
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def _print(traced: LinearTrace, wanted: LinearToTrace, rank: Rank, options: _Options) -> None:
+    from commfuse_megatron.tracing.summary import worst_of
+
+    console = results()
+    source = "kernels seen by the profiler" if options.is_profiled else "recorded by the runtime"
+    console.print(f"{_what(traced, options)}; {machine_line(rank, traced.record.transport, options.dtype)}")
+    console.print(f"{traced.record.reason}; {source}; microseconds per call, means over {wanted.calls} calls")
+    table = Table(
+        title="exposed: a transfer runs and nothing computes; tail: after the last GEMM", title_justify="left"
+    )
+    table.add_column("rank", no_wrap=True)
+    for column in ("call", "compute", "GEMM", "transfer", "exposed", "hidden %", "tail"):
+        table.add_column(column, justify="right")
+    summaries = traced.summaries
+    rows = [(str(number), summary) for number, summary in summaries.items()]
+    for label, summary in [*rows, ("largest", worst_of(list(summaries.values())))]:
+        times_us = (summary.span_us, summary.compute_us, summary.gemm_us, summary.transfer_us, summary.exposed_us)
+        # The largest of each number belongs to different ranks, and a fraction of those to none.
+        hidden = "" if label == "largest" else f"{100 * summary.hidden_fraction:.1f}"
+        table.add_row(label, *(f"{us:.0f}" for us in times_us), hidden, f"{summary.tail_us:.0f}")
+    console.print(table)
+    if not any(summary.compute_us for summary in summaries.values()):
+        console.print("no GEMM was recorded: this path runs kernels that only --profiler sees")
+
+
+def _write_files(traced: LinearTrace, wanted: LinearToTrace, rank: Rank, options: _Options) -> None:
+    from commfuse_megatron.tracing.figure import densest_calls, draw_timeline, missing_matplotlib
+    from commfuse_megatron.tracing.perfetto import write_perfetto
+
+    console = results()
+    folder = Path(options.output)
+    trace = write_perfetto(folder / f"{options.name}.json", traced.recording)
+    console.print(f"trace     {escape(str(trace))} (open it in ui.perfetto.dev)", soft_wrap=True)
+    reason = missing_matplotlib()
+    if reason is None:
+        shown = shown_ranks(traced.recording)
+        zoom = densest_calls(shown) if wanted.calls > 2 else None
+        picture = draw_timeline(
+            folder / f"{options.name}.png",
+            shown,
+            title=_what(traced, options),
+            caption=f"{machine_line(rank, traced.record.transport, options.dtype)}, {time.strftime('%B %Y')}",
+            zooms={} if zoom is None else {"two calls in a row, larger": zoom},
+        )
+        console.print(f"picture   {escape(str(picture))}", soft_wrap=True)
+    else:
+        console.print(f"no picture: {escape(reason)}", soft_wrap=True)
+    if options.json:
+        write_json(options.json, _to_dict(traced, rank, options))
+
+
+def _what(traced: LinearTrace, options: _Options) -> str:
+    record = traced.record
+    way = record.path
+    if record.path == "sliced":
+        way = f"{record.path}, {record.algorithm}, {record.chunks_per_shard} per shard"
+    what = options.case or options.op
+    return f"{what} {options.pass_name}, M {options.M}, N {options.N}, K {options.K}: {way}"
+
+
+def _to_dict(traced: LinearTrace, rank: Rank, options: _Options) -> dict[str, Any]:
+    import dataclasses
+
+    return {
+        "record": dataclasses.asdict(traced.record),
+        "case": options.case,
+        "calls": options.calls,
+        "source": "profiler" if options.is_profiled else "recorder",
+        "ranks": [{"rank": number, **summary.to_dict()} for number, summary in traced.summaries.items()],
+        **hardware(rank),
+    }
+
+
+def shown_ranks(recording: dict[int, list[Interval]]) -> dict[int, list[Interval]]:
+    """The first ranks, as many as a picture has room for; the trace holds all."""
+    return {rank: recording[rank] for rank in sorted(recording)[:MOST_RANKS_DRAWN]}
+
+
+def hardware(rank: Rank) -> dict[str, Any]:
+    """What a result was measured on, for JSON."""
+    import torch
+
+    return {
+        "group_size": rank.world_size,
+        "device": torch.cuda.get_device_name() if rank.device_type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "cuda_device_max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+        "month": time.strftime("%Y-%m"),
+    }
+
+
+def machine_line(rank: Rank, transport: str, dtype: str) -> str:
+    """The same for people: ranks, device, transport, dtype."""
+    import torch
+
+    if rank.device_type == "cpu":
+        return f"{rank.world_size} ranks on the CPU, {transport}, {dtype}"
+    return f"{rank.world_size} x {torch.cuda.get_device_name()}, {transport}, {dtype}"

@@ -1,0 +1,195 @@
+"""`commfuse trace --step`: a Megatron step, stock and with the plugin, beside the step without communication."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from commfuse_megatron.cli.launch import CannotRunError, Rank, choose_num_ranks, launch
+from commfuse_megatron.cli.output import make_progress, results, silence_foreign_warnings, write_json
+from commfuse_megatron.cli.trace import config_of, hardware, machine_line, shown_ranks
+from commfuse_megatron.config import OverlapConfig
+
+if TYPE_CHECKING:
+    from commfuse_megatron.benchmark.whole_step import StepToTrace, StepTrace
+
+__all__ = ["run_trace_step"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    model: str
+    num_layers: int
+    sequence: int
+    batch: int
+    dtype: str
+    config: OverlapConfig
+    transformer_impl: str
+    has_fusions: bool
+    rounds: int
+    output: str
+    name: str
+    json: str | None
+    is_verbose: bool
+
+
+def run_trace_step(arguments: argparse.Namespace) -> int:
+    """Time and trace. 0: done; 1: the plugin overlapped nothing; 2: it cannot run here."""
+    num_ranks = choose_num_ranks(arguments.ranks)
+    if util.find_spec("megatron") is None:
+        raise CannotRunError("Megatron-Core is not installed: pip install megatron-core")
+    if arguments.op or arguments.case or arguments.N or arguments.K:
+        raise CannotRunError("--step traces a whole model; leave out --op, --case, --N and --K")
+    is_demo = arguments.model == "demo"
+    if not is_demo and arguments.device == "cpu":
+        raise CannotRunError(f"--model {arguments.model} is for GPUs; use --model demo, or --device cuda")
+    sequence = arguments.seq or (1024 if arguments.device == "cuda" else 256) * (1 if is_demo else 8)
+    if sequence % num_ranks:
+        raise CannotRunError(f"--seq {sequence} must be a multiple of the {num_ranks} ranks")
+    if num_ranks not in (2, 4, 8):
+        raise CannotRunError(f"the models can be cut for 2, 4 or 8 ranks, not {num_ranks}")
+    for name in ("seq", "layers", "batch", "rounds"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise CannotRunError(f"--{name} must be at least 1, got {value}")
+    options = _Options(
+        model=arguments.model,
+        num_layers=arguments.layers or (2 if is_demo else 4),
+        sequence=sequence,
+        batch=arguments.batch,
+        dtype=arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32"),
+        config=config_of(arguments),
+        transformer_impl=arguments.transformer_impl,
+        has_fusions=arguments.fusions,
+        rounds=arguments.rounds,
+        output=arguments.output,
+        name=arguments.name or f"step_{arguments.model}",
+        json=arguments.json,
+        is_verbose=arguments.verbose,
+    )
+    return launch(_trace_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
+
+
+def _trace_on_rank(rank: Rank, options: _Options) -> int:
+    if not options.is_verbose:
+        silence_foreign_warnings()
+    import torch
+
+    from commfuse_megatron.benchmark.whole_step import StepToTrace, trace_step
+
+    wanted = StepToTrace(
+        model=options.model,
+        num_layers=options.num_layers,
+        sequence=options.sequence,
+        batch=options.batch,
+        dtype=getattr(torch, options.dtype),
+        device_type=rank.device_type,
+        config=options.config,
+        transformer_impl=options.transformer_impl,  # type: ignore[arg-type]
+        has_fusions=options.has_fusions,
+        rounds=options.rounds,
+    )
+    with make_progress(is_shown=rank.is_first) as progress:
+        task = progress.add_task("timing three variants of the step", total=3 * (wanted.warm_up + wanted.rounds))
+        traced = trace_step(wanted, on_step=lambda: progress.advance(task))
+    if rank.is_first:
+        _print(traced, wanted, rank, options)
+        _write_files(traced, rank, options)
+    return 0
+
+
+def _print(traced: StepTrace, wanted: StepToTrace, rank: Rank, options: _Options) -> None:
+    from commfuse_megatron.benchmark.whole_step import FREE
+
+    console = results()
+    console.print(f"{_what(options, rank)}; {machine_line(rank, traced.transport, options.dtype)}")
+    console.print(
+        f"milliseconds; step: medians over {wanted.rounds} steps, the slowest rank's; exposed: longer than without"
+        " communication\ntraced: one more step of each"
+        f" ({'kernels' if rank.device_type == 'cuda' else 'GEMMs and transfers'}), the largest of all ranks"
+    )
+    table = Table(title="forward and backward, no optimizer", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for column in ("forward", "step", "exposed", "traced: GEMM", "compute", "communication", "exposed"):
+        table.add_column(column, justify="right")
+    for name, times in traced.times.items():
+        row = [f"{times.forward_ms:.2f}", f"{times.step_ms:.2f}"]
+        if name == FREE:
+            table.add_row(f"{name} *", *row, *[""] * 5)
+            continue
+        summary = traced.summary(name)
+        times_us = (summary.gemm_us, summary.compute_us, summary.transfer_us, summary.exposed_us)
+        table.add_row(name, *row, f"{traced.exposed_ms(name):.2f}", *(f"{us / 1e3:.2f}" for us in times_us))
+    console.print(table)
+    console.print(
+        "* lower bound; results are wrong on purpose: every all-gather and reduce-scatter of the stock step is a local"
+        " copy; all-reduces stay",
+        soft_wrap=True,
+    )
+    reasons = {name: reason for name, reason in traced.layers.items() if reason is not None}
+    console.print(f"{len(traced.layers) - len(reasons)} of {len(traced.layers)} linears ran through the plugin")
+    for name, reason in reasons.items():
+        console.print(f"    {escape(name)}: {escape(reason)}", soft_wrap=True)
+
+
+def _write_files(traced: StepTrace, rank: Rank, options: _Options) -> None:
+    from commfuse_megatron.tracing.figure import draw_runs, missing_matplotlib
+    from commfuse_megatron.tracing.perfetto import write_perfetto
+
+    console = results()
+    folder = Path(options.output)
+    trace = write_perfetto(folder / f"{options.name}.json", traced.runs)
+    console.print(f"trace     {escape(str(trace))} (open it in ui.perfetto.dev)", soft_wrap=True)
+    reason = missing_matplotlib()
+    if reason is None:
+        picture = draw_runs(
+            folder / f"{options.name}.png",
+            {name: shown_ranks(recording) for name, recording in traced.runs.items()},
+            title=_what(options, rank),
+            caption=f"{machine_line(rank, traced.transport, options.dtype)}, {time.strftime('%B %Y')}",
+        )
+        console.print(f"picture   {escape(str(picture))}", soft_wrap=True)
+    else:
+        console.print(f"no picture: {escape(reason)}", soft_wrap=True)
+    if options.json:
+        write_json(options.json, _to_dict(traced, rank, options))
+
+
+def _what(options: _Options, rank: Rank) -> str:
+    return (
+        f"step of a Megatron GPT ({options.model}, {options.num_layers} layers, sequence {options.sequence},"
+        f" batch {options.batch}, {options.transformer_impl}), tensor parallel {rank.world_size}"
+    )
+
+
+def _to_dict(traced: StepTrace, rank: Rank, options: _Options) -> dict[str, Any]:
+    from commfuse_megatron.benchmark.whole_step import FREE
+
+    return {
+        "model": options.model,
+        "layers": options.num_layers,
+        "sequence": options.sequence,
+        "batch": options.batch,
+        "dtype": options.dtype,
+        "transformer_impl": options.transformer_impl,
+        "transport": traced.transport,
+        "config": options.config.to_dict(),
+        "variants": {
+            name: {
+                "forward_ms": times.forward_ms,
+                "step_ms": times.step_ms,
+                **({} if name == FREE else {"exposed_ms": traced.exposed_ms(name)}),
+                **({} if name == FREE else {"traced": traced.summary(name).to_dict()}),
+            }
+            for name, times in traced.times.items()
+        },
+        "linears": traced.layers,
+        **hardware(rank),
+    }

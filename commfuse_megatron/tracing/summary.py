@@ -1,0 +1,89 @@
+"""A rank's recording as the numbers of a table: times per call, what was hidden, what was left at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER, Overlap, measure_overlap, union_spans
+
+if TYPE_CHECKING:
+    from commfuse_megatron.runtime.recorder import Interval
+
+__all__ = ["Summary", "drop_nested", "is_gemm", "summarize", "worst_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Means over calls, in microseconds.
+
+    span_us: first start to last end. compute_us: something is computed; gemm_us: a GEMM is. exposed_us: something is
+    transferred and nothing computed. tail_us: from the end of the last GEMM to the end of the call.
+    """
+
+    calls: int
+    span_us: float
+    compute_us: float
+    gemm_us: float
+    transfer_us: float
+    exposed_us: float
+    tail_us: float
+
+    @property
+    def hidden_fraction(self) -> float:
+        """The share of the transfers' time beside which something was computed; 1 when nothing was sent."""
+        return 1.0 - self.exposed_us / self.transfer_us if self.transfer_us > 0 else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, for JSON."""
+        return {**dataclasses.asdict(self), "hidden_fraction": self.hidden_fraction}
+
+
+def is_gemm(interval: Interval) -> bool:
+    """Whether an interval is (part of) a matrix product, by the names that the runtime and the profiler give."""
+    return interval.track == COMPUTE and (
+        interval.name.startswith(("multiply", "wgrad", "dgrad")) or "GEMM" in interval.name
+    )
+
+
+def summarize(intervals: Iterable[Interval], *, as_one_call: bool = False) -> Summary:
+    """The summary of one rank's calls, each metered by itself; or of everything as one, e.g. of a training step."""
+    by_call: dict[int, list[Interval]] = {}
+    for interval in intervals:
+        by_call.setdefault(0 if as_one_call else interval.call, []).append(interval)
+    measured = [_of_call(members) for members in by_call.values()]
+
+    def mean(values: Iterable[float]) -> float:
+        return statistics.fmean(values) if measured else 0.0
+
+    return Summary(
+        calls=len(measured),
+        span_us=mean(overlap.span_us for overlap, _, _ in measured),
+        compute_us=mean(overlap.compute_us for overlap, _, _ in measured),
+        gemm_us=mean(gemm_us for _, gemm_us, _ in measured),
+        transfer_us=mean(overlap.transfer_us for overlap, _, _ in measured),
+        exposed_us=mean(overlap.exposed_us for overlap, _, _ in measured),
+        tail_us=mean(tail_us for _, _, tail_us in measured),
+    )
+
+
+def _of_call(members: list[Interval]) -> tuple[Overlap, float, float]:
+    gemms = [i for i in members if is_gemm(i)]
+    gemm_us = sum(end_us - start_us for start_us, end_us in union_spans(gemms, COMPUTE))
+    last_gemm_us = max((i.end_us for i in gemms), default=min(i.start_us for i in members))
+    return measure_overlap(members), gemm_us, max(i.end_us for i in members) - last_gemm_us
+
+
+def worst_of(summaries: Sequence[Summary]) -> Summary:
+    """The largest of each number over ranks: a group is as slow as its slowest member."""
+    names = [field.name for field in dataclasses.fields(Summary)]
+    return Summary(**{name: max(getattr(summary, name) for summary in summaries) for name in names})
+
+
+def drop_nested(intervals: Sequence[Interval], outer: Sequence[Interval]) -> list[Interval]:
+    """Without what lies inside one of `outer` of the same track: the same work, recorded a second time closer to it."""
+    spans = {track: union_spans(outer, track) for track in (COMPUTE, TRANSFER)}
+    return [i for i in intervals if not any(start <= i.start_us and i.end_us <= end for start, end in spans[i.track])]

@@ -1,0 +1,158 @@
+"""`commfuse trace` as a user starts it, on few ranks and tiny sizes; and its building blocks on real groups."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from commfuse_megatron import OverlapConfig, OverlapContext, ops, tracing
+from commfuse_megatron.errors import ConfigError
+from commfuse_megatron.runtime.recorder import Recorder
+from commfuse_megatron.tracing.collectives import local_copies, recorded_calls
+from tests.harness import run_spawned
+from tests.spawned.test_commands import run_commfuse
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+def run_trace(folder: Path, *arguments: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """(stdout, the --json file, the Perfetto file)."""
+    file = folder / "out.json"
+    ran = run_commfuse("trace", *arguments, "--output", str(folder), "--name", "x", "--json", str(file))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert (folder / "x.png").stat().st_size > 5000
+    assert "speed" not in ran.stdout.lower()
+    return ran.stdout, json.loads(file.read_text("utf-8")), json.loads((folder / "x.json").read_text("utf-8"))
+
+
+SMALL = ("--tokens", "121", "--N", "24", "--K", "16", "--calls", "3")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "op", "pass_name", "path"),
+    [
+        (2, "linear_reduce_scatter", "fprop", "sliced"),
+        (2, "all_gather_linear", "backward", "sequential"),
+        (3, "all_gather_linear", "backward", "sliced"),
+    ],
+)
+def test_one_operation(ranks: int, op: str, pass_name: str, path: str, tmp_path: Path) -> None:
+    way = ("--op", op, "--pass", pass_name, "--path", path, "--algorithm", "direct")
+    out, data, trace = run_trace(tmp_path, "--ranks", str(ranks), *way, *SMALL)
+    assert f"{op} {pass_name}, M 121, N 24, K 16: {path}" in out
+    record = data["record"]
+    assert (record["op"], record["pass_name"], record["path"]) == (op, pass_name, path)
+    assert [row["rank"] for row in data["ranks"]] == list(range(ranks))
+    for row in data["ranks"]:
+        assert row["calls"] == 3
+        assert 0 < row["gemm_us"] <= row["compute_us"] <= row["span_us"]
+        assert 0 <= row["exposed_us"] <= row["transfer_us"] <= row["span_us"]
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in slices} == set(range(ranks))
+    assert {event["args"]["call"] for event in slices} == {1, 2, 3}
+    transfers = [event for event in slices if event["cat"] == "transfer"]
+    gathers_and_scatters = 2  # a column's backward gathers x again and scatters dx
+    if path == "sequential":
+        assert {event["name"] for event in transfers} == {"all-gather", "reduce-scatter"}
+        assert len(transfers) == 3 * ranks * gathers_and_scatters
+        return
+    exchanges = gathers_and_scatters if pass_name == "backward" else 1
+    assert len(transfers) == 3 * ranks * (ranks - 1) * exchanges
+    phases = [event["ph"] for event in trace["traceEvents"]]
+    assert phases.count("s") == phases.count("f") == phases.count("i") == len(transfers), "a message without an arrow"
+    assert len([event for event in slices if event["name"].startswith("multiply")]) == 3 * ranks * ranks
+
+
+def test_a_whole_step_stock_and_plugin(tmp_path: Path) -> None:
+    out, data, trace = run_trace(tmp_path, "--step", "--ranks", "2", "--seq", "32", "--layers", "1", "--rounds", "2")
+    assert "lower bound; results are wrong on purpose" in out
+    assert "5 of 5 linears ran through the plugin" in out
+    assert list(data["variants"]) == ["stock", "plugin", "without communication"]
+    free = data["variants"].pop("without communication")
+    for variant in data["variants"].values():
+        assert 0 < variant["forward_ms"] < variant["step_ms"]
+        assert variant["exposed_ms"] == pytest.approx(variant["step_ms"] - free["step_ms"])
+        assert variant["traced"]["gemm_us"] > 0
+        assert 0 < variant["traced"]["exposed_us"] <= variant["traced"]["transfer_us"]
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
+    assert names == ["stock, rank 0", "stock, rank 1", "plugin, rank 0", "plugin, rank 1"]
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    stock, plugin = ([e for e in slices if e["pid"] in pids and e["cat"] == "transfer"] for pids in ((0, 1), (2, 3)))
+    # Per rank: three columns' gather, re-gather and scatter, two rows' scatter and gather; embedding two, loss three.
+    assert len(stock) == 2 * (3 * 3 + 2 * 2 + 2 + 3)
+    assert len([e for e in plugin if e["name"].startswith("to rank")]) == 2 * (3 * 3 + 2 * 2)
+    assert {e["name"] for e in plugin if not e["name"].startswith("to rank")} == {
+        "all-gather",
+        "reduce-scatter",
+        "all-reduce",
+    }
+    gemms = [e for e in slices if e["pid"] == 2 and e["name"].startswith("GEMM")]
+    assert 0 < len(gemms) < len([e for e in slices if e["pid"] == 0 and e["cat"] == "compute"]), "recorded twice"
+
+
+# --- building blocks --------------------------------------------------------------------------------------------------
+
+
+def check_replaced_collectives(group: dist.ProcessGroup, device: torch.device) -> None:
+    rank, size = group.rank(), group.size()
+    own, original = torch.full((2, 3), float(rank + 1)), dist.all_gather_into_tensor
+    gathered, summed = torch.zeros(2 * size, 3), torch.zeros(2, 3)
+    partials = torch.arange(6.0 * size).view(2 * size, 3) + 100 * rank
+    with local_copies():
+        dist.all_gather_into_tensor(gathered, own, group=group)
+        work = dist.reduce_scatter_tensor(summed, partials, group=group, async_op=True)
+        work.wait()
+        assert work.is_completed()
+    assert torch.equal(gathered, own.repeat(size, 1)), "only copied"
+    assert torch.equal(summed, partials[:2])
+    assert dist.all_gather_into_tensor is original
+    recorder = Recorder(device)
+    with recorded_calls(recorder):
+        dist.all_gather_into_tensor(gathered, own, group=group)
+        work = dist.all_reduce(summed.fill_(1), group=group, async_op=True)
+        product = own @ own.t()
+        work.wait()
+    assert gathered[:, 0].tolist() == [float(r + 1) for r in range(size) for _ in range(2)], "really gathered"
+    assert summed[0, 0] == size
+    assert product.shape == (2, 2)
+    found = recorder.intervals()
+    assert [(i.name, i.track) for i in found] == [
+        ("all-gather", "transfer"),
+        ("all-reduce", "transfer"),
+        ("GEMM 2x2x3", "compute"),
+    ]
+    assert found[1].start_us <= found[2].start_us <= found[2].end_us <= found[1].end_us
+
+
+def check_record(group: dist.ProcessGroup, device: torch.device) -> None:
+    x, weight = torch.randn(8, 1, 6), torch.randn(4, 6)
+    with OverlapContext(group, OverlapConfig(record=True)) as context:
+        ops.all_gather_linear(x, weight, context=context)  # not part of the recording
+        with tracing.record(context) as recorded:
+            for _ in range(2):
+                ops.all_gather_linear(x, weight, context=context)
+        assert recorded.by_rank.keys() == set(range(group.size()))
+        for intervals in recorded.by_rank.values():
+            assert len({i.call for i in intervals}) == 2
+            assert {i.track for i in intervals} == {"compute", "transfer"}
+            assert 0 <= min(i.start_us for i in intervals) < 60e6, "not counted from the meeting"
+        everyones: list[Any] = [None] * group.size()
+        dist.all_gather_object(everyones, recorded.by_rank)
+        assert everyones == [recorded.by_rank] * group.size()
+    silent = OverlapContext(group, OverlapConfig())
+    with pytest.raises(ConfigError, match="record=True"), tracing.record(silent):
+        pass
+    silent.close()
+
+
+def run_checks(group: dist.ProcessGroup, device: torch.device) -> None:
+    check_replaced_collectives(group, device)
+    check_record(group, device)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_recording_and_replacing_on_real_groups(ranks: int) -> None:
+    run_spawned(ranks, run_checks)
