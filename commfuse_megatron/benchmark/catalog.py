@@ -64,14 +64,16 @@ def make_emulated_variants(device: torch.device) -> list[Variant]:
     ]
 
 
-def choose(variants: Iterable[Variant], pass_name: str, *, is_full: bool, prefixes: Sequence[str]) -> list[Variant]:
-    """Those for one pass of one case. prefixes: only names that begin with these words, and the bounds always."""
+def choose(
+    variants: Iterable[Variant], op: str, pass_name: str, *, is_full: bool, prefixes: Sequence[str]
+) -> list[Variant]:
+    """Those for one pass of one case of `op`. prefixes: only names that begin with these words, and the bounds always."""
 
     def is_asked_for(variant: Variant) -> bool:
         is_bound = variant.name.startswith(("compute_only", "comm_only", "sequential"))
         return is_bound or not prefixes or any(f"{variant.name} ".startswith(f"{prefix} ") for prefix in prefixes)
 
-    return [v for v in variants if pass_name in v.passes and (is_full or v.is_basic) and is_asked_for(v)]
+    return [v for v in variants if v.serves(op, pass_name) and (is_full or v.is_basic) and is_asked_for(v)]
 
 
 def for_large(variants: Iterable[Variant]) -> list[Variant]:

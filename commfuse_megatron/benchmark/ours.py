@@ -98,6 +98,11 @@ class Ours(Variant):
         self._context: OverlapContext | None = None
 
     @override
+    def serves(self, op: str, pass_name: str) -> bool:
+        # A row's backward has no GEMM that its collective could run beside.
+        return super().serves(op, pass_name) and (self.way.path != "async" or op == "all_gather_linear")
+
+    @override
     def build(self, work: Work) -> Ready:
         if self._context is None:
             if self.way.backend == "copy_engine":

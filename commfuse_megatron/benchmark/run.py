@@ -153,7 +153,7 @@ class _Runner:
         is_paper = piece.name.startswith("paper")
         # Of the paper's case all variants run what the paper measured.
         is_full = piece.M in FULL_M or piece.is_emulated or (is_paper and piece.pass_name == "fprop")
-        chosen = choose(self._variants, piece.pass_name, is_full=is_full, prefixes=self._settings.variants)
+        chosen = choose(self._variants, case.op, piece.pass_name, is_full=is_full, prefixes=self._settings.variants)
         chosen = for_large(chosen) if is_paper else chosen
         measured = {variant.name: entry for variant in chosen if (entry := self._build(variant, work)) is not None}
         timed = {name: Timed(entry.ready.call, entry.ready.before_burst) for name, entry in measured.items()}

@@ -53,6 +53,10 @@ class Variant(ABC):
     is_foreign = False
     is_basic = False
 
+    def serves(self, op: str, pass_name: str) -> bool:
+        """Whether there is such a way of running this pass of this operation."""
+        return pass_name in self.passes
+
     @abstractmethod
     def build(self, work: Work) -> Ready:
         """Make it ready for `work`. Raises UnsupportedError or ConfigError with the reason where it cannot run."""

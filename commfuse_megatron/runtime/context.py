@@ -28,6 +28,7 @@ from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.transport.select import choose_backend, create_transport, device_of_backend
+from commfuse_megatron.transport.stream_memory import StreamEvent
 
 __all__ = ["OpRecord", "OverlapContext"]
 
@@ -120,7 +121,7 @@ class OverlapContext:
         self._is_closed = False
         check = self.config.check_agreement
         self._agrees_every_call = backend == "gloo" if check is None else check
-        self._last_done = torch.cuda.Event() if self.device.type == "cuda" else None
+        self._last_done = StreamEvent() if self.device.type == "cuda" else None
         self._last_stream = 0
         # Runs at garbage collection and at interpreter exit: an unclosed communicator would outlive what it needs.
         self._finalizer = weakref.finalize(self, _release, self.link)
@@ -209,12 +210,12 @@ class OverlapContext:
         """Start one operation's use of the buffers, ordered after the one before, whatever stream that ran on."""
         link = self.link
         if self._last_done is not None:
-            link.is_capturing = torch.cuda.is_current_stream_capturing()
+            link.is_capturing = torch._C._cuda_isCurrentStreamCapturing()
             stream = torch._C._cuda_getCurrentRawStream(self.device.index)
             if link.is_capturing:
                 self.slots.note_capture()
             elif stream != self._last_stream:
-                torch.cuda.current_stream(self.device).wait_event(self._last_done)
+                self._last_done.wait(stream)
                 self._last_stream = stream
         if self._recorder is not None:
             self._recorder.begin_call(problem)
@@ -228,7 +229,7 @@ class OverlapContext:
         if done is not None:
             self._last_done = done
         elif self._last_done is not None and not self.link.is_capturing:
-            self._last_done.record()
+            self._last_done.record(torch._C._cuda_getCurrentRawStream(self.device.index))
 
     def require_usable(self) -> None:
         """Raise what made the context fail, if it did, or TransportError if it is closed."""
@@ -314,7 +315,7 @@ class OverlapContext:
             self._is_closed = True
             self._finalizer()
             if self._last_done is not None:
-                torch.cuda.current_stream(self.device).wait_event(self._last_done)
+                self._last_done.wait(torch._C._cuda_getCurrentRawStream(self.device.index))
             self.slots.release()
 
     def __enter__(self) -> Self:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from commfuse_megatron.transport.stream_memory import StreamEvent
+
 __all__ = ["MOST_FLAGS", "Message", "PeerTimeoutError", "Place", "Transfer", "Transport", "Window"]
 
 #: Flags of a `Place` are below this.
@@ -97,7 +99,7 @@ class Transport(ABC):
         """Memory for arrivals, of at least `size_bytes`. Collective; the current stream is done with all transfers."""
         return Window(torch.empty(size_bytes, dtype=torch.uint8, device=device))
 
-    def release(self, *, is_capturing: bool) -> torch.cuda.Event | None:
+    def release(self, *, is_capturing: bool) -> StreamEvent | None:
         """End an operation: what arrived since the last release has been read, in the current stream's order.
 
         Returns an event recorded there, if the transport has recorded one.

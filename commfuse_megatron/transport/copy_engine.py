@@ -27,7 +27,7 @@ from torch import distributed as dist
 from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport.base import MOST_FLAGS, Message, Place, Transfer, Transport, Window
 from commfuse_megatron.transport.copy_tape import BoundOperation, Ref, Step
-from commfuse_megatron.transport.stream_memory import Batch, FlagPage, OwnStream, StreamMemory, batch
+from commfuse_megatron.transport.stream_memory import Batch, FlagPage, OwnStream, StreamEvent, StreamMemory, batch
 
 __all__ = ["CopyEngineTransport", "Key"]
 
@@ -64,7 +64,7 @@ class _Operation:
     def __init__(self) -> None:
         self.keys: list[Key] | tuple[Key, ...] = []
         self.granted: set[int] = set()
-        self.done: torch.cuda.Event | None = None
+        self.done: StreamEvent | None = None
         self.is_done = False
 
 
@@ -110,8 +110,7 @@ class CopyEngineTransport(Transport):
         self._rank, self._size = group.rank(), group.size()
         self._memory = StreamMemory()
         self._stream = OwnStream(device, is_high_priority=True)
-        self._issued = self._memory.event()
-        self._copied = torch.cuda.Event()
+        self._issued, self._copied = StreamEvent(), StreamEvent()
         # full [sender, flag], sent [receiver, flag], free [receiver]
         self._flags = self._map((2 * MOST_FLAGS + 1) * self._size * _FLAG_BYTES, self._clear_flags)
         self._page = FlagPage(self._flags.tensor.view(torch.int32))
@@ -145,7 +144,7 @@ class CopyEngineTransport(Transport):
         return _CopyTransfer(self, key, operation, None if send is None else send.tensor)
 
     @override
-    def release(self, *, is_capturing: bool) -> torch.cuda.Event | None:
+    def release(self, *, is_capturing: bool) -> StreamEvent | None:
         operation = self._operation
         if not operation.keys:
             return None
@@ -154,11 +153,11 @@ class CopyEngineTransport(Transport):
         self._memory.run(stream, self._releases.get(keys) or self._make_release(keys))
         self._operation = _Operation()
         if is_capturing:  # a forked stream must join again before the capture ends
-            self._copied.record(self._stream.torch)
-            torch.cuda.current_stream(self._device).wait_event(self._copied)
+            self._copied.record(self._stream.handle)
+            self._copied.wait(stream)
             return None
         done = operation.done = self._spare_event()
-        done.record()
+        done.record(stream)
         self._in_flight.append(operation)
         return done
 
@@ -189,7 +188,8 @@ class CopyEngineTransport(Transport):
         if place is None or not isinstance(place.window, _MappedWindow):
             raise TransportError("the copy engine sends into windows only: the message has no place in one")
         memory, copies = self._memory, self._stream
-        memory.follow(copies.handle, self._issued, torch._C._cuda_getCurrentRawStream(self._device.index))
+        self._issued.record(torch._C._cuda_getCurrentRawStream(self._device.index))
+        self._issued.wait(copies.handle)
         if peer not in operation.granted:
             operation.granted.add(peer)
             memory.run(copies.handle, self._takes.get(peer) or self._make_take(peer))
@@ -202,21 +202,26 @@ class CopyEngineTransport(Transport):
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         self._memory.run(stream, self._waits.get(key) or self._make_wait(key))
 
-    def _spare_event(self) -> torch.cuda.Event:
+    def _spare_event(self) -> StreamEvent:
         if self._in_flight:
             event = self._in_flight[0].done
             if event is not None and event.query():
                 oldest = self._in_flight.popleft()
                 oldest.is_done, oldest.done = True, None
                 return event
-        return torch.cuda.Event()
+        return StreamEvent()
 
     # -- binding: see copy_tape -------------------------------------------------------------------------------------
 
     def bind_order(self) -> Step:
         """The copy stream goes on when the current one has come here."""
-        follow, copies, issued = self._memory.follow, self._stream.handle, self._issued
-        return lambda at, stream: follow(copies, issued, stream)
+        record, follow, copies = self._issued.record, self._issued.wait, self._stream.handle
+
+        def step(at: tuple[int, ...], stream: int) -> None:
+            record(stream)
+            follow(copies)
+
+        return step
 
     def bind_take(self, peer: int) -> Step:
         """The copy stream goes on when `peer` lets it write."""
@@ -276,8 +281,9 @@ class CopyEngineTransport(Transport):
 
     def _make_delivery(self, key: tuple[int, int]) -> Batch:
         peer, flag = key
-        addresses = (self._full_at(peer, self._rank, flag), self._sent_at(peer, flag))
-        ops = self._deliveries[key] = batch(self._memory.write_value(at, _SET) for at in addresses)
+        full = self._memory.write_value(self._full_at(peer, self._rank, flag), _SET)
+        sent = self._memory.write_value(self._sent_at(peer, flag), _SET)
+        ops = self._deliveries[key] = batch([full, sent])
         return ops
 
     def _own_flags(self, key: Key) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 
 from commfuse_megatron.errors import TransportError
 
-__all__ = ["Batch", "FlagPage", "MemoryOp", "OwnStream", "StreamMemory", "batch"]
+__all__ = ["Batch", "FlagPage", "MemoryOp", "OwnStream", "StreamEvent", "StreamMemory", "batch"]
 
 # The driver takes fewer than 256 operations at once.
 _MOST_OPS = 255
@@ -45,8 +45,6 @@ class StreamMemory:
         self._driver = _driver()
         self._batch_mem_op = self._driver.cuStreamBatchMemOp
         self._memcpy = self._driver.cuMemcpyDtoDAsync
-        self._record = self._driver.cuEventRecord
-        self._wait_event = self._driver.cuStreamWaitEvent
 
     def wait_for(self, address: int, value: int) -> MemoryOp:
         """Operation that holds the stream until the flag at `address` equals `value`."""
@@ -65,6 +63,7 @@ class StreamMemory:
         op.operation = op.writeValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
         op.writeValue.address = driver.CUdeviceptr(address)
         op.writeValue.value = driver.cuuint32_t(value)
+        # Without its memory barrier a write would be cheaper, but the driver no longer takes that flag (CUDA 13.0).
         op.writeValue.flags = int(driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT)
         return op
 
@@ -81,21 +80,37 @@ class StreamMemory:
         if status:
             _check(status, "cuMemcpyDtoDAsync")
 
-    def event(self) -> Any:
-        """The driver's handle of a new event, for `follow`."""
-        status, event = self._driver.cuEventCreate(int(self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
-        _check(status, "cuEventCreate")
-        return event
-
-    def follow(self, stream: Any, event: Any, leader: Any) -> None:
-        """Make `stream` wait for all that `leader` was given so far."""
-        status = self._record(event, leader)[0] or self._wait_event(stream, event, 0)[0]
-        if status:
-            _check(status, "cuStreamWaitEvent")
-
     def handle(self, raw_stream: int) -> Any:
         """The driver's handle of a stream, to be kept for `run` and `copy`."""
         return self._driver.CUstream(raw_stream)
+
+
+class StreamEvent:
+    """An event on raw stream handles: `torch.cuda.Event` takes several times the host time, to look up its stream."""
+
+    __slots__ = ("_event", "_query", "_record", "_wait")
+
+    def __init__(self) -> None:
+        driver = _driver()
+        status, self._event = driver.cuEventCreate(int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+        _check(status, "cuEventCreate")
+        self._record, self._wait, self._query = driver.cuEventRecord, driver.cuStreamWaitEvent, driver.cuEventQuery
+
+    def record(self, stream: Any) -> None:
+        """Mark where `stream` is."""
+        status = self._record(self._event, stream)[0]
+        if status:
+            _check(status, "cuEventRecord")
+
+    def wait(self, stream: Any) -> None:
+        """Make `stream` wait for the mark."""
+        status = self._wait(stream, self._event, 0)[0]
+        if status:
+            _check(status, "cuStreamWaitEvent")
+
+    def query(self) -> bool:
+        """Whether the mark was reached; True before the first one."""
+        return not self._query(self._event)[0]
 
 
 class FlagPage:

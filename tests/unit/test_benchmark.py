@@ -84,7 +84,7 @@ def test_the_grid_has_every_case_once_and_starts_with_the_headline():
 
 def test_all_variants_at_two_sizes_and_the_basic_ones_elsewhere():
     variants = make_variants(CUDA, 2, (1, 2))
-    basic = [v.name for v in choose(variants, "fprop", is_full=False, prefixes=())]
+    basic = [v.name for v in choose(variants, "all_gather_linear", "fprop", is_full=False, prefixes=())]
     assert basic == [
         "compute_only",
         "compute_only persistent",
@@ -95,16 +95,19 @@ def test_all_variants_at_two_sizes_and_the_basic_ones_elsewhere():
         "megatron",
         "planned",
     ]
-    full = [v.name for v in choose(variants, "fprop", is_full=True, prefixes=())]
+    full = [v.name for v in choose(variants, "all_gather_linear", "fprop", is_full=True, prefixes=())]
     wanted = {"slicing C=2", "slicing C=4", "slicing C=8", "async_tp", "userbuffers"}
     wanted |= {"sliced m=1 nccl", "sliced m=2 copy_engine", "slices_only m=2 torch"}
     assert wanted <= set(full)
     assert len(set(full)) == len(full)
     assert "bulk copy_engine" not in full
-    backward = {v.name for v in choose(variants, "backward", is_full=True, prefixes=())}
+    backward = {v.name for v in choose(variants, "all_gather_linear", "backward", is_full=True, prefixes=())}
     assert {"bulk copy_engine", "bulk nccl", "async"} <= backward
     assert "async_tp" not in backward
-    asked = [v.name for v in choose(variants, "fprop", is_full=True, prefixes=("planned", "slicing C=4"))]
+    asked = [
+        v.name
+        for v in choose(variants, "all_gather_linear", "fprop", is_full=True, prefixes=("planned", "slicing C=4"))
+    ]
     assert asked == [*basic[:6], "planned", "slicing C=4"]
     assert {"sliced m=1 nccl", "sequential"} <= {v.name for v in make_emulated_variants(CUDA)}
 
