@@ -16,6 +16,8 @@ from commfuse_megatron.benchmark.run import Settings, grid
 from commfuse_megatron.benchmark.summary import check_bounds, parse_bounds, summarize
 from commfuse_megatron.benchmark.table import overview_table, rows_table
 from commfuse_megatron.benchmark.tail import tail_us
+from commfuse_megatron.benchmark.timing import _summary
+from commfuse_megatron.benchmark.variant import link_name, require_own_link
 from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.runtime.recorder import Interval
 
@@ -237,3 +239,17 @@ def test_the_tail_starts_at_the_end_of_the_last_gemm():
     ]
     assert tail_us(recorded) == 2.0
     assert tail_us(recorded[1:2]) is None
+
+
+def test_summaries_are_medians_and_95th_percentiles():
+    sample = _summary([float(value) for value in range(1, 22)])
+    assert (sample.median_ms, sample.p95_ms, sample.rounds) == (11.0, 20.0, 21)
+
+
+def test_what_would_not_use_a_slow_link_is_left_out_there(monkeypatch):
+    require_own_link(CUDA, "copy_engine")
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert (link_name(CUDA), link_name(CPU)) == ("host", "gloo")
+    require_own_link(CUDA, "nccl")
+    with pytest.raises(UnsupportedError, match="which copy_engine does not use"):
+        require_own_link(CUDA, "copy_engine")
