@@ -24,6 +24,7 @@ from torch import distributed as dist
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError, VerificationError
+from commfuse_megatron.runtime.context import OpRecord
 from commfuse_megatron.runtime.recorder import Interval, Recorder
 from commfuse_megatron.tracing.collectives import local_copies, recorded_calls
 from commfuse_megatron.tracing.kernels import Profile, profile_calls
@@ -91,11 +92,13 @@ class StepTrace:
     """Times by variant; one traced step, stock and with the plugin, by rank.
 
     layers: of the plugin's model, name -> why it took Megatron's own path in the plugin's step, None if it did not.
+    ops: what its layers asked for, and the path that was chosen.
     """
 
     times: dict[str, StepTimes]
     runs: dict[str, dict[int, list[Interval]]]
     layers: dict[str, str | None]
+    ops: tuple[OpRecord, ...]
     transport: str
 
     def exposed_ms(self, variant: str) -> float:
@@ -155,6 +158,7 @@ def _trace(wanted: StepToTrace, on_step: Callable[[], object]) -> StepTrace:
         times=times,
         runs=runs,
         layers=layers,
+        ops=tuple(record for context in open_contexts() for record in context.report()),
         transport=", ".join(dict.fromkeys(context.transport_name for context in open_contexts())),
     )
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from commfuse_megatron.runtime.recorder import Interval
     from commfuse_megatron.tracing.linear import LinearToTrace, LinearTrace
 
-__all__ = ["config_of", "hardware", "machine_line", "run_trace", "shown_ranks"]
+__all__ = ["add_trace_options", "config_of", "hardware", "machine_line", "run_trace", "shown_ranks"]
 
 OPS = ("all_gather_linear", "linear_reduce_scatter")
 MOST_RANKS_DRAWN = 4
@@ -44,6 +44,41 @@ class _Options:
     output: str
     name: str
     json: str | None
+
+
+def add_trace_options(parser: argparse.ArgumentParser) -> None:
+    """What `commfuse trace` takes besides ranks and device. Imports no torch."""
+    paths = ("auto", "sliced", "bulk", "async", "sequential")
+    parser.add_argument("--path", choices=paths, help="way of the traced passes (default: the configuration's)")
+    parser.add_argument("--algorithm", choices=("auto", "direct", "ring"), help="default: the configuration's")
+    parser.add_argument("--chunks", type=int, metavar="m", help="chunks per shard")
+    parser.add_argument("--transport", choices=("auto", "gloo", "nccl", "copy_engine"), help="default auto")
+    parser.add_argument("--config", metavar="FILE", help="YAML configuration that the options above change")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default float32, cuda bfloat16")
+    parser.add_argument(
+        "--output", metavar="DIR", default="trace_output", help="where picture and trace go (default trace_output)"
+    )
+    parser.add_argument("--name", metavar="NAME", help="of the files (default: from what is traced)")
+    one = parser.add_argument_group("one operation (the default)")
+    one.add_argument("--op", choices=("all_gather_linear", "linear_reduce_scatter"), help="default: that of the case")
+    one.add_argument("--pass", dest="pass_name", choices=("fprop", "backward"), default="fprop", help="default fprop")
+    one.add_argument("--case", metavar="CASE", help="a linear of a known model, e.g. llama-70b.fc2 (cuda: the default)")
+    one.add_argument("--tokens", type=int, metavar="M", help="of the full sequence (default 512 on cpu, 8192 on cuda)")
+    one.add_argument("--N", type=int, help="output features of one rank's weight (default 512)")
+    one.add_argument("--K", type=int, help="input features of one rank's weight (default 512)")
+    one.add_argument("--calls", type=int, default=5, metavar="n", help="recorded calls (default 5)")
+    one.add_argument("--profiler", action="store_true", help="look at kernels and copies by stream (cuda only)")
+    step = parser.add_argument_group("a whole step")
+    step.add_argument("--step", action="store_true", help="forward and backward of a Megatron GPT, stock and plugin")
+    step.add_argument("--model", choices=("demo", "llama-8b", "llama-70b"), default="demo", help="default demo")
+    step.add_argument("--seq", type=int, metavar="S", help="sequence (default 256 on cpu; on cuda 1024, llama 8192)")
+    step.add_argument("--layers", type=int, metavar="L", help="default 2, llama 4")
+    step.add_argument("--batch", type=int, default=1, metavar="B", help="default 1")
+    step.add_argument(
+        "--transformer-impl", choices=("local", "transformer_engine"), default="local", help="attention and norms"
+    )
+    step.add_argument("--fusions", action="store_true", help="Megatron's fused activation, dropout and rotary kernels")
+    step.add_argument("--rounds", type=int, default=5, metavar="n", help="timed steps of each variant (default 5)")
 
 
 def run_trace(arguments: argparse.Namespace) -> int:

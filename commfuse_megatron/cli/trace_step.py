@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
 from dataclasses import dataclass
 from importlib import util
@@ -137,6 +138,9 @@ def _print(traced: StepTrace, wanted: StepToTrace, rank: Rank, options: _Options
     console.print(f"{len(traced.layers) - len(reasons)} of {len(traced.layers)} linears ran through the plugin")
     for name, reason in reasons.items():
         console.print(f"    {escape(name)}: {escape(reason)}", soft_wrap=True)
+    for op in traced.ops:
+        problem = f"{op.op} {op.pass_name}, M {op.M}, N {op.N}, K {op.K}"
+        console.print(f"    {problem}: {op.path}, {op.transport}; {escape(op.reason)}", soft_wrap=True)
 
 
 def _write_files(traced: StepTrace, rank: Rank, options: _Options) -> None:
@@ -191,5 +195,6 @@ def _to_dict(traced: StepTrace, rank: Rank, options: _Options) -> dict[str, Any]
             for name, times in traced.times.items()
         },
         "linears": traced.layers,
+        "report": [dataclasses.asdict(op) for op in traced.ops],
         **hardware(rank),
     }

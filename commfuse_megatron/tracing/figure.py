@@ -130,7 +130,8 @@ def draw_runs(
 
 def _broken(text: str) -> str:
     """`text` in lines that fit into the picture."""
-    return "\n".join(textwrap.wrap(text, TITLE_CHARS, replace_whitespace=False, drop_whitespace=False))
+    lines = (textwrap.wrap(line, TITLE_CHARS, drop_whitespace=False) for line in text.splitlines())
+    return "\n".join(line for wrapped in lines for line in wrapped)
 
 
 def densest_calls(recording: Mapping[int, Sequence[Interval]], num_calls: int = 2) -> Span | None:
