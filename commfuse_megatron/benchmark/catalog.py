@@ -67,7 +67,7 @@ def make_emulated_variants(device: torch.device) -> list[Variant]:
 def choose(
     variants: Iterable[Variant], op: str, pass_name: str, *, is_full: bool, prefixes: Sequence[str]
 ) -> list[Variant]:
-    """Those for one pass of one case of `op`. prefixes: only names that begin with these words, and the bounds always."""
+    """Those for one pass of one case of `op`. prefixes: only names that begin with these words; bounds always."""
 
     def is_asked_for(variant: Variant) -> bool:
         is_bound = variant.name.startswith(("compute_only", "comm_only", "sequential"))

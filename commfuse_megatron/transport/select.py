@@ -19,22 +19,24 @@ from commfuse_megatron.transport.nccl import NcclTransport
 
 __all__ = ["choose_backend", "create_transport", "device_of_backend"]
 
+# PyTorch's switch for symmetric memory of several ranks on one GPU.
+_SHARED_GPUS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
 
 def choose_backend(group: dist.ProcessGroup, config: TransportConfig, exchange: Callable[[str], list[str]]) -> str:
-    """The transport for `group`: what the config names, else the fastest that serves all ranks. Collective.
+    """The transport for `group`: what the config names, else NCCL where the group has a CUDA backend, else gloo.
 
-    exchange: hands one string of every rank to all of them. Raises ConfigError when the named one cannot serve here.
+    exchange: hands one string of every rank to all of them. Raises ConfigError when the named one cannot serve here;
+    for the copy engine on all ranks, since whether GPUs reach each other is found out together.
     """
-    has_cuda = torch.device("cuda") in group._device_types and torch.cuda.is_available()
     if config.backend == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise ConfigError('transport.backend is "nccl" but no CUDA device (or no NCCL) is available; use gloo or auto')
-    if config.backend == "copy_engine" and not torch.cuda.is_available():
-        raise ConfigError('transport.backend is "copy_engine" but no CUDA device is available; use gloo or auto')
+    if config.backend == "copy_engine":
+        _require_reach(exchange)
     if config.backend != "auto":
         return config.backend
-    if not has_cuda:
-        return "gloo"
-    return "copy_engine" if _all_reach_each_other(exchange) else "nccl"
+    has_cuda = torch.device("cuda") in group._device_types and torch.cuda.is_available()
+    return "nccl" if has_cuda and dist.is_nccl_available() else "gloo"
 
 
 def device_of_backend(backend: str) -> torch.device:
@@ -59,27 +61,30 @@ def create_transport(backend: str, group: dist.ProcessGroup, store: dist.Store, 
     )
 
 
-def _all_reach_each_other(exchange: Callable[[str], list[str]]) -> bool:
-    """Whether every rank has a GPU of its own that can address those of all others."""
-    me = {"host": _host(), "gpu": str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)}
-    everyone = [json.loads(text) for text in exchange(json.dumps(me))]
-    gpus = [rank["gpu"] for rank in everyone]
-    reaches = (
-        len({rank["host"] for rank in everyone}) == 1
-        and len(set(gpus)) == len(gpus)
-        and _has_peer_access([gpu for gpu in gpus if gpu != me["gpu"]])
-    )
-    return all(text == "True" for text in exchange(str(reaches)))
+def _require_reach(exchange: Callable[[str], list[str]]) -> None:
+    """Raise ConfigError on all ranks unless every one has a GPU that can address those of all others."""
+    has_gpu = torch.cuda.is_available()
+    gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if has_gpu else None
+    everyone = [json.loads(text) for text in exchange(json.dumps({"host": _host(), "gpu": gpu}))]
+    complaint = _find_obstacle([rank["host"] for rank in everyone], [rank["gpu"] for rank in everyone], gpu)
+    complaints = [text for text in exchange(complaint) if text]
+    if complaints:
+        raise ConfigError(f'transport.backend is "copy_engine", but {complaints[0]}; use nccl or auto')
 
 
-def _has_peer_access(peers: list[str]) -> bool:
-    # Whoever tells NCCL not to use it has a reason: a machine where it does not work, or a slow link to be emulated.
-    if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
-        return False
+def _find_obstacle(hosts: list[str], gpus: list[str | None], here: str | None) -> str:
+    if None in gpus:
+        return f"group rank {gpus.index(None)} has no CUDA device"
+    if len(set(hosts)) > 1:
+        return f"the ranks are on {len(set(hosts))} hosts"
+    if len(set(gpus)) < len(gpus) and not os.environ.get(_SHARED_GPUS):
+        return f"several ranks share a GPU (for tests of correctness, {_SHARED_GPUS}=1 allows that)"
     ordinals = {str(torch.cuda.get_device_properties(n).uuid): n for n in range(torch.cuda.device_count())}
-    here = torch.cuda.current_device()
     # A GPU that is not visible to this process cannot be asked about.
-    return all(peer in ordinals and torch.cuda.can_device_access_peer(here, ordinals[peer]) for peer in peers)
+    others = [ordinals[gpu] for gpu in set(gpus) if gpu != here and gpu in ordinals]
+    me = torch.cuda.current_device()
+    unreached = [other for other in others if not torch.cuda.can_device_access_peer(me, other)]
+    return f"device {me} cannot address the memory of device {unreached[0]}" if unreached else ""
 
 
 def _host() -> str:
