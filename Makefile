@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 EXTRAS := plot,test,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format compile clean distclean
+.PHONY: help setup demo test test-gpu lint format compile clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,13 @@ demo: setup  ## train a small Megatron GPT on 2 CPU ranks, stock and overlapped,
 
 test: setup  ## run the test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# One after the other: ranks that share a GPU with other tests only take turns. test-gpu: setup  ## what needs two GPUs: tests, verify and demo over NCCL, verify over the copy engine
+	$(BIN)/python -m pytest tests/gpu -v --durations 15 $(PYTEST_ARGS)
+	$(BIN)/torchrun --nproc-per-node 2 -m commfuse_megatron verify --device cuda
+	$(BIN)/torchrun --nproc-per-node 2 -m commfuse_megatron verify --device cuda --transport copy_engine
+	$(BIN)/torchrun --nproc-per-node 2 -m commfuse_megatron demo --device cuda --dtype bfloat16
+	$(BIN)/torchrun --nproc-per-node 2 -m commfuse_megatron demo --device cuda --dtype float32
 
 lint: setup  ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .

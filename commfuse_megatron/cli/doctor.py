@@ -5,11 +5,21 @@ import argparse
 from rich.markup import escape
 from rich.table import Table
 
+from commfuse_megatron.benchmark.cases import CASE_NAMES, linear_case
 from commfuse_megatron.cli.launch import is_speaker
 from commfuse_megatron.cli.output import results, status, write_json
+from commfuse_megatron.config import OverlapConfig, config_file_from_environment
+from commfuse_megatron.errors import ConfigError
+from commfuse_megatron.plan.candidates import buffer_needs, merge_needs
+from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.problem import GemmProblem
+from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.verify.machine import Machine, inspect_machine
 
 __all__ = ["run_doctor"]
+
+# Tokens of a sequence (times batch) that the buffers are worked out for.
+_TOKENS = 8192
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -19,7 +29,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     if is_speaker():
         _print(machine)
         if arguments.json:
-            write_json(arguments.json, machine.to_dict())
+            write_json(arguments.json, machine.to_dict() | {"buffers": _buffers(_group_size(machine))})
     transports = [ability for ability in machine.abilities if ability.name.endswith("transport")]
     if not any(ability.will_run for ability in transports):
         return 2
@@ -52,6 +62,45 @@ def _print(machine: Machine) -> None:
         meaning = ("[red]wrong:[/] " if setting.is_wrong else "") + escape(setting.meaning)
         settings.add_row(setting.name, "unset" if setting.value is None else escape(setting.value), meaning)
     console.print(settings)
+    _print_buffers(_group_size(machine))
+
+
+def _group_size(machine: Machine) -> int:
+    return max(2, len(machine.gpus))
+
+
+def _buffers(group_size: int) -> dict[str, float]:
+    """MiB on one rank by model: what one context's buffers grow to when all linears of that model are sliced."""
+    needs: dict[str, dict[str, int]] = {}
+    for name in CASE_NAMES:
+        if name.startswith("paper"):  # its tokens are given
+            continue
+        try:
+            case = linear_case(name, _TOKENS, group_size)
+        except ConfigError:  # sizes that so many ranks do not divide
+            continue
+        for pass_name, needed in (("fprop", ""), ("backward", "input+weight")):
+            problem = GemmProblem(case.op, pass_name, _TOKENS, 1, case.N, case.K, "bfloat16", group_size, needs=needed)
+            plan = LinearPlan("sliced", "", Algorithm.DIRECT, 1, keep_gathered_input=False)
+            model = name.split(".")[0]
+            needs[model] = merge_needs(needs.get(model, {}), buffer_needs(problem, plan))
+    return {model: round(sum(parts.values()) / 2**20, 1) for model, parts in needs.items()}
+
+
+def _print_buffers(group_size: int) -> None:
+    try:
+        file = config_file_from_environment()
+        config = OverlapConfig() if file is None else OverlapConfig.from_file(file)
+    except ConfigError:  # said above, among the settings
+        config = OverlapConfig()
+    limit_mib = config.transport.max_buffer_mib
+    table = Table(title="buffers of one context on one rank", title_justify="left")
+    for column in ("model", "ranks", "tokens", "MiB", f"within max_buffer_mib {limit_mib}"):
+        table.add_column(column)
+    for model, size_mib in _buffers(group_size).items():
+        verdict = "yes" if size_mib <= limit_mib else "no: what does not fit runs sequentially"
+        table.add_row(model, str(group_size), str(_TOKENS), f"{size_mib:.0f}", verdict)
+    results().print(table)
 
 
 def _print_gpus(machine: Machine) -> None:

@@ -157,6 +157,9 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         choices=("float32", "float64", "bfloat16", "float16"),
         help="only this one (default: all; float64 on the CPU only)",
     )
+    parser.add_argument(
+        "--transport", choices=("auto", "gloo", "nccl", "copy_engine"), default="auto", help="default auto"
+    )
 
 
 def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

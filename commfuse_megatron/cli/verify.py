@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from commfuse_megatron.cli.launch import Rank, choose_num_ranks, launch
+from commfuse_megatron.cli.launch import CannotRunError, Rank, choose_num_ranks, launch
 from commfuse_megatron.cli.output import make_progress, results, write_json
 
 if TYPE_CHECKING:
+    from commfuse_megatron.verify.cases import TransportName
     from commfuse_megatron.verify.ops import CaseResult
 
 __all__ = ["run_verify"]
@@ -25,12 +26,16 @@ MAX_FAILURES_SHOWN = 20
 class _Options:
     json: str | None
     dtype: str | None
+    transport: TransportName
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Run all cases on all ranks. 0: every case is right and took the path it asked for, on every rank; 1: not."""
+    if arguments.transport != "auto" and (arguments.transport == "gloo") != (arguments.device == "cpu"):
+        other = "cpu" if arguments.transport == "gloo" else "cuda"
+        raise CannotRunError(f"--transport {arguments.transport} carries tensors of --device {other} only")
     num_ranks = choose_num_ranks(arguments.ranks)
-    options = _Options(arguments.json, arguments.dtype)
+    options = _Options(arguments.json, arguments.dtype, arguments.transport)
     return launch(_verify_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
 
 
@@ -43,7 +48,7 @@ def _verify_on_rank(rank: Rank, options: _Options) -> int:
 
     device = torch.device("cuda", torch.cuda.current_device()) if rank.device_type == "cuda" else torch.device("cpu")
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    cases = make_cases(rank.world_size, rank.device_type, dtype)
+    cases = make_cases(rank.world_size, rank.device_type, dtype, options.transport)
     group = dist.group.WORLD
     assert group is not None
     with make_progress(is_shown=rank.is_first) as progress:
@@ -55,6 +60,7 @@ def _verify_on_rank(rank: Rank, options: _Options) -> int:
         if options.json:
             data = {
                 "group_size": rank.world_size,
+                "transport": found[0].transport,
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
                 "passed": len(found) - len(failed),
                 "failed": len(failed),

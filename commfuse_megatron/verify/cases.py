@@ -5,6 +5,7 @@ Knows no transport and no tensors' values. The contract that bites: all ranks bu
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -18,6 +19,7 @@ __all__ = ["OPS", "Case", "make_cases", "TIMEOUT_S"]
 
 OPS = ("all_gather_linear", "linear_reduce_scatter")
 Layout = Literal["contiguous", "x transposed", "x strided", "gradient expanded"]
+TransportName = Literal["auto", "gloo", "nccl", "copy_engine"]
 TIMEOUT_S = 60.0
 
 
@@ -45,6 +47,7 @@ class Case:
     needs_weight: bool = True
     keep_gathered_input: bool = False
     path: Literal["sliced", "sequential"] = "sliced"
+    transport: TransportName = "auto"
     group_size: int
 
     @property
@@ -64,12 +67,14 @@ class Case:
             linear=LinearConfig(
                 fprop=chosen, dgrad=chosen, wgrad=WgradConfig(keep_gathered_input=self.keep_gathered_input)
             ),
-            transport=TransportConfig(timeout_s=TIMEOUT_S),
+            transport=TransportConfig(timeout_s=TIMEOUT_S, backend=self.transport),
         )
 
 
-def make_cases(group_size: int, device_type: str, dtype: torch.dtype | None = None) -> list[Case]:
-    """All cases for a group (those of one dtype, if given), those of one configuration together.
+def make_cases(
+    group_size: int, device_type: str, dtype: torch.dtype | None = None, transport: TransportName = "auto"
+) -> list[Case]:
+    """All cases for a group (those of one dtype, if given) over `transport`, those of one configuration together.
 
     Exact cases keep every sum within the 256 integers that bfloat16 holds exactly: |x| <= 2, |weight|, |grad| <= 1.
     """
@@ -94,6 +99,7 @@ def make_cases(group_size: int, device_type: str, dtype: torch.dtype | None = No
         plain = _sizes(group_size, 4 * group_size)
         cases.append(Case(**base, **plain, variant="input kept", keep_gathered_input=True))
         cases.append(Case(**base, **plain, variant="sequential, asked for", path="sequential"))
+    cases = [dataclasses.replace(case, transport=transport) for case in cases]
     return sorted(cases, key=lambda case: (case.algorithm, case.chunks_per_shard, case.path, case.keep_gathered_input))
 
 

@@ -90,7 +90,7 @@ def inspect_machine() -> Machine:
     versions["NCCL (PyTorch's)"] = _nccl_version()
     versions["driver"] = driver
     return Machine(
-        versions=versions, gpus=gpus, links=links, abilities=_abilities(gpus), settings=tuple(_settings(gpus))
+        versions=versions, gpus=gpus, links=links, abilities=_abilities(gpus, links), settings=tuple(_settings(gpus))
     )
 
 
@@ -108,7 +108,7 @@ def _nccl_version() -> str | None:
     return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
 
 
-def _abilities(gpus: tuple[Gpu, ...]) -> tuple[Ability, ...]:
+def _abilities(gpus: tuple[Gpu, ...], links: tuple[GpuLink, ...]) -> tuple[Ability, ...]:
     gloo = None if dist.is_available() and dist.is_gloo_available() else "this PyTorch was built without gloo"
     megatron = _why_import_fails("megatron.core", "megatron-core")
     transformer_engine = _why_import_fails("transformer_engine.pytorch", "transformer-engine")
@@ -120,6 +120,11 @@ def _abilities(gpus: tuple[Gpu, ...]) -> tuple[Ability, ...]:
     return (
         Ability(name="gloo transport", needs="ranks on the CPU", missing=gloo),
         Ability(name="nccl transport", needs="ranks on GPUs, one rank per GPU", missing=_why_no_nccl(gpus)),
+        Ability(
+            name="copy engine transport",
+            needs="ranks on GPUs of one host that address each other's memory; transport.backend: copy_engine",
+            missing=_why_no_copy_engine(gpus, links),
+        ),
         Ability(
             name="persistent GEMM (Triton)",
             needs="slices in bf16 and fp16 beside NCCL; torch.mm otherwise",
@@ -137,6 +142,15 @@ def _why_no_nccl(gpus: tuple[Gpu, ...]) -> str | None:
     if not gpus:
         return "no CUDA device that PyTorch can use (no GPU, or no driver that fits)"
     return None if len(gpus) > 1 else "one GPU only: there is nobody to send to on this machine"
+
+
+def _why_no_copy_engine(gpus: tuple[Gpu, ...], links: tuple[GpuLink, ...]) -> str | None:
+    if len(gpus) < 2:
+        return _why_no_nccl(gpus) or "one GPU only: there is nobody to send to on this machine"
+    apart = [link for link in links if not link.can_access_peer]
+    if apart:
+        return f"GPU {apart[0].first} cannot address the memory of GPU {apart[0].second}"
+    return None if importlib.util.find_spec("cuda.bindings") else "cuda-bindings is not installed"
 
 
 def _why_import_fails(module: str, distribution: str) -> str | None:

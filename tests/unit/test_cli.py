@@ -85,14 +85,23 @@ def test_the_doctor_sees_this_machine(tmp_path: Path, capsys: pytest.CaptureFixt
     out = capsys.readouterr().out
     assert "gloo transport" in out
     data = json.loads(file.read_text(encoding="utf-8"))
-    assert set(data) == {"versions", "gpus", "links", "abilities", "settings"}
+    assert set(data) == {"versions", "gpus", "links", "abilities", "settings", "buffers"}
     abilities = {row["name"]: row for row in data["abilities"]}
     assert abilities["gloo transport"]["will_run"]
     assert all(row["will_run"] or row["missing"] for row in data["abilities"])
     assert data["versions"]["torch"]
+    # 70B, M 8192, two ranks: gathered x (128 MiB), one shard received and one sent (64 each), one in fp32 (128).
+    assert data["buffers"]["llama-70b"] == 384 if len(data["gpus"]) <= 2 else data["buffers"]["llama-70b"] > 384
+    assert "buffers of one context" in out
     assert {"CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_P2P_DISABLE", "COMMFUSE_CONFIG"} <= {
         row["name"] for row in data["settings"]
     }
+
+
+@pytest.mark.parametrize(("transport", "device"), [("nccl", "cpu"), ("copy_engine", "cpu"), ("gloo", "cuda")])
+def test_a_transport_of_other_devices_is_refused_before_any_rank_starts(transport, device, capsys):
+    assert cli.main(["verify", "--transport", transport, "--device", device]) == 2
+    assert f"--transport {transport} carries tensors of" in capsys.readouterr().err
 
 
 def a_machine(*, has_gloo: bool = True, is_config_wrong: bool = False) -> Machine:
