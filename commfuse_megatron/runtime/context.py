@@ -99,7 +99,9 @@ class OverlapContext:
             raise
         self.device = device_of_backend(backend)
         try:
-            transport = create_transport(backend, group, dist.PrefixStore("transport", store), self.config.transport)
+            private = dist.PrefixStore("transport", store)
+            exchange = self._agreement.exchange
+            transport = create_transport(backend, group, private, self.config.transport, exchange)
         except Exception as error:
             self._agreement.refuse(error, wait=False)
             raise

@@ -19,6 +19,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, override
 
 import torch
@@ -101,11 +102,15 @@ class CopyEngineTransport(Transport):
     needs_watchdog = True
     is_one_sided = True
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, exchange: Callable[[str], list[str]] | None = None
+    ) -> None:
+        """Collective over `group`. exchange: hands one string of every rank to all; None: they never lack memory."""
         # Read by PyTorch at the first rendezvous of the process. We never need multicast, and on some machines making
         # a multicast object takes the whole fabric down.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._group = group
+        self._exchange = exchange
         self._device = device
         self._rank, self._size = group.rank(), group.size()
         self._memory = StreamMemory()
@@ -311,7 +316,16 @@ class CopyEngineTransport(Transport):
     def _map(self, size_bytes: int, fill: Any) -> _MappedWindow:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        tensor = symmetric_memory.empty(max(size_bytes, 1), dtype=torch.uint8, device=self._device)
+        tensor, complaint = None, ""
+        try:
+            tensor = symmetric_memory.empty(max(size_bytes, 1), dtype=torch.uint8, device=self._device)
+        except RuntimeError as error:  # out of memory: the others must not wait for this rank in the rendezvous
+            complaint = f"no {size_bytes / 2**20:.0f} MiB of symmetric memory: {error}"
+        if complaint:
+            complaint = f"group rank {self._rank} has {complaint}"
+        complaints = [complaint] if self._exchange is None else self._exchange(complaint)
+        if any(complaints) or tensor is None:
+            raise TransportError(next(text for text in complaints if text))
         if fill is not None:  # before the rendezvous: afterwards the peers may write there
             fill(tensor)
             torch.cuda.current_stream(self._device).synchronize()

@@ -44,13 +44,22 @@ def device_of_backend(backend: str) -> torch.device:
     return torch.device("cpu") if backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
 
 
-def create_transport(backend: str, group: dist.ProcessGroup, store: dist.Store, config: TransportConfig) -> Transport:
-    """Build the transport, collectively over `group` alone; `store` must be private to this context."""
+def create_transport(
+    backend: str,
+    group: dist.ProcessGroup,
+    store: dist.Store,
+    config: TransportConfig,
+    exchange: Callable[[str], list[str]],
+) -> Transport:
+    """Build the transport, collectively over `group` alone; `store` must be private to this context.
+
+    exchange: as in `choose_backend`; the transport may use it whenever all ranks come to the same call of it.
+    """
     if backend == "gloo":
         return GlooTransport(store, group.rank(), group.size(), config.timeout_s)
     device = device_of_backend(backend)
     if backend == "copy_engine":
-        return CopyEngineTransport(group, device)
+        return CopyEngineTransport(group, device, exchange)
     return NcclTransport(
         store,
         group.rank(),

@@ -1,0 +1,29 @@
+"""What of the copy engine can be seen without a GPU: how ranks lack memory together."""
+
+import pytest
+import torch
+
+from commfuse_megatron.errors import TransportError
+from commfuse_megatron.transport.copy_engine import CopyEngineTransport
+
+symmetric_memory = pytest.importorskip("torch.distributed._symmetric_memory")
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_rank_without_memory_stops_all_before_the_rendezvous(is_here, monkeypatch):
+    def empty(size, **kwargs):
+        if is_here:
+            raise RuntimeError("out of memory")
+        return torch.empty(size, dtype=torch.uint8)
+
+    def rendezvous(*args):
+        raise AssertionError("nobody may wait here")
+
+    monkeypatch.setattr(symmetric_memory, "empty", empty)
+    monkeypatch.setattr(symmetric_memory, "rendezvous", rendezvous)
+    transport = object.__new__(CopyEngineTransport)
+    transport._device, transport._rank = torch.device("cpu"), 0
+    elsewhere = "" if is_here else "group rank 1 has no 3 MiB of symmetric memory: out of memory"
+    transport._exchange = lambda own: [own, elsewhere]
+    with pytest.raises(TransportError, match=f"group rank {0 if is_here else 1} has no 3 MiB of symmetric memory"):
+        transport._map(3 << 20, None)
