@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from commfuse_megatron.ops.arguments import (
     Operation,
     cast_for_autocast,
+    needs_autograd,
     prepare,
     prepare_backward,
     require_context,
@@ -71,6 +72,8 @@ def all_gather_linear(
     require_context("all_gather_linear", context)
     x, weight, bias = cast_for_autocast(x, weight, bias, context.device.type)
     forward = prepare(_OPERATION, x, weight, bias, total_rows, context)
+    if not needs_autograd(x, weight, bias):
+        return _forward(forward, x, weight, bias, may_keep=False)[0]
     return _AllGatherLinear.apply(x, weight, bias, _Call(forward, weight_grad))
 
 

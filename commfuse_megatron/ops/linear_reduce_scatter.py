@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from commfuse_megatron.ops.arguments import (
     Operation,
     cast_for_autocast,
+    needs_autograd,
     prepare,
     prepare_backward,
     require_context,
@@ -70,6 +71,8 @@ def linear_reduce_scatter(
     require_context("linear_reduce_scatter", context)
     x, weight, bias = cast_for_autocast(x, weight, bias, context.device.type)
     forward = prepare(_OPERATION, x, weight, bias, None, context)
+    if not needs_autograd(x, weight, bias):
+        return _forward(forward, x, weight, bias)
     return _LinearReduceScatter.apply(x, weight, bias, _Call(forward, weight_grad))
 
 
