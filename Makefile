@@ -47,7 +47,8 @@ demo: setup  ## train a small Megatron GPT on 2 CPU ranks, stock and overlapped,
 test: setup  ## run the test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# One after the other: ranks that share a GPU with other tests only take turns. test-gpu: setup  ## what needs two GPUs: tests, verify and demo over NCCL, verify over the copy engine
+# One test after the other: ranks that share a GPU with those of other tests only take turns.
+test-gpu: setup  ## what needs two GPUs: tests, verify and demo over NCCL, verify over the copy engine
 	$(BIN)/python -m pytest tests/gpu -v --durations 15 $(PYTEST_ARGS)
 	$(BIN)/torchrun --nproc-per-node 2 -m commfuse_megatron verify --device cuda
 	$(BIN)/torchrun --nproc-per-node 2 -m commfuse_megatron verify --device cuda --transport copy_engine
