@@ -10,7 +10,7 @@ EXTRAS := plot,test,dev
 .PHONY: help setup demo test test-gpu lint format compile clean distclean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  PYTHON=/path/to/python chooses the interpreter (3.12 or 3.13) for .venv."
 
 setup: $(STAMP)  ## make .venv and install this package with pinned dependencies
