@@ -70,6 +70,9 @@ class OverlapContext:
             to other contexts of this group; nobody else takes part.
         config: equal on all ranks.
 
+    Operations may be called on any stream; each is ordered after the one before. The replay of a CUDA graph that
+    captured some is out of sight: order it and the calls beside it by stream or event.
+
     Raises (before any operation is run):
         ConfigError: the ranks bring different configurations, or one that cannot be served here; or `group` is none.
         TransportTimeoutError: a member did not come within `config.transport.timeout_s`.

@@ -165,8 +165,8 @@ def _captured(group, device, backend, path):
             with torch.no_grad():
                 x.copy_(torch.randn_like(x))
             graph.replay()
+            stream.wait_stream(torch.cuda.current_stream())  # a context cannot see replays
             with torch.cuda.stream(stream):
-                stream.wait_stream(torch.cuda.current_stream())
                 eager = step()
             torch.cuda.synchronize()
             for found, expected in zip(captured, eager, strict=True):
