@@ -21,7 +21,8 @@ from commfuse_megatron.ops.arguments import (
 )
 from commfuse_megatron.ops.collectives import PendingRows, start_gather_rows, start_reduce_scatter_rows
 from commfuse_megatron.ops.passes import gather_matmul, matmul_scatter, start_gather, weight_gradient
-from commfuse_megatron.ops.replay import replay_gather, replay_gather_backward
+from commfuse_megatron.ops.recordings import record_gather, record_gather_backward
+from commfuse_megatron.ops.replay import TapeCall, replay
 from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
 from commfuse_megatron.problem import GemmProblem, shard_range
@@ -129,7 +130,8 @@ def _forward(
     is_kept = p.plan.keep_gathered_input and may_keep
     gathered = x.new_empty(problem.M, problem.K) if is_kept and p.plan.is_scheduled else None
     with p as link:
-        if is_kept or not (p.can_replay and replay_gather(p, link, x_rows, weight_rows, _row(bias), y)):
+        tape_call = TapeCall(x_rows, None, weight_rows, y, _row(bias))
+        if is_kept or not (p.can_replay and replay(p, link, record_gather, tape_call)):
             shard, out, b = x_rows.flatten(0, -2), y.flatten(0, -2), weight_rows.t()
             if p.plan.is_scheduled:
                 gather_matmul(p, link, shard, b, out, bias=bias, gathered=gathered)
@@ -161,7 +163,8 @@ def _scheduled_backward(
             if weight_grad is None
             else weight_grad.accumulate
         )
-        if replay_gather_backward(p, link, (grad, x, weight), grad_x, grad_weight, weight_grad):
+        tape_call = TapeCall(grad, x, weight, grad_x, grad_weight, weight_grad is not None)
+        if replay(p, link, record_gather_backward, tape_call):
             return grad_x, grad_weight if weight_grad is None else weight_grad.result()
         grad_x = grad_weight = None
     regather: AllGatherRun | None = None

@@ -21,7 +21,8 @@ from commfuse_megatron.ops.arguments import (
 )
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 from commfuse_megatron.ops.passes import gather_matmul, matmul_scatter, start_gather, weight_gradient
-from commfuse_megatron.ops.replay import replay_scatter, replay_scatter_backward
+from commfuse_megatron.ops.recordings import record_scatter, record_scatter_backward
+from commfuse_megatron.ops.replay import TapeCall, replay
 from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
 from commfuse_megatron.problem import GemmProblem, shard_range
@@ -118,20 +119,19 @@ class _Operands(NamedTuple):
 
 
 def _forward(p: PreparedPass, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    problem, context = p.problem, p.context
-    own = shard_range(problem.rows, context.group_size, context.group_rank)
+    problem = p.problem
     x_rows, weight_rows = x.contiguous(), with_unit_stride(weight)
     bias = None if bias is None else bias.contiguous()
-    y = x.new_empty(own.size, *x.shape[1:-1], problem.N)
+    y = x.new_empty(p.own_rows, *x.shape[1:-1], problem.N)
     with p as link:
-        if p.can_replay and replay_scatter(p, link, x_rows, weight_rows, bias, y):
+        if p.can_replay and replay(p, link, record_scatter, TapeCall(x_rows, None, weight_rows, y, bias)):
             pass
         elif p.plan.is_scheduled:
             matmul_scatter(p, link, x_rows.flatten(0, -2), weight_rows.t(), y.flatten(0, -2), bias=bias)
         else:
             partial = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
             p.gemm.multiply(x_rows.flatten(0, -2), weight_rows.t(), partial.flatten(0, -2))
-            y = reduce_scatter_rows(partial, context.group)
+            y = reduce_scatter_rows(partial, p.context.group)
             if bias is not None:
                 y = y.add_(bias)
     return y
@@ -152,7 +152,8 @@ def _backward(
                 if weight_grad is None
                 else weight_grad.accumulate
             )
-            if replay_scatter_backward(p, link, (grad_shard, x, weight), grad_x, grad_weight, weight_grad):
+            tape_call = TapeCall(grad_shard, x, weight, grad_x, grad_weight, weight_grad is not None)
+            if replay(p, link, record_scatter_backward, tape_call):
                 return grad_x, grad_weight if weight_grad is None else weight_grad.result()
             grad_weight = None
         grad = _gather_under_dgrad(p, link, grad_shard, weight, grad_x, needs_weight=needs_weight)

@@ -8,7 +8,7 @@ import torch
 from commfuse_megatron.errors import TransportError
 from commfuse_megatron.kernels.blas import blas_unavailable_reason
 from commfuse_megatron.plan.linear_plan import LinearPlan
-from commfuse_megatron.problem import GemmProblem
+from commfuse_megatron.problem import GemmProblem, shard_range
 from commfuse_megatron.runtime.binding import BoundSchedule, bind
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.link import Link
@@ -44,6 +44,11 @@ class PreparedPass:
     def wire_features(self) -> int:
         """Features of the rows that travel: those of x for an all-gather linear, of y for a reduce-scatter linear."""
         return self.problem.K if self.problem.op == "all_gather_linear" else self.problem.N
+
+    @functools.cached_property
+    def own_rows(self) -> int:
+        """Positions of the sequence that this rank keeps."""
+        return shard_range(self.problem.rows, self.context.group_size, self.context.group_rank).size
 
     @property
     def gather(self) -> GatherProgram:

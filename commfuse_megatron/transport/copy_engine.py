@@ -28,7 +28,15 @@ from torch import distributed as dist
 from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport.base import MOST_FLAGS, Message, Place, Transfer, Transport, Window
 from commfuse_megatron.transport.copy_tape import BoundOperation, Ref, Step
-from commfuse_megatron.transport.stream_memory import Batch, FlagPage, OwnStream, StreamEvent, StreamMemory, batch
+from commfuse_megatron.transport.stream_memory import (
+    Batch,
+    FlagPage,
+    MemoryOp,
+    OwnStream,
+    StreamEvent,
+    StreamMemory,
+    batch,
+)
 
 __all__ = ["CopyEngineTransport", "Key"]
 
@@ -60,10 +68,11 @@ class _MappedWindow(Window):
 class _Operation:
     """The batches between two releases."""
 
-    __slots__ = ("done", "granted", "is_done", "keys")
+    __slots__ = ("done", "granted", "is_done", "keys", "release")
 
     def __init__(self) -> None:
-        self.keys: list[Key] | tuple[Key, ...] = []
+        self.keys: list[Key] = []
+        self.release: Batch | None = None  # of a replayed operation
         self.granted: set[int] = set()
         self.done: StreamEvent | None = None
         self.is_done = False
@@ -144,18 +153,19 @@ class CopyEngineTransport(Transport):
                 raise TransportError("the copy engine receives in windows only: the message has no place")
             from_rank, received_flag = receive.peer, receive.place.flag
         key = (from_rank, received_flag, to_rank, sent_flag)
-        assert isinstance(operation.keys, list)
         operation.keys.append(key)
         return _CopyTransfer(self, key, operation, None if send is None else send.tensor)
 
     @override
     def release(self, *, is_capturing: bool) -> StreamEvent | None:
-        operation = self._operation
-        if not operation.keys:
-            return None
-        keys = operation.keys if isinstance(operation.keys, tuple) else tuple(operation.keys)
+        operation, release = self._operation, self._operation.release
+        if release is None:
+            if not operation.keys:
+                return None
+            keys = tuple(operation.keys)
+            release = self._releases.get(keys) or self._make_release(keys)
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        self._memory.run(stream, self._releases.get(keys) or self._make_release(keys))
+        self._memory.run(stream, release)
         self._operation = _Operation()
         if is_capturing:  # a forked stream must join again before the capture ends
             self._copied.record(self._stream.handle)
@@ -169,7 +179,7 @@ class CopyEngineTransport(Transport):
     def replay(self, tape: BoundOperation, addresses: tuple[int, ...]) -> Transfer:
         """Run a bound operation on the current stream, but for its release; the result stands for all its batches."""
         operation = self._operation
-        operation.keys = tape.keys
+        operation.release = tape.release
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         for step in tape.steps:
             step(addresses, stream)
@@ -255,6 +265,11 @@ class CopyEngineTransport(Transport):
         ops = batch(self._memory.wait_for(at, _SET) for key in keys for at in self._own_flags(key))
         return lambda at, stream: run(stream, ops)
 
+    def bind_release(self, keys: tuple[Key, ...], awaited: tuple[Key, ...]) -> Batch:
+        """What ends an operation of these batches, and waits for some of them first."""
+        waits = [self._memory.wait_for(at, _SET) for key in awaited for at in self._own_flags(key)]
+        return batch([*waits, *self._release_ops(keys)])
+
     def _bind_copy(self, target: Ref, source: Ref, size_bytes: int, ops: Batch) -> Step:
         copy, run, copies = self._memory.copy, self._memory.run, self._stream.handle
         target_slot, target_offset = target
@@ -301,12 +316,15 @@ class CopyEngineTransport(Transport):
         return ops
 
     def _make_release(self, keys: tuple[Key, ...]) -> Batch:
+        ops = self._releases[keys] = batch(self._release_ops(keys))
+        return ops
+
+    def _release_ops(self, keys: tuple[Key, ...]) -> list[MemoryOp]:
         memory = self._memory
         clears = [memory.write_value(at, _CLEAR) for key in keys for at in self._own_flags(key)]
         sources = sorted({key[0] for key in keys if key[0] >= 0})
         grants = [memory.write_value(self._free_at(source, self._rank), _SET) for source in sources]
-        ops = self._releases[keys] = batch([*clears, *grants])
-        return ops
+        return [*clears, *grants]
 
     def _clear_flags(self, tensor: torch.Tensor) -> None:
         flags = tensor.view(torch.int32)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from commfuse_megatron.transport.base import Place
+from commfuse_megatron.transport.stream_memory import Batch
 
 if TYPE_CHECKING:
     from commfuse_megatron.transport.copy_engine import CopyEngineTransport, Key
@@ -30,11 +31,15 @@ class Ref(NamedTuple):
 
 
 class BoundOperation(NamedTuple):
-    """A finished tape: the steps, the batches whose flags the release clears, and what the caller notes of arrivals."""
+    """A finished tape: the steps, the batches whose flags the release clears, and what the caller notes of arrivals.
+
+    release: what ends the operation: the last wait, if nothing comes after it, and the release of all `keys`.
+    """
 
     steps: tuple[Step, ...]
     keys: tuple["Key", ...]
     notes: tuple[tuple["Key", object], ...]
+    release: Batch
 
 
 class CopyTape:
@@ -45,6 +50,7 @@ class CopyTape:
         self._granted: set[int] = set()
         self.steps: list[Step] = []
         self.keys: list[Key] = []
+        self._last_wait: tuple[int, tuple[Key, ...]] = (-1, ())  # how many steps there were after it, and its keys
         self.notes: list[tuple[Key, object]] = []
 
     def order(self) -> None:
@@ -73,7 +79,14 @@ class CopyTape:
         """What comes next needs these batches."""
         if keys:
             self.steps.append(self._transport.bind_wait(keys))
+            self._last_wait = (len(self.steps), keys)
 
     def finish(self) -> BoundOperation:
         """The tape, bound."""
-        return BoundOperation(tuple(self.steps), tuple(self.keys), tuple(self.notes))
+        steps, keys = self.steps, tuple(self.keys)
+        length, awaited = self._last_wait
+        if length == len(steps):  # one call of the driver for both
+            steps = steps[:-1]
+        else:
+            awaited = ()
+        return BoundOperation(tuple(steps), keys, tuple(self.notes), self._transport.bind_release(keys, awaited))

@@ -1,0 +1,331 @@
+"""The passes of both linears, put on tapes: which copies, waits and GEMMs, in which order. See `ops.replay`."""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from commfuse_megatron.kernels.blas import Matrix
+from commfuse_megatron.kernels.sum_partials import bind_sum
+from commfuse_megatron.ops.replay import FIRST, LAST, NOWHERE, OUT, SECOND, WEIGHT, ZERO, Build, TapeCall, Unservable
+from commfuse_megatron.runtime.binding import BoundSchedule
+from commfuse_megatron.runtime.link import Watched
+from commfuse_megatron.transport.copy_engine import Key
+from commfuse_megatron.transport.copy_tape import Ref, Step
+
+__all__ = ["record_gather", "record_gather_backward", "record_scatter", "record_scatter_backward"]
+
+
+def _of(weight: torch.Tensor, *, transposed: bool) -> Matrix:
+    seen = weight.t() if transposed else weight
+    return Matrix((seen.size(0), seen.size(1)), (seen.stride(0), seen.stride(1)), weight.dtype)
+
+
+class _Gather:
+    """The messages of a direct all-gather, and where each chunk lies."""
+
+    def __init__(self, build: Build, shard: Ref, features: int) -> None:
+        program = build.p.gather
+        self.bound: BoundSchedule = program.bound
+        self.window = Ref(ZERO, program.gathered().data_ptr())
+        self.row_bytes = features * build.itemsize
+        self._places = program.places()
+        self._shard = shard
+        self._tape = build.tape
+        self._starts = list(itertools.accumulate(self.bound.chunk_rows, initial=0))
+        self._sends: list[Key] = []
+        self._arrivals: dict[int, Key] = {}
+        self._issued = -1
+
+    def issue(self, index: int) -> None:
+        """Push what leaves in this step, once; what it receives can be waited for."""
+        if index <= self._issued:
+            return
+        self._issued = index
+        step = self.bound.steps[index]
+        send_place, receive_place = self._places[index]
+        if step.send is not None:
+            assert send_place is not None
+            chunk, peer = step.send
+            source = self._shard.plus((self._starts[chunk] - self.bound.own_start) * self.row_bytes)
+            self._tape.push(peer, send_place, source, self.bound.chunk_rows[chunk] * self.row_bytes)
+            self._sends.append((-1, -1, peer, send_place.flag))
+        if step.receive is not None:
+            assert receive_place is not None
+            key = self._arrivals[index] = (step.receive[1], receive_place.flag, -1, -1)
+            self._tape.notes.append((key, Watched("all-gather", self.bound, index, None, step.receive[1])))
+
+    def issue_all(self) -> None:
+        """All messages at once."""
+        for index in range(len(self.bound.steps)):
+            self.issue(index)
+
+    def copy_own(self) -> Key | None:
+        """Put the own rows beside the others', on the side."""
+        if self.bound.own_rows == 0:
+            return None
+        target = self.window.plus(self.bound.own_start * self.row_bytes)
+        return self._tape.copy(target, self._shard, self.bound.own_rows * self.row_bytes, flag=0)
+
+    def wait(self, batches: Iterable[int]) -> None:
+        """Wait for what these steps receive, each once."""
+        keys = [self._arrivals.pop(index) for index in batches if index in self._arrivals]
+        self._tape.wait(*keys)
+        for key in keys:
+            self._tape.note(key)
+
+    def finish(self) -> None:
+        """All that is still on its way."""
+        self.wait(list(self._arrivals))
+        self._tape.wait(*self._sends)
+        for key in self._sends:
+            self._tape.note(key)
+
+    def chunk(self, index: int) -> Ref:
+        """Where chunk `index` lies once it is here."""
+        if index in self.bound.own_chunks:
+            return self._shard.plus((self._starts[index] - self.bound.own_start) * self.row_bytes)
+        return self.window.plus(self._starts[index] * self.row_bytes)
+
+    def start(self, chunk: int) -> int:
+        """First row of a chunk."""
+        return self._starts[chunk]
+
+
+def _multiply_gathered(
+    build: Build, gather: _Gather, weight: Matrix, refs: tuple[Ref, Ref], bias: Ref | None, *, is_bulk: bool
+) -> None:
+    """out [M, n] = gathered [M, k] @ weight [k, n] (+ bias), chunk by chunk, or in at most three GEMMs."""
+    weight_at, out_at = refs
+    k, n = weight.shape
+    bound = gather.bound
+    out_row_bytes = n * build.itemsize
+
+    def multiply(rows: int, a_at: Ref, first_row: int) -> None:
+        shapes = (build.rows(rows, k), weight, build.rows(rows, n))
+        build.matmul(shapes, (a_at, weight_at, out_at.plus(first_row * out_row_bytes)), bias=bias)
+
+    if not is_bulk:
+        for index, step in enumerate(bound.steps):
+            gather.issue(index)
+            if step.compute is not None:
+                gather.wait([] if step.needs_batch is None else [step.needs_batch])
+                multiply(bound.chunk_rows[step.compute], gather.chunk(step.compute), gather.start(step.compute))
+        return
+    own_stop = bound.own_start + bound.own_rows
+    multiply(bound.own_rows, gather.chunk(bound.own_chunks.start), bound.own_start)
+    gather.wait(range(bound.group_rank))
+    multiply(bound.own_start, gather.window, 0)
+    gather.wait(range(bound.group_rank, bound.schedule.group_size - 1))
+    multiply(bound.total_rows - own_stop, gather.window.plus(own_stop * gather.row_bytes), own_stop)
+
+
+class _Scatter:
+    """The partials and messages of a direct reduce-scatter."""
+
+    def __init__(self, build: Build, features: int) -> None:
+        program = build.p.scatter
+        program.refresh()
+        self.bound: BoundSchedule = program.bound
+        self.features = features
+        self.row_bytes = features * build.itemsize
+        self.folds = program.has_transfers and build.p.has_cover and build.p.context.group_size == 2
+        self._program = program
+        self._build = build
+        self._tape = build.tape
+        self._sends: list[Key] = []
+        self._arrivals: dict[int, Key] = {}
+
+    def partial(self, chunk: int) -> Ref:
+        """Where the partial of another rank's chunk waits to be sent."""
+        return Ref(ZERO, self._program.partials[chunk].data_ptr())
+
+    def sent(self, row: int) -> Ref:
+        """Row `row` of all partials for others."""
+        assert self._program.sent is not None
+        return Ref(ZERO, self._program.sent.data_ptr() + row * self.row_bytes)
+
+    def issue(self, index: int) -> None:
+        """Push the partial of the step before; what arrives can be waited for."""
+        step = self.bound.steps[index]
+        send_place, receive_place = self._program.places[index]
+        if step.send is not None:
+            assert send_place is not None
+            chunk, peer = step.send
+            self._tape.order()
+            self._tape.push(peer, send_place, self.partial(chunk), self.bound.chunk_rows[chunk] * self.row_bytes)
+            self._sends.append((-1, -1, peer, send_place.flag))
+        if step.receive is not None:
+            assert receive_place is not None
+            key = self._arrivals[index] = (step.receive[1], receive_place.flag, -1, -1)
+            self._tape.notes.append((key, Watched("reduce-scatter", self.bound, index, None, step.receive[1])))
+
+    def wait_for_own(self, index: int) -> Ref:
+        """Wait for all partials of own chunk `index`; where the first one lies."""
+        chunks_per_shard = self.bound.schedule.chunks_per_shard
+        senders = self.bound.schedule.group_size - 1
+        batches = [sender * chunks_per_shard + index + 1 for sender in range(senders)]
+        keys = [self._arrivals.pop(batch) for batch in batches if batch in self._arrivals]
+        self._tape.wait(*keys)
+        for key in keys:
+            self._tape.note(key)
+        return Ref(ZERO, self._program.arrived_chunks[index].data_ptr())
+
+    def sum(self, out: torch.Tensor, out_ref: Ref, bias: torch.Tensor | None, bias_ref: Ref) -> None:
+        """Add what arrived to the own partials in `out`, one pass over it."""
+        if not self._program.has_transfers:
+            return
+        start = 0
+        for index, rows in enumerate(self._program.own_rows):
+            if rows:
+                self.wait_for_own(index)
+                part = out[start : start + rows]
+                add = bind_sum(part, self._program.arrived_chunks[index], bias=bias, out=part)
+                if add is None:
+                    raise Unservable
+                self._tape.steps.append(
+                    _sum_step(add, out_ref.plus(start * self.row_bytes), bias_ref, bias is not None)
+                )
+            start += rows
+
+    def finish(self) -> None:
+        """All that is still on its way."""
+        keys = [*self._arrivals.values(), *self._sends]
+        self._tape.wait(*keys)
+        for key in keys:
+            self._tape.note(key)
+
+
+def _sum_step(add: Callable[[int, int | None, int], None], own: Ref, bias: Ref, has_bias: bool) -> Step:
+    slot, offset = own
+    bias_slot = bias.slot
+
+    def step(at: tuple[int, ...], stream: int) -> None:
+        add(at[slot] + offset, at[bias_slot] if has_bias else None, at[slot] + offset)
+
+    return step
+
+
+def _multiply_scattered(
+    build: Build,
+    scatter: _Scatter,
+    weight: Matrix,
+    refs: Sequence[Ref],
+    bias: Ref | None,
+    between: Callable[[], None] | None = None,
+) -> None:
+    """Partials of a [M, k] @ weight [k, n]: others' to where they are sent from, the own to `out`, own chunks last."""
+    a_at, weight_at, out_at = refs
+    k, n = weight.shape
+    bound = scatter.bound
+    a_row_bytes = k * build.itemsize
+
+    def multiply(rows: int, first_row: int, target: Ref, addend: Ref | None = None, row: Ref | None = None) -> None:
+        shapes = (build.rows(rows, k), weight, build.rows(rows, n))
+        at = (a_at.plus(first_row * a_row_bytes), weight_at, target)
+        build.matmul(shapes, at, addend=addend, bias=row)
+
+    starts = list(itertools.accumulate(bound.chunk_rows, initial=0))
+    if between is not None:
+        own_stop = bound.own_start + bound.own_rows
+        later = bound.schedule.group_size - 1 - bound.group_rank
+        multiply(bound.total_rows - own_stop, own_stop, scatter.sent(bound.own_start))
+        for index in range(1, 1 + later):
+            scatter.issue(index)
+        multiply(bound.own_start, 0, scatter.sent(0))
+        for index in range(1 + later, bound.schedule.group_size):
+            scatter.issue(index)
+        between()
+    for index, step in enumerate(bound.steps):
+        if between is None:
+            scatter.issue(index)
+        if step.compute is None or (between is not None and not step.is_own):
+            continue
+        rows, start = bound.chunk_rows[step.compute], starts[step.compute]
+        if not step.is_own:
+            multiply(rows, start, scatter.partial(step.compute))
+            continue
+        target = out_at.plus((start - bound.own_start) * scatter.row_bytes)
+        if scatter.folds:
+            arrived = scatter.wait_for_own(step.compute - bound.own_chunks.start)
+            multiply(rows, start, target, arrived, bias)
+        else:
+            multiply(rows, start, target)
+
+
+def record_gather(build: Build, call: TapeCall) -> None:
+    """`all_gather_linear` forward: first x [own rows, K], last bias [N] or None -> out [M, N]."""
+    problem = build.p.problem
+    build.tape.order()
+    gather = _Gather(build, Ref(FIRST, 0), problem.K)
+    refs = (Ref(WEIGHT, 0), Ref(OUT, 0))
+    bias = None if call.last is None else Ref(LAST, 0)
+    _multiply_gathered(build, gather, _of(call.weight, transposed=True), refs, bias, is_bulk=False)
+    gather.finish()
+
+
+def record_scatter(build: Build, call: TapeCall) -> None:
+    """`linear_reduce_scatter` forward: first x [M, K], last bias [N] or None -> out [own rows, N]."""
+    scatter = _Scatter(build, build.p.problem.N)
+    refs = (Ref(FIRST, 0), Ref(WEIGHT, 0), Ref(OUT, 0))
+    bias = Ref(LAST, 0)
+    folded = bias if call.last is not None and scatter.folds else None
+    _multiply_scattered(build, scatter, _of(call.weight, transposed=True), refs, folded)
+    if not scatter.folds:
+        scatter.sum(call.out.view(-1, call.out.size(-1)), refs[2], call.last, bias)
+    scatter.finish()
+
+
+def record_gather_backward(build: Build, call: TapeCall) -> None:
+    """`all_gather_linear` backward: first grad [M, N], second x [own rows, K] -> out grad_x, last grad_weight."""
+    problem, is_bulk = build.p.problem, build.p.is_bulk
+    build.tape.order()
+    gather = _Gather(build, Ref(SECOND, 0), problem.K)
+    gather.issue_all()
+    own_copy = gather.copy_own()
+
+    def multiply_weight_gradient() -> None:
+        gather.finish()
+        if own_copy is not None:
+            build.tape.wait(own_copy)
+        grads = Matrix((problem.N, problem.M), (1, problem.N), build.dtype)
+        shapes = (grads, build.rows(problem.M, problem.K))
+        _record_weight_gradient(build, call, shapes, (Ref(FIRST, 0), gather.window))
+
+    scatter = _Scatter(build, problem.K)
+    refs = (Ref(FIRST, 0), Ref(WEIGHT, 0), Ref(OUT, 0))
+    between = multiply_weight_gradient if is_bulk else None
+    _multiply_scattered(build, scatter, _of(call.weight, transposed=False), refs, None, between)
+    if not is_bulk:
+        multiply_weight_gradient()
+    if not scatter.folds:
+        scatter.sum(call.out.view(-1, call.out.size(-1)), refs[2], None, NOWHERE)
+    scatter.finish()
+
+
+def record_scatter_backward(build: Build, call: TapeCall) -> None:
+    """`linear_reduce_scatter` backward: first grad [own rows, N], second x [M, K] -> out grad_x, last grad_weight."""
+    problem, is_bulk = build.p.problem, build.p.is_bulk
+    build.tape.order()
+    gather = _Gather(build, Ref(FIRST, 0), problem.N)
+    gather.issue_all()
+    own_copy = gather.copy_own()
+    refs = (Ref(WEIGHT, 0), Ref(OUT, 0))
+    _multiply_gathered(build, gather, _of(call.weight, transposed=False), refs, None, is_bulk=is_bulk)
+    gather.finish()
+    if own_copy is not None:
+        build.tape.wait(own_copy)
+    grads = Matrix((problem.N, problem.M), (1, problem.N), build.dtype)
+    shapes = (grads, build.rows(problem.M, problem.K))
+    _record_weight_gradient(build, call, shapes, (gather.window, Ref(SECOND, 0)))
+
+
+def _record_weight_gradient(build: Build, call: TapeCall, shapes: tuple[Matrix, Matrix], refs: tuple[Ref, Ref]) -> None:
+    """last [N, K] = (or += where the call accumulates) the product."""
+    grad_weight = call.last
+    assert grad_weight is not None
+    if not grad_weight.is_contiguous() or grad_weight.dtype not in (build.dtype, torch.float32):
+        raise Unservable
+    out = Matrix((grad_weight.size(0), grad_weight.size(1)), (grad_weight.size(1), 1), grad_weight.dtype)
+    out_ref = Ref(LAST, 0)
+    build.matmul((*shapes, out), (*refs, out_ref), addend=out_ref if call.accumulates else None)

@@ -1,0 +1,179 @@
+"""The copy engine, cuBLASLt and streams on the CPU: everything happens at once, in the order of submission.
+
+So transports, tapes and flags run on every machine, ranks as threads. What this cannot show: two streams at a time, and
+whether the driver takes the calls. A wait that nothing fulfils raises after some seconds.
+"""
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from commfuse_megatron.kernels.blas import Matrix
+from commfuse_megatron.ops import recordings, replay
+from commfuse_megatron.runtime import context, prepared
+from commfuse_megatron.transport import copy_engine
+
+__all__ = ["emulate_copy_engine", "take_part"]
+
+_LONGEST_WAIT_S = 10.0
+_CPU = torch.device("cpu")
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def take_part(group: dist.ProcessGroup) -> Iterator[None]:
+    """This thread is a rank of `group` when windows are mapped."""
+    _local.group = group
+    yield
+
+
+def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let contexts of CPU groups use the copy engine and replay tapes."""
+    symmetric_memory = pytest.importorskip("torch.distributed._symmetric_memory")
+    monkeypatch.setattr(symmetric_memory, "empty", lambda size, **kwargs: _aligned(size))
+    monkeypatch.setattr(symmetric_memory, "rendezvous", lambda tensor, name: _Mapping(tensor))
+    for name, stand_in in (("StreamMemory", _Memory), ("OwnStream", _Stream), ("StreamEvent", _Event)):
+        monkeypatch.setattr(copy_engine, name, stand_in)
+    monkeypatch.setattr(copy_engine, "FlagPage", _Page)
+    monkeypatch.setattr(copy_engine, "batch", tuple)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream(device))
+    monkeypatch.setattr(context, "choose_backend", lambda *arguments: "copy_engine")
+    monkeypatch.setattr(context, "device_of_backend", lambda backend: _CPU)
+    monkeypatch.setattr(
+        context,
+        "create_transport",
+        lambda backend, group, store, config, exchange: copy_engine.CopyEngineTransport(group, _CPU, exchange),
+    )
+    monkeypatch.setattr(prepared, "blas_unavailable_reason", lambda device, dtype: None)
+    monkeypatch.setattr(replay, "_workspaces", lambda device: _Workspaces())
+    monkeypatch.setattr(replay, "BlasMatmul", _Matmul)
+    monkeypatch.setattr(recordings, "bind_sum", _bind_sum)
+
+
+def _aligned(size: int) -> torch.Tensor:
+    whole = torch.empty(size + 256, dtype=torch.uint8)
+    start = -whole.data_ptr() % 256
+    return whole[start : start + size]
+
+
+class _Mapping:
+    """Ranks are threads, so every address is valid everywhere."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        group = _local.group
+        addresses = [[torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]]
+        group.allgather(addresses, [torch.tensor([tensor.data_ptr()])]).wait()
+        self.buffer_ptrs = [int(address) for address in addresses[0]]
+
+
+class _Memory:
+    def wait_for(self, address: int, value: int) -> tuple[str, int, int]:
+        return "wait", address, value
+
+    def write_value(self, address: int, value: int) -> tuple[str, int, int]:
+        return "write", address, value
+
+    def run(self, stream: int, ops: tuple[tuple[str, int, int], ...]) -> None:
+        for kind, address, value in ops:
+            flag = ctypes.c_int32.from_address(address)
+            if kind == "write":
+                flag.value = value
+                continue
+            deadline = time.monotonic() + _LONGEST_WAIT_S
+            while flag.value != value:
+                assert time.monotonic() < deadline, "waited in vain for a flag"
+                time.sleep(1e-4)
+
+    def copy(self, stream: int, target_at: int, source_at: int, size_bytes: int) -> None:
+        ctypes.memmove(target_at, source_at, size_bytes)
+
+
+class _Stream:
+    handle = 1
+
+    def __init__(self, device: torch.device, *, is_high_priority: bool = False) -> None:
+        self.torch = self
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def destroy(self) -> None:
+        pass
+
+
+class _Event:
+    def record(self, stream: int) -> None:
+        pass
+
+    def wait(self, stream: int) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _Page:
+    def __init__(self, flags: torch.Tensor) -> None:
+        self._flags = flags
+
+    def read(self) -> torch.Tensor:
+        return self._flags.clone()
+
+    def set_all(self) -> None:
+        self._flags.fill_(1)
+
+    def destroy(self) -> None:
+        pass
+
+
+class _Workspaces:
+    def address(self, stream: int) -> int:
+        return 0
+
+
+def _view(matrix: Matrix, address: int) -> torch.Tensor:
+    (rows, cols), strides = matrix.shape, matrix.strides
+    count = (rows - 1) * strides[0] + (cols - 1) * strides[1] + 1
+    memory = (ctypes.c_byte * (count * matrix.dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=matrix.dtype).as_strided((rows, cols), strides)
+
+
+class _Matmul:
+    def __init__(self, a: Matrix, b: Matrix, out: Matrix, *, has_addend: bool, has_bias: bool) -> None:
+        self._matrices = (a, b, out)
+        self._has_addend, self._has_bias = has_addend, has_bias
+
+    def __call__(
+        self, stream: int, workspace_at: int, a_at: int, b_at: int, out_at: int, addend_at: int, bias_at: int
+    ) -> None:
+        a, b, out = (_view(matrix, at) for matrix, at in zip(self._matrices, (a_at, b_at, out_at), strict=True))
+        product = a.double() @ b.double()
+        if self._has_addend:
+            product += _view(self._matrices[2], addend_at)
+        if self._has_bias:
+            product += _view(Matrix((1, out.size(1)), (out.size(1), 1), out.dtype), bias_at)
+        out.copy_(product)
+
+
+def _bind_sum(own: torch.Tensor, partials: torch.Tensor, *, bias: torch.Tensor | None, out: torch.Tensor):
+    rows = Matrix((own.size(0), own.size(1)), (own.size(1), 1), own.dtype)
+    row = Matrix((1, own.size(1)), (own.size(1), 1), own.dtype)
+
+    def add(own_at: int, bias_at: int | None, out_at: int) -> None:
+        total = _view(rows, own_at).double() + partials.double().sum(0)
+        if bias_at is not None:
+            total += _view(row, bias_at)
+        _view(rows, out_at).copy_(total)
+
+    return add

@@ -1,0 +1,114 @@
+"""The copy engine's flags, windows and tapes on the CPU: contract, every path, new data at every call."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from commfuse_megatron import OverlapConfig, OverlapContext
+from commfuse_megatron.config import LinearConfig, PassConfig, TransportConfig
+from commfuse_megatron.ops import WeightGradTarget, all_gather_linear, linear_reduce_scatter
+from commfuse_megatron.transport.copy_engine import CopyEngineTransport
+from tests.harness import run_threads
+from tests.harness.emulated_gpu import emulate_copy_engine, take_part
+from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
+from tests.harness.transport_contract import run_contract
+
+PATHS = [("sliced", "direct", m) for m in (1, 2, 3)] + [("sliced", "ring", 2), ("bulk", "direct", 1)]
+
+
+def config_for(path: str, algorithm: str, m: int, **others) -> OverlapConfig:
+    chosen = PassConfig(path=path, algorithm=algorithm, chunks_per_shard=m)
+    fprop = dataclasses.replace(chosen, path="sliced")
+    transport = TransportConfig(backend="copy_engine")
+    return OverlapConfig(linear=LinearConfig(fprop=fprop, dgrad=chosen), transport=transport, **others)
+
+
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_contract(group_size, monkeypatch):
+    emulate_copy_engine(monkeypatch)
+
+    def body(group, device):
+        with take_part(group):
+            transport = CopyEngineTransport(group, device)
+            run_contract(transport, group.rank(), group.size(), device)
+            transport.close()
+
+    run_threads(group_size, body)
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("path", "algorithm", "m"), PATHS)
+def test_linears_with_new_data_at_every_call(group_size, path, algorithm, m, monkeypatch):
+    emulate_copy_engine(monkeypatch)
+
+    def body(group, device):
+        with take_part(group), OverlapContext(group, config_for(path, algorithm, m)) as context:
+            for op in OPS:
+                for rows, N, K, has_bias in (
+                    (32, 16, 8, True),
+                    (24, 8, 16, False),
+                    (13, 24, 8, True),
+                    (2, 8, 8, False),
+                ):
+                    for seed in range(3):
+                        case = Case(op=op, rows=rows, N=N, K=K, has_bias=has_bias, seed=seed)
+                        operands = draw(case, group.rank(), group.size(), device)
+                        assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+            tapes = [tape for p in context._prepared.values() for tape in p.tapes.values()]
+            if group_size > 1:
+                assert bool(tapes) == (algorithm == "direct")
+            assert all(tape.operation is not None for tape in tapes)
+
+    run_threads(group_size, body)
+
+
+def test_what_tapes_do_not_serve_goes_step_by_step(monkeypatch):
+    emulate_copy_engine(monkeypatch)
+
+    def body(group, device):
+        with take_part(group), OverlapContext(group, config_for("sliced", "direct", 2)) as context:
+            for op in OPS:
+                case = Case(op=op, rows=8, N=6, K=5)  # rows of 20 and 24 bytes
+                operands = draw(case, group.rank(), group.size(), device)
+                assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+            tapes = [tape for p in context._prepared.values() for tape in p.tapes.values()]
+            assert tapes
+            assert all(tape.operation is None for tape in tapes)
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("path", ["sliced", "bulk"])
+def test_weight_gradients_are_added_where_they_are_wanted(path, monkeypatch):
+    emulate_copy_engine(monkeypatch)
+
+    def body(group, device):
+        with take_part(group), OverlapContext(group, config_for(path, "direct", 1)) as context:
+            for op, function in zip(OPS, (all_gather_linear, linear_reduce_scatter), strict=True):
+                case = Case(op=op, rows=16, N=8, K=8, dtype=torch.bfloat16, has_bias=False)
+                operands = draw(case, group.rank(), group.size(), device)
+                expected = reference(case, operands, group)["weight.grad"]
+                main_grad = torch.zeros(8, 8)
+                for count in (1, 2):
+                    leaves = operands.copies()
+                    target = WeightGradTarget(main_grad, lambda: None)
+                    function(leaves.x, leaves.weight, context=context, weight_grad=target).backward(operands.grad_y)
+                    assert leaves.weight.grad is None
+                    assert torch.equal(main_grad, count * expected.float())
+
+    run_threads(2, body)
+
+
+def test_windows_grow_and_tapes_are_recorded_again(monkeypatch):
+    emulate_copy_engine(monkeypatch)
+
+    def body(group, device):
+        with take_part(group), OverlapContext(group, config_for("sliced", "direct", 2)) as context:
+            for rows in (8, 64, 8, 128, 64):
+                for op in OPS:
+                    case = Case(op=op, rows=rows, N=16, K=16, seed=rows)
+                    operands = draw(case, group.rank(), group.size(), device)
+                    assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+
+    run_threads(3, body)
