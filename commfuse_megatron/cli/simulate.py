@@ -19,6 +19,7 @@ from commfuse_megatron.cli.launch import CannotRunError
 from commfuse_megatron.cli.output import make_progress, results, why_file_cannot_be_written, write_json
 
 if TYPE_CHECKING:
+    from commfuse_megatron.benchmark.against import Comparison
     from commfuse_megatron.benchmark.curves import Curves
     from commfuse_megatron.benchmark.predict import Deviation, Prediction
     from commfuse_megatron.benchmark.rows import Row
@@ -35,6 +36,7 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     models = [name for name in dict.fromkeys(case.split(".")[0] for case in CASE_NAMES) if name != "paper-mlp"]
     add = parser.add_argument
     add("--rows", metavar="FILE", help="rows that `commfuse bench --json FILE` measured on GPUs")
+    add("--against", metavar="FILE", help="rows of a larger group on such a machine: how wrong emulation and model are")
     add("--ranks", nargs="+", type=int, default=[8, 16, 64], metavar="N", help="group sizes (default 8 16 64)")
     add("--link", metavar="LINK", help="nvlink or host, as in the rows, or a bandwidth in GB/s per rank and direction")
     add("--models", nargs="+", choices=models, default=models, metavar="MODEL", help=f"of {', '.join(models)}")
@@ -69,6 +71,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         raise CannotRunError(str(error)) from None
     found = deviations(rows, curves)
+    comparisons = _compare(arguments.against, rows, curves)
     predictions: list[list[Prediction]] = []
     with make_progress() as progress:
         task = progress.add_task("simulating", total=len(cases))
@@ -77,12 +80,15 @@ def run_simulate(arguments: argparse.Namespace) -> int:
             progress.advance(task)
     _print_curves(curves)
     _print_deviations(found)
+    if arguments.against:
+        _print_comparisons(comparisons, arguments.against)
     _print_predictions(predictions, curves)
     if arguments.json:
         data = {
             "rows": str(arguments.rows),
             "curves": asdict(curves),
             "deviations": [deviation.as_json() for deviation in found],
+            "against": [comparison.as_json() for comparison in comparisons],
             "predictions": [prediction.as_json() for ways in predictions for prediction in ways],
         }
         write_json(arguments.json, data)
@@ -118,6 +124,25 @@ def _read_curves(path: Path, link: str | None) -> tuple[Curves, list[Row]]:
     slow = {"nccl": dataclasses.replace(curves.messages["nccl"], bandwidth_gb_s=bandwidth_gb_s)}
     collective = dataclasses.replace(curves.collective, bandwidth_gb_s=bandwidth_gb_s)
     return dataclasses.replace(curves, link=f"{bandwidth_gb_s:g} GB/s", messages=slow, collective=collective), rows
+
+
+def _compare(path: str | None, rows: list[Row], curves: Curves) -> list[Comparison]:
+    from commfuse_megatron.benchmark.against import compare
+    from commfuse_megatron.benchmark.rows import load_report
+    from commfuse_megatron.errors import ConfigError
+
+    if path is None:
+        return []
+    try:
+        comparisons = compare(load_report(Path(path))[1], rows, curves)
+    except ConfigError as error:
+        raise CannotRunError(str(error)) from None
+    if not comparisons:
+        raise CannotRunError(
+            f"--against {path}: no forward rows of {curves.device} over {curves.link} that were emulated or can be "
+            "predicted; rows of other machines and links are not compared"
+        )
+    return comparisons
 
 
 def _bandwidth(link: str | None) -> float | None:
@@ -187,6 +212,41 @@ def _print_deviations(found: Sequence[Deviation]) -> None:
     real = [deviation for deviation in found if not deviation.emulated]
     if real:
         console.print(f"median size of the error on {len(real)} measured rows: {100 * median_error(real):.1f} %")
+
+
+def _print_comparisons(comparisons: Sequence[Comparison], path: str) -> None:
+    from commfuse_megatron.benchmark.against import median_size
+
+    table = Table(title=f"measured rows of {path}: error of the emulation, of the model", title_justify="left")
+    table.add_column("case", no_wrap=True)
+    for column in ("M", "ranks"):
+        table.add_column(column, justify="right")
+    table.add_column("variant", no_wrap=True)
+    for column in ("measured ms", "emulated", "error", "predicted", "error"):
+        table.add_column(column, justify="right")
+    for entry in comparisons:
+        table.add_row(
+            entry.case,
+            str(entry.M),
+            str(entry.group_size),
+            entry.variant,
+            f"{entry.measured_ms:.3f}",
+            *_say(entry.emulated_ms, entry.emulation_error),
+            *_say(entry.predicted_ms, entry.prediction_error),
+        )
+    console = results()
+    console.print(table)
+    for name, errors in (
+        ("emulation", [entry.emulation_error for entry in comparisons]),
+        ("model", [entry.prediction_error for entry in comparisons]),
+    ):
+        size = median_size(errors)
+        if size is not None:
+            console.print(f"median size of the error of the {name}: {100 * size:.1f} %")
+
+
+def _say(ms: float | None, error: float | None) -> tuple[str, str]:
+    return ("", "") if ms is None or error is None else (f"{ms:.3f}", f"{100 * error:+.1f} %")
 
 
 def _print_predictions(predictions: Sequence[Sequence[Prediction]], curves: Curves) -> None:

@@ -8,7 +8,7 @@ import pytest
 from commfuse_megatron.benchmark.cases import linear_case
 from commfuse_megatron.benchmark.curves import fit_curves, fit_terms, traffic_of_sum
 from commfuse_megatron.benchmark.predict import WAYS, deviations, predict, predict_way
-from commfuse_megatron.benchmark.rows import Report, Row
+from commfuse_megatron.benchmark.rows import Report, Row, load_report
 from commfuse_megatron.cli import main as cli
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.schedule import Algorithm
@@ -166,6 +166,29 @@ def test_the_command_predicts_and_says_how_wrong_it_is(rows_file: Path, capsys: 
     slow = json.loads(out.read_text())
     assert slow["curves"]["messages"]["nccl"]["bandwidth_gb_s"] == 25
     assert min(p["comm_ms"] for p in slow["predictions"]) > min(p["comm_ms"] for p in data["predictions"])
+
+
+def test_a_larger_group_stands_beside_what_two_ranks_said_of_it(rows_file: Path, capsys: pytest.CaptureFixture[str]):
+    case = linear_case("llama-70b.fc1", 8192, 4)
+    way = {"transport": "copy_engine", "algorithm": "direct", "chunks_per_shard": 1}
+    here = load_report(rows_file)[1]
+    emulated = a_row(case, "sliced m=1 copy_engine", "sliced", 2.2, emulated=True, **way)
+    Report(rows_file, {"multiprocessors": 132}, [*here, emulated]).write()
+    real, out = rows_file.with_name("four.json"), rows_file.with_name("out.json")
+    measured = a_row(case, "sliced m=1 copy_engine", "sliced", 2.0, **way)
+    elsewhere = a_row(case, "sliced m=1 copy_engine", "sliced", 9.0, **way, device="NVIDIA H100 80GB HBM3")
+    Report(real, {}, [measured, elsewhere]).write()
+    options = ["--rows", str(rows_file), "--ranks", "4", "--models", "llama-70b", "--json", str(out)]
+    assert cli.main(["simulate", *options, "--against", str(real)]) == 0
+    text = capsys.readouterr().out
+    assert "median size of the error of the emulation: 10.0 %" in text
+    (entry,) = json.loads(out.read_text())["against"]
+    assert (entry["measured_ms"], entry["emulated_ms"]) == (2.0, 2.2)
+    assert entry["emulation_error"] == pytest.approx(0.1)
+    assert entry["prediction_error"] == pytest.approx(entry["predicted_ms"] / 2.0 - 1)
+    Report(real, {}, [elsewhere]).write()
+    assert cli.main(["simulate", *options, "--against", str(real)]) == 2
+    assert "rows of other machines and links are not compared" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

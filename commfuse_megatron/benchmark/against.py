@@ -1,0 +1,82 @@
+"""A larger group as measured, beside what two ranks had said of it: emulated, and predicted from their curves."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from commfuse_megatron.benchmark.curves import Curves
+from commfuse_megatron.benchmark.predict import deviations
+from commfuse_megatron.benchmark.rows import Row
+
+__all__ = ["Comparison", "compare", "median_size"]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One measured row of a group of `group_size` ranks; None where it was not emulated or cannot be predicted."""
+
+    case: str
+    M: int
+    group_size: int
+    variant: str
+    measured_ms: float
+    emulated_ms: float | None
+    predicted_ms: float | None
+
+    @property
+    def emulation_error(self) -> float | None:
+        """emulated / measured - 1."""
+        return None if self.emulated_ms is None else self.emulated_ms / self.measured_ms - 1
+
+    @property
+    def prediction_error(self) -> float | None:
+        """predicted / measured - 1."""
+        return None if self.predicted_ms is None else self.predicted_ms / self.measured_ms - 1
+
+    def as_json(self) -> dict[str, object]:
+        """For the file."""
+        return {
+            **asdict(self),
+            "emulation_error": self.emulation_error,
+            "prediction_error": self.prediction_error,
+        }
+
+
+def compare(measured: Iterable[Row], rows: Iterable[Row], curves: Curves) -> list[Comparison]:
+    """Every measured forward row that was emulated among `rows` or can be predicted from `curves`.
+
+    Only rows of the curves' device and link count: between machines nothing is compared.
+    """
+    real = [
+        row
+        for row in measured
+        if (row.device, row.link, row.pass_name, row.emulated) == (curves.device, curves.link, "fprop", False)
+    ]
+    emulated = {_key(row): row.median_ms for row in rows if row.emulated and row.pass_name == "fprop"}
+    predicted = {
+        (deviation.case, deviation.M, deviation.group_size, deviation.variant): deviation.predicted_ms
+        for deviation in deviations(real, curves)
+    }
+    comparisons = [
+        Comparison(
+            row.case,
+            row.M,
+            row.group_size,
+            row.variant,
+            row.median_ms,
+            emulated.get(_key(row)),
+            predicted.get(_key(row)),
+        )
+        for row in real
+    ]
+    return [entry for entry in comparisons if entry.emulated_ms is not None or entry.predicted_ms is not None]
+
+
+def median_size(errors: Sequence[float | None]) -> float | None:
+    """Of the sizes of the errors that there are."""
+    known = [abs(error) for error in errors if error is not None]
+    return statistics.median(known) if known else None
+
+
+def _key(row: Row) -> tuple[str, int, int, str]:
+    return (row.case, row.M, row.group_size, row.variant)
