@@ -24,6 +24,7 @@ from megatron.core.transformer import transformer_block
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
@@ -34,6 +35,7 @@ __all__ = [
     "ModuleSpec",
     "RowParallelLinear",
     "TransformerBlockSubmodules",
+    "TransformerLayer",
     "WrappedTorchNorm",
     "default_layer_spec",
     "ensure_metadata_has_dp_cp_group",

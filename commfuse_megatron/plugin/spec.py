@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 #: Megatron's class -> ours. Classes are compared by identity: a subclass of somebody else keeps its behaviour.
 REPLACEMENTS: dict[type, type] = {**LOCAL, **TRANSFORMER_ENGINE, compat.WrappedTorchNorm: CommFuseNorm}
 
+_TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
+
 #: Leaves whose exact class Megatron checks while it builds latent attention; `convert_model` reaches them afterwards.
 _KEPT_FIELDS = ("linear_q_down_proj", "linear_kv_down_proj", "linear_qkv_down_proj")
 
@@ -186,8 +188,8 @@ def local_layer_spec() -> Any:
 gpt_layer_spec_local = apply_to_spec(local_layer_spec())
 
 
-class _NotInstalled:
-    """Stands in a spec for the layer that cannot be built here."""
+class _NotInstalled(compat.TransformerLayer):
+    """Stands for the layer that cannot be built here; Megatron builds subclasses of its own layer only."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise UnsupportedError(
