@@ -230,7 +230,7 @@ def check_norm_and_linear_sharded_state(group_size: int) -> None:
 
 
 def check_norm_and_linear_takes_transformer_engines_state(group_size: int) -> None:
-    stock, ours = norm_pair(group_size)
+    _, ours = norm_pair(group_size)
     state = {name: torch.full_like(value, 2.0) for name, value in ours.state_dict().items() if value is not None}
     ours.load_state_dict({**state, "_extra_state": torch.empty(0, dtype=torch.uint8)})  # without FP8
     assert all(parameter.eq(2.0).all() for parameter in ours.parameters())
