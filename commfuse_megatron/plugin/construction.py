@@ -11,6 +11,7 @@ import logging
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.plugin import compat
@@ -47,14 +48,20 @@ def kept_stock(stock_class: type | None, args: tuple, kwargs: dict[str, Any]) ->
     wish = LayerState(kwargs.pop("overlap_config", None), kwargs.get("name") or kwargs.get("tp_comm_buffer_name"))
     require_permission(wish, config, stock_class, reason)
     layer = stock_class(*args, **kwargs)
-    keep_stock(layer, reason)
+    keep_stock(layer, wish, reason, group)
     return layer
 
 
-def keep_stock(layer: torch.nn.Module, reason: str) -> None:
-    """Remember on `layer`, which is none of ours, why it stays what it is; logged once per class and reason."""
-    state_of(layer).kept_reason = reason
-    _log_once(type(layer).__name__, reason)
+def keep_stock(layer: torch.nn.Module, wish: LayerState, reason: str, group: dist.ProcessGroup | None) -> None:
+    """Remember on `layer`, which is none of ours, what was asked for and why it stays what it is.
+
+    Logged once per class and reason, by the first rank of the group.
+    """
+    state = state_of(layer)
+    state.overlap_config, state.name = wish.overlap_config or state.overlap_config, wish.name or state.name
+    state.kept_reason = reason
+    if group is None or group.rank() == 0:
+        _log_once(type(layer).__name__, reason)
 
 
 def require_permission(wish: LayerState, config: Any, stock_class: type, reason: str) -> None:

@@ -45,13 +45,11 @@ def convert_model(model: Any, config: OverlapConfig | None = None) -> Any:
     if config is None:
         _require_valid_files(chunks)
     places = [place for chunk in chunks for place in _transformer_engine_places(chunk)]
-    for place in places:
-        if place.reason is not None:
-            layer = place.layer
-            require_permission(LayerState(config, place.name), layer.config, type(layer), place.reason)
-    for place in places:
-        if place.reason is not None:
-            keep_stock(place.layer, place.reason)
+    kept = [(place.layer, LayerState(config, place.name), place.reason) for place in places if place.reason is not None]
+    for layer, wish, reason in kept:
+        require_permission(wish, layer.config, type(layer), reason)
+    for layer, wish, reason in kept:
+        keep_stock(layer, wish, reason, layer._tp_group)
     replaced = _replace([place for place in places if place.reason is None], config)
     converted = sum(_convert_local(chunk, config) for chunk in chunks)
     logger.info("convert_model: %d local linears converted, %d of Transformer Engine replaced", converted, replaced)

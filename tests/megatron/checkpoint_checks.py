@@ -22,7 +22,7 @@ from commfuse_megatron.plugin.compat import ColumnParallelLinear
 from commfuse_megatron.plugin.spec import block_spec, local_layer_spec, replace_in_spec
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, tensor_parallel, transformer_config
 from commfuse_megatron.testing.training import Training
-from tests.megatron.gpt_bodies import _perturb
+from tests.megatron.gpt_bodies import perturb
 
 GPT = SmallGPT.layer_norm_and_bias(dtype=torch.float64, num_layers=2)
 TOLERANCE = 1e-13
@@ -41,7 +41,7 @@ def model(group_size: int, kind: str, *, seed: int) -> Any:
     spec = fused_layout(config) if kind == "fused" else None
     built = build_gpt(GPT, config, overlap=kind != "stock", seed=seed, spec=spec)
     if seed == FIRST:
-        _perturb(built)
+        perturb(built)
     return built
 
 

@@ -32,7 +32,7 @@ from commfuse_megatron.plugin.compat import RowParallelLinear
 from commfuse_megatron.plugin.decision import state_of
 from commfuse_megatron.plugin.spec import block_spec
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, transformer_config
-from tests.megatron.gpt_bodies import _differing_checkpoint_entries
+from tests.megatron.gpt_bodies import differing_checkpoint_entries
 from tests.megatron.layers import IN, OUT, assert_equal, assert_overlapped, config, example_input, run
 from tests.megatron.norm_linear_checks import EPS, StockNormAndLinear
 
@@ -101,7 +101,7 @@ def check_a_model_from_our_spec_is_laid_out_like_stock(group_size: int) -> None:
         assert [OURS[stock_type] for stock_type in types_of_linears(stock)] == types_of_linears(ours)
         _assert_same_parameters(stock, ours)
         assert list(stock.state_dict()) == list(ours.state_dict())
-        assert _differing_checkpoint_entries(stock, ours) == []
+        assert differing_checkpoint_entries(stock, ours) == []
         ours.load_state_dict(stock.state_dict())
         again = te_gpt(gpt, group_size, overlap=False, seed=99)
         again.load_state_dict(ours.state_dict())
@@ -131,7 +131,8 @@ def check_what_has_to_stay_is_transformer_engines(group_size: int) -> None:
     fuser.use_transformer_engine_op_fuser = True
     without = config(group_size, sequence_parallel=False)
     for stock in OURS:
-        leaf = apply_to_spec(stock)
+        overlap = OverlapConfig(record=True)
+        leaf = apply_to_spec(stock, overlap)
         cases = [(fp8, "config.fp8"), (fp4, "config.fp4"), (without, "sequence_parallel is off"), (off, "switched off")]
         cases += [(inference, "inference_optimized"), (offloading, "cpu_offloading")]
         for transformer, words in cases:
@@ -141,6 +142,7 @@ def check_what_has_to_stay_is_transformer_engines(group_size: int) -> None:
             assert (report.path, report.overlapped_calls) == ("stock", 0)
             assert words in report.reasons[0]
             assert words in copy.deepcopy(state_of(layer)).kept_reason
+            assert state_of(layer).overlap_config is overlap
         assert type(te_layer(leaf, config(group_size))) is OURS[stock]
         assert type(te_layer(leaf, fuser, tp_comm_buffer_name="fc1")) is stock
         assert type(te_layer(leaf, fuser, tp_comm_buffer_name="qkv")) is OURS[stock]
