@@ -50,8 +50,10 @@ def test_zero_centered_weights_are_not_rounded_away(normalization: str, dtype: t
     weight = (torch.randn(32, generator=generator) * 2**-8).to(dtype)
     bias = torch.randn(32, generator=generator).to(dtype) if normalization == "LayerNorm" else None
     found = normalized(x, weight, bias, 1e-5, normalization, is_zero_centered=True)
-    wide_bias = None if bias is None else bias.double()
-    exact = normalized(x.double(), weight.double(), wide_bias, 1e-5, normalization, is_zero_centered=True)
+    wide = x.double()
+    centered = wide if bias is None else wide - wide.mean(-1, keepdim=True)
+    exact = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + 1e-5) * (1 + weight.double())
+    exact = exact if bias is None else exact + bias.double()
     assert found.dtype == dtype
     half_unit = exact.abs() * torch.finfo(dtype).eps / 2
     # fp32 arithmetic adds a few units of 1.2e-7 to the rounding of the result
