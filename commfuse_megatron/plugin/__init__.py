@@ -8,6 +8,7 @@ from commfuse_megatron.plugin.arguments import add_arguments
 from commfuse_megatron.plugin.convert import convert_model
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
 from commfuse_megatron.plugin.norm import CommFuseNorm
+from commfuse_megatron.plugin.norm_linear import CommFuseLayerNormColumnParallelLinear
 from commfuse_megatron.plugin.provider import CommFuseSpecProvider
 from commfuse_megatron.plugin.report import model_report
 from commfuse_megatron.plugin.spec import apply_to_spec
@@ -15,6 +16,7 @@ from commfuse_megatron.plugin.support import unsupported_reason
 
 __all__ = [
     "CommFuseColumnParallelLinear",
+    "CommFuseLayerNormColumnParallelLinear",
     "CommFuseNorm",
     "CommFuseRowParallelLinear",
     "CommFuseSpecProvider",

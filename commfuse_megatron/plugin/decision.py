@@ -21,7 +21,7 @@ from commfuse_megatron.plugin.contexts import context_for
 from commfuse_megatron.plugin.main_grad import main_grad_target
 from commfuse_megatron.plugin.support import SWITCHED_OFF, unsupported_reason
 
-__all__ = ["LayerState", "overlap_context", "state_of", "weight_grad_target"]
+__all__ = ["LayerState", "kept_reason_of", "overlap_context", "state_of", "weight_grad_target"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +34,12 @@ class LayerState:
 
     overlap_config: the configuration given to `apply_to_spec` or `convert_model`; None reads the flags.
     name: how log lines call the layer.
+    kept_reason: why a layer that is none of ours was not replaced.
     """
 
     overlap_config: OverlapConfig | None = None
     name: str | None = None
+    kept_reason: str | None = None
     overlapped_calls: int = 0
     stock_calls: dict[str, int] = field(default_factory=dict)
     context: OverlapContext | None = None
@@ -59,10 +61,10 @@ class LayerState:
             self.config(transformer_config)
 
     def __deepcopy__(self, memo: dict) -> "LayerState":
-        return LayerState(self.overlap_config, self.name)
+        return LayerState(self.overlap_config, self.name, self.kept_reason)
 
     def __reduce__(self) -> tuple:
-        return LayerState, (self.overlap_config, self.name)
+        return LayerState, (self.overlap_config, self.name, self.kept_reason)
 
 
 def state_of(layer: torch.nn.Module) -> LayerState:
@@ -72,6 +74,12 @@ def state_of(layer: torch.nn.Module) -> LayerState:
         state = LayerState()
         object.__setattr__(layer, _ATTRIBUTE, state)
     return state
+
+
+def kept_reason_of(layer: torch.nn.Module) -> str | None:
+    """Why `layer` was not replaced by one of ours, if that was ever decided."""
+    state = layer.__dict__.get(_ATTRIBUTE)
+    return None if state is None else state.kept_reason
 
 
 def overlap_context(

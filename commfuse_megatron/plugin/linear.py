@@ -3,7 +3,8 @@
 Both inherit everything from Megatron's classes - parameters, their names and attributes, initialisation, checkpoints -
 and override one method each: `_forward_impl` of the column-parallel linear, `forward` of the row-parallel one, where
 Megatron has no smaller seam. A built Megatron layer may be turned into ours by setting its `__class__`; so no
-constructor state may be relied upon, and everything is decided at call time.
+constructor state may be relied upon, and everything is decided at call time. Only where a spec named Transformer
+Engine's class is there a decision before, at construction (`stock_class`).
 """
 
 from typing import Any
@@ -11,8 +12,11 @@ from typing import Any
 import torch
 
 from commfuse_megatron import OverlapConfig, ops
+from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear, tell_fsdp
+from commfuse_megatron.plugin.construction import kept_stock, without_fused_kernel
 from commfuse_megatron.plugin.decision import overlap_context, state_of, weight_grad_target
+from commfuse_megatron.plugin.main_grad import adding_to_main_grad
 
 __all__ = ["CommFuseColumnParallelLinear", "CommFuseRowParallelLinear"]
 
@@ -32,18 +36,32 @@ class CommFuseColumnParallelLinear(ColumnParallelLinear):
 
     Args (beyond Megatron's):
         overlap_config: the OverlapConfig of this layer; None reads the flags.
+        stock_class: Transformer Engine's class where the spec named that; constructing ours gives an instance of it
+            where the layer has to stay stock.
 
     Raises ConfigError for a configuration file with mistakes, unless switched off.
     """
 
-    def __init__(self, *args: Any, overlap_config: OverlapConfig | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _remember(self, overlap_config, kwargs)
+    def __new__(cls, *args: Any, stock_class: type | None = None, **kwargs: Any) -> Any:  # noqa: D102
+        kept = kept_stock(stock_class, args, kwargs)
+        return super().__new__(cls) if kept is None else kept
+
+    def __init__(
+        self,
+        *args: Any,
+        config: Any,
+        overlap_config: OverlapConfig | None = None,
+        stock_class: type | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, config=without_fused_kernel(config), **kwargs)
+        _remember(self, config, overlap_config, kwargs)
 
     @torch.compiler.disable  # what is decided and counted per call is Python, not a graph
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         context = overlap_context(self, input, weight, grad_output_buffer=kwargs.get("grad_output_buffer"))
         if context is None:
+            weight, kwargs = _without_apex(weight, kwargs)
             return super()._forward_impl(input, weight, *args, **kwargs)
         target = weight_grad_target(self, weight)
         return ops.all_gather_linear(input, weight, kwargs.get("bias"), context=context, weight_grad=target)
@@ -63,13 +81,26 @@ class CommFuseRowParallelLinear(RowParallelLinear):
 
     Args (beyond Megatron's):
         overlap_config: the OverlapConfig of this layer; None reads the flags.
+        stock_class: Transformer Engine's class where the spec named that; constructing ours gives an instance of it
+            where the layer has to stay stock.
 
     Raises ConfigError for a configuration file with mistakes, unless switched off.
     """
 
-    def __init__(self, *args: Any, overlap_config: OverlapConfig | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _remember(self, overlap_config, kwargs)
+    def __new__(cls, *args: Any, stock_class: type | None = None, **kwargs: Any) -> Any:  # noqa: D102
+        kept = kept_stock(stock_class, args, kwargs)
+        return super().__new__(cls) if kept is None else kept
+
+    def __init__(
+        self,
+        *args: Any,
+        config: Any,
+        overlap_config: OverlapConfig | None = None,
+        stock_class: type | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, config=without_fused_kernel(config), **kwargs)
+        _remember(self, config, overlap_config, kwargs)
 
     @torch.compiler.disable
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -82,12 +113,29 @@ class CommFuseRowParallelLinear(RowParallelLinear):
         output = ops.linear_reduce_scatter(input_, self.weight, bias, context=context, weight_grad=target)
         return output, (self.bias if self.skip_bias_add else None)
 
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        weight, kwargs = _without_apex(weight, kwargs)  # Megatron's forward comes here
+        return super()._forward_impl(input, weight, *args, **kwargs)
 
-def _remember(layer: torch.nn.Module, overlap_config: OverlapConfig | None, arguments: dict[str, Any]) -> None:
+
+def _without_apex(weight: torch.Tensor, kwargs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """What Megatron's GEMM is called with: where it would need Apex to add into `main_grad`, that is done around it."""
+    wants_fusion = kwargs.get("gradient_accumulation_fusion") and weight.requires_grad and torch.is_grad_enabled()
+    if compat.HAVE_FUSED_WEIGHT_GRADIENT or not wants_fusion or hasattr(weight, "__fsdp_param__"):
+        return weight, kwargs
+    if getattr(weight, "main_grad", None) is None:
+        return weight, kwargs
+    return adding_to_main_grad(weight), {**kwargs, "gradient_accumulation_fusion": False}
+
+
+def _remember(layer: Any, config: Any, overlap_config: OverlapConfig | None, arguments: dict[str, Any]) -> None:
+    layer.config = config
+    layer.gradient_accumulation_fusion = config.gradient_accumulation_fusion
     state = state_of(layer)
     state.overlap_config = overlap_config
     state.name = arguments.get("name") or arguments.get("tp_comm_buffer_name")
     state.require_valid_config(layer.config)
 
 
-tell_fsdp(CommFuseColumnParallelLinear.__name__, CommFuseRowParallelLinear.__name__)
+tell_fsdp("column", CommFuseColumnParallelLinear.__name__)
+tell_fsdp("row", CommFuseRowParallelLinear.__name__)

@@ -12,7 +12,7 @@ import torch
 
 from commfuse_megatron.ops import WeightGradTarget
 
-__all__ = ["main_grad_target"]
+__all__ = ["adding_to_main_grad", "main_grad_target"]
 
 
 def main_grad_target(weight: Any) -> WeightGradTarget:
@@ -32,3 +32,26 @@ def main_grad_target(weight: Any) -> WeightGradTarget:
         return make(main_grad.shape, dtype=weight.dtype, device=weight.device)
 
     return WeightGradTarget(main_grad, result)
+
+
+class _AddToMainGrad(torch.autograd.Function):
+    """The weight, with a backward pass that ends in `main_grad` instead of `grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.target = main_grad_target(weight)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+        ctx.target.accumulate.add_(grad)
+        return ctx.target.result()
+
+
+def adding_to_main_grad(weight: torch.Tensor) -> torch.Tensor:
+    """A view of `weight` for one call without gradient accumulation fusion; its gradient is added to `main_grad`.
+
+    For Megatron's own path without Apex, whose kernel it needs for the fusion. Leaving the gradient to autograd would
+    not do: once another call has raised `grad_added_to_main_grad`, the data-parallel hooks drop what autograd brings.
+    """
+    return _AddToMainGrad.apply(weight)

@@ -12,8 +12,8 @@ import torch
 
 from commfuse_megatron import OpRecord
 from commfuse_megatron.plugin import compat
-from commfuse_megatron.plugin.convert import CONVERSIONS
-from commfuse_megatron.plugin.decision import state_of
+from commfuse_megatron.plugin.classes import LOCAL, TRANSFORMER_ENGINE, is_ours
+from commfuse_megatron.plugin.decision import kept_reason_of, state_of
 from commfuse_megatron.plugin.support import unsupported_reason
 
 __all__ = ["LayerReport", "ModelReport", "model_report"]
@@ -24,7 +24,8 @@ class LayerReport:
     """One linear.
 
     path: "overlapped" or "stock" where all calls agree, "mixed" where they don't, "not called" before the first.
-    reasons: why calls took Megatron's path, each once; before the first call, why they will, where that is known.
+    reasons: why calls took Megatron's path, each once; before the first call, why they will, where that is known; for
+        a layer that is none of ours, why it stayed (its calls are not seen).
     """
 
     name: str
@@ -65,7 +66,7 @@ def model_report(model: Any) -> ModelReport:
     for chunk in chunks:
         for name, module in _linears(chunk):
             layers.append(_layer_report(name, module))
-            if type(module) in CONVERSIONS.values() and state_of(module).context is not None:
+            if is_ours(module) and state_of(module).context is not None:
                 context = state_of(module).context
                 contexts[id(context)] = context
     ops = tuple(record for context in contexts.values() if context is not None for record in context.report())
@@ -74,19 +75,14 @@ def model_report(model: Any) -> ModelReport:
 
 def _linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     for name, module in model.named_modules():
-        if isinstance(module, (compat.ColumnParallelLinear, compat.RowParallelLinear)) or _is_transformer_engines(
-            module
-        ):
+        is_local = isinstance(module, (compat.ColumnParallelLinear, compat.RowParallelLinear))
+        if is_local or compat.is_transformer_engine_linear(module):
             yield name, module
-
-
-def _is_transformer_engines(module: torch.nn.Module) -> bool:
-    return type(module).__name__.startswith("TE") and "Linear" in type(module).__name__
 
 
 def _layer_report(name: str, module: torch.nn.Module) -> LayerReport:
     layer = type(module).__name__
-    if type(module) not in CONVERSIONS.values():
+    if not is_ours(module):
         return LayerReport(name, layer, "stock", 0, 0, (_reason_not_ours(module),))
     state = state_of(module)
     stock_calls = sum(state.stock_calls.values())
@@ -100,7 +96,10 @@ def _layer_report(name: str, module: torch.nn.Module) -> LayerReport:
 
 
 def _reason_not_ours(module: torch.nn.Module) -> str:
-    layer = type(module).__name__
-    if type(module) in CONVERSIONS:
+    kept_reason = kept_reason_of(module)
+    if kept_reason is not None:
+        return kept_reason
+    layer, known = type(module).__name__, {**LOCAL, **TRANSFORMER_ENGINE}
+    if type(module) in known:
         return f"{layer} is Megatron's own class: it was neither in the spec given to apply_to_spec nor converted"
-    return f"{layer} is not among the classes that are replaced ({', '.join(c.__name__ for c in CONVERSIONS)})"
+    return f"{layer} is not among the classes that are replaced ({', '.join(c.__name__ for c in known)})"

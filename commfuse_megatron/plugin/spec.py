@@ -2,7 +2,8 @@
 
     spec = apply_to_spec(get_gpt_layer_local_spec())                                   # any spec tree, on a copy
     torchrun ... pretrain_gpt.py ... --spec commfuse_megatron.plugin.spec gpt_layer_spec          # a callable
-    torchrun ... pretrain_gpt.py ... --spec commfuse_megatron.plugin.spec gpt_layer_spec_local    # a ready object
+    torchrun ... pretrain_gpt.py ... --spec commfuse_megatron.plugin.spec gpt_layer_spec_te       # a ready object
+    torchrun ... pretrain_gpt.py ... --spec commfuse_megatron.plugin.spec gpt_layer_spec_local    # another
 
 Owns the table from Megatron's classes to ours and the walk over spec trees. The contract that bites: Megatron shares
 spec objects between models and rewrites some while it builds, so a spec that was handed in is never changed.
@@ -17,7 +18,7 @@ from typing import Any
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.plugin import arguments, compat
-from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
+from commfuse_megatron.plugin.classes import LOCAL, OURS, TRANSFORMER_ENGINE
 from commfuse_megatron.plugin.norm import CommFuseNorm
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "block_spec",
     "gpt_layer_spec",
     "gpt_layer_spec_local",
+    "gpt_layer_spec_te",
     "local_layer_spec",
     "replace_in_spec",
 ]
@@ -33,11 +35,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 #: Megatron's class -> ours. Classes are compared by identity: a subclass of somebody else keeps its behaviour.
-REPLACEMENTS: dict[type, type] = {
-    compat.ColumnParallelLinear: CommFuseColumnParallelLinear,
-    compat.RowParallelLinear: CommFuseRowParallelLinear,
-    compat.WrappedTorchNorm: CommFuseNorm,
-}
+REPLACEMENTS: dict[type, type] = {**LOCAL, **TRANSFORMER_ENGINE, compat.WrappedTorchNorm: CommFuseNorm}
 
 _TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
 
@@ -54,7 +52,8 @@ def apply_to_spec(spec: Any, config: OverlapConfig | None = None) -> Any:
         config: given to every linear; None lets the layers read the flags.
 
     What a spec cannot reach (the output layer, the down-projections of latent attention, the layers of multi-token
-    prediction) stays Megatron's until `convert_model`. Transformer Engine's classes stay; a warning says so.
+    prediction) stays Megatron's until `convert_model`. Transformer Engine's attention and norms stay. In place of its
+    linears each layer decides when it is built: where it has to stay stock, Transformer Engine's own class is built.
     """
     return _Mapping(REPLACEMENTS, config).map(spec)
 
@@ -104,28 +103,35 @@ class _Mapping:
                 continue
             if is_spec and field.name == "module" and isinstance(value, type):
                 object.__setattr__(new, field.name, self._replacements.get(value, value))
+            elif is_spec and field.name == "params" and node.module in OURS:
+                new.params = dict(value)  # ours already: its `stock_class` is no leaf
             else:
                 object.__setattr__(new, field.name, self.map(value))
-        if is_spec and self._config is not None and _is_our_linear(new.module):
-            new.params = {**new.params, "overlap_config": self._config}
+        if is_spec and isinstance(node.module, type):
+            new.params = {**new.params, **self._parameters(node.module, new.module)}
         return new
 
-    def _leaf(self, leaf: type) -> Any:
-        if leaf.__module__ == _TRANSFORMER_ENGINE and "Linear" in leaf.__name__ and leaf not in self._kept:
-            self._kept.add(leaf)
-            logger.warning("apply_to_spec: %s stays: Transformer Engine's linears are not replaced", leaf.__name__)
-        leaf = self._replacements.get(leaf, leaf)
-        if self._config is not None and _is_our_linear(leaf):
-            return compat.ModuleSpec(module=leaf, params={"overlap_config": self._config})
-        return leaf
+    def _leaf(self, stock: type) -> Any:
+        is_transformer_engines = stock.__module__ == _TRANSFORMER_ENGINE and "Linear" in stock.__name__
+        if is_transformer_engines and stock not in self._replacements and stock not in self._kept:
+            self._kept.add(stock)
+            logger.warning("apply_to_spec: %s stays: not among the linears that are replaced", stock.__name__)
+        ours = self._replacements.get(stock, stock)
+        parameters = self._parameters(stock, ours)
+        return compat.ModuleSpec(module=ours, params=parameters) if parameters else ours
+
+    def _parameters(self, stock: type, ours: type) -> dict[str, Any]:
+        """What a spec tells the constructor of `ours`, beyond what Megatron does."""
+        parameters: dict[str, Any] = {}
+        if ours in OURS and stock in TRANSFORMER_ENGINE:
+            parameters["stock_class"] = stock
+        if ours in OURS and self._config is not None:
+            parameters["overlap_config"] = self._config
+        return parameters
 
     def _keep(self, node: Any, new: Any) -> Any:
         self._copies[id(node)] = new
         return new
-
-
-def _is_our_linear(leaf: Any) -> bool:
-    return leaf in (CommFuseColumnParallelLinear, CommFuseRowParallelLinear)
 
 
 def block_spec(
@@ -180,3 +186,21 @@ def local_layer_spec() -> Any:
 #: A dense GPT layer of local classes, for launchers that take an object. Megatron chooses the final norm by itself
 #: (see `block_spec`): under sequence parallelism this needs Apex or Transformer Engine, `gpt_layer_spec` does not.
 gpt_layer_spec_local = apply_to_spec(local_layer_spec())
+
+
+class _NotInstalled(compat.TransformerLayer):
+    """Stands for the layer that cannot be built here; Megatron builds subclasses of its own layer only."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise UnsupportedError(
+            "gpt_layer_spec_te needs Transformer Engine, which is not installed: pip install 'commfuse-megatron[te]', "
+            "or take gpt_layer_spec_local"
+        )
+
+
+#: A dense GPT layer of Transformer Engine, its linears ours; building it raises where that is not installed.
+gpt_layer_spec_te = (
+    apply_to_spec(compat.get_gpt_layer_with_transformer_engine_spec())
+    if compat.HAVE_TRANSFORMER_ENGINE
+    else compat.ModuleSpec(module=_NotInstalled)
+)

@@ -5,13 +5,15 @@ The contract that bites: the answer must be the same on every rank of the group,
 dtypes and modes, never at values, memory or timing.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
 from commfuse_megatron.plugin import arguments, compat
 
-__all__ = ["SWITCHED_OFF", "unsupported_reason"]
+__all__ = ["SWITCHED_OFF", "Prospect", "reason_to_stay", "unsupported_reason"]
 
 #: The only reason that was asked for; it is never an error.
 SWITCHED_OFF = "config.commfuse is False: switched off"
@@ -27,6 +29,13 @@ _SETTINGS = {
     "batch_invariant_mode": "config.batch_invariant_mode is on: partial GEMMs may round differently from whole ones",
     "symmetric_ar_type": "config.symmetric_ar_type is set: it replaces the all-reduce of linears",
     "cpu_offloading": "config.cpu_offloading is on: offloading tags activations inside Megatron's own forward",
+}
+
+#: The same for what only Transformer Engine's own layers do, decided before a layer is built or replaced.
+_SETTINGS_THAT_KEEP = {
+    "quant_recipe": "config.quant_recipe is set: quantised GEMMs are Transformer Engine's own",
+    "init_model_with_meta_device": "config.init_model_with_meta_device is on: Megatron's local linears, from which ours"
+    " inherit, cannot be built on the meta device",
 }
 
 
@@ -56,7 +65,45 @@ def unsupported_reason(
     return reason
 
 
-def _is_row(layer: torch.nn.Module) -> bool:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """What is known of a linear before ours takes the place of Transformer Engine's, named as in built layers.
+
+    tp_comm_buffer_name: which linear of a transformer layer it is, as far as Megatron says so.
+    """
+
+    config: Any
+    tp_group: dist.ProcessGroup | None
+    sequence_parallel: bool
+    is_expert: bool = False
+    explicit_expert_comm: bool = False
+    tp_comm_buffer_name: str | None = None
+
+    @property
+    def gtp_remat_size(self) -> int:
+        """As in Megatron's layers: over how many ranks the weight is sharded for rematerialisation."""
+        return compat.weight_rematerialisation_size(self.is_expert)
+
+
+def reason_to_stay(prospect: Prospect) -> str | None:
+    """Why Transformer Engine's own layer is built, or stays, as a sentence; None where ours takes its place."""
+    config = prospect.config
+    if prospect.tp_group is None:
+        return "Megatron's parallel state is not initialised: there is no tensor-parallel group to communicate in"
+    reason = _reason_in_config(config) or _reason_in_layer(prospect)
+    if reason is not None:
+        return reason
+    for name, reason in _SETTINGS_THAT_KEEP.items():
+        if getattr(config, name, None):
+            return reason
+    if getattr(config, "transformer_impl", None) == "inference_optimized":
+        return "config.transformer_impl is inference_optimized: Megatron's inference steers its own layers"
+    if getattr(config, "use_transformer_engine_op_fuser", False) and prospect.tp_comm_buffer_name in ("fc1", "fc2"):
+        return "config.use_transformer_engine_op_fuser is on: one fused operation takes the parameters of fc1 and fc2"
+    return None
+
+
+def _is_row(layer: Any) -> bool:
     return isinstance(layer, compat.RowParallelLinear)
 
 

@@ -65,13 +65,13 @@ def compare_with_stock(group_size: int, names: list[str]) -> dict[str, dict[str,
 def _compare(group_size: int, variant: Variant) -> dict[str, Any]:
     gpt, options = variant.gpt, variant.options
     stock = build_gpt(gpt, transformer_config(gpt, group_size, **options), overlap=False)
-    _perturb(stock)
+    perturb(stock)
     config = OverlapConfig.from_dict(variant.overlap)
     ours = build_gpt(gpt, transformer_config(gpt, group_size, **options), overlap=config, seed=99)
     ours.load_state_dict(stock.state_dict())
     found: dict[str, Any] = {
         "attributes_differ": _differing_attributes(stock, ours),
-        "checkpoint_differs": _differing_checkpoint_entries(stock, ours),
+        "checkpoint_differs": differing_checkpoint_entries(stock, ours),
     }
     for layer in ours.modules() if variant.is_data_parallel else ():
         if type(layer).__name__.startswith("CommFuse"):
@@ -101,7 +101,7 @@ def _compare(group_size: int, variant: Variant) -> dict[str, Any]:
     return found
 
 
-def _perturb(model: torch.nn.Module) -> None:
+def perturb(model: torch.nn.Module) -> None:
     """Make biases and norm weights something else than zeros and ones, equally on all ranks."""
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
@@ -127,7 +127,7 @@ def _differing_attributes(stock: torch.nn.Module, ours: torch.nn.Module) -> list
     return sorted(set(expected) ^ set(found)) + [name for name in expected if expected[name] != found.get(name)]
 
 
-def _differing_checkpoint_entries(stock: Any, ours: Any) -> list[str]:
+def differing_checkpoint_entries(stock: Any, ours: Any) -> list[str]:
     metadata = {"dp_cp_group": stock.pg_collection.dp_cp}
     expected, found = (_describe_checkpoint(m.sharded_state_dict(metadata=metadata)) for m in (stock, ours))
     assert len(expected) >= 13

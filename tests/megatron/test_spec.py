@@ -19,6 +19,7 @@ from commfuse_megatron import OverlapConfig
 from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.plugin import (
     CommFuseColumnParallelLinear,
+    CommFuseLayerNormColumnParallelLinear,
     CommFuseNorm,
     CommFuseRowParallelLinear,
     CommFuseSpecProvider,
@@ -164,7 +165,11 @@ def test_provider() -> None:
 
 @pytest.mark.parametrize(
     ("cls", "weight", "bias"),
-    [(CommFuseColumnParallelLinear, "column", "column"), (CommFuseRowParallelLinear, "row", "replicated")],
+    [
+        (CommFuseColumnParallelLinear, "column", "column"),
+        (CommFuseLayerNormColumnParallelLinear, "column", "column"),
+        (CommFuseRowParallelLinear, "row", "replicated"),
+    ],
 )
 def test_fsdp_sees_how_weights_are_split(cls: type, weight: str, bias: str) -> None:
     from megatron.core.distributed import FullyShardedDataParallel
@@ -174,6 +179,8 @@ def test_fsdp_sees_how_weights_are_split(cls: type, weight: str, bias: str) -> N
     stub = SimpleNamespace(_MODULE_TYPE_REGISTRY=FullyShardedDataParallel._MODULE_TYPE_REGISTRY)
     assert detect(stub, "weight", layer) == weight
     assert detect(stub, "bias", layer) == bias
+    if cls is CommFuseLayerNormColumnParallelLinear:
+        assert detect(stub, "layer_norm_weight", layer) == detect(stub, "layer_norm_bias", layer) == "replicated"
 
 
 def test_the_default_spec_says_so_where_transformer_engine_is_wanted_but_missing(monkeypatch):

@@ -1,0 +1,51 @@
+"""Which class of ours takes the place of which of Megatron's: the one table that specs, conversion and report share.
+
+Classes are compared by identity: a subclass of somebody else keeps its behaviour.
+"""
+
+import torch
+
+from commfuse_megatron.plugin import compat
+from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
+from commfuse_megatron.plugin.norm_linear import CommFuseLayerNormColumnParallelLinear
+
+__all__ = ["LOCAL", "OURS", "TRANSFORMER_ENGINE", "is_ours"]
+
+#: Megatron's local linears; a built one can be given our class.
+LOCAL: dict[type, type[torch.nn.Module]] = {
+    compat.ColumnParallelLinear: CommFuseColumnParallelLinear,
+    compat.RowParallelLinear: CommFuseRowParallelLinear,
+}
+
+
+def _installed(*, find, names: dict[str, type[torch.nn.Module]]) -> dict[type, type[torch.nn.Module]]:
+    return {stock: ours for name, ours in names.items() if (stock := find(name)) is not None}
+
+
+#: Transformer Engine's linears and Megatron's subclasses of them for inference; a built one is replaced by one of ours.
+#: Empty where Transformer Engine is not installed.
+TRANSFORMER_ENGINE: dict[type, type[torch.nn.Module]] = {
+    **_installed(
+        find=compat.transformer_engine_class,
+        names={
+            "TELayerNormColumnParallelLinear": CommFuseLayerNormColumnParallelLinear,
+            "TEColumnParallelLinear": CommFuseColumnParallelLinear,
+            "TERowParallelLinear": CommFuseRowParallelLinear,
+        },
+    ),
+    **_installed(
+        find=compat.inference_class,
+        names={
+            "InferenceLayerNormColumnParallelLinear": CommFuseLayerNormColumnParallelLinear,
+            "InferenceColumnParallelLinear": CommFuseColumnParallelLinear,
+            "InferenceRowParallelLinear": CommFuseRowParallelLinear,
+        },
+    ),
+}
+
+OURS = (CommFuseColumnParallelLinear, CommFuseLayerNormColumnParallelLinear, CommFuseRowParallelLinear)
+
+
+def is_ours(module: torch.nn.Module) -> bool:
+    """Whether `module` is one of our linears."""
+    return type(module) in OURS

@@ -1,0 +1,145 @@
+"""A norm and a column-parallel linear in one module, laid out like Transformer Engine's fused one.
+
+The norm runs on this rank's rows, before the all-gather, in torch's kernels; the rest is what the column-parallel
+linear does. The contract that bites: parameters have Transformer Engine's names, order and attributes, so that state
+dicts and checkpoints go both ways, and those of the norm carry `sequence_parallel`, without which their gradients stay
+partial.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch.nn import functional
+
+from commfuse_megatron.errors import ConfigError, UnsupportedError
+from commfuse_megatron.plugin import compat
+from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear
+
+__all__ = ["CommFuseLayerNormColumnParallelLinear", "normalized"]
+
+_NORMS = ("LayerNorm", "RMSNorm")
+
+
+class CommFuseLayerNormColumnParallelLinear(CommFuseColumnParallelLinear):
+    """`TELayerNormColumnParallelLinear` whose all-gather hides under partial GEMMs, as in the class it derives from.
+
+    | parameter         | shape    | across ranks                                                              |
+    |-------------------|----------|---------------------------------------------------------------------------|
+    | layer_norm_weight | [K]      | replicated; gradient partial, summed by `finalize_model_grads`            |
+    | layer_norm_bias   | [K]      | likewise; None with RMSNorm                                               |
+    | weight, bias      | [N/R, K] | split along N                                                             |
+
+    `config` says which norm, `layernorm_epsilon` and `layernorm_zero_centered_gamma`. The attributes that Megatron
+    reads from Transformer Engine's class are here under the same names, except those of its FP8 state.
+
+    Args (beyond Megatron's): as in CommFuseColumnParallelLinear; `stock_class` is Transformer Engine's class where that
+        is installed.
+
+    Raises ConfigError for what Transformer Engine's class refuses too, UnsupportedError for an unknown norm.
+    """
+
+    #: What is built instead where the layer has to stay stock.
+    _default_stock: ClassVar[type | None] = compat.transformer_engine_class("TELayerNormColumnParallelLinear")
+
+    def __new__(cls, *args: Any, stock_class: type | None = None, **kwargs: Any) -> Any:  # noqa: D102
+        return super().__new__(cls, *args, stock_class=stock_class or cls._default_stock, **kwargs)
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        for refused in ("gather_output", "is_expert", "skip_weight_param_allocation"):
+            if kwargs.get(refused):
+                raise ConfigError(f"{type(self).__name__}: {refused}=True is not supported, nor by Transformer Engine")
+        if config.normalization not in _NORMS:
+            raise UnsupportedError(
+                f"{type(self).__name__} offers {' and '.join(_NORMS)}; config.normalization is {config.normalization!r}"
+            )
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.normalization = config.normalization
+        self.eps = config.layernorm_epsilon
+        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
+        self.stride = kwargs.get("stride", 1)
+        self.ub_name = kwargs.get("tp_comm_buffer_name")
+        self._add_norm_parameters()
+
+    def _add_norm_parameters(self) -> None:
+        # Before the others, as in Transformer Engine: optimizers and gradient buffers go by the order of parameters.
+        linear = {name: self._parameters.pop(name) for name in ("weight", "bias")}
+        device = None if self.config.use_cpu_initialization else torch.cuda.current_device()
+        like = {"device": device, "dtype": self.config.params_dtype}
+        make = torch.zeros if self.zero_centered_gamma else torch.ones
+        self.layer_norm_weight = torch.nn.Parameter(make(self.input_size, **like))
+        bias = torch.nn.Parameter(torch.zeros(self.input_size, **like)) if self.normalization == "LayerNorm" else None
+        self.register_parameter("layer_norm_bias", bias)
+        for parameter in (self.layer_norm_weight, self.layer_norm_bias):
+            if parameter is not None:
+                parameter.sequence_parallel = self.sequence_parallel  # type: ignore[union-attr]
+        self._parameters.update(linear)
+
+    @property
+    def in_features(self) -> int:
+        """K, as Transformer Engine calls it."""
+        return self.input_size
+
+    @property
+    def out_features(self) -> int:
+        """N/R, as Transformer Engine calls it."""
+        return self.output_size_per_partition
+
+    @property
+    def use_bias(self) -> bool:
+        """Whether there is a bias."""
+        return self.bias is not None
+
+    @property
+    def te_return_bias(self) -> bool:
+        """Whether the bias is left to the caller."""
+        return self.skip_bias_add and self.use_bias
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks of the tensor-parallel group."""
+        return self.tp_group.size()
+
+    @property
+    def tp_rank(self) -> int:
+        """This rank's place in it."""
+        return self.tp_group.rank()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The output [S, B, N/R] for the rows x [S/R, B, K], and the bias where `skip_bias_add` leaves it."""
+        return super().forward(
+            normalized(
+                x, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.normalization, self.zero_centered_gamma
+            )
+        )
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """As Transformer Engine's: the linear split along N, the norm replicated."""
+        return super().sharded_state_dict(prefix, sharded_offsets, compat.ensure_metadata_has_dp_cp_group(metadata))
+
+
+def normalized(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    normalization: str,
+    is_zero_centered: bool,
+) -> torch.Tensor:
+    """LayerNorm or RMSNorm of the last dimension, computed in fp32 or wider and rounded once to the dtype of `x`.
+
+    Torch's kernels do so by themselves where all dtypes agree. One plus a zero-centered weight would be rounded to the
+    weight's dtype there, which loses the small weights that zero-centering is for; so it is added in fp32 and the norm
+    computed in fp32 outside the kernel, at the cost of keeping x in fp32 for the backward pass.
+    """
+    dtype, shape = x.dtype, weight.shape
+    if is_zero_centered or weight.dtype != dtype:
+        wide = torch.promote_types(torch.promote_types(dtype, weight.dtype), torch.float32)
+        x, weight = x.to(wide), weight.to(wide)
+        weight = weight + 1 if is_zero_centered else weight
+        bias = None if bias is None else bias.to(wide)
+    if normalization == "LayerNorm":
+        return functional.layer_norm(x, shape, weight, bias, eps).to(dtype)
+    return functional.rms_norm(x, shape, weight, eps).to(dtype)
+
+
+compat.tell_fsdp("norm and column", CommFuseLayerNormColumnParallelLinear.__name__)

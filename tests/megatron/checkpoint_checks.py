@@ -1,0 +1,195 @@
+"""Checks of distributed checkpoints: stock and ours, the local layout and Transformer Engine's, TP 2 and TP 4.
+
+Each is run on every rank of one spawn of four. Transformer Engine's layout, the norms fused into the linears, is built
+from our classes here, which need no Transformer Engine.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import distributed as dist
+
+from commfuse_megatron.plugin import CommFuseLayerNormColumnParallelLinear, model_report
+from commfuse_megatron.plugin.compat import ColumnParallelLinear
+from commfuse_megatron.plugin.spec import block_spec, local_layer_spec, replace_in_spec
+from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, tensor_parallel, transformer_config
+from commfuse_megatron.testing.training import Training
+from tests.megatron.gpt_bodies import perturb
+
+GPT = SmallGPT.layer_norm_and_bias(dtype=torch.float64, num_layers=2)
+TOLERANCE = 1e-13
+
+
+def fused_layout(config: Any) -> Any:
+    """The spec of a block laid out like Transformer Engine's."""
+    layer = replace_in_spec(local_layer_spec(), {ColumnParallelLinear: CommFuseLayerNormColumnParallelLinear})
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
+    layer.submodules.sharded_state_dict_keys_map = {}
+    return block_spec(layer, config, with_torch_norm=True)
+
+
+def model(group_size: int, kind: str, *, seed: int) -> Any:
+    config = transformer_config(GPT, group_size)
+    spec = fused_layout(config) if kind == "fused" else None
+    built = build_gpt(GPT, config, overlap=kind != "stock", seed=seed, spec=spec)
+    if seed == FIRST:
+        perturb(built)
+    return built
+
+
+FIRST, OTHER = 7, 99
+
+
+@contextmanager
+def tensor_parallel_size(size: int) -> Iterator[None]:
+    """Other groups inside the with-block, those of all ranks again after it."""
+    parallel_state.destroy_model_parallel()
+    with tensor_parallel(size):
+        yield
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+
+
+def sharded(m: Any) -> dict[str, Any]:
+    return m.sharded_state_dict(metadata={"dp_cp_group": parallel_state.get_data_parallel_group()})
+
+
+def save(m: Any, folder: str) -> None:
+    save_entries(sharded(m), folder)
+
+
+def save_entries(entries: dict[str, Any], folder: str) -> None:
+    # Megatron logs the memory of the process, for which alone it needs psutil, and fails without it.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filesystem_async, "_process_memory", lambda: 0)
+        dist_checkpointing.save(entries, folder)
+
+
+def load(m: Any, folder: str) -> None:
+    m.load_state_dict(dist_checkpointing.load(sharded(m), folder))
+
+
+@contextmanager
+def folders(number: int) -> Iterator[list[str]]:
+    """Empty folders that all ranks share."""
+    names: list[Any] = [tempfile.mkdtemp() for _ in range(number)] if dist.get_rank() == 0 else [None] * number
+    dist.broadcast_object_list(names)
+    try:
+        yield names
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for name in names:
+                shutil.rmtree(name)
+
+
+def values(m: Any) -> dict[str, torch.Tensor]:
+    """Parameters by checkpoint key and offset."""
+    entries = (
+        entry for entry in sharded(m).values() if hasattr(entry, "global_offset") and torch.is_tensor(entry.data)
+    )
+    return {f"{entry.key} {entry.global_offset}": entry.data.detach().clone() for entry in entries}
+
+
+def assert_same(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    assert len(expected) >= 13
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert torch.equal(value, found[name]), name
+
+
+def batch() -> torch.Tensor:
+    return torch.randint(GPT.vocab_size, (2, 33), generator=torch.Generator().manual_seed(5))
+
+
+def check_checkpoints_go_both_ways_between_layouts_and_sizes(_: int) -> None:
+    with folders(3) as (of_stock, of_fused, of_ours):
+        with tensor_parallel_size(2):
+            stock = model(2, "stock", seed=FIRST)
+            expected, loss = values(stock), loss_of(stock, batch()).item()
+            save(stock, of_stock)
+        with tensor_parallel_size(4):
+            for kind in ("ours", "fused"):
+                loaded = _loaded(4, kind, of_stock, loss)
+            save(loaded, of_fused)
+        with tensor_parallel_size(2):
+            assert_same(expected, values(_loaded(2, "stock", of_fused, loss)))
+            loaded = _loaded(2, "ours", of_fused, loss)
+            assert_same(expected, values(loaded))
+            save(loaded, of_ours)
+        with tensor_parallel_size(4):
+            _loaded(4, "stock", of_ours, loss)
+
+
+def _loaded(group_size: int, kind: str, folder: str, expected_loss: float) -> Any:
+    """A model that had other weights before it loaded `folder`, and has the expected loss since."""
+    m = model(group_size, kind, seed=OTHER)
+    assert abs(loss_of(m, batch()).item() - expected_loss) > 1e-3
+    load(m, folder)
+    assert abs(loss_of(m, batch()).item() - expected_loss) <= TOLERANCE * expected_loss
+    paths = {layer.path for layer in model_report(m).layers}
+    assert paths == {"stock" if kind == "stock" else "overlapped"}
+    return m
+
+
+def check_fused_layout_has_the_keys_of_the_local_one(group_size: int) -> None:
+    # Megatron maps the keys of separate norms to those that Transformer Engine's fused layers have.
+    local, fused = (sharded(model(group_size, kind, seed=FIRST)) for kind in ("stock", "fused"))
+    keys = [{entry.key for entry in entries.values() if hasattr(entry, "key")} for entries in (local, fused)]
+    assert keys[0] == keys[1]
+    assert "decoder.layers.self_attention.linear_qkv.layer_norm_weight" in keys[1]
+    assert "decoder.layers.mlp.linear_fc1.layer_norm_bias" in keys[1]
+    assert sum(key.endswith("linear_fc1._extra_state") for key in keys[1]) == 1
+
+
+def check_extra_state_as_transformer_engine_writes_it(group_size: int) -> None:
+    # Without FP8 it writes an empty tensor where local layers write None; both must load.
+    with folders(1) as (folder,):
+        saved = model(group_size, "fused", seed=FIRST)
+        entries = sharded(saved)
+        extra = [entry for name, entry in entries.items() if name.endswith("_extra_state")]
+        assert len(extra) >= 8
+        for entry in extra:
+            entry.data = torch.empty(0, dtype=torch.uint8)
+        save_entries(entries, folder)
+        loaded = model(group_size, "fused", seed=OTHER)
+        load(loaded, folder)
+        assert_same(values(saved), values(loaded))
+
+
+def check_fused_layout_trains_like_stock(group_size: int) -> None:
+    with folders(1) as (folder,):
+        stock = model(group_size, "stock", seed=FIRST)
+        save(stock, folder)
+        fused = model(group_size, "fused", seed=OTHER)
+        load(fused, folder)
+    runs = [Training(m) for m in (stock, fused)]
+    losses = [training.backward(batch()) for training in runs]
+    assert abs(losses[0] - losses[1]) <= TOLERANCE * losses[0]
+    gradients = [
+        {
+            entry.key + str(entry.global_offset): entry.data.main_grad
+            for entry in sharded(m).values()
+            if _is_parameter(entry)
+        }
+        for m in (stock, fused)
+    ]
+    assert gradients[0].keys() == gradients[1].keys()
+    assert len(gradients[0]) >= 13
+    for name, gradient in gradients[0].items():
+        error = ((gradient - gradients[1][name]).abs().max() / gradient.abs().max()).item()
+        assert error <= TOLERANCE, f"gradient of {name} differs by {error:.1e}"
+    for _ in range(2):
+        losses = [training.step(batch()) for training in runs]
+        assert abs(losses[0] - losses[1]) <= 1e-12 * losses[0]
+
+
+def _is_parameter(entry: Any) -> bool:
+    return isinstance(getattr(entry, "data", None), torch.nn.Parameter)

@@ -1,0 +1,249 @@
+"""Checks of the fused norm and column-parallel linear. Each is run on every rank of one spawn, at TP 4 and at TP 2."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from commfuse_megatron.errors import ConfigError, UnsupportedError
+from commfuse_megatron.plugin import CommFuseLayerNormColumnParallelLinear
+from commfuse_megatron.plugin.compat import ColumnParallelLinear
+from commfuse_megatron.plugin.decision import state_of
+from tests.megatron.layers import (
+    IN,
+    OUT,
+    assert_equal,
+    assert_overlapped,
+    assert_stock,
+    build,
+    config,
+    example_input,
+    run,
+)
+
+EPS = 3e-3  # large enough to matter
+VARIANTS = [
+    {"normalization": normalization, "layernorm_zero_centered_gamma": is_zero_centered}
+    for normalization in ("LayerNorm", "RMSNorm")
+    for is_zero_centered in (False, True)
+]
+
+
+class StockNormAndLinear(ColumnParallelLinear):
+    """The norm spelled out, then Megatron's own linear."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        options = self.config
+        self.has_mean, self.offset = options.normalization == "LayerNorm", float(options.layernorm_zero_centered_gamma)
+        self.layer_norm_weight = torch.nn.Parameter(torch.empty(IN, dtype=options.params_dtype))
+        if self.has_mean:
+            self.layer_norm_bias = torch.nn.Parameter(torch.empty(IN, dtype=options.params_dtype))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        centered = x - x.mean(-1, keepdim=True) if self.has_mean else x
+        y = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + EPS)
+        y = y * (self.layer_norm_weight + self.offset)
+        return super().forward(y + self.layer_norm_bias if self.has_mean else y)
+
+
+def norm_pair(group_size: int, *, transformer: Any = None, **options: Any) -> tuple[Any, Any]:
+    transformer = transformer or norm_config(group_size)
+    options = {"is_expert": False, **options}
+    ours = build("column", CommFuseLayerNormColumnParallelLinear, transformer, **options)
+    without = {name: value for name, value in options.items() if name != "overlap_config"}
+    fusion, transformer.gradient_accumulation_fusion = transformer.gradient_accumulation_fusion, False
+    stock = build("column", StockNormAndLinear, transformer, **without)
+    transformer.gradient_accumulation_fusion = fusion
+    generator = torch.Generator().manual_seed(21)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if name.startswith("layer_norm"):
+                parameter.copy_(torch.randn(IN, generator=generator, dtype=torch.float64))
+                getattr(stock, name).copy_(parameter)
+    return stock, ours
+
+
+def norm_config(group_size: int, **options: Any) -> Any:
+    return config(group_size, layernorm_epsilon=EPS, **options)
+
+
+def check_norm_and_linear(group_size: int) -> None:
+    for variant in VARIANTS:
+        for skip_bias_add in (False, True):
+            transformer = norm_config(group_size, **variant)
+            stock, ours = norm_pair(group_size, transformer=transformer, skip_bias_add=skip_bias_add)
+            x = example_input("column", group_size)
+            found = run(ours, x)
+            assert found["gradient of layer_norm_weight"].abs().min() > 0
+            assert_equal(run(stock, x), found)
+            assert_overlapped(ours)
+
+
+def check_norm_and_linear_on_changing_lengths(group_size: int) -> None:
+    stock, ours = norm_pair(group_size)
+    for rows in (4, 1, 7, 4):
+        x = example_input("column", group_size, rows)
+        assert_equal(run(stock, x), run(ours, x))
+    assert_overlapped(ours, calls=4)
+
+
+def check_norm_and_linear_evaluates(group_size: int) -> None:
+    stock, ours = norm_pair(group_size)
+    x = example_input("column", group_size)
+    for layer in (stock, ours):
+        layer.eval()
+    with torch.no_grad():
+        assert_equal({"output": stock(x)[0]}, {"output": ours(x)[0]})
+    assert_overlapped(ours)
+
+
+def check_norm_and_linear_without_bias_and_frozen(group_size: int) -> None:
+    stock, ours = norm_pair(group_size)
+    x = example_input("column", group_size)
+    for layer in (stock, ours):
+        layer.bias = None
+    assert_equal(run(stock, x), run(ours, x))
+    for layer in (stock, ours):
+        layer.weight.requires_grad_(False)
+    assert_equal(run(stock, x), run(ours, x))
+    for layer in (stock, ours):
+        layer.weight.requires_grad_(True)
+        layer.layer_norm_weight.requires_grad_(False)
+    found = run(ours, x)
+    assert found["gradient of layer_norm_weight"] is None
+    assert_equal(run(stock, x), found)
+    assert_overlapped(ours, calls=3)
+
+
+def check_norm_and_linear_on_megatrons_path(group_size: int) -> None:
+    transformer = norm_config(group_size, normalization="LayerNorm")
+    stock, ours = norm_pair(group_size, transformer=transformer)
+    x = example_input("column", group_size)
+    transformer.commfuse = False
+    assert_equal(run(stock, x), run(ours, x))
+    assert_stock(ours, "switched off")
+    transformer.commfuse = True
+    for layer in (stock, ours):  # as inference does
+        layer.sequence_parallel = False
+        layer.allreduce_dgrad = True
+    assert_equal(run(stock, x), run(ours, x))
+    assert state_of(ours).overlapped_calls == 0
+
+
+def check_norm_and_linear_adds_into_main_grad(group_size: int) -> None:
+    # Megatron's own layer needs Apex for this; the fused layer of Transformer Engine, whose place ours takes, does not.
+    transformer = norm_config(group_size, gradient_accumulation_fusion=True)
+    stock, ours = norm_pair(group_size, transformer=transformer)
+    assert ours.gradient_accumulation_fusion
+    assert ours.config is transformer
+    x = example_input("column", group_size)
+    expected = run(stock, x)
+    weight = ours.weight
+    weight.main_grad = torch.ones_like(weight)
+    weight.grad_added_to_main_grad = False
+    for calls, is_overlapped in ((1, True), (2, False), (3, True)):
+        transformer.commfuse = is_overlapped
+        found = run(ours, x)
+        assert weight.grad_added_to_main_grad
+        assert_equal({"main_grad": 1 + calls * expected["gradient of weight"]}, {"main_grad": weight.main_grad})
+        assert found["gradient of weight"].shape == weight.shape  # a dummy, for the hooks of the data-parallel wrapper
+        assert_equal(*({k: v for k, v in r.items() if k != "gradient of weight"} for r in (expected, found)))
+    del weight.grad_added_to_main_grad
+    transformer.commfuse = False
+    assert run(ours, x)["gradient of weight"] is None
+    assert_equal({"main_grad": 1 + 4 * expected["gradient of weight"]}, {"main_grad": weight.main_grad})
+    assert state_of(ours).overlapped_calls == 2
+
+
+def check_row_adds_into_main_grad_on_megatrons_path(group_size: int) -> None:
+    from commfuse_megatron.plugin import CommFuseRowParallelLinear
+    from commfuse_megatron.plugin.compat import RowParallelLinear
+
+    transformer = config(group_size, gradient_accumulation_fusion=True)
+    transformer.commfuse = False
+    stock = build("row", RowParallelLinear, config(group_size))
+    ours = build("row", CommFuseRowParallelLinear, transformer)
+    x = example_input("row", group_size)
+    expected = run(stock, x)["gradient of weight"]
+    ours.weight.main_grad = torch.zeros_like(ours.weight)
+    assert run(ours, x)["gradient of weight"] is None
+    assert_equal({"main_grad": expected}, {"main_grad": ours.weight.main_grad})
+
+
+def check_norm_and_linear_is_laid_out_like_transformer_engines(group_size: int) -> None:
+    for normalization, names in (
+        ("LayerNorm", ["layer_norm_weight", "layer_norm_bias", "weight", "bias"]),
+        ("RMSNorm", ["layer_norm_weight", "weight", "bias"]),
+    ):
+        for is_zero_centered in (False, True):
+            transformer = norm_config(
+                group_size, normalization=normalization, layernorm_zero_centered_gamma=is_zero_centered
+            )
+            ours = build(
+                "column",
+                CommFuseLayerNormColumnParallelLinear,
+                transformer,
+                is_expert=False,
+                skip_bias_add=True,
+                stride=2,
+                tp_comm_buffer_name="fc1",
+            )
+            parameters = dict(ours.named_parameters())
+            assert list(parameters) == names
+            assert list(ours.state_dict()) == [*names, "_extra_state"]
+            for name, parameter in parameters.items():
+                is_norm = name.startswith("layer_norm")
+                assert getattr(parameter, "sequence_parallel", False) is is_norm, name
+                assert getattr(parameter, "tensor_model_parallel", False) is not is_norm, name
+                assert parameter.shape[0] == (IN if is_norm else OUT // group_size), name
+            assert ours.weight.partition_stride == 2
+            assert parameters["layer_norm_weight"].eq(0.0 if is_zero_centered else 1.0).all()
+            assert (ours.layer_norm_bias is None) == (normalization == "RMSNorm")
+            found = (ours.eps, ours.normalization, ours.zero_centered_gamma, ours.in_features, ours.out_features)
+            assert found == (EPS, normalization, is_zero_centered, IN, OUT // group_size)
+            assert (ours.use_bias, ours.te_return_bias, ours.ub_name, ours.stride) == (True, True, "fc1", 2)
+            assert (ours.tp_size, ours.tp_rank) == (group_size, ours.tp_group.rank())
+            assert not hasattr(ours, "parallel_mode"), "shared experts would take it for Transformer Engine's"
+
+
+def check_norm_and_linear_sharded_state(group_size: int) -> None:
+    from torch import distributed as dist
+
+    ours = norm_pair(group_size, transformer=norm_config(group_size, normalization="LayerNorm"))[1]
+    rank = ours.tp_group.rank()
+    replica = (0, rank, dist.get_rank() // group_size)
+    for metadata in (None, {}):
+        entries = ours.sharded_state_dict("fc1.", ((0, 3, 5),), metadata)
+        assert list(entries) == [
+            f"fc1.{name}" for name in ("layer_norm_weight", "layer_norm_bias", "weight", "bias", "_extra_state")
+        ]
+        for name in ("layer_norm_weight", "layer_norm_bias"):
+            entry = entries[f"fc1.{name}"]
+            assert (entry.global_shape, entry.global_offset, entry.replica_id) == ((5, IN), (3, 0), replica)
+        for name, rest in (("weight", (IN,)), ("bias", ())):
+            entry = entries[f"fc1.{name}"]
+            offset = (3, rank * OUT // group_size, *(0 for _ in rest))
+            assert (entry.global_shape, entry.global_offset) == ((5, OUT, *rest), offset)
+        extra = entries["fc1._extra_state"]
+        assert (extra.key, extra.data, extra.replica_id) == ("fc1._extra_state", None, replica)
+
+
+def check_norm_and_linear_takes_transformer_engines_state(group_size: int) -> None:
+    _, ours = norm_pair(group_size)
+    state = {name: torch.full_like(value, 2.0) for name, value in ours.state_dict().items() if value is not None}
+    ours.load_state_dict({**state, "_extra_state": torch.empty(0, dtype=torch.uint8)})  # without FP8
+    assert all(parameter.eq(2.0).all() for parameter in ours.parameters())
+    ours.load_state_dict(state)
+    for name, value in ours.state_dict().items():
+        assert (value is None) == (name == "_extra_state")
+
+
+def check_norm_and_linear_refuses(group_size: int) -> None:
+    cls, transformer = CommFuseLayerNormColumnParallelLinear, norm_config(group_size)
+    for refused in ("gather_output", "is_expert", "skip_weight_param_allocation"):
+        with pytest.raises(ConfigError, match=refused):
+            build("column", cls, transformer, **{"is_expert": False, refused: True})
+    transformer.normalization = "L2Norm"
+    with pytest.raises(UnsupportedError, match="L2Norm"):
+        build("column", cls, transformer, is_expert=False)
