@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from commfuse_megatron import OverlapConfig, ops
+from commfuse_megatron.plugin import arguments as flags
 from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear, tell_fsdp
 from commfuse_megatron.plugin.decision import overlap_context, state_of, weight_grad_target
 
@@ -87,6 +88,7 @@ def _remember(layer: torch.nn.Module, overlap_config: OverlapConfig | None, argu
     state = state_of(layer)
     state.overlap_config = overlap_config
     state.name = arguments.get("name") or arguments.get("tp_comm_buffer_name")
+    flags.adopt_flags(layer.config)  # a ready spec object cannot: it does not meet the configuration
     state.require_valid_config(layer.config)
 
 
