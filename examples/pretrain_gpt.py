@@ -33,8 +33,8 @@ def main() -> None:
         torch.distributed.destroy_process_group()
 
 
-def train() -> None:
-    """One training run, from the command line to the report."""
+def train() -> list[Any]:
+    """One training run, from the command line to the report; the model's chunks on this rank."""
     from megatron.training.arguments import parse_and_validate_args
 
     from commfuse_megatron.plugin import model_report
@@ -63,6 +63,7 @@ def train() -> None:
             Path(arguments.report).parent.mkdir(parents=True, exist_ok=True)
             Path(arguments.report).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     close_contexts()
+    return chunks
 
 
 def add_script_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -89,11 +90,14 @@ def datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, 
     arguments = get_args()
     if not arguments.data_path:
         raise SystemExit("pretrain_gpt.py: name the data with --data-path; examples/prepare_text.py makes some")
+    split = arguments.split
+    for prefix in get_blend_from_list(arguments.data_path)[0]:
+        require_documents(prefix, [float(part) for part in split.split(",")])
     config = GPTDatasetConfig(
         random_seed=arguments.seed,
         sequence_length=arguments.seq_length,
         blend=get_blend_from_list(arguments.data_path),
-        split=arguments.split or "969,30,1",
+        split=split,
         path_to_cache=arguments.data_cache_path,
         tokenizer=build_tokenizer(arguments),
         reset_position_ids=arguments.reset_position_ids,
@@ -102,6 +106,22 @@ def datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, 
         create_attention_mask=arguments.create_attention_mask_in_dataloader,
     )
     return BlendedMegatronDatasetBuilder(GPTDataset, num_samples, lambda: True, config).build()
+
+
+def require_documents(prefix: str, weights: list[float]) -> None:
+    """End with a message if a part of the split gets no document: Megatron would look for its tokens for ever."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    if not IndexedDataset.exists(prefix):
+        raise SystemExit(f"pretrain_gpt.py: --data-path: {prefix}.bin and {prefix}.idx do not exist")
+    num_documents = len(IndexedDataset(prefix).document_indices) - 1
+    ends = [round(sum(weights[:number]) / sum(weights) * num_documents) for number in range(len(weights) + 1)]
+    for weight, start, end in zip(weights, ends, ends[1:], strict=False):
+        if weight and start == end:
+            raise SystemExit(
+                f"pretrain_gpt.py: --split {','.join(f'{w:g}' for w in weights)} leaves a part of the"
+                f" {num_documents} documents of {prefix} empty; give it more weight, or 0"
+            )
 
 
 def forward_step(batches: Any, model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:

@@ -32,7 +32,13 @@ from commfuse_megatron.plugin import arguments, compat
 from commfuse_megatron.plugin.norm import CommFuseNorm
 from commfuse_megatron.plugin.spec import apply_to_spec
 
-__all__ = ["hybrid_stack_spec", "hybrid_stack_spec_local", "hybrid_stack_spec_te", "local_stack_spec"]
+__all__ = [
+    "hybrid_stack_spec",
+    "hybrid_stack_spec_local",
+    "hybrid_stack_spec_te",
+    "local_stack_spec",
+    "stock_stack_spec_local",
+]
 
 
 def hybrid_stack_spec(config: Any) -> Any:
@@ -103,5 +109,8 @@ def local_stack_spec() -> Any:
 #: Megatron's stack of Transformer Engine layers with our linears.
 hybrid_stack_spec_te = apply_to_spec(_stock_te)
 
-#: The same of local classes.
-hybrid_stack_spec_local = apply_to_spec(local_stack_spec())
+#: The stack of local classes as Megatron would have it, to compare with.
+stock_stack_spec_local = local_stack_spec()
+
+#: The same with our linears.
+hybrid_stack_spec_local = apply_to_spec(stock_stack_spec_local)

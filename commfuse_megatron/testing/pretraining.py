@@ -90,6 +90,15 @@ def _cuda_is_required() -> Iterator[None]:
 
 
 @contextmanager
+def _warm_up_of_fusions() -> Iterator[None]:
+    """Wall: functions that `CPU_FLAGS` leave unused are compiled at the start, for some 15 s."""
+    from megatron.training import training
+
+    with _replaced(training, set_jit_fusion_options=lambda *_, **__: None):
+        yield
+
+
+@contextmanager
 def _norm_under_sequence_parallelism() -> Iterator[None]:
     """Wall: without Apex and Transformer Engine, Megatron's norms refuse sequence parallelism, in stock models too."""
     from commfuse_megatron.plugin.compat import WrappedTorchNorm
@@ -118,6 +127,7 @@ PRETRAINING_SHIMS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "one_device": _one_device,
     "memory_statistics": _memory_statistics,
     "cuda_is_required": _cuda_is_required,
+    "warm_up_of_fusions": _warm_up_of_fusions,
     "norm_under_sequence_parallelism": _norm_under_sequence_parallelism,
     "hybrid_final_norm": _hybrid_final_norm,
 }
