@@ -102,8 +102,8 @@ def print_tables(
     dtype, reference = (str(d).removeprefix("torch.") for d in (task.dtype, task.reference_dtype))
     table = Table(
         title=f"mean distance from stock in {reference}: {task.num_steps} steps in {dtype},"
-        f" {dist.get_world_size()} ranks of {task.device_type}, {task.transformer_impl} layers,\ncheckpoints after step {task.exchange_at};"
-        f" allowed ratio {ALLOWED_RATIO:g}; {seconds:.0f} s",
+        f" {dist.get_world_size()} ranks of {task.device_type}, {task.transformer_impl} layers,\n"
+        f"checkpoints after step {task.exchange_at}; allowed ratio {ALLOWED_RATIO:g}; {seconds:.0f} s",
         title_justify="left",
     )
     for column in ("model", "run", "quantity", "distance", f"stock {dtype}", "ratio", "linears overlapped"):
