@@ -10,12 +10,12 @@ experts (E).
 """
 
 import functools
+import warnings
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as _stock_te
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -31,6 +31,11 @@ from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.plugin import arguments, compat
 from commfuse_megatron.plugin.norm import CommFuseNorm
 from commfuse_megatron.plugin.spec import apply_to_spec
+
+with warnings.catch_warnings():
+    # Without Transformer Engine, Megatron says here that experts will be local ones; its spec cannot be built then.
+    warnings.filterwarnings("ignore", message="Only transformer-engine")
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as _stock_te
 
 __all__ = [
     "hybrid_stack_spec",
