@@ -8,7 +8,6 @@ from torch import distributed as dist
 
 from tests.harness import run_spawned
 
-
 LINEARS = {None: 9, "*-": 5}
 
 
