@@ -7,10 +7,10 @@ STAMP  := $(VENV)/.installed
 EXTRAS := plot,test,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu lint format compile clean distclean
+.PHONY: help setup demo test test-gpu test-versions lint format compile clean distclean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  PYTHON=/path/to/python chooses the interpreter (3.12 or 3.13) for .venv."
 
 setup: $(STAMP)  ## make .venv and install this package with pinned dependencies
@@ -47,6 +47,26 @@ demo: setup  ## train a small Megatron GPT on 2 CPU ranks, stock and overlapped,
 test: setup  ## run the test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# The oldest and the newest Megatron-Core that pyproject.toml allows and we have run.
+MEGATRON_VERSIONS := 0.18.2 0.19.2
+VERSION_STAMPS    := $(MEGATRON_VERSIONS:%=$(VENV)-megatron-%/.installed)
+
+# Each in an environment of its own. pip downloads what .venv has once: the rest comes out of its cache.
+$(VENV)-megatron-%/.installed: pyproject.toml constraints.txt $(STAMP)
+	$(BIN)/python -m venv --clear $(@D)
+	grep -v '^megatron-core==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --no-compile -e '.[test]' 'megatron-core==$*' -c $(@D)/constraints.txt
+	@touch $@
+
+# All versions are run, also after one has failed.
+test-versions: $(VERSION_STAMPS)  ## run the Megatron tests against each Megatron-Core version
+	@status=0; for version in $(MEGATRON_VERSIONS); do \
+	  echo "== megatron-core $$version"; \
+	  python=$(VENV)-megatron-$$version/bin/python; \
+	  $$python -c "import importlib.metadata as m, sys; sys.exit(m.version('megatron-core') != '$$version')" || exit 1; \
+	  $$python -m pytest tests/megatron $(PYTEST_ARGS) || status=1; \
+	done; exit $$status
+
 # One test after the other: ranks that share a GPU with those of other tests only take turns.
 test-gpu: setup  ## what needs two GPUs: tests, verify and demo over NCCL, verify over the copy engine
 	$(BIN)/python -m pytest tests/gpu -v --durations 15 $(PYTEST_ARGS)
@@ -71,5 +91,5 @@ clean:  ## remove caches and what demo and trace wrote
 	rm -rf build dist demo_output trace_output .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
 	find commfuse_megatron tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean  ## remove .venv too
-	rm -rf $(VENV)
+distclean: clean  ## remove .venv and those of test-versions too
+	rm -rf $(VENV) $(MEGATRON_VERSIONS:%=$(VENV)-megatron-%)

@@ -8,8 +8,9 @@ import argparse
 from typing import Any
 
 from commfuse_megatron.config import CONFIG_VARIABLE, OverlapConfig, config_file_from_environment
+from commfuse_megatron.plugin import compat
 
-__all__ = ["add_arguments", "config_file", "is_switched_on", "read_config", "set_flags"]
+__all__ = ["add_arguments", "adopt_flags", "config_file", "is_switched_on", "read_config", "set_flags"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -36,6 +37,13 @@ def set_flags(transformer_config: Any, arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name, None)
         if value is not None:
             setattr(transformer_config, name, value)
+
+
+def adopt_flags(transformer_config: Any) -> None:
+    """Copy the flags of the command line that `megatron.training` has parsed, where it is in use."""
+    given = compat.training_arguments()
+    if given is not None:
+        set_flags(transformer_config, given)
 
 
 def is_switched_on(transformer_config: Any) -> bool:

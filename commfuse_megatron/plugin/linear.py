@@ -13,6 +13,7 @@ import torch
 
 from commfuse_megatron import OverlapConfig, ops
 from commfuse_megatron.plugin import compat
+from commfuse_megatron.plugin import arguments as flags
 from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear, tell_fsdp
 from commfuse_megatron.plugin.construction import kept_stock, without_fused_kernel
 from commfuse_megatron.plugin.decision import overlap_context, state_of, weight_grad_target
@@ -134,6 +135,7 @@ def _remember(layer: Any, config: Any, overlap_config: OverlapConfig | None, arg
     state = state_of(layer)
     state.overlap_config = overlap_config
     state.name = arguments.get("name") or arguments.get("tp_comm_buffer_name")
+    flags.adopt_flags(layer.config)  # a ready spec object cannot: it does not meet the configuration
     state.require_valid_config(layer.config)
 
 

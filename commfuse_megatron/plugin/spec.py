@@ -160,9 +160,7 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     Raises, before any layer is built: UnsupportedError where Megatron's default would be Transformer Engine layers and
     that is not installed; ConfigError for a configuration file with mistakes.
     """
-    given = compat.training_arguments()
-    if given is not None:
-        arguments.set_flags(config.transformer, given)
+    arguments.adopt_flags(config.transformer)
     arguments.read_config(arguments.config_file(config.transformer))
     wants_transformer_engine = config.transformer.transformer_impl == "transformer_engine"
     if wants_transformer_engine and not compat.HAVE_TRANSFORMER_ENGINE:

@@ -1,5 +1,6 @@
 """Training steps as Megatron does them: its data-parallel wrapper, its gradient finalisation, its optimizer."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +15,19 @@ class Training:
 
     `finalize_model_grads` sums what sequence parallelism left partial on each rank: the gradients of norms and of
     biases added after a reduce-scatter.
+
+    Args:
+        with_mask: hand the attention a mask; Transformer Engine's makes its own.
     """
 
-    def __init__(self, model: Any, *, lr: float = 1e-3, overlap_grad_reduce: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        lr: float = 1e-3,
+        overlap_grad_reduce: bool = False,
+        with_mask: bool = True,
+    ) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
@@ -33,6 +44,8 @@ class Training:
             optimizer="adam", lr=lr, bf16=config.bf16, fp16=config.fp16, params_dtype=config.params_dtype, clip_grad=0.0
         )
         self.optimizer = get_megatron_optimizer(options, [self.wrapped])
+        self._model = model
+        self._with_mask = with_mask
 
     def step(self, tokens: torch.Tensor) -> float:
         """Forward, backward, one optimizer step on `tokens` [batch, sequence + 1]; the loss before the step."""
@@ -49,7 +62,41 @@ class Training:
 
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss = loss_of(self.wrapped, tokens)
+        loss = loss_of(self.wrapped, tokens, with_mask=self._with_mask)
         self.optimizer.scale_loss(loss).backward()
         finalize_model_grads([self.wrapped])
         return loss.item()
+
+    def grad_norm(self) -> float:
+        """The norm of all gradients of the last step, over the tensor-parallel group, in float64. Collective."""
+        from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+
+        own = [p.main_grad for p in self._model.parameters() if param_is_not_tensor_parallel_duplicate(p)]
+        total = torch.stack([gradient.double().square().sum() for gradient in own]).sum()
+        torch.distributed.all_reduce(total, group=self._model.pg_collection.tp)
+        return total.sqrt().item()
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer state as Megatron's distributed checkpoint. Collective; `folder` is shared."""
+        from megatron.core import dist_checkpointing
+
+        if torch.distributed.get_rank() == 0:
+            folder.mkdir(parents=True)
+        torch.distributed.barrier()
+        dist_checkpointing.save(self._sharded_state(is_loading=False), str(folder))
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote, of this model or of one with the same weights. Collective."""
+        from megatron.core import dist_checkpointing
+
+        loaded = dist_checkpointing.load(self._sharded_state(is_loading=True), str(folder))
+        self._model.load_state_dict(loaded["model"])
+        self.optimizer.load_state_dict(loaded["optimizer"])
+
+    def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
+        metadata = {"dp_cp_group": self._model.pg_collection.dp_cp}
+        model_state = self._model.sharded_state_dict(metadata=metadata)
+        return {
+            "model": model_state,
+            "optimizer": self.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata),
+        }

@@ -1,0 +1,133 @@
+"""Lets Megatron's whole training program run on CPU ranks: what `cpu_megatron` does, and the walls of `pretrain`.
+
+For tests and for examples that are asked to (`--cpu`). As there, every shim removes one wall, is named after it, and
+nothing is active outside `cpu_pretraining`. The contract that bites: enter it before anything imports
+`megatron.training`, and give the script the flags of `CPU_FLAGS`, since fused kernels and NCCL need a GPU.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from commfuse_megatron.testing.cpu import _replaced, cpu_megatron
+
+__all__ = ["CPU_FLAGS", "PRETRAINING_SHIMS", "cpu_pretraining"]
+
+#: Megatron's own flags that a run on the CPU needs. Later flags win, so put them first on a command line.
+CPU_FLAGS: tuple[str, ...] = (
+    "--distributed-backend=gloo",
+    "--transformer-impl=local",
+    "--use-cpu-initialization",
+    "--num-workers=0",
+    "--no-gradient-accumulation-fusion",
+    "--no-persist-layer-norm",
+    "--no-masked-softmax-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-swiglu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-rope-fusion",
+)
+
+
+@contextmanager
+def cpu_pretraining() -> Iterator[None]:
+    """Run `megatron.training.pretrain` on the CPU inside the with-block.
+
+    Raises ConfigError as `cpu_megatron` does.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(cpu_megatron())
+        for shim in PRETRAINING_SHIMS.values():
+            stack.enter_context(shim())
+        yield
+
+
+def _one_device() -> AbstractContextManager[None]:
+    """Wall: Megatron sets up its groups only where it counts a GPU, and asks that GPU for its architecture."""
+    properties = SimpleNamespace(major=9, minor=0, total_memory=1 << 36, name="cpu", multi_processor_count=1)
+    return _replaced(
+        torch.cuda,
+        device_count=lambda: 1,
+        set_device=lambda *_: None,
+        get_device_properties=lambda *_: properties,
+        get_device_capability=lambda *_: (properties.major, properties.minor),
+    )
+
+
+def _memory_statistics() -> AbstractContextManager[None]:
+    """Wall: memory is reported after the first steps and before checkpoints."""
+
+    def nothing_allocated(*_: Any, **__: Any) -> int:
+        return 0
+
+    return _replaced(
+        torch.cuda,
+        memory_allocated=nothing_allocated,
+        max_memory_allocated=nothing_allocated,
+        memory_reserved=nothing_allocated,
+        max_memory_reserved=nothing_allocated,
+        memory_stats=lambda *_, **__: {},
+        reset_peak_memory_stats=lambda *_, **__: None,
+        mem_get_info=lambda *_: (1, 1),
+    )
+
+
+@contextmanager
+def _cuda_is_required() -> Iterator[None]:
+    """Wall: `initialize_megatron` asserts that there is a GPU."""
+    from megatron.training import training
+
+    stock_initialize = training.initialize_megatron
+
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        return stock_initialize(*args, **{**kwargs, "allow_no_cuda": True})
+
+    with _replaced(training, initialize_megatron=initialize):
+        yield
+
+
+@contextmanager
+def _warm_up_of_fusions() -> Iterator[None]:
+    """Wall: functions that `CPU_FLAGS` leave unused are compiled at the start, for some 15 s."""
+    from megatron.training import training
+
+    with _replaced(training, set_jit_fusion_options=lambda *_, **__: None):
+        yield
+
+
+@contextmanager
+def _norm_under_sequence_parallelism() -> Iterator[None]:
+    """Wall: without Apex and Transformer Engine, Megatron's norms refuse sequence parallelism, in stock models too."""
+    from commfuse_megatron.plugin.compat import WrappedTorchNorm
+    from commfuse_megatron.plugin.norm import CommFuseNorm
+
+    def build(_: type, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        return CommFuseNorm(*args, **kwargs)
+
+    with _replaced(WrappedTorchNorm, __new__=staticmethod(build)):
+        yield
+
+
+@contextmanager
+def _hybrid_final_norm() -> Iterator[None]:
+    """Wall: the stack of a hybrid model ends in Transformer Engine's norm, whatever its spec says."""
+    from megatron.core.models.hybrid import hybrid_block
+
+    from commfuse_megatron.plugin.norm import CommFuseNorm
+
+    with _replaced(hybrid_block, TENorm=CommFuseNorm):
+        yield
+
+
+#: Wall -> the shim that removes it, in the order in which they must be entered.
+PRETRAINING_SHIMS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "one_device": _one_device,
+    "memory_statistics": _memory_statistics,
+    "cuda_is_required": _cuda_is_required,
+    "warm_up_of_fusions": _warm_up_of_fusions,
+    "norm_under_sequence_parallelism": _norm_under_sequence_parallelism,
+    "hybrid_final_norm": _hybrid_final_norm,
+}

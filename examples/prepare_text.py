@@ -1,0 +1,124 @@
+"""Text into the indexed dataset that Megatron trains on; every byte is a token, every file a document.
+
+    python examples/prepare_text.py --output text/stdlib
+
+Without files it takes the Python sources of the running interpreter's standard library, so nothing is downloaded. The
+tokenizer needs nothing but the Megatron wheel: ids 0 to 255 are bytes, 256 ends a document. It prints the flags that
+`pretrain_gpt.py` (or any script of Megatron's) then needs.
+"""
+
+import argparse
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from commfuse_megatron.cli.output import make_progress, why_folder_cannot_be_written
+
+END_OF_DOCUMENT = 256
+VOCABULARY = 257
+
+
+def main() -> int:
+    """Write the dataset. 0: written; 2: it cannot be, and why."""
+    parser, chosen = parse()
+    try:
+        files = find_files(chosen.sources, tuple(chosen.suffix))
+        num_documents, num_tokens = write_dataset(files, chosen.output, max_bytes=int(chosen.max_mib * 2**20))
+    except (OSError, ValueError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    print(f"{num_documents} documents, {num_tokens:,} tokens in {chosen.output}.bin and {chosen.output}.idx")
+    print(f"train on it with: --data-path {chosen.output} --tokenizer-type NullTokenizer --vocab-size {VOCABULARY}")
+    return 0
+
+
+def find_files(sources: Iterable[Path], suffixes: tuple[str, ...]) -> list[Path]:
+    """The files that `sources` name, those in folders by their suffix, in one order on every machine.
+
+    Raises FileNotFoundError for a source that does not exist, ValueError if nothing is left.
+    """
+    found: list[Path] = []
+    for source in sources:
+        if source.is_dir():
+            inside = [file for file in source.rglob("*") if file.suffix in suffixes and file.is_file()]
+            found += sorted(inside, key=lambda file: file.relative_to(source).parts)
+        elif source.exists():
+            found.append(source)
+        else:
+            raise FileNotFoundError(f"{source} does not exist")
+    found = list(dict.fromkeys(found))
+    if not found:
+        raise ValueError(f"no files that end in {' or '.join(suffixes)} in {', '.join(map(str, sources))}")
+    return found
+
+
+def write_dataset(files: list[Path], output: Path, *, max_bytes: int) -> tuple[int, int]:
+    """Write `output`.bin and `output`.idx; (documents, tokens). Empty files are left out.
+
+    Reading ends with the document that reaches `max_bytes`. The index is written last: an interrupted run leaves none.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # which optional packages Megatron goes without
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
+
+    reason = why_folder_cannot_be_written(output.parent)
+    if reason is not None:
+        raise OSError(reason)
+    index = Path(get_idx_path(str(output)))
+    index.unlink(missing_ok=True)
+    builder = IndexedDatasetBuilder(get_bin_path(str(output)), dtype=DType.optimal_dtype(VOCABULARY))
+    num_documents = num_bytes = 0
+    with make_progress() as progress:
+        for file in progress.track(files, description="documents"):
+            text = file.read_bytes()
+            if not text:
+                continue
+            tokens = np.empty(len(text) + 1, dtype=np.int64)
+            tokens[:-1] = np.frombuffer(text, dtype=np.uint8)
+            tokens[-1] = END_OF_DOCUMENT
+            builder.add_document(tokens, [tokens.size])
+            num_documents += 1
+            num_bytes += len(text)
+            if num_bytes >= max_bytes:
+                break
+    if not num_documents:
+        raise ValueError("all files are empty")
+    builder.finalize(str(index))
+    return num_documents, num_bytes + num_documents
+
+
+def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """The parser, for its name, and what the command line chooses."""
+    parser = argparse.ArgumentParser(
+        description="Write text as a dataset in Megatron's indexed format, one token per byte.",
+        epilog="example:\n  python examples/prepare_text.py notes.txt books/ --suffix .txt .md --output text/books",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "sources",
+        nargs="*",
+        type=Path,
+        metavar="FILE_OR_FOLDER",
+        default=[Path(sysconfig.get_paths()["stdlib"])],
+        help="text to read; default: the sources of the standard library",
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
+    parser.add_argument(
+        "--suffix", nargs="+", default=[".py", ".txt", ".md"], help="files to take from folders (default: .py .txt .md)"
+    )
+    parser.add_argument(
+        "--max-mib",
+        type=float,
+        default=16.0,
+        metavar="N",
+        help="end with the document that reaches N MiB; default: 16",
+    )
+    return parser, parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

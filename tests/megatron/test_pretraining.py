@@ -1,0 +1,148 @@
+"""Megatron's own training program with every way to switch the plugin on, against the same program without it."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import run_spawned
+from tests.megatron.pretraining_runs import Run, load_example, run_all
+
+OFF = "config.commfuse is False: switched off"
+SPEC = ["--spec", "commfuse_megatron.plugin.spec"]
+HYBRID = ["--hybrid-layer-pattern=*-*-"]
+HYBRID_SPEC = [*HYBRID, "--spec", "commfuse_megatron.plugin.hybrid_spec"]
+# Not with the distributed optimizer, whose state Megatron cannot load where Apex and Transformer Engine are missing.
+SAVE = ["--train-iters=4", "--save-interval=2"]
+DATA_PARALLEL = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+
+# Losses and norms in float32 of two right programs. With two ranks the sum of two partials has one value, so a step is
+# off by nothing; gradients are summed in another order only inside Megatron's own optimizer. Four units of a float32.
+TOLERANCE = 4 * 2.0**-23
+
+# Layers of a model of four linears in each of two layers and the output layer, which only a hook reaches.
+LINEARS = 9
+NUM_STEPS, MICRO_BATCHES = 2, 2
+SAVED_STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pretraining")
+    example = load_example("prepare_text")
+    files = sorted((Path(__file__).parents[1] / "unit").glob("*.py"))
+    example.write_dataset(files, path / "text", max_bytes=200_000)
+    for name, chunks in (("flag", 2), ("variable", 3), ("attribute", 4)):
+        passes = "".join(f"  {p}: {{path: sliced, chunks_per_shard: {chunks}}}\n" for p in ("fprop", "dgrad"))
+        (path / f"{name}.yaml").write_text(f"linear:\n{passes}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> dict[str, dict[str, Any]]:
+    """By name, what the last rank saw: it is the one that logs."""
+    variable = str(folder / "variable.yaml")
+    wanted = {
+        "stock": Run(flags=[*SAVE, f"--save={folder}/stock"]),
+        "flag": Run(flags=["--commfuse", *SAVE, f"--save={folder}/flag"]),
+        "flag_and_file": Run(flags=["--commfuse", f"--commfuse-config={folder}/flag.yaml"]),
+        "callable": Run(flags=[*SPEC, "gpt_layer_spec"]),
+        "ready_object": Run(flags=[*SPEC, "gpt_layer_spec_local"]),
+        "callable_off": Run(flags=[*SPEC, "gpt_layer_spec", "--no-commfuse"]),
+        "ready_object_off": Run(flags=[*SPEC, "gpt_layer_spec_local", "--no-commfuse"]),
+        "variable": Run(flags=[*SPEC, "gpt_layer_spec"], variable=variable, script="unmodified_script"),
+        "attributes": Run(flags=[*SPEC, "gpt_layer_spec"], variable=variable, script="script_that_sets_attributes"),
+        "attribute_off": Run(flags=[*SPEC, "gpt_layer_spec_local"], script="script_that_switches_off"),
+        "hybrid_stock": Run(flags=[*HYBRID_SPEC, "stock_stack_spec_local"]),
+        "hybrid_flag": Run(flags=[*HYBRID, "--commfuse"]),
+        "hybrid_callable": Run(flags=[*HYBRID_SPEC, "hybrid_stack_spec"]),
+        "hybrid_ready_object": Run(
+            flags=[*HYBRID_SPEC, "hybrid_stack_spec_local"], variable=variable, script="unmodified_script"
+        ),
+        "hybrid_off": Run(flags=[*HYBRID_SPEC, "hybrid_stack_spec_local", "--no-commfuse"]),
+        "plugin_after_stock": Run(flags=["--commfuse", *SAVE, f"--load={folder}/stock", "--ckpt-step=2"]),
+        "stock_after_plugin": Run(flags=[*SAVE, f"--load={folder}/flag", "--ckpt-step=2"]),
+    }
+    return run_spawned(2, run_all, str(folder), wanted)[-1]
+
+
+def assert_same_steps(found: list[dict], expected: list[dict], first: int = 1) -> None:
+    assert [step["step"] for step in found] == list(range(first, first + len(found)))
+    assert len(found) >= NUM_STEPS
+    for mine, stock in zip(found, expected[first - 1 :], strict=False):
+        for name in ("lm loss", "grad-norm"):
+            assert math.isfinite(stock[name])
+            assert stock[name] > 0.1
+            assert abs(mine[name] - stock[name]) <= TOLERANCE * stock[name], f"step {mine['step']}: {name}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_stock_is_stock_and_trains(runs: dict) -> None:
+    for name in ("stock", "hybrid_stock"):
+        assert len(runs[name]["layers"]) == LINEARS
+        assert {(layer["path"], layer["overlapped_calls"]) for layer in runs[name]["layers"]} == {("stock", 0)}
+        losses = [step["lm loss"] for step in runs[name]["steps"]]
+        assert 4.5 < losses[-1] < losses[0] < 7.0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "chunks", "reaches_output_layer"),
+    [
+        ("flag", 1, True),
+        ("flag_and_file", 2, True),
+        ("callable", 1, False),
+        ("ready_object", 1, False),
+        ("variable", 3, False),
+        ("attributes", 4, False),
+        ("hybrid_flag", 1, True),
+        ("hybrid_callable", 1, False),
+        ("hybrid_ready_object", 3, False),
+    ],
+)
+def test_a_way_to_switch_on(runs: dict, name: str, chunks: int, reaches_output_layer: bool) -> None:
+    run = runs[name]
+    calls = (SAVED_STEPS if name == "flag" else NUM_STEPS) * MICRO_BATCHES
+    layers = {layer["name"]: layer for layer in run["layers"]}
+    assert len(layers) == LINEARS
+    output_layer = layers.pop("output_layer") if not reaches_output_layer else None
+    assert output_layer is None or output_layer["path"] == "stock"
+    assert {(layer["path"], layer["overlapped_calls"]) for layer in layers.values()} == {("overlapped", calls)}
+    assert {(op["path"], op["chunks_per_shard"]) for op in run["ops"]} == {("sliced", chunks)}
+    assert sum(op["calls"] for op in run["ops"]) == 2 * calls * len(layers), "forward and backward"
+    assert_same_steps(run["steps"], runs["hybrid_stock" if "hybrid" in name else "stock"]["steps"])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["callable_off", "ready_object_off", "attribute_off", "hybrid_off"])
+def test_a_way_to_switch_off(runs: dict, name: str) -> None:
+    run = runs[name]
+    assert {layer["path"] for layer in run["layers"]} == {"stock"}
+    assert sum(OFF in layer["reasons"] for layer in run["layers"]) == LINEARS - 1
+    assert run["ops"] == ()
+    expected = runs["hybrid_stock" if "hybrid" in name else "stock"]["steps"]
+    numbers = [
+        [(step["lm loss"], step["grad-norm"]) for step in steps[:NUM_STEPS]] for steps in (run["steps"], expected)
+    ]
+    assert numbers[0] == numbers[1]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "overlapped"), [("plugin_after_stock", LINEARS), ("stock_after_plugin", 0)])
+def test_a_checkpoint_of_one_resumes_in_the_other(runs: dict, name: str, overlapped: int) -> None:
+    assert sum(layer["path"] == "overlapped" for layer in runs[name]["layers"]) == overlapped
+    assert_same_steps(runs[name]["steps"], runs["stock"]["steps"], first=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_data_parallel_with_the_distributed_optimizer_and_both_overlaps(folder: Path) -> None:
+    wanted = {"stock": Run(flags=DATA_PARALLEL), "plugin": Run(flags=["--commfuse", *DATA_PARALLEL])}
+    runs = run_spawned(4, run_all, str(folder), wanted)[-1]
+    assert {(layer["path"], layer["overlapped_calls"]) for layer in runs["plugin"]["layers"]} == {
+        ("overlapped", NUM_STEPS * MICRO_BATCHES // 2)
+    }
+    assert {layer["path"] for layer in runs["stock"]["layers"]} == {"stock"}
+    assert_same_steps(runs["plugin"]["steps"], runs["stock"]["steps"])
