@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from commfuse_megatron import OverlapConfig, ops
-from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin import arguments as flags
+from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear, tell_fsdp
 from commfuse_megatron.plugin.construction import kept_stock, without_fused_kernel
 from commfuse_megatron.plugin.decision import overlap_context, state_of, weight_grad_target
