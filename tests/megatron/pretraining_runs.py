@@ -95,6 +95,13 @@ def unmodified_script(example: ModuleType, log: Path) -> Any:
     return _train(example, log, lambda config: None)
 
 
+def script_with_our_flags(example: ModuleType, log: Path) -> Any:
+    """As Megatron's own scripts with `add_arguments` passed on, which is all it knows of the plugin."""
+    from commfuse_megatron.plugin import add_arguments
+
+    return _train(example, log, lambda config: None, add_arguments)
+
+
 def script_that_sets_attributes(example: ModuleType, log: Path) -> Any:
     def set_attributes(transformer_config: Any) -> None:
         transformer_config.commfuse = True
@@ -110,13 +117,15 @@ def script_that_switches_off(example: ModuleType, log: Path) -> Any:
     return _train(example, log, switch_off)
 
 
-def _train(example: ModuleType, log: Path, change: Callable[[Any], None]) -> list[Any]:
+def _train(
+    example: ModuleType, log: Path, change: Callable[[Any], None], extra_arguments: Callable[..., Any] | None = None
+) -> list[Any]:
     from megatron.training.arguments import parse_and_validate_args
 
     from commfuse_megatron.plugin import compat
     from commfuse_megatron.plugin.pretraining import ScalarLog
 
-    arguments = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
+    arguments = parse_and_validate_args(extra_arguments, args_defaults={"tokenizer_type": "NullTokenizer"})
     writer = ScalarLog(log)
     compat.set_scalar_writer(writer if arguments.rank == arguments.world_size - 1 else None)
     compat.let_wheel_start()

@@ -50,7 +50,7 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
         "callable": Run(flags=[*SPEC, "gpt_layer_spec"]),
         "ready_object": Run(flags=[*SPEC, "gpt_layer_spec_local"]),
         "callable_off": Run(flags=[*SPEC, "gpt_layer_spec", "--no-commfuse"]),
-        "ready_object_off": Run(flags=[*SPEC, "gpt_layer_spec_local", "--no-commfuse"]),
+        "ready_object_off": Run(flags=[*SPEC, "gpt_layer_spec_local", "--no-commfuse"], script="script_with_our_flags"),
         "variable": Run(flags=[*SPEC, "gpt_layer_spec"], variable=variable, script="unmodified_script"),
         "attributes": Run(flags=[*SPEC, "gpt_layer_spec"], variable=variable, script="script_that_sets_attributes"),
         "attribute_off": Run(flags=[*SPEC, "gpt_layer_spec_local"], script="script_that_switches_off"),

@@ -47,7 +47,10 @@ def test_the_commands_of_the_readme(tmp_path: Path) -> None:
             assert re.search(r"9 linears, [1-9]\d* calls overlapped", ran.stdout)
     assert "gradient norm" in ran.stdout
     assert (tmp_path / "curves.png").stat().st_size > 10_000
-    losses = [[json.loads(line)["lm loss"] for line in (tmp_path / f"{n}.jsonl").open()] for n in ("stock", "plugin")]
+    losses = [
+        [json.loads(line)["lm loss"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("stock", "plugin")
+    ]
     assert len(losses[0]) == 5
     assert losses[0] == pytest.approx(losses[1], rel=5e-7)
 
