@@ -59,15 +59,15 @@ class SmallGPT:
 
 
 @contextmanager
-def tensor_parallel(group_size: int, *, seed: int = 1234) -> Iterator[None]:
+def tensor_parallel(group_size: int, *, seed: int = 1234, **other_sizes: Any) -> Iterator[None]:
     """Megatron's parallel state with tensor-parallel groups of `group_size`, destroyed at the end.
 
-    torch.distributed must be initialised.
+    torch.distributed must be initialised. `other_sizes` go to Megatron's `initialize_model_parallel`.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=group_size)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=group_size, **other_sizes)
     model_parallel_cuda_manual_seed(seed)
     try:
         yield
@@ -81,8 +81,9 @@ def transformer_config(gpt: SmallGPT, group_size: int, **overrides: Any) -> Any:
     Weights are drawn on the CPU, so that a seed gives the same model at every tensor-parallel size and on every device.
     Dropout and fused kernels are off.
     """
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+    make = MLATransformerConfig if overrides.get("multi_latent_attention") else TransformerConfig
     options: dict[str, Any] = {
         "num_layers": gpt.num_layers,
         "hidden_size": gpt.hidden_size,
@@ -113,7 +114,7 @@ def transformer_config(gpt: SmallGPT, group_size: int, **overrides: Any) -> Any:
     with warnings.catch_warnings():
         # Megatron says so of its own default.
         warnings.filterwarnings("ignore", message="full scope is deprecated")
-        return TransformerConfig(**{**options, **overrides})
+        return make(**{**options, **overrides})
 
 
 def build_gpt(
