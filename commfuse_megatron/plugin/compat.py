@@ -16,18 +16,21 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import layers as _layers
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 __all__ = [
+    "HAVE_FUSED_WEIGHT_GRADIENT",
     "HAVE_TRANSFORMER_ENGINE",
     "ColumnParallelLinear",
     "ModuleSpec",
     "RowParallelLinear",
     "TransformerBlockSubmodules",
+    "VocabParallelEmbedding",
     "WrappedTorchNorm",
     "default_layer_spec",
     "final_norm_class",
@@ -41,6 +44,9 @@ __all__ = [
 
 #: Without Transformer Engine its classes exist too, but cannot be built.
 HAVE_TRANSFORMER_ENGINE: bool = bool(_te.HAVE_TE)
+
+#: Apex's kernel, without which Megatron's linears cannot add into `main_grad` themselves.
+HAVE_FUSED_WEIGHT_GRADIENT: bool = bool(_layers._grad_accum_fusion_available)
 
 
 def final_norm_class() -> type:
@@ -70,11 +76,12 @@ def megatron_groups() -> set[dist.ProcessGroup]:
     return {value for value in vars(parallel_state).values() if isinstance(value, dist.ProcessGroup)}
 
 
-def tell_fsdp(column: str, row: str) -> None:
+def tell_fsdp(column: str, row: str | None = None) -> None:
     """Tell Megatron-FSDP the names of our classes; it knows by name which weights tensor parallelism has split."""
     registry = getattr(FullyShardedDataParallel, "_MODULE_TYPE_REGISTRY", {})
     registry.get("column", set()).add(column)
-    registry.get("row", set()).add(row)
+    if row is not None:
+        registry.get("row", set()).add(row)
 
 
 def training_arguments() -> Any | None:

@@ -1,7 +1,8 @@
-"""Turns the linears of a built model into ours, in place.
+"""Turns the linears and the embedding of a built model into ours, in place.
 
-Reaches what specs cannot: the output layer, the down-projections of latent attention, multi-token prediction. A layer
-is re-classed, so parameters, hooks, names, the optimizer's references and the data-parallel wrapper stay as they are.
+Reaches what specs cannot: embedding, output layer, the down-projections of latent attention, multi-token prediction.
+A layer is re-classed, so parameters, hooks, names, the optimizer's references and the data-parallel wrapper stay as they
+are.
 """
 
 import logging
@@ -14,6 +15,7 @@ from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plugin import arguments, compat
 from commfuse_megatron.plugin.decision import state_of
+from commfuse_megatron.plugin.embedding import CommFuseVocabParallelEmbedding
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
 
 __all__ = ["CONVERSIONS", "convert_model"]
@@ -24,16 +26,18 @@ logger = logging.getLogger(__name__)
 CONVERSIONS: dict[type, type] = {
     compat.ColumnParallelLinear: CommFuseColumnParallelLinear,
     compat.RowParallelLinear: CommFuseRowParallelLinear,
+    compat.VocabParallelEmbedding: CommFuseVocabParallelEmbedding,
 }
 
 
 def convert_model(model: Any, config: OverlapConfig | None = None) -> Any:
     """Convert `model` (or a list of model chunks, as Megatron's `pre_wrap_hooks` pass it) and return it.
 
-    May be called again: layers that are ours already only take over `config`, where one is given.
+    May be called again: layers that are ours already only take over `config`, where one is given. Linears follow their
+    TransformerConfig's `gradient_accumulation_fusion`: without Apex, build the model with it off, set it, convert.
 
     Args:
-        config: for every linear; None leaves what a layer was built with, else the flags.
+        config: for every layer; None leaves what a layer was built with, else the flags.
 
     Raises ConfigError, before anything is converted, where a configuration file that the flags name has mistakes.
     """
@@ -53,8 +57,14 @@ def convert_model(model: Any, config: OverlapConfig | None = None) -> Any:
                 state = state_of(module)
                 state.name = name or state.name
                 state.overlap_config = config or state.overlap_config
-    logger.info("convert_model: %d linears converted", converted)
+                _follow_fusion(module)
+    logger.info("convert_model: %d layers converted", converted)
     return model
+
+
+def _follow_fusion(module: Any) -> None:
+    if hasattr(module, "gradient_accumulation_fusion") and module.config.gradient_accumulation_fusion:
+        module.gradient_accumulation_fusion = True
 
 
 def _require_valid_files(chunks: Iterable[torch.nn.Module]) -> None:

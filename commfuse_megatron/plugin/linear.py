@@ -1,9 +1,10 @@
 """Megatron's two tensor-parallel linears with their communication hidden under partial GEMMs.
 
 Both inherit everything from Megatron's classes - parameters, their names and attributes, initialisation, checkpoints -
-and override one method each: `_forward_impl` of the column-parallel linear, `forward` of the row-parallel one, where
-Megatron has no smaller seam. A built Megatron layer may be turned into ours by setting its `__class__`; so no
-constructor state may be relied upon, and everything is decided at call time.
+and override what communicates: `_forward_impl` of the column-parallel linear, `forward` of the row-parallel one, where
+Megatron has no smaller seam. Gradient accumulation fusion works without Apex, see `main_grad`. A built Megatron layer
+may be turned into ours by setting its `__class__`; so no constructor state may be relied upon, and everything is decided
+at call time.
 """
 
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from commfuse_megatron import OverlapConfig, ops
 from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear, tell_fsdp
 from commfuse_megatron.plugin.decision import overlap_context, state_of, weight_grad_target
+from commfuse_megatron.plugin.main_grad import into_main_grad, stock_config
 
 __all__ = ["CommFuseColumnParallelLinear", "CommFuseRowParallelLinear"]
 
@@ -37,14 +39,15 @@ class CommFuseColumnParallelLinear(ColumnParallelLinear):
     """
 
     def __init__(self, *args: Any, overlap_config: OverlapConfig | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{**kwargs, "config": stock_config(kwargs["config"])})
         _remember(self, overlap_config, kwargs)
 
     @torch.compiler.disable  # what is decided and counted per call is Python, not a graph
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         context = overlap_context(self, input, weight, grad_output_buffer=kwargs.get("grad_output_buffer"))
         if context is None:
-            return super()._forward_impl(input, weight, *args, **kwargs)
+            stock_weight, kwargs = into_main_grad(weight, kwargs)
+            return super()._forward_impl(input, stock_weight, *args, **kwargs)
         target = weight_grad_target(self, weight)
         return ops.all_gather_linear(input, weight, kwargs.get("bias"), context=context, weight_grad=target)
 
@@ -68,8 +71,12 @@ class CommFuseRowParallelLinear(RowParallelLinear):
     """
 
     def __init__(self, *args: Any, overlap_config: OverlapConfig | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{**kwargs, "config": stock_config(kwargs["config"])})
         _remember(self, overlap_config, kwargs)
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        weight, kwargs = into_main_grad(weight, kwargs)  # only on Megatron's own path
+        return super()._forward_impl(input, weight, *args, **kwargs)
 
     @torch.compiler.disable
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -83,7 +90,9 @@ class CommFuseRowParallelLinear(RowParallelLinear):
         return output, (self.bias if self.skip_bias_add else None)
 
 
-def _remember(layer: torch.nn.Module, overlap_config: OverlapConfig | None, arguments: dict[str, Any]) -> None:
+def _remember(layer: Any, overlap_config: OverlapConfig | None, arguments: dict[str, Any]) -> None:
+    layer.config = arguments["config"]
+    layer.gradient_accumulation_fusion = layer.config.gradient_accumulation_fusion
     state = state_of(layer)
     state.overlap_config = overlap_config
     state.name = arguments.get("name") or arguments.get("tp_comm_buffer_name")

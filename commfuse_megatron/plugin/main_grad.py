@@ -4,15 +4,20 @@ With gradient accumulation fusion the backward pass adds the weight gradient to 
 most a dummy, whose only purpose is to make the data-parallel hooks fire. The contract that bites: where the wrapper put
 `grad_added_to_main_grad` on the weight, the dummy must not be None and the flag must be raised, else the hook either
 fails or adds a second time.
+
+Without Apex, Megatron's linears refuse the fusion. Ours do not: the overlapped ops add by themselves, and calls on
+Megatron's own path take the weight through `into_main_grad`.
 """
 
+import copy
 from typing import Any
 
 import torch
 
 from commfuse_megatron.ops import WeightGradTarget
+from commfuse_megatron.plugin import compat
 
-__all__ = ["main_grad_target"]
+__all__ = ["into_main_grad", "main_grad_target", "stock_config"]
 
 
 def main_grad_target(weight: Any) -> WeightGradTarget:
@@ -32,3 +37,37 @@ def main_grad_target(weight: Any) -> WeightGradTarget:
         return make(main_grad.shape, dtype=weight.dtype, device=weight.device)
 
     return WeightGradTarget(main_grad, result)
+
+
+def stock_config(config: Any) -> Any:
+    """What a Megatron constructor may see of `config`: a copy without the fusion where its own kernel is missing."""
+    if compat.HAVE_FUSED_WEIGHT_GRADIENT or not config.gradient_accumulation_fusion:
+        return config
+    config = copy.copy(config)
+    config.gradient_accumulation_fusion = False
+    return config
+
+
+def into_main_grad(weight: torch.Tensor, arguments: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Weight and arguments for Megatron's own linear: where it lacks the kernel, autograd adds into `main_grad`.
+
+    A weight that is used several times may be overlapped in one call and not in another, so no call may leave its
+    gradient to autograd alone: the hook would take it for part of the dummy.
+    """
+    if compat.HAVE_FUSED_WEIGHT_GRADIENT or not arguments.get("gradient_accumulation_fusion"):
+        return weight, arguments
+    has_target = weight.requires_grad and torch.is_grad_enabled() and getattr(weight, "main_grad", None) is not None
+    into = _IntoMainGrad.apply(weight, main_grad_target(weight)) if has_target else weight
+    return into, {**arguments, "gradient_accumulation_fusion": False}
+
+
+class _IntoMainGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, target: WeightGradTarget) -> torch.Tensor:
+        ctx.target = target
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        ctx.target.accumulate.add_(grad)
+        return ctx.target.result(), None

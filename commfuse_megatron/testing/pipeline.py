@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 __all__ = ["Outcome", "ScheduledRun"]
 
@@ -25,7 +26,8 @@ class ScheduledRun:
     """Model chunks under Megatron's DistributedDataParallel, driven by its forward-backward schedule.
 
     Args:
-        optimizer: "adam" makes one too; "distributed" shards it over the data-parallel ranks, overlapped with both passes.
+        optimizer: "adam" makes one too; "distributed" shards it over the data-parallel ranks and overlaps its
+            communication with both passes.
     """
 
     def __init__(self, chunks: list[Any], *, optimizer: str | None = None) -> None:
@@ -67,10 +69,11 @@ class ScheduledRun:
                 use_distributed_optimizer=is_distributed,
                 overlap_param_gather=is_distributed,
             )
-            self._optimizer = get_megatron_optimizer(options, self.wrapped)
+            with _Float64IsFullPrecision():
+                self._optimizer = get_megatron_optimizer(options, self.wrapped)
 
     def step(self, micro_batches: Sequence[torch.Tensor], *, forward_only: bool = False) -> Outcome:
-        """Forward and backward of all micro-batches ([batch, sequence + 1] each), and an optimizer step if there is one.
+        """Forward and backward of all micro-batches ([batch, sequence + 1]), and the optimizer's step if there is one.
 
         forward_only: evaluate without gradients.
         """
@@ -93,7 +96,8 @@ class ScheduledRun:
         )
         gradients = {} if forward_only else {name: p.main_grad.clone() for name, p in self._trained()}
         if self._optimizer is not None and not forward_only:
-            self._optimizer.step()
+            with _Float64IsFullPrecision():
+                self._optimizer.step()
         return Outcome(tuple(entry["loss"].item() for entry in losses), gradients)
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -111,6 +115,18 @@ class ScheduledRun:
 
     def _trained(self) -> Iterator[tuple[str, Any]]:
         return ((name, parameter) for name, parameter in self._named() if parameter.requires_grad)
+
+
+class _Float64IsFullPrecision(TorchFunctionMode):
+    """Lets Megatron's optimizers take float64: they know one type that need not be widened, float32, by its name."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float:
+                return args[0]
+            if func is torch.Tensor.type and len(args) == 1:
+                return func(*args).replace("DoubleTensor", "FloatTensor")
+        return func(*args, **(kwargs or {}))
 
 
 def _forward_step(micro_batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:

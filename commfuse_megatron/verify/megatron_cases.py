@@ -22,12 +22,14 @@ RANKS = (2, 4)
 class Configuration:
     """One model under one layout with one feature.
 
-    variant: "llama" or "layer_norm_and_bias". sizes, options: of the model, and Megatron's own. hybrid_pattern: makes it
-    a HybridModel. layout: sizes for Megatron's parallel state beside the tensor-parallel one, of which `tensor` is the
-    largest; more ranks make groups. micro_batches: their lengths. recomputed, repeated: parts of layers' names that run
-    twice a micro-batch: recomputed in the backward pass, or called by several heads. frozen: parts of parameters' names.
-    without_backward: parts of the names of layers whose backward pass does not run. stock: parts of the reasons for
-    which layers may take Megatron's own path, empty where all must be overlapped.
+    variant, sizes, options: of the model; the options are Megatron's. hybrid_pattern: makes it a HybridModel.
+    tensor, layout: the largest tensor-parallel size, and other sizes for Megatron's parallel state; further ranks are
+    data-parallel. way: "spec" maps specs before the model is built, "convert" converts the built one.
+    micro_batches: their lengths. is_repeatable: a second run must give the same bits.
+    recomputed, repeated: parts of the names of layers that run twice per micro-batch, because the backward pass runs
+    them again, or because two heads call them. without_backward: the same of layers whose backward pass does not run.
+    frozen, trained: parts of the names of parameters; what is in both is trained.
+    stock: parts of the reasons for which layers may take Megatron's own path; empty where all must be overlapped.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Configuration:
     micro_batches: tuple[int, ...] = (16, 16)
     optimizer: Literal["adam", "distributed"] | None = None
     forward_only: bool = False
+    is_repeatable: bool = False
     fuses_gradients: bool = False
     recomputed: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
@@ -128,21 +131,26 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     ),
     Configuration(
         name="fused_gradient_accumulation",
-        options={"gradient_accumulation_fusion": True},
+        options=_SHARED,
+        stock=_EXPERT_REASON,
         sizes={"has_tied_embeddings": True},
         fuses_gradients=True,
     ),
-    Configuration(name="converted_in_place", way="convert", options={"mtp_num_layers": 1} , repeated=("output_layer", "embedding")),
-    Configuration(name="deterministic", options={"deterministic_mode": True}),
+    Configuration(
+        name="converted_in_place", way="convert", options={"mtp_num_layers": 1}, repeated=("output_layer", "embedding")
+    ),
+    Configuration(name="deterministic", options={"deterministic_mode": True}, is_repeatable=True),
     Configuration(name="variable_lengths", micro_batches=(16, 32, 8)),
     Configuration(name="forward_only", forward_only=True),
     Configuration(
         name="sequence_parallel_off",
         options={"sequence_parallel": False},
-        stock=("sequence_parallel is off",),
+        stock=("sequence_parallel is off", "the embedding all-reduces"),
         is_all_stock=True,
     ),
-    Configuration(name="pipeline", tensor=2, least_ranks=4, layout=_PIPELINE, options=_PIPELINE, micro_batches=(16,) * 4),
+    Configuration(
+        name="pipeline", tensor=2, least_ranks=4, layout=_PIPELINE, options=_PIPELINE, micro_batches=(16,) * 4
+    ),
     Configuration(
         name="pipeline_interleaved",
         tensor=2,
