@@ -1,8 +1,8 @@
 """Turns the linears and the embedding of a built model into ours, in place.
 
 Reaches what specs cannot: embedding, output layer, the down-projections of latent attention, multi-token prediction.
-A layer is re-classed, so parameters, hooks, names, the optimizer's references and the data-parallel wrapper stay as they
-are.
+A layer is re-classed, so parameters, hooks, names, the optimizer's references and the data-parallel wrapper stay as
+they are.
 """
 
 import logging

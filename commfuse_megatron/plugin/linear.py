@@ -3,8 +3,8 @@
 Both inherit everything from Megatron's classes - parameters, their names and attributes, initialisation, checkpoints -
 and override what communicates: `_forward_impl` of the column-parallel linear, `forward` of the row-parallel one, where
 Megatron has no smaller seam. Gradient accumulation fusion works without Apex, see `main_grad`. A built Megatron layer
-may be turned into ours by setting its `__class__`; so no constructor state may be relied upon, and everything is decided
-at call time.
+may be turned into ours by setting its `__class__`; so no constructor state may be relied upon, and everything is
+decided at call time.
 """
 
 from typing import Any
