@@ -168,7 +168,7 @@ def check_convert_model(group_size: int) -> None:
     found = loss_of(stock, tokens)
     assert abs(found - expected) <= 1e-13 * abs(expected)
     report = model_report(stock)
-    assert [layer.path for layer in report.layers] == ["overlapped"] * 5
+    assert [layer.path for layer in report.layers] == ["overlapped"] * 6
     assert hooked == [1]
     assert state_of(stock.output_layer).context.config == overlap
     assert state_of(stock.output_layer).name == "output_layer"
@@ -260,4 +260,4 @@ def check_spec_for_the_command_line(group_size: int) -> None:
     loss_of(model, torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))).backward()
     paths = [layer.path for layer in model_report(model).layers]
     assert paths.count("overlapped") == 8
-    assert paths.count("stock") == 1, "a spec does not reach the output layer"
+    assert paths.count("stock") == 2, "a spec reaches neither embedding nor output layer"
