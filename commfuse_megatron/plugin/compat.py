@@ -73,7 +73,11 @@ def default_layer_spec(model_config: Any, vp_stage: int | None) -> Any:
 
 def megatron_groups() -> set[dist.ProcessGroup]:
     """The process groups that Megatron's `parallel_state` holds at the moment."""
-    return {value for value in vars(parallel_state).values() if isinstance(value, dist.ProcessGroup)}
+    found: set[dist.ProcessGroup] = set()
+    for value in vars(parallel_state).values():
+        held = value if isinstance(value, list | tuple) else [value]
+        found.update(each for each in held if isinstance(each, dist.ProcessGroup))
+    return found
 
 
 def tell_fsdp(column: str, row: str | None = None) -> None:

@@ -7,15 +7,17 @@ Megatron's own torch norm refuses sequence parallelism; everything else of the s
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import distributed as dist
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.plugin import apply_to_spec, convert_model
+from commfuse_megatron.plugin.compat import megatron_groups
 from commfuse_megatron.plugin.spec import block_spec, local_layer_spec, replace_in_spec
 
 __all__ = [
@@ -60,8 +62,9 @@ class SmallGPT:
 
 @contextmanager
 def tensor_parallel(group_size: int, *, seed: int = 1234, **other_sizes: Any) -> Iterator[None]:
-    """Megatron's parallel state with tensor-parallel groups of `group_size`, destroyed at the end.
+    """Megatron's parallel state with tensor-parallel groups of `group_size`, destroyed at the end with its groups.
 
+    Megatron itself only lets go of the groups, whose threads then run on: with gloo, a thousand after some states.
     torch.distributed must be initialised. `other_sizes` go to Megatron's `initialize_model_parallel`.
     """
     from megatron.core import parallel_state
@@ -72,7 +75,11 @@ def tensor_parallel(group_size: int, *, seed: int = 1234, **other_sizes: Any) ->
     try:
         yield
     finally:
+        groups = megatron_groups() - {dist.group.WORLD}
         parallel_state.destroy_model_parallel()
+        for group in groups:
+            with suppress(ValueError):  # a few have been destroyed by Megatron
+                dist.destroy_process_group(group)
 
 
 def transformer_config(gpt: SmallGPT, group_size: int, **overrides: Any) -> Any:

@@ -106,13 +106,6 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
         options=_SHARED | {"moe_shared_expert_overlap": True},
         stock=(*_EXPERT_REASON, "explicit_expert_comm is set"),
     ),
-    Configuration(
-        name="moe_expert_parallel",
-        options=_EXPERTS | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-        tensor=2,
-        layout={"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-        stock=_EXPERT_REASON,
-    ),
     Configuration(name="mla", options=_LATENT),
     Configuration(name="hybrid", hybrid_pattern="*-*-"),
     Configuration(name="hybrid_moe", hybrid_pattern="*E*-", options=_SHARED, stock=_EXPERT_REASON),
@@ -128,6 +121,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
         frozen=("embedding", "decoder.layers.0.", "linear_proj"),
         trained=("decoder.layers.0.self_attention.linear_qkv",),
         without_backward=("embedding",),
+        fuses_gradients=True,
     ),
     Configuration(
         name="fused_gradient_accumulation",
@@ -147,6 +141,13 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
         options={"sequence_parallel": False},
         stock=("sequence_parallel is off", "the embedding all-reduces"),
         is_all_stock=True,
+    ),
+    Configuration(
+        name="moe_expert_parallel",
+        options=_EXPERTS | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        tensor=2,
+        layout={"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        stock=_EXPERT_REASON,
     ),
     Configuration(
         name="pipeline", tensor=2, least_ranks=4, layout=_PIPELINE, options=_PIPELINE, micro_batches=(16,) * 4

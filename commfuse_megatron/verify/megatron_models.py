@@ -7,6 +7,7 @@ change. The contract that bites: a configuration fails unless the calls of every
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -70,14 +71,23 @@ def verify_models(
 
     A failed comparison is a result; an error that a model raises is raised.
     """
+    from commfuse_megatron.testing.gpt import tensor_parallel
+
+    num_ranks = dist.get_world_size()
+
+    def layout_of(configuration: Configuration) -> tuple[int, dict[str, Any]]:
+        return configuration.tensor_size(num_ranks), configuration.layout
+
     results = []
-    for configuration in configurations:
-        own = _compare(configuration)
-        everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, own)
-        result = _judge(configuration, everyones)
-        results.append(result)
-        on_done(result)
+    # One parallel state for neighbours of the same layout: groups take longer to make than these models to run.
+    for (size, layout), same_layout in itertools.groupby(configurations, layout_of):
+        with tensor_parallel(size, **layout):
+            for configuration in same_layout:
+                own = _compare(configuration, size)
+                everyones: list[Any] = [None] * num_ranks
+                dist.all_gather_object(everyones, own)
+                results.append(_judge(configuration, everyones))
+                on_done(results[-1])
     return results
 
 
@@ -94,14 +104,11 @@ class _Found:
     complaints: list[str]
 
 
-def _compare(configuration: Configuration) -> _Found:
+def _compare(configuration: Configuration, size: int) -> _Found:
     from commfuse_megatron.plugin.contexts import close_contexts
-    from commfuse_megatron.testing.gpt import tensor_parallel
 
-    size = configuration.tensor_size(dist.get_world_size())
-    with tensor_parallel(size, **configuration.layout):
-        found = _compare_runs(configuration, size)
-        close_contexts()
+    found = _compare_runs(configuration, size)
+    close_contexts()
     return found
 
 
