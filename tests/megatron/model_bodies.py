@@ -1,5 +1,6 @@
 """Run on every rank: what `commfuse verify --megatron` runs, and the same with faults that it must find."""
 
+import importlib
 import warnings
 from typing import Any
 from unittest import mock
@@ -18,7 +19,14 @@ def verify(_: dist.ProcessGroup, __: torch.device, names: list[str] | None) -> l
         return verify_models(choose_configurations(dist.get_world_size(), names))
 
 
-def verify_with_faults(group: dist.ProcessGroup, device: torch.device) -> dict[str, tuple[str, ...]]:
+def verify_all(
+    group: dist.ProcessGroup, device: torch.device, names: list[str]
+) -> tuple[list[ModelResult], dict[str, tuple[str, ...]]]:
+    """The results, and on two ranks what is found wrong with faults in the way."""
+    return verify(group, device, names), _verify_with_faults(group, device) if group.size() == 2 else {}
+
+
+def _verify_with_faults(group: dist.ProcessGroup, device: torch.device) -> dict[str, tuple[str, ...]]:
     """What is found wrong with a dense model, by fault."""
     faults = {
         "a gradient that is off by 1e-11": _scaled_weight_gradient,
@@ -34,8 +42,7 @@ def verify_with_faults(group: dist.ProcessGroup, device: torch.device) -> dict[s
 
 
 def _scaled_weight_gradient() -> Any:
-    from commfuse_megatron.ops import all_gather_linear as module
-
+    module = importlib.import_module("commfuse_megatron.ops.all_gather_linear")
     stock = module.weight_gradient
 
     def scaled(*args: Any) -> Any:
