@@ -193,6 +193,9 @@ class OverlapConfig(_Checked):
 
     check_agreement: compare the problem on all ranks at every call, not only when it is new; None means on with gloo
     and off on GPUs, where it would cost a host round trip per call.
+    check_decisions: compare at every call of a Megatron layer whether all ranks overlap it or take Megatron's own path,
+    and why. Ranks that differ would hang; with this, all of them raise ShapeError. For debugging: also costs a host
+    round trip per call.
     record: keep one interval per slice and transfer of the latest calls, for `tracing` and the exposed time of
     `OverlapContext.report()`.
     """
@@ -203,6 +206,7 @@ class OverlapConfig(_Checked):
     plan: PlanConfig = field(default_factory=PlanConfig)
     fallback: FallbackConfig = field(default_factory=FallbackConfig)
     check_agreement: bool | None = None
+    check_decisions: bool = False
     record: bool = False
 
     @classmethod

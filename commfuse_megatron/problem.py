@@ -50,7 +50,8 @@ def chunk_ranges(total_rows: int, group_size: int, chunks_per_shard: int) -> tup
 class GemmProblem:
     """One pass of one linear, as seen by a rank: equal on all ranks of the group.
 
-    op: "all_gather_linear" or "linear_reduce_scatter". pass_name: "fprop" or "backward".
+    op: "all_gather_linear", "linear_reduce_scatter" or "embedding_reduce_scatter" (K is 1, the weight a vocabulary).
+    pass_name: "fprop" or "backward".
     rows, batch: S and B of the full sequence, so M = S * B tokens.
     N, K: output and input features of this rank's weight.
     needs: which gradients a backward pass must produce ("" in fprop).

@@ -139,6 +139,12 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     def run(arguments: argparse.Namespace) -> int:
+        if arguments.megatron:
+            from commfuse_megatron.cli.verify_megatron import run_verify_megatron
+
+            return run_verify_megatron(arguments)
+        if arguments.only:
+            raise CannotRunError("--only names configurations of --megatron")
         from commfuse_megatron.cli.verify import run_verify
 
         return run_verify(arguments)
@@ -147,8 +153,9 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         commands,
         "verify",
         run,
-        summary="compare every operation with its reference: forward, each gradient, sizes, dtypes",
+        summary="compare every operation with its reference, or whole models with stock Megatron",
         example="commfuse verify --ranks 4 --json verify.json\n"
+        "  commfuse verify --megatron --ranks 4 --only dense mla pipeline\n"
         "  torchrun --nproc-per-node 2 -m commfuse_megatron verify",
     )
     _add_rank_options(parser, which="default 2")
@@ -159,6 +166,14 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     parser.add_argument(
         "--transport", choices=("auto", "gloo", "nccl", "copy_engine"), default="auto", help="default auto"
+    )
+    parser.add_argument(
+        "--megatron",
+        action="store_true",
+        help="compare models instead: loss and every gradient against stock Megatron, float64, 2 or 4 CPU ranks",
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="with --megatron: these configurations (default: all; see the table)"
     )
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 
-__all__ = ["all_gather_linear", "linear_reduce_scatter"]
+__all__ = ["all_gather_linear", "embedding_reduce_scatter", "linear_reduce_scatter"]
 
 
 class _GatherRows(torch.autograd.Function):
@@ -80,3 +80,21 @@ def linear_reduce_scatter(
     if bias is not None and torch.is_autocast_enabled(y.device.type):
         bias = bias.to(y.dtype)  # as autocast does within `linear`
     return y if bias is None else y + bias
+
+
+def embedding_reduce_scatter(
+    ids: torch.Tensor, weight: torch.Tensor, first_id: int, *, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Look up ids in this rank's part of the vocabulary, sum over ranks, keep this rank's rows of the sequence.
+
+    Shapes:
+        ids     [B, S]
+        weight  [V_r, N]        the vectors of the ids from `first_id` on; others give zeros
+        result  [S_r, B, N]     rows as `torch.tensor_split` deals them
+
+    Gradients: weight gets its own, complete.
+    """
+    rows = ids.t() - first_id
+    is_foreign = (rows < 0) | (rows >= weight.size(0))
+    y = torch.nn.functional.embedding(rows.masked_fill(is_foreign, 0), weight)
+    return _ReduceScatterRows.apply(y.masked_fill(is_foreign.unsqueeze(-1), 0), group)

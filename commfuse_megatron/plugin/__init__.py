@@ -6,6 +6,7 @@ The only part of the package that layers above may use to reach Megatron; see `l
 
 from commfuse_megatron.plugin.arguments import add_arguments
 from commfuse_megatron.plugin.convert import convert_model
+from commfuse_megatron.plugin.embedding import CommFuseVocabParallelEmbedding
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
 from commfuse_megatron.plugin.norm import CommFuseNorm
 from commfuse_megatron.plugin.norm_linear import CommFuseLayerNormColumnParallelLinear
@@ -20,6 +21,7 @@ __all__ = [
     "CommFuseNorm",
     "CommFuseRowParallelLinear",
     "CommFuseSpecProvider",
+    "CommFuseVocabParallelEmbedding",
     "add_arguments",
     "apply_to_spec",
     "convert_model",

@@ -6,15 +6,17 @@ Classes are compared by identity: a subclass of somebody else keeps its behaviou
 import torch
 
 from commfuse_megatron.plugin import compat
+from commfuse_megatron.plugin.embedding import CommFuseVocabParallelEmbedding
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
 from commfuse_megatron.plugin.norm_linear import CommFuseLayerNormColumnParallelLinear
 
-__all__ = ["LOCAL", "OURS", "TRANSFORMER_ENGINE", "is_ours"]
+__all__ = ["LOCAL", "OUR_LINEARS", "TRANSFORMER_ENGINE", "is_ours"]
 
-#: Megatron's local linears; a built one can be given our class.
+#: Megatron's local linears, and its embedding; a built one can be given our class.
 LOCAL: dict[type, type[torch.nn.Module]] = {
     compat.ColumnParallelLinear: CommFuseColumnParallelLinear,
     compat.RowParallelLinear: CommFuseRowParallelLinear,
+    compat.VocabParallelEmbedding: CommFuseVocabParallelEmbedding,
 }
 
 
@@ -43,9 +45,10 @@ TRANSFORMER_ENGINE: dict[type, type[torch.nn.Module]] = {
     ),
 }
 
-OURS = (CommFuseColumnParallelLinear, CommFuseLayerNormColumnParallelLinear, CommFuseRowParallelLinear)
+#: What a spec may name; no spec names the embedding.
+OUR_LINEARS = (CommFuseColumnParallelLinear, CommFuseLayerNormColumnParallelLinear, CommFuseRowParallelLinear)
 
 
 def is_ours(module: torch.nn.Module) -> bool:
-    """Whether `module` is one of our linears."""
-    return type(module) in OURS
+    """Whether `module` is one of our linears, or our embedding."""
+    return type(module) in (*OUR_LINEARS, CommFuseVocabParallelEmbedding)

@@ -24,7 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import layers as _layers
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -43,6 +43,7 @@ __all__ = [
     "RowParallelLinear",
     "TransformerBlockSubmodules",
     "TransformerLayer",
+    "VocabParallelEmbedding",
     "WrappedTorchNorm",
     "default_layer_spec",
     "ensure_metadata_has_dp_cp_group",
@@ -150,7 +151,11 @@ def default_layer_spec(model_config: Any, vp_stage: int | None) -> Any:
 
 def megatron_groups() -> set[dist.ProcessGroup]:
     """The process groups that Megatron's `parallel_state` holds at the moment."""
-    return {value for value in vars(parallel_state).values() if isinstance(value, dist.ProcessGroup)}
+    found: set[dist.ProcessGroup] = set()
+    for value in vars(parallel_state).values():
+        held = value if isinstance(value, list | tuple) else [value]
+        found.update(each for each in held if isinstance(each, dist.ProcessGroup))
+    return found
 
 
 def tell_fsdp(kind: str, name: str) -> None:

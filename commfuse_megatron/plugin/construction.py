@@ -80,7 +80,7 @@ def without_fused_kernel(config: Any) -> Any:
     """`config`, or without Apex a copy that does not ask for its kernel, for Megatron's constructors to read.
 
     They refuse gradient accumulation fusion without Apex. Our layers do without it: the overlapped path adds into
-    `main_grad` in its own GEMMs, and Megatron's path is called with a weight from `adding_to_main_grad`.
+    `main_grad` in its own GEMMs, and Megatron's path is called with a weight that `into_main_grad` made.
     """
     if compat.HAVE_FUSED_WEIGHT_GRADIENT or not config.gradient_accumulation_fusion:
         return config

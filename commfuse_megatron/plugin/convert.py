@@ -1,8 +1,8 @@
-"""Turns the linears of a built model into ours, in place.
+"""Turns the linears and the embedding of a built model into ours, in place.
 
-Reaches what specs cannot: the output layer, the down-projections of latent attention, multi-token prediction. A local
-layer is re-classed, so parameters, hooks, names, the optimizer's references and the data-parallel wrapper stay as they
-are; one of Transformer Engine is replaced in the module that holds it (see `takeover`).
+Reaches what specs cannot: embedding, output layer, the down-projections of latent attention, multi-token prediction.
+A local layer is re-classed, so parameters, hooks, names, the optimizer's references and the data-parallel wrapper stay
+as they are; one of Transformer Engine is replaced in the module that holds it (see `takeover`).
 """
 
 import logging
@@ -28,10 +28,11 @@ logger = logging.getLogger(__name__)
 def convert_model(model: Any, config: OverlapConfig | None = None) -> Any:
     """Convert `model` (or a list of model chunks, as Megatron's `pre_wrap_hooks` pass it) and return it.
 
-    May be called again: layers that are ours already only take over `config`, where one is given.
+    May be called again: layers that are ours already only take over `config`, where one is given. Linears follow their
+    TransformerConfig's `gradient_accumulation_fusion`: without Apex, build the model with it off, set it, convert.
 
     Args:
-        config: for every linear; None leaves what a layer was built with, else the flags.
+        config: for every layer; None leaves what a layer was built with, else the flags.
 
     A Transformer Engine linear that has to stay (fp8, experts, ...) keeps its place; `model_report` says why.
 
@@ -52,7 +53,7 @@ def convert_model(model: Any, config: OverlapConfig | None = None) -> Any:
         keep_stock(layer, wish, reason, layer._tp_group)
     replaced = _replace([place for place in places if place.reason is None], config)
     converted = sum(_convert_local(chunk, config) for chunk in chunks)
-    logger.info("convert_model: %d local linears converted, %d of Transformer Engine replaced", converted, replaced)
+    logger.info("convert_model: %d local layers converted, %d of Transformer Engine replaced", converted, replaced)
     return model
 
 
@@ -66,6 +67,7 @@ def _convert_local(chunk: torch.nn.Module, config: OverlapConfig | None) -> int:
             state = state_of(module)
             state.name = name or state.name
             state.overlap_config = config or state.overlap_config
+            _follow_fusion(module)
     return converted
 
 
@@ -99,6 +101,11 @@ def _replace(places: list[_Place], config: OverlapConfig | None) -> int:
             ours[id(place.layer)] = taking_over(place.layer, config, place.name)
         setattr(place.parent, place.child_name, ours[id(place.layer)])
     return len(ours)
+
+
+def _follow_fusion(module: Any) -> None:
+    if hasattr(module, "gradient_accumulation_fusion") and module.config.gradient_accumulation_fusion:
+        module.gradient_accumulation_fusion = True
 
 
 def _require_valid_files(chunks: Iterable[torch.nn.Module]) -> None:

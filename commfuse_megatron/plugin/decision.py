@@ -7,6 +7,7 @@ checkpoints; only what was asked for survives a copy, never a context.
 
 import dataclasses
 import functools
+import hashlib
 import logging
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext
-from commfuse_megatron.errors import UnsupportedError
+from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.ops import WeightGradTarget
 from commfuse_megatron.plugin import arguments
 from commfuse_megatron.plugin.contexts import context_for
@@ -33,7 +34,7 @@ class LayerState:
     """Memory of one layer: the wishes it was built with, what it resolved, and what its calls did.
 
     overlap_config: the configuration given to `apply_to_spec` or `convert_model`; None reads the flags.
-    name: how log lines call the layer.
+    name: how log lines call the layer. decisions: hash of all that were compared with other ranks.
     kept_reason: why a layer that is none of ours was not replaced.
     """
 
@@ -43,6 +44,7 @@ class LayerState:
     overlapped_calls: int = 0
     stock_calls: dict[str, int] = field(default_factory=dict)
     context: OverlapContext | None = None
+    decisions: str = ""
     _file: str | None = None
     _file_config: OverlapConfig | None = None
 
@@ -92,9 +94,11 @@ def overlap_context(
     """The context to overlap this call with, or None where it takes Megatron's own path; counted and logged.
 
     Raises UnsupportedError instead of returning None where the configuration says so; being switched off is no error.
+    Raises ShapeError on all ranks where they decide differently, if the configuration has that checked.
     """
     state = state_of(layer)
     reason = unsupported_reason(layer, input_, weight=weight, grad_output_buffer=grad_output_buffer)
+    _compare_decision(layer, state, reason)
     if reason is None:
         context = _context(layer, state)
         state.overlapped_calls += 1
@@ -106,6 +110,20 @@ def overlap_context(
         logger.log(level, "%s takes Megatron's own path: %s", _label(layer, state), reason)
     state.stock_calls[reason] = state.stock_calls.get(reason, 0) + 1
     return None
+
+
+def _compare_decision(layer: Any, state: LayerState, reason: str | None) -> None:
+    if layer.tp_group.size() == 1:
+        return
+    try:
+        if not state.config(layer.config).check_decisions:
+            return
+    except ConfigError:  # of a layer that is switched off; others have raised when they were built
+        return
+    decision = f"{_label(layer, state)}: {reason or 'overlapped'}"
+    digest = hashlib.blake2b(f"{state.decisions} {decision}".encode(), digest_size=8).hexdigest()
+    _context(layer, state).agree(f"{decision} ({digest})")
+    state.decisions = digest
 
 
 def weight_grad_target(layer: Any, weight: torch.Tensor) -> WeightGradTarget | None:

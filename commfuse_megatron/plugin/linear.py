@@ -1,10 +1,11 @@
 """Megatron's two tensor-parallel linears with their communication hidden under partial GEMMs.
 
 Both inherit everything from Megatron's classes - parameters, their names and attributes, initialisation, checkpoints -
-and override one method each: `_forward_impl` of the column-parallel linear, `forward` of the row-parallel one, where
-Megatron has no smaller seam. A built Megatron layer may be turned into ours by setting its `__class__`; so no
-constructor state may be relied upon, and everything is decided at call time. Only where a spec named Transformer
-Engine's class is there a decision before, at construction (`stock_class`).
+and override what communicates: `_forward_impl` of the column-parallel linear, `forward` of the row-parallel one, where
+Megatron has no smaller seam. Gradient accumulation fusion works without Apex, see `main_grad`. A built Megatron layer
+may be turned into ours by setting its `__class__`; so no constructor state may be relied upon, and everything is
+decided at call time. Only where a spec named Transformer Engine's class is there a decision before, at construction
+(`stock_class`).
 """
 
 from typing import Any
@@ -13,11 +14,10 @@ import torch
 
 from commfuse_megatron import OverlapConfig, ops
 from commfuse_megatron.plugin import arguments as flags
-from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear, tell_fsdp
 from commfuse_megatron.plugin.construction import kept_stock, without_fused_kernel
 from commfuse_megatron.plugin.decision import overlap_context, state_of, weight_grad_target
-from commfuse_megatron.plugin.main_grad import adding_to_main_grad
+from commfuse_megatron.plugin.main_grad import into_main_grad
 
 __all__ = ["CommFuseColumnParallelLinear", "CommFuseRowParallelLinear"]
 
@@ -62,8 +62,8 @@ class CommFuseColumnParallelLinear(ColumnParallelLinear):
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         context = overlap_context(self, input, weight, grad_output_buffer=kwargs.get("grad_output_buffer"))
         if context is None:
-            weight, kwargs = _without_apex(weight, kwargs)
-            return super()._forward_impl(input, weight, *args, **kwargs)
+            stock_weight, kwargs = into_main_grad(weight, kwargs)
+            return super()._forward_impl(input, stock_weight, *args, **kwargs)
         target = weight_grad_target(self, weight)
         return ops.all_gather_linear(input, weight, kwargs.get("bias"), context=context, weight_grad=target)
 
@@ -103,6 +103,10 @@ class CommFuseRowParallelLinear(RowParallelLinear):
         super().__init__(*args, config=without_fused_kernel(config), **kwargs)
         _remember(self, config, overlap_config, kwargs)
 
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        weight, kwargs = into_main_grad(weight, kwargs)  # only on Megatron's own path
+        return super()._forward_impl(input, weight, *args, **kwargs)
+
     @torch.compiler.disable
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The output shard [S/R, B, N], and the bias where `skip_bias_add` leaves it to the caller."""
@@ -113,20 +117,6 @@ class CommFuseRowParallelLinear(RowParallelLinear):
         target = weight_grad_target(self, self.weight)
         output = ops.linear_reduce_scatter(input_, self.weight, bias, context=context, weight_grad=target)
         return output, (self.bias if self.skip_bias_add else None)
-
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        weight, kwargs = _without_apex(weight, kwargs)  # Megatron's forward comes here
-        return super()._forward_impl(input, weight, *args, **kwargs)
-
-
-def _without_apex(weight: torch.Tensor, kwargs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
-    """What Megatron's GEMM is called with: where it would need Apex to add into `main_grad`, that is done around it."""
-    wants_fusion = kwargs.get("gradient_accumulation_fusion") and weight.requires_grad and torch.is_grad_enabled()
-    if compat.HAVE_FUSED_WEIGHT_GRADIENT or not wants_fusion or hasattr(weight, "__fsdp_param__"):
-        return weight, kwargs
-    if getattr(weight, "main_grad", None) is None:
-        return weight, kwargs
-    return adding_to_main_grad(weight), {**kwargs, "gradient_accumulation_fusion": False}
 
 
 def _remember(layer: Any, config: Any, overlap_config: OverlapConfig | None, arguments: dict[str, Any]) -> None:

@@ -4,6 +4,9 @@ With gradient accumulation fusion the backward pass adds the weight gradient to 
 most a dummy, whose only purpose is to make the data-parallel hooks fire. The contract that bites: where the wrapper put
 `grad_added_to_main_grad` on the weight, the dummy must not be None and the flag must be raised, else the hook either
 fails or adds a second time.
+
+Without Apex, Megatron's linears refuse the fusion. Ours do not: the overlapped ops add by themselves, and calls on
+Megatron's own path take the weight through `into_main_grad`.
 """
 
 from typing import Any
@@ -11,8 +14,9 @@ from typing import Any
 import torch
 
 from commfuse_megatron.ops import WeightGradTarget
+from commfuse_megatron.plugin import compat
 
-__all__ = ["adding_to_main_grad", "main_grad_target"]
+__all__ = ["into_main_grad", "main_grad_target"]
 
 
 def main_grad_target(weight: Any) -> WeightGradTarget:
@@ -34,24 +38,27 @@ def main_grad_target(weight: Any) -> WeightGradTarget:
     return WeightGradTarget(main_grad, result)
 
 
-class _AddToMainGrad(torch.autograd.Function):
-    """The weight, with a backward pass that ends in `main_grad` instead of `grad`."""
+def into_main_grad(weight: torch.Tensor, arguments: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Weight and arguments for Megatron's own linear: where it lacks the kernel, autograd adds into `main_grad`.
 
+    A weight that is used several times may be overlapped in one call and not in another, so no call may leave its
+    gradient to autograd alone: the hook would take it for part of the dummy.
+    """
+    is_left_alone = compat.HAVE_FUSED_WEIGHT_GRADIENT or hasattr(weight, "__fsdp_param__")
+    if is_left_alone or not arguments.get("gradient_accumulation_fusion"):
+        return weight, arguments
+    has_target = weight.requires_grad and torch.is_grad_enabled() and getattr(weight, "main_grad", None) is not None
+    into = _IntoMainGrad.apply(weight, main_grad_target(weight)) if has_target else weight
+    return into, {**arguments, "gradient_accumulation_fusion": False}
+
+
+class _IntoMainGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        ctx.target = main_grad_target(weight)
+    def forward(ctx: Any, weight: torch.Tensor, target: WeightGradTarget) -> torch.Tensor:
+        ctx.target = target
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         ctx.target.accumulate.add_(grad)
-        return ctx.target.result()
-
-
-def adding_to_main_grad(weight: torch.Tensor) -> torch.Tensor:
-    """A view of `weight` for one call without gradient accumulation fusion; its gradient is added to `main_grad`.
-
-    For Megatron's own path without Apex, whose kernel it needs for the fusion. Leaving the gradient to autograd would
-    not do: once another call has raised `grad_added_to_main_grad`, the data-parallel hooks drop what autograd brings.
-    """
-    return _AddToMainGrad.apply(weight)
+        return ctx.target.result(), None

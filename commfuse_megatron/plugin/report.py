@@ -1,4 +1,4 @@
-"""What became of every tensor-parallel linear of a model: the path its calls took, or why not.
+"""What became of every tensor-parallel linear of a model, and of its embedding: the path its calls took, or why not.
 
 Reads what the layers counted; changes nothing.
 """
@@ -21,7 +21,7 @@ __all__ = ["LayerReport", "ModelReport", "model_report"]
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """One linear.
+    """One linear, or the embedding.
 
     path: "overlapped" or "stock" where all calls agree, "mixed" where they don't, "not called" before the first.
     reasons: why calls took Megatron's path, each once; before the first call, why they will, where that is known; for
@@ -38,7 +38,7 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """All linears of a model in the order of its modules, and the records of the contexts that they used."""
+    """All these layers of a model in the order of its modules, and the records of the contexts that they used."""
 
     layers: tuple[LayerReport, ...]
     ops: tuple[OpRecord, ...]
@@ -64,7 +64,7 @@ def model_report(model: Any) -> ModelReport:
     layers: list[LayerReport] = []
     contexts = {}
     for chunk in chunks:
-        for name, module in _linears(chunk):
+        for name, module in _layers(chunk):
             layers.append(_layer_report(name, module))
             if is_ours(module) and state_of(module).context is not None:
                 context = state_of(module).context
@@ -73,11 +73,13 @@ def model_report(model: Any) -> ModelReport:
     return ModelReport(tuple(layers), ops)
 
 
-def _linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def _layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     for name, module in model.named_modules():
-        is_local = isinstance(module, (compat.ColumnParallelLinear, compat.RowParallelLinear))
-        if is_local or compat.is_transformer_engine_linear(module):
+        if isinstance(module, _OURS_OR_MEGATRONS) or compat.is_transformer_engine_linear(module):
             yield name, module
+
+
+_OURS_OR_MEGATRONS = (compat.ColumnParallelLinear, compat.RowParallelLinear, compat.VocabParallelEmbedding)
 
 
 def _layer_report(name: str, module: torch.nn.Module) -> LayerReport:

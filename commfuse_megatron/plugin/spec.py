@@ -18,7 +18,7 @@ from typing import Any
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.plugin import arguments, compat
-from commfuse_megatron.plugin.classes import LOCAL, OURS, TRANSFORMER_ENGINE
+from commfuse_megatron.plugin.classes import LOCAL, OUR_LINEARS, TRANSFORMER_ENGINE
 from commfuse_megatron.plugin.norm import CommFuseNorm
 
 __all__ = [
@@ -103,7 +103,7 @@ class _Mapping:
                 continue
             if is_spec and field.name == "module" and isinstance(value, type):
                 object.__setattr__(new, field.name, self._replacements.get(value, value))
-            elif is_spec and field.name == "params" and node.module in OURS:
+            elif is_spec and field.name == "params" and node.module in OUR_LINEARS:
                 new.params = dict(value)  # ours already: its `stock_class` is no leaf
             else:
                 object.__setattr__(new, field.name, self.map(value))
@@ -123,9 +123,9 @@ class _Mapping:
     def _parameters(self, stock: type, ours: type) -> dict[str, Any]:
         """What a spec tells the constructor of `ours`, beyond what Megatron does."""
         parameters: dict[str, Any] = {}
-        if ours in OURS and stock in TRANSFORMER_ENGINE:
+        if ours in OUR_LINEARS and stock in TRANSFORMER_ENGINE:
             parameters["stock_class"] = stock
-        if ours in OURS and self._config is not None:
+        if ours in OUR_LINEARS and self._config is not None:
             parameters["overlap_config"] = self._config
         return parameters
 

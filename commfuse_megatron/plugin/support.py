@@ -18,6 +18,11 @@ __all__ = ["SWITCHED_OFF", "Prospect", "reason_to_stay", "unsupported_reason"]
 #: The only reason that was asked for; it is never an error.
 SWITCHED_OFF = "config.commfuse is False: switched off"
 
+_ONE_RANK = "the tensor-parallel group has one rank: there is nothing to hide"
+_GTP = "the weight is sharded over a weight-rematerialisation group (gtp_remat_size > 1)"
+_FLOAT64_ON_GPU = "the tensors are torch.float64 on a GPU: float64 is overlapped on the CPU only"
+_CAPTURING = "a CUDA graph is being captured: not tested yet"
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 #: Attribute of the TransformerConfig -> why a layer under it stays stock when the attribute is set.
@@ -49,12 +54,14 @@ def unsupported_reason(
     """Why `layer` runs Megatron's own path, as a sentence, or None where its communication is overlapped.
 
     Args:
-        layer: a column- or row-parallel linear.
+        layer: a column- or row-parallel linear, or a vocabulary-parallel embedding.
         input_: the input of a call; without it, only what the layer and its configuration say is judged.
         weight: the weight of that call where it is not the layer's own (tied embeddings).
         grad_output_buffer: what Megatron passes for a deferred weight gradient.
     """
     weight = getattr(layer, "weight", None) if weight is None else weight
+    if isinstance(layer, compat.VocabParallelEmbedding):
+        return _reason_in_embedding(layer, input_, weight)
     reason = _reason_in_config(layer.config) or _reason_in_layer(layer)
     if reason is None and input_ is not None:
         reason = _reason_in_input(layer, input_)
@@ -63,6 +70,42 @@ def unsupported_reason(
     if reason is None and grad_output_buffer is not None:
         reason = "the weight gradient of the output layer is deferred (config.defer_embedding_wgrad_compute)"
     return reason
+
+
+def _reason_in_embedding(layer: Any, ids: torch.Tensor | None, weight: Any) -> str | None:
+    if not arguments.is_switched_on(layer.config):
+        return SWITCHED_OFF
+    group_size = layer.tp_group.size()
+    if group_size == 1:
+        return _ONE_RANK
+    if not layer.reduce_scatter_embeddings:
+        return "the embedding all-reduces (no sequence parallelism, or positions are added first): not overlapped"
+    if getattr(layer, "gtp_remat_size", 1) > 1:
+        return _GTP
+    if getattr(layer, "use_inference_optimized_reduce_scatter", False) and not layer.training:
+        return "transformer_impl is inference_optimized: it has a reduce-scatter of its own"
+    if type(weight) not in (torch.Tensor, torch.nn.Parameter):
+        return f"the weight is a {type(weight).__name__}: only plain tensors are overlapped"
+    if ids is None:
+        return None
+    if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+        return f"the input is {ids.dtype} of {ids.dim()} dimensions: only integers [batch, sequence] are overlapped"
+    if ids.numel() == 0:
+        return "the input is empty"
+    if ids.size(1) % group_size:
+        return _not_divisible(ids.size(1), group_size)
+    if weight.is_cuda and weight.dtype == torch.float64:
+        return _FLOAT64_ON_GPU
+    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _CAPTURING
+    return None
+
+
+def _not_divisible(length: int, group_size: int) -> str:
+    return (
+        f"the sequence length {length} is not divisible by the {group_size} ranks of the tensor-parallel group:"
+        " Megatron itself raises"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,11 +165,11 @@ def _reason_in_layer(layer: Any) -> str | None:
     if layer.explicit_expert_comm:
         return "explicit_expert_comm is set: the caller communicates for this layer"
     if layer.tp_group.size() == 1:
-        return "the tensor-parallel group has one rank: there is nothing to hide"
+        return _ONE_RANK
     if not layer.sequence_parallel:
         return "sequence_parallel is off: the layer all-reduces, and only all-gather and reduce-scatter are overlapped"
     if getattr(layer, "gtp_remat_size", 1) > 1:
-        return "the weight is sharded over a weight-rematerialisation group (gtp_remat_size > 1)"
+        return _GTP
     if getattr(layer, "disable_grad_reduce", False):
         return "disable_grad_reduce is set: the caller reduces the input gradient"
     if _is_row(layer) and not layer.input_is_parallel:
@@ -142,15 +185,12 @@ def _reason_in_input(layer: Any, input_: torch.Tensor) -> str | None:
     if input_.dtype not in _DTYPES:
         return f"the input is {input_.dtype}: overlapped are {', '.join(map(str, _DTYPES))}"
     if input_.is_cuda and input_.dtype == torch.float64:
-        return "the input is torch.float64 on a GPU: float64 is overlapped on the CPU only"
+        return _FLOAT64_ON_GPU
     group_size = layer.tp_group.size()
     if _is_row(layer) and input_.size(0) % group_size:
-        return (
-            f"the sequence length {input_.size(0)} is not divisible by the {group_size} ranks of the tensor-parallel"
-            " group: Megatron itself raises"
-        )
+        return _not_divisible(input_.size(0), group_size)
     if input_.is_cuda and torch.cuda.is_current_stream_capturing():
-        return "a CUDA graph is being captured: not tested yet"
+        return _CAPTURING
     return None
 
 

@@ -7,15 +7,17 @@ Megatron's own torch norm refuses sequence parallelism; everything else of the s
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import distributed as dist
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.plugin import apply_to_spec, convert_model
+from commfuse_megatron.plugin.compat import megatron_groups
 from commfuse_megatron.plugin.spec import block_spec, local_layer_spec, replace_in_spec
 
 __all__ = [
@@ -59,20 +61,25 @@ class SmallGPT:
 
 
 @contextmanager
-def tensor_parallel(group_size: int, *, seed: int = 1234) -> Iterator[None]:
-    """Megatron's parallel state with tensor-parallel groups of `group_size`, destroyed at the end.
+def tensor_parallel(group_size: int, *, seed: int = 1234, **other_sizes: Any) -> Iterator[None]:
+    """Megatron's parallel state with tensor-parallel groups of `group_size`, destroyed at the end with its groups.
 
-    torch.distributed must be initialised.
+    Megatron itself only lets go of the groups, whose threads then run on: with gloo, a thousand after some states.
+    torch.distributed must be initialised. `other_sizes` go to Megatron's `initialize_model_parallel`.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=group_size)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=group_size, **other_sizes)
     model_parallel_cuda_manual_seed(seed)
     try:
         yield
     finally:
+        groups = megatron_groups() - {dist.group.WORLD}
         parallel_state.destroy_model_parallel()
+        for group in groups:
+            with suppress(ValueError):  # a few have been destroyed by Megatron
+                dist.destroy_process_group(group)
 
 
 def transformer_config(gpt: SmallGPT, group_size: int, **overrides: Any) -> Any:
@@ -81,8 +88,9 @@ def transformer_config(gpt: SmallGPT, group_size: int, **overrides: Any) -> Any:
     Weights are drawn on the CPU, so that a seed gives the same model at every tensor-parallel size and on every device.
     Dropout and fused kernels are off.
     """
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+    make = MLATransformerConfig if overrides.get("multi_latent_attention") else TransformerConfig
     options: dict[str, Any] = {
         "num_layers": gpt.num_layers,
         "hidden_size": gpt.hidden_size,
@@ -113,7 +121,7 @@ def transformer_config(gpt: SmallGPT, group_size: int, **overrides: Any) -> Any:
     with warnings.catch_warnings():
         # Megatron says so of its own default.
         warnings.filterwarnings("ignore", message="full scope is deprecated")
-        return TransformerConfig(**{**options, **overrides})
+        return make(**{**options, **overrides})
 
 
 def build_gpt(

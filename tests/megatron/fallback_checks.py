@@ -8,7 +8,7 @@ from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.config import FallbackConfig
-from commfuse_megatron.errors import UnsupportedError
+from commfuse_megatron.errors import ShapeError, UnsupportedError
 from commfuse_megatron.plugin import (
     CommFuseColumnParallelLinear,
     CommFuseRowParallelLinear,
@@ -124,6 +124,36 @@ def check_raises_instead_of_falling_back(group_size: int) -> None:
         with pytest.raises(UnsupportedError) as raised:
             ours(x)
         assert reason in str(raised.value)
+
+
+def check_one_rank_decides_differently(group_size: int) -> None:
+    # Without the comparison one rank waits in an all-reduce and the other for a transfer.
+    for kind in KINDS:
+        stock, _ = pair(kind, group_size)
+        cls = CommFuseColumnParallelLinear if kind == "column" else CommFuseRowParallelLinear
+        ours = build(kind, cls, config(group_size), overlap_config=OverlapConfig(check_decisions=True))
+        x = example_input(kind, group_size)
+        assert_equal(run(stock, x), run(ours, x))
+        for layer in (stock, ours):
+            layer.explicit_expert_comm = layer.skip_bias_add = True
+        ours(x)
+        assert state_of(ours).stock_calls, "what all ranks decide alike is no error"
+        for layer in (stock, ours):
+            layer.explicit_expert_comm = layer.skip_bias_add = False
+        faults = {
+            "sequence_parallel is off": (ours, "sequence_parallel"),
+            "config.commfuse is False": (ours.config, "commfuse"),
+        }
+        for words, (owner, name) in faults.items():
+            if dist.get_rank() == 1:
+                setattr(owner, name, False)
+            with pytest.raises(ShapeError, match="do not agree") as raised:
+                ours(x)
+            assert "group rank 0: layer (CommFuse" in str(raised.value)
+            assert "overlapped" in str(raised.value)
+            assert words in str(raised.value)
+            ours.sequence_parallel = ours.config.commfuse = True
+            assert_equal(run(stock, x), run(ours, x))
 
 
 def check_logged_once(group_size: int) -> None:

@@ -34,16 +34,11 @@ class Variant:
 
 
 BIASED = SmallGPT.layer_norm_and_bias(dtype=torch.float64)
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]}
 VARIANTS = {
     "swiglu": Variant(),
     "layer_norm_and_bias": Variant(gpt=BIASED),
-    "fewer_groups_than_ranks": Variant(gpt=SmallGPT(dtype=torch.float64, num_query_groups=1)),
     "tied_embeddings": Variant(gpt=SmallGPT(dtype=torch.float64, has_tied_embeddings=True)),
     "ring_in_chunks": Variant(gpt=BIASED, overlap=CHUNKED_RING),
-    "recompute_full": Variant(options=FULL),
-    "recompute_selective": Variant(options=SELECTIVE),
     "data_parallel": Variant(gpt=BIASED, is_data_parallel=True),
 }
 

@@ -1,5 +1,6 @@
 """Checks of configurations, specs and whole models. Each is run on every rank of one spawn."""
 
+import ast
 import copy
 import os
 import pickle
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.config import CONFIG_VARIABLE
@@ -21,12 +23,15 @@ from commfuse_megatron.plugin import (
     convert_model,
     model_report,
 )
-from commfuse_megatron.plugin.compat import RowParallelLinear
+from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear
 from commfuse_megatron.plugin.decision import state_of
 from commfuse_megatron.plugin.spec import gpt_layer_spec
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, transformer_config
 from tests.megatron.layers import (
+    IN,
+    OUT,
     assert_equal,
+    assert_overlapped,
     build,
     config,
     example_input,
@@ -169,7 +174,7 @@ def check_convert_model(group_size: int) -> None:
     found = loss_of(stock, tokens)
     assert abs(found - expected) <= 1e-13 * abs(expected)
     report = model_report(stock)
-    assert [layer.path for layer in report.layers] == ["overlapped"] * 5
+    assert [layer.path for layer in report.layers] == ["overlapped"] * 6
     assert hooked == [1]
     assert state_of(stock.output_layer).context.config == overlap
     assert state_of(stock.output_layer).name == "output_layer"
@@ -264,4 +269,104 @@ def check_spec_for_the_command_line(group_size: int) -> None:
     loss_of(model, torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))).backward()
     paths = [layer.path for layer in model_report(model).layers]
     assert paths.count("overlapped") == 8
-    assert paths.count("stock") == 1, "a spec does not reach the output layer"
+    assert paths.count("stock") == 2, "a spec reaches neither embedding nor output layer"
+
+
+def check_mamba_projections(group_size: int) -> None:
+    """in_proj and out_proj built as MambaMixer builds them; the mixer itself needs CUDA extensions."""
+    from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
+    from megatron.core.transformer.spec_utils import build_module
+
+    stock_spec = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    transformer = config(group_size)
+    group = parallel_state.get_tensor_model_parallel_group()
+    # d_inner * 2 + 2 * ngroups * d_state + nheads, as the mixer packs z, x, B, C and dt.
+    sizes = {"in_proj": (IN, 2 * OUT + 2 * 8 + 4), "out_proj": (IN, OUT)}
+    special = {
+        "in_proj": {"gather_output": False, "skip_bias_add": False, "tp_comm_buffer_name": "fc1"},
+        "out_proj": {"input_is_parallel": True, "skip_bias_add": True, "tp_comm_buffer_name": "fc2"},
+    }
+    for projection, kind in (("in_proj", "column"), ("out_proj", "row")):
+        options = {
+            "config": transformer,
+            "init_method": torch.nn.init.normal_,
+            "bias": False,
+            "is_expert": False,
+            "tp_group": group,
+            "name": f"decoder.layers.0.mixer.{projection}",
+            **special[projection],
+        }
+        assert set(options) == _keywords_of_the_mixer(projection), "MambaMixer passes other arguments now"
+        layers = []
+        for spec in (stock_spec, apply_to_spec(stock_spec, OverlapConfig())):
+            torch.manual_seed(3)
+            layer = build_module(getattr(spec, projection), *sizes[projection], **options)
+            layer.weight.partition_sizes = [4, 4]  # as the mixer does
+            layers.append(layer)
+        stock, ours = layers
+        assert type(ours).__name__.startswith("CommFuse")
+        x = example_input(kind, group_size)
+        assert_equal(run(stock, x), run(ours, x))
+        assert_overlapped(ours)
+        assert state_of(ours).name == f"decoder.layers.0.mixer.{projection}"
+
+
+def _keywords_of_the_mixer(projection: str) -> set[str | None]:
+    from megatron.core.ssm import mamba_mixer
+
+    tree = ast.parse(Path(mamba_mixer.__file__).read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        is_build = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "build_module"
+        if is_build and getattr(node.args[0], "attr", "") == projection:
+            return {keyword.arg for keyword in node.keywords}
+    raise AssertionError(f"MambaMixer does not build {projection}")
+
+
+def check_learned_positions_keep_the_embedding_stock(group_size: int) -> None:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from commfuse_megatron.plugin.spec import block_spec, local_layer_spec
+
+    gpt = SmallGPT(dtype=torch.float64, num_layers=1)
+    losses = []
+    for overlap in (False, True):
+        transformer = transformer_config(gpt, group_size)
+        torch.manual_seed(7)
+        spec = block_spec(local_layer_spec(), transformer, with_torch_norm=True)
+        model = GPTModel(transformer, spec, vocab_size=256, max_sequence_length=64)
+        if overlap:
+            convert_model(model)
+        losses.append(loss_of(model, torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))))
+    assert abs(losses[1] - losses[0]) <= 1e-13
+    layers = {layer.name: layer for layer in model_report(model).layers}
+    embedding = layers.pop("embedding.word_embeddings")
+    assert (embedding.path, embedding.stock_calls) == ("stock", 1)
+    assert "positions are added first" in embedding.reasons[0]
+    assert {layer.path for layer in layers.values()} == {"overlapped"}
+
+
+def check_fusion_without_apex(group_size: int) -> None:
+    # Megatron's constructors raise without Apex; ours build, and calls on Megatron's own path add into main_grad too.
+    for kind, cls in (("column", CommFuseColumnParallelLinear), ("row", CommFuseRowParallelLinear)):
+        stock, _ = pair(kind, group_size, skip_bias_add=True)
+        transformer = config(group_size, gradient_accumulation_fusion=True)
+        ours = build(kind, cls, transformer, skip_bias_add=True)
+        assert ours.gradient_accumulation_fusion
+        assert ours.config is transformer
+        assert transformer.gradient_accumulation_fusion
+        ours.load_state_dict(stock.state_dict())
+        x = example_input(kind, group_size)
+        main_grad = ours.weight.main_grad = torch.zeros_like(ours.weight)
+        total = torch.zeros_like(main_grad)
+        for is_overlapped in (True, False):
+            for layer in (stock, ours):
+                layer.explicit_expert_comm = not is_overlapped
+            ours.weight.grad_added_to_main_grad = False
+            expected, found = run(stock, x), run(ours, x)
+            total += expected.pop("gradient of weight")
+            dummy = found.pop("gradient of weight")
+            assert dummy.shape == main_grad.shape
+            assert ours.weight.grad_added_to_main_grad is True
+            assert_equal(expected, found)
+            assert_equal({"main_grad": total}, {"main_grad": main_grad})
+        assert (state_of(ours).overlapped_calls, sum(state_of(ours).stock_calls.values())) == (1, 1)

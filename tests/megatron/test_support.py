@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_megatron.plugin import CommFuseColumnParallelLinear, CommFuseRowParallelLinear, unsupported_reason
+from commfuse_megatron.plugin import (
+    CommFuseColumnParallelLinear,
+    CommFuseRowParallelLinear,
+    CommFuseVocabParallelEmbedding,
+    unsupported_reason,
+)
 from commfuse_megatron.plugin.support import Prospect, reason_to_stay
 
 GROUP_SIZE = 2
@@ -204,3 +209,40 @@ def test_what_is_known_of_a_layer_may_keep_it(known: dict[str, Any], words: str)
     group = SimpleNamespace(size=lambda: GROUP_SIZE)
     rest = {"config": SimpleNamespace(), "tp_group": group, "sequence_parallel": True}
     assert words in reason_to_stay(Prospect(**{**rest, **known}))
+
+
+def make_embedding(**attributes: Any) -> Any:
+    """An embedding for which everything is in favour of overlapping."""
+    defaults = {"reduce_scatter_embeddings": True, "use_inference_optimized_reduce_scatter": False}
+    return make_layer(CommFuseVocabParallelEmbedding, **{**defaults, **attributes})
+
+
+def test_embedding() -> None:
+    ids = torch.zeros(2, 4, dtype=torch.int64)
+    assert unsupported_reason(make_embedding()) is None
+    assert unsupported_reason(make_embedding(), ids) is None
+    quantised = make_embedding(config=SimpleNamespace(fp8="hybrid"))
+    assert unsupported_reason(quantised, ids) is None, "embeddings are not quantised"
+
+
+@pytest.mark.parametrize(
+    ("attributes", "ids", "words"),
+    [
+        ({"config": SimpleNamespace(commfuse=False)}, None, "config.commfuse is False"),
+        ({"tp_group": SimpleNamespace(size=lambda: 1)}, None, "one rank"),
+        ({"reduce_scatter_embeddings": False}, None, "the embedding all-reduces"),
+        ({"gtp_remat_size": 2}, None, "gtp_remat_size"),
+        ({}, torch.zeros(2, 3, dtype=torch.int64), "3 is not divisible by the 2 ranks"),
+        ({}, torch.zeros(4, dtype=torch.int64), "1 dimensions"),
+        ({}, torch.zeros(2, 4), "torch.float32"),
+        ({}, torch.zeros(0, 4, dtype=torch.int64), "empty"),
+    ],
+)
+def test_embedding_that_stays_stock(attributes: dict, ids: torch.Tensor | None, words: str) -> None:
+    assert words in (unsupported_reason(make_embedding(**attributes), ids) or "")
+
+
+def test_embedding_with_a_reduce_scatter_of_its_own() -> None:
+    layer = make_embedding(use_inference_optimized_reduce_scatter=True)
+    assert unsupported_reason(layer) is None, "in training it is not used"
+    assert "inference_optimized" in (unsupported_reason(layer.eval()) or "")

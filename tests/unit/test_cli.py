@@ -104,6 +104,22 @@ def test_a_transport_of_other_devices_is_refused_before_any_rank_starts(transpor
     assert f"--transport {transport} carries tensors of" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("--megatron", "--device", "cuda"), "float64"),
+        (("--megatron", "--dtype", "float32"), "leave --dtype and --transport out"),
+        (("--megatron", "--ranks", "3"), "2 or 4 ranks, not for 3"),
+        (("--megatron", "--only", "sparse"), "no configuration is called sparse; there are dense, "),
+        (("--megatron", "--only", "pipeline"), "needs 4 ranks, there are 2"),
+        (("--only", "dense"), "--only names configurations of --megatron"),
+    ],
+)
+def test_models_that_cannot_be_verified_are_refused_before_any_rank_starts(words, complaint, capsys):
+    assert cli.main(["verify", *words]) == 2
+    assert complaint in capsys.readouterr().err
+
+
 def a_machine(*, has_gloo: bool = True, is_config_wrong: bool = False) -> Machine:
     return Machine(
         versions={"python": "3"},

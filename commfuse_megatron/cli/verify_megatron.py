@@ -1,0 +1,106 @@
+"""`commfuse verify --megatron`: whole models against stock Megatron at the same parallel layout, as a table."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from dataclasses import dataclass
+
+from rich.markup import escape
+from rich.table import Table
+
+from commfuse_megatron.cli.launch import CannotRunError, Rank, choose_num_ranks, launch
+from commfuse_megatron.cli.output import make_progress, results, silence_foreign_warnings, write_json
+from commfuse_megatron.errors import ConfigError
+from commfuse_megatron.verify.megatron_cases import choose_configurations
+from commfuse_megatron.verify.megatron_models import TOLERANCE, ModelResult, verify_models
+
+__all__ = ["run_verify_megatron"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    json: str | None
+    names: list[str] | None
+    is_verbose: bool
+
+
+def run_verify_megatron(arguments: argparse.Namespace) -> int:
+    """Run the configurations on all ranks. 0: all equal stock and were overlapped as expected; 1: not."""
+    if arguments.device != "cpu":
+        raise CannotRunError("--megatron compares in float64, which is overlapped on the CPU only: use --device cpu")
+    if arguments.dtype is not None or arguments.transport not in ("auto", "gloo"):
+        raise CannotRunError("--megatron compares in float64 over gloo: leave --dtype and --transport out")
+    num_ranks = choose_num_ranks(arguments.ranks)
+    try:
+        choose_configurations(num_ranks, arguments.only)
+    except ConfigError as error:
+        raise CannotRunError(f"--megatron: {error}") from None
+    options = _Options(arguments.json, arguments.only, arguments.verbose)
+    return launch(_verify_on_rank, options, num_ranks=num_ranks, device_type="cpu")
+
+
+def _verify_on_rank(rank: Rank, options: _Options) -> int:
+    if not options.is_verbose:
+        silence_foreign_warnings()
+        # The reasons stand in the table.
+        logging.getLogger("commfuse_megatron.plugin").setLevel(logging.ERROR)
+    from commfuse_megatron.testing import cpu_megatron
+
+    configurations = choose_configurations(rank.world_size, options.names)
+    with cpu_megatron(), make_progress(is_shown=rank.is_first) as progress:
+        task = progress.add_task("verifying models", total=len(configurations))
+        found = verify_models(configurations, on_done=lambda _: progress.advance(task))
+    failed = [result for result in found if not result.passed]
+    if rank.is_first:
+        _print(found, failed, rank)
+        if options.json:
+            data = {
+                "ranks": rank.world_size,
+                "dtype": "float64",
+                "tolerance": TOLERANCE,
+                "passed": len(found) - len(failed),
+                "failed": len(failed),
+                "configurations": [result.to_dict() for result in found],
+            }
+            write_json(options.json, data)
+    return 1 if failed else 0
+
+
+def _print(found: list[ModelResult], failed: list[ModelResult], rank: Rank) -> None:
+    console = results()
+    title = f"{rank.world_size} ranks, cpu, float64: relative errors against stock Megatron at the same layout"
+    table = Table(title=f"{title} (allowed {TOLERANCE:g}; 0 = bit-equal)", title_justify="left")
+    table.add_column("configuration", no_wrap=True)
+    table.add_column("ranks", no_wrap=True)
+    for column in ("loss error", "worst gradient"):
+        table.add_column(column, justify="right")
+    table.add_column("of", overflow="fold")
+    for column in ("overlapped", "stock"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("verdict")
+    for result in found:
+        gradient = _error(result.gradient_error) if result.num_gradients else "-"
+        table.add_row(
+            result.name,
+            result.layout,
+            _error(result.loss_error),
+            gradient,
+            escape(result.gradient) if result.gradient_error else f"{result.num_gradients} gradients",
+            f"{result.overlapped} + {result.backward}",
+            str(sum(result.stock.values())),
+            "[green]equal[/]" if result.passed else "[red]FAILED[/]",
+        )
+    console.print(table)
+    console.print("overlapped: calls in forward + backward passes; stock: calls on Megatron's own path, because")
+    for reason in dict.fromkeys(reason for result in found for reason in result.stock):
+        console.print(f"  - {escape(reason)}")
+    for result in failed:
+        console.print(f"[red]failed[/] {result.name}")
+        for complaint in result.complaints:
+            console.print(f"    {escape(complaint)}")
+    console.print(f"{len(found) - len(failed)} equal to stock, {len(failed)} failed")
+
+
+def _error(error: float) -> str:
+    return f"{error:.1e}" if error else "0"

@@ -1,0 +1,211 @@
+"""Embedding with a vocabulary split over ranks: the reduce-scatter of the output hides under the look-ups.
+
+Forward:    transfer             [rows of owner 1][rows of owner 2]...
+            compute   [look up 1][look up 2      ][look up own    ][sum]
+
+The schedule is that of `linear_reduce_scatter`; a look-up takes the place of the GEMM. Backward is the last thing that
+a model does: nothing is left to hide its all-gather under, and the gradient is added in one piece, as rounding wants.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from commfuse_megatron.errors import ShapeError
+from commfuse_megatron.ops.arguments import Operation, prepare_backward, remember, require_context
+from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
+from commfuse_megatron.ops.passes import start_gather
+from commfuse_megatron.ops.trial import Scratch
+from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, shard_range
+from commfuse_megatron.runtime.context import OverlapContext
+from commfuse_megatron.runtime.executor import ReduceScatterRun
+from commfuse_megatron.runtime.link import Link
+from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.runtime.program import split_rows
+from commfuse_megatron.transport.base import Transfer
+
+__all__ = ["embedding_reduce_scatter"]
+
+
+@torch.compiler.disable
+def embedding_reduce_scatter(
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    first_id: int,
+    *,
+    context: OverlapContext,
+    is_deterministic: bool = False,
+) -> torch.Tensor:
+    """This rank's rows of the sequence, looked up in the vocabulary of all ranks; equals
+    `reference.embedding_reduce_scatter` exactly: of the summed partials all but one are zero.
+
+    Shapes:
+        ids     [B, S]          integers, equal on all ranks
+        weight  [V_r, N]        the vectors of the ids from `first_id` on
+        result  [S_r, B, N]     `torch.tensor_split` of S over the group; fresh and contiguous; zeros for foreign ids
+
+    Gradients: weight gets its own, complete.
+
+    Args:
+        is_deterministic: add gradients of one id in a fixed order; costs a sort on GPUs, as with Megatron.
+
+    Raises: as `linear_reduce_scatter`. The plan is chosen by the configuration of a linear's passes.
+    """
+    require_context("embedding_reduce_scatter", context)
+    forward = _prepare(ids, weight, context)
+    call = _Call(forward, first_id, is_deterministic)
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return _forward(forward, *_localize(ids, weight, first_id), weight)
+    return _EmbeddingReduceScatter.apply(ids, weight, call)
+
+
+class _Call(NamedTuple):
+    forward: PreparedPass
+    first_id: int
+    is_deterministic: bool
+
+
+class _EmbeddingReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, call: _Call) -> torch.Tensor:
+        rows, is_foreign = _localize(ids, weight, call.first_id)
+        ctx.call = call
+        ctx.num_rows = weight.size(0)
+        ctx.save_for_backward(rows, is_foreign)
+        return _forward(call.forward, rows, is_foreign, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
+        rows, is_foreign = ctx.saved_tensors
+        call: _Call = ctx.call
+        p = prepare_backward(_OPERATION, call.forward, needs_input=False, needs_weight=True)
+        grad = _gather(p, grad_y.contiguous().flatten(0, -2)).masked_fill(is_foreign, 0)
+        return None, _add_up(grad, rows, ctx.num_rows, is_deterministic=call.is_deterministic), None
+
+
+def _localize(ids: torch.Tensor, weight: torch.Tensor, first_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the weight [M] in the order of the sequence, 0 where the id is another rank's; and where it is [M, 1]."""
+    rows = ids.t().flatten() - first_id
+    is_foreign = (rows < 0) | (rows >= weight.size(0))
+    return rows.masked_fill(is_foreign, 0), is_foreign.unsqueeze(1)
+
+
+def _forward(p: PreparedPass, rows: torch.Tensor, is_foreign: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    problem, context = p.problem, p.context
+    own = shard_range(problem.rows, context.group_size, context.group_rank)
+    with p as link:
+        if p.plan.is_scheduled:
+            y = weight.new_empty(own.size, problem.batch, problem.N)
+            _look_up_and_scatter(p, link, rows, is_foreign, weight, y.flatten(0, -2))
+            return y
+        partial = weight.index_select(0, rows).masked_fill_(is_foreign, 0)
+        return reduce_scatter_rows(partial.view(problem.rows, problem.batch, problem.N), context.group)
+
+
+def _look_up_and_scatter(
+    p: PreparedPass,
+    link: Link,
+    rows: torch.Tensor,
+    is_foreign: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    chunk_rows = p.scatter.bound.chunk_rows
+    chunks = list(zip(split_rows(rows, chunk_rows), split_rows(is_foreign, chunk_rows), strict=True))
+
+    def produce(chunk: int, target: torch.Tensor, addend: torch.Tensor | None, _: Transfer | None) -> None:
+        mark = link.mark()
+        which, is_zero = chunks[chunk]
+        if target.dtype == weight.dtype:
+            torch.index_select(weight, 0, which, out=target)
+        else:
+            target.copy_(weight.index_select(0, which))
+        target.masked_fill_(is_zero, 0)
+        if addend is not None:
+            target.add_(addend if addend.dim() == 2 else addend.sum(0))
+        link.note_compute(f"look up {chunk}", mark, None)
+
+    run = ReduceScatterRun(link, p.scatter, produce, out, p.gemm)
+    for index in range(run.num_steps):
+        run.step(index)
+    run.finish()
+
+
+def _gather(p: PreparedPass, grad_shard: torch.Tensor) -> torch.Tensor:
+    """[M_r, N] of every rank -> [M, N]."""
+    problem, context = p.problem, p.context
+    with p as link:
+        if not p.plan.is_scheduled:
+            own = shard_range(problem.rows, context.group_size, context.group_rank)
+            rows = grad_shard.view(own.size, problem.batch * problem.N)
+            return gather_rows(rows, problem.rows, context.group).view(problem.M, problem.N)
+        gathered = p.gather.gathered()
+        run = start_gather(p, link, grad_shard, gathered, "all-gather of the output gradient")
+        for index in range(run.num_steps):
+            run.issue(index)
+        run.finish()
+        return gathered.clone()  # the buffer is the next operation's
+
+
+def _add_up(grad: torch.Tensor, rows: torch.Tensor, num_rows: int, *, is_deterministic: bool) -> torch.Tensor:
+    """[M, N] gradients of the rows looked up -> [num_rows, N], by what autograd uses for the same look-up."""
+    if is_deterministic:
+        return grad.new_zeros(num_rows, grad.size(1)).index_put_((rows,), grad, accumulate=True)
+    return torch.ops.aten.embedding_dense_backward(grad, rows, num_rows, -1, False)
+
+
+def _prepare(ids: torch.Tensor, weight: torch.Tensor, context: OverlapContext) -> PreparedPass:
+    key = (_OPERATION.name, ids.shape, ids.dtype, ids.device, weight.shape, weight.dtype, weight.device)
+    prepared = context.known_calls.get(key)
+    if prepared is None:
+        complaint = _find_complaint(ids, weight, context)
+        if complaint is not None:
+            context.refuse(ShapeError(f"{_OPERATION.name}: {complaint}"))
+        problem = GemmProblem(
+            op=_OPERATION.name,
+            pass_name="fprop",
+            rows=ids.size(1),
+            batch=ids.size(0),
+            N=weight.size(1),
+            K=1,  # each element of the output is one product with a one-hot vector
+            dtype=str(weight.dtype).removeprefix("torch."),
+            group_size=context.group_size,
+        )
+        prepared = remember(context, key, problem, _OPERATION)
+    prepared.begin()
+    return prepared
+
+
+def _find_complaint(ids: torch.Tensor, weight: torch.Tensor, context: OverlapContext) -> str | None:
+    if ids.dim() != 2:
+        return f"ids must be [B, S], got shape {list(ids.shape)}"
+    if ids.dtype not in (torch.int64, torch.int32):
+        return f"ids must be int64 or int32, got {ids.dtype}"
+    if weight.dim() != 2 or not weight.size(0):
+        return f"weight must be [V, N] with at least one row, got shape {list(weight.shape)}"
+    if str(weight.dtype).removeprefix("torch.") not in DTYPE_BYTES:
+        return f"dtype {weight.dtype} is not supported; supported are {', '.join(DTYPE_BYTES)}"
+    for name, tensor in (("ids", ids), ("weight", weight)):
+        if tensor.device != context.device:
+            served = f"transport {context.transport_name}, which serves {context.device}"
+            return f"{name} is on {tensor.device}, but this context uses {served}"
+    return None
+
+
+def _rehearse(problem: GemmProblem, context: OverlapContext) -> Callable[[PreparedPass], object]:
+    """Scratch operands of `problem`, and what runs a pass of it on them. How many ids there are matters little."""
+    scratch = Scratch(problem, context.device)
+    if problem.pass_name == "fprop":
+        weight = scratch.draw(max(1, problem.M // problem.group_size), problem.N)
+        ids = torch.arange(problem.M, device=context.device).view(problem.batch, problem.rows)
+        localized = _localize(ids, weight, context.group_rank * weight.size(0))
+        return lambda p: _forward(p, *localized, weight)
+    own = shard_range(problem.rows, context.group_size, context.group_rank)
+    grad = scratch.draw(own.size * problem.batch, problem.N)
+    return lambda p: _gather(p, grad)
+
+
+_OPERATION = Operation("embedding_reduce_scatter", _rehearse)

@@ -1,0 +1,205 @@
+"""Small models of every kind that the plugin serves, stock and overlapped, from Megatron's own builders and specs.
+
+The contract that bites: Megatron's local layers lack some parts that its Transformer Engine layers have, and without
+them there is no stock model to compare with. Both models get the same stand-ins: CommFuseNorm for norms that refuse
+sequence parallelism, `_LatentCoreAttention` for a core attention that knows no head sizes of its own.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.models.hybrid import hybrid_block
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayerSubmodules
+
+from commfuse_megatron.config import OverlapConfig
+from commfuse_megatron.plugin import CommFuseNorm, apply_to_spec, convert_model
+from commfuse_megatron.plugin.spec import block_spec, replace_in_spec
+from commfuse_megatron.testing.gpt import SmallGPT, transformer_config
+
+__all__ = ["Recipe", "build_chunks", "hybrid_spec", "make_config"]
+
+Way = Literal["spec", "convert"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A model: sizes, further Megatron options, and for a HybridModel the pattern of its layers.
+
+    "*" is attention, "-" an MLP, "E" a mixture of experts. Options decide the rest: `num_moe_experts`,
+    `mtp_num_layers`, `multi_latent_attention`, as in Megatron.
+    """
+
+    gpt: SmallGPT = field(default_factory=lambda: SmallGPT(dtype=torch.float64))
+    options: dict[str, Any] = field(default_factory=dict)
+    hybrid_pattern: str | None = None
+    virtual_stages: int | None = None
+
+
+def make_config(recipe: Recipe, group_size: int) -> Any:
+    """The TransformerConfig (MLATransformerConfig for latent attention) of a recipe."""
+    options = dict(recipe.options)
+    if recipe.hybrid_pattern is not None:
+        options |= {"num_layers": len(recipe.hybrid_pattern), "is_hybrid_model": True}
+    if recipe.virtual_stages is not None:
+        options["virtual_pipeline_model_parallel_size"] = recipe.virtual_stages
+    return transformer_config(recipe.gpt, group_size, **options)
+
+
+def build_chunks(
+    recipe: Recipe, config: Any, *, overlap: OverlapConfig | None = None, way: Way = "spec", seed: int = 7
+) -> list[Any]:
+    """This pipeline rank's model chunks with weights drawn from `seed`: stock, or overlapped under `overlap`.
+
+    Args:
+        way: "spec" maps specs first and converts what they don't reach; "convert" converts the stock model.
+    """
+    chunks = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for stage in range(recipe.virtual_stages or 1):
+            vp_stage = None if recipe.virtual_stages is None else stage
+            mapped = overlap if way == "spec" else None
+            make = _build_gpt if recipe.hybrid_pattern is None else _build_hybrid
+            chunks.append(make(recipe, config, vp_stage, mapped))
+    return convert_model(chunks, overlap) if overlap is not None else chunks
+
+
+def _build_gpt(recipe: Recipe, config: Any, vp_stage: int | None, overlap: OverlapConfig | None) -> Any:
+    spec = _gpt_spec(config, vp_stage)
+    mtp_spec = None
+    if config.mtp_num_layers:
+        mtp_spec = _with_norms(get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=vp_stage))
+    if overlap is not None:
+        spec = apply_to_spec(spec, overlap)
+        mtp_spec = apply_to_spec(mtp_spec, overlap)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        mtp_block_spec=mtp_spec,
+        position_embedding_type="rope",
+        vp_stage=vp_stage,
+        **_common(recipe, vp_stage),
+    )
+
+
+def _build_hybrid(recipe: Recipe, config: Any, vp_stage: int | None, overlap: OverlapConfig | None) -> Any:
+    spec = hybrid_spec()
+    if overlap is not None:
+        spec = apply_to_spec(spec, overlap)
+    with _hybrid_final_norm():
+        return HybridModel(
+            config=config,
+            hybrid_stack_spec=spec,
+            hybrid_layer_pattern=recipe.hybrid_pattern,
+            position_embedding_type="rope",
+            vp_stage=vp_stage,
+            **_common(recipe, vp_stage),
+        )
+
+
+def _common(recipe: Recipe, vp_stage: int | None) -> dict[str, Any]:
+    return {
+        "vocab_size": recipe.gpt.vocab_size,
+        "max_sequence_length": recipe.gpt.max_sequence_length,
+        "share_embeddings_and_output_weights": recipe.gpt.has_tied_embeddings,
+        "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+    }
+
+
+def _gpt_spec(config: Any, vp_stage: int | None) -> Any:
+    if config.multi_latent_attention:
+        layer = get_gpt_layer_local_spec(multi_latent_attention=True, normalization=config.normalization)
+        layer = replace_in_spec(layer, {DotProductAttention: _LatentCoreAttention})
+        return _with_norms(block_spec(layer, config, vp_stage, with_torch_norm=True))
+    return _with_norms(
+        get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+        )
+    )
+
+
+def _with_norms(spec: Any) -> Any:
+    """The same with norms that work under sequence parallelism, also where Apex would offer LayerNorm only."""
+    norms = {WrappedTorchNorm, getattr(spec, "layer_norm", WrappedTorchNorm)}
+    return replace_in_spec(spec, {norm: CommFuseNorm for norm in norms if isinstance(norm, type)})
+
+
+class _LatentCoreAttention(DotProductAttention):
+    """Megatron's local core attention, which takes no head sizes of its own, so latent attention cannot build it."""
+
+    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if v_channels is not None:
+            heads = self.config.num_attention_heads
+            self.hidden_size_per_partition = v_channels * heads // self.config.tensor_model_parallel_size
+
+
+def hybrid_spec() -> Any:
+    """The spec of a HybridStack of local layers: attention, MLP, mixture of experts.
+
+    Megatron's own one, `hybrid_stack_spec`, is of Transformer Engine layers.
+    """
+    attention = replace_in_spec(get_gpt_layer_local_spec(normalization="RMSNorm"), {WrappedTorchNorm: CommFuseNorm})
+    submodules = attention.submodules
+    mlp = partial(
+        MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
+    experts = get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=False)
+    return ModuleSpec(
+        module=HybridStack,
+        submodules=HybridStackSubmodules(
+            attention_layer=ModuleSpec(
+                module=attention.module,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=CommFuseNorm,
+                    self_attention=submodules.self_attention,
+                    self_attn_bda=get_bias_dropout_add,
+                ),
+            ),
+            mlp_layer=ModuleSpec(
+                module=MLPLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=CommFuseNorm, mlp=mlp, mlp_bda=get_bias_dropout_add
+                ),
+            ),
+            moe_layer=ModuleSpec(
+                module=MoETransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=CommFuseNorm, mlp=experts, mlp_bda=get_bias_dropout_add
+                ),
+            ),
+        ),
+    )
+
+
+@contextmanager
+def _hybrid_final_norm() -> Iterator[None]:
+    """HybridStack names Transformer Engine's norm for its final one, whatever the spec says."""
+    stock = hybrid_block.TENorm
+    hybrid_block.TENorm = CommFuseNorm
+    try:
+        yield
+    finally:
+        hybrid_block.TENorm = stock

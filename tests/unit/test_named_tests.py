@@ -1,0 +1,66 @@
+"""What the README's support table and docs/field_bugs.md call tested names tests that exist."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from commfuse_megatron.verify.megatron_cases import CONFIGURATIONS
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"
+REFERENCE = re.compile(r"`([\w/]+\.py)::(\w+)`")
+
+
+def rows_of(file: Path, heading: str) -> list[list[str]]:
+    """The cells of the first table after `heading`."""
+    lines = file.read_text(encoding="utf-8").split(heading, 1)[1].splitlines()
+    table: list[str] = []
+    for line in lines:
+        if line.startswith("|"):
+            table.append(line)
+        elif table:
+            break
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
+
+
+def names_in(file: Path) -> set[str]:
+    """Functions of a test file; of the one that runs them, also the configurations of models."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    if file.name == "test_models.py":
+        found |= {configuration.name for configuration in CONFIGURATIONS}
+    return found
+
+
+def assert_references_exist(cell: str) -> None:
+    for file, name in REFERENCE.findall(cell):
+        assert (TESTS / file).is_file(), f"{file} does not exist"
+        assert name in names_in(TESTS / file), f"{file} has no {name}"
+
+
+SUPPORT = rows_of(ROOT / "README.md", "## What is supported")
+
+
+@pytest.mark.parametrize("row", SUPPORT, ids=lambda row: row[0][:40])
+def test_a_feature_that_is_supported_names_its_tests(row: list[str]) -> None:
+    feature, answer, tested_in = row
+    assert answer, feature
+    assert_references_exist(tested_in)
+    if re.match(r"yes\b", answer):
+        assert REFERENCE.search(tested_in), f"{feature}: says yes and names no test"
+
+
+def test_the_support_table_is_found() -> None:
+    assert len(SUPPORT) > 15
+
+
+@pytest.mark.parametrize("row", rows_of(ROOT / "docs" / "field_bugs.md", "# Faults"), ids=lambda row: row[0])
+def test_every_reported_fault_names_its_tests(row: list[str]) -> None:
+    assert REFERENCE.search(row[2])
+    assert_references_exist(row[2])
+
+
+def test_all_fifteen_faults_are_there() -> None:
+    assert [row[0] for row in rows_of(ROOT / "docs" / "field_bugs.md", "# Faults")] == [str(n) for n in range(1, 16)]
