@@ -13,6 +13,7 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 PROMISED = {
+    "measure_node.py": "passed",
     "look_at_a_schedule.py": "chunks per shard 4",
     "overlap_linears.py": "equal the sequential program's",
     "trace_a_step.py": "rank 1: 4 operations",
