@@ -1,0 +1,160 @@
+"""Everything there is to measure on one node, within a time budget: checks, the benchmark, the paper's MLP, a step.
+
+    python examples/measure_node.py --ranks 2 --device cpu --only verify_gloo --output trace_output/measured
+    python examples/measure_node.py --ranks 4 --output measured --budget-s 900
+
+Each part is a command of `commfuse` under torchrun, with a time limit of its own; its output and its rows go into files
+of the folder. A part that fails or runs out of time does not stop the others; what was missed is said at the end, and a
+second call with `--skip` or `--only` does the rest. The benchmark of two ranks that emulates the larger group
+comes from the same node, so that emulation and model can be held against the group itself.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+# What Megatron sets under tensor parallelism; and multicast, which stays off for all systems alike.
+MEGATRONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "UB_SKIPMC": "1"}
+HEADLINE = ["--models", "llama-8b", "llama-70b", "--tokens", "8192"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command. ranks 0: without torchrun. share: of the budget, at most."""
+
+    name: str
+    ranks: int
+    arguments: list[str]
+    share: float
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def main() -> int:
+    """Run the parts in order. 0: all ran and passed; 1: some did not."""
+    chosen = parse()
+    folder = Path(chosen.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [part for part in parts_of(chosen, folder) if is_wanted(part, chosen)]
+    if not parts:
+        print(f"nothing to do: there are {', '.join(part.name for part in parts_of(chosen, folder))}", file=sys.stderr)
+        return 2
+    deadline = time.monotonic() + chosen.budget_s
+    outcomes = [(part, *run(part, chosen, folder, deadline)) for part in parts]
+    table = Table(title=f"{chosen.ranks} ranks, {folder}", title_justify="left")
+    for column in ("part", "outcome", "s", "output"):
+        table.add_column(column, no_wrap=True)
+    for part, outcome, seconds in outcomes:
+        table.add_row(part.name, outcome, f"{seconds:.0f}", f"{part.name}.txt")
+    Console().print(table)
+    return 0 if all(outcome == "passed" for _, outcome, _ in outcomes) else 1
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--ranks", type=int, default=2, metavar="N", help="of the group (default 2)")
+    add("--output", default="measured", metavar="DIR", help="where files go (default measured)")
+    add("--budget-s", type=float, default=900, metavar="S", help="time for everything (default 900)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only that everything runs")
+    add("--only", nargs="+", default=[], metavar="PART", help="these parts")
+    add("--skip", nargs="+", default=[], metavar="PART", help="all but these parts")
+    add("--commit", default=None, help="recorded in the rows where there is no git")
+    chosen = parser.parse_args()
+    if chosen.ranks < 2:
+        parser.error(f"--ranks must be at least 2, got {chosen.ranks}")
+    return chosen
+
+
+def parts_of(chosen: argparse.Namespace, folder: Path) -> list[Part]:
+    """All parts for this group and device, what matters most first."""
+    n, device = chosen.ranks, ["--device", chosen.device]
+    commit = [] if chosen.commit is None else ["--commit", chosen.commit]
+
+    def json(name: str) -> list[str]:
+        return ["--json", str(folder / f"{name}.json")]
+
+    def bench(name: str, ranks: int, share: float, *arguments: str, **environment: str) -> Part:
+        # The benchmark ends by itself, with what it has: most of the part's time is its budget.
+        budget = ["--budget-s", f"{0.85 * share * chosen.budget_s:.0f}"]
+        command = ["bench", *device, *json(name), *budget, *commit, *arguments]
+        return Part(name, ranks, command, share, MEGATRONS | environment)
+
+    if chosen.device == "cpu":
+        return [
+            Part("verify_gloo", n, ["verify", *device, "--dtype", "float32", *json("verify_gloo")], 0.5),
+            bench("grid", n, 0.4, "--models", "llama-8b", "--tokens", "1024"),
+        ]
+    paper = ["--models", "paper-mlp", "--passes", "fprop"]
+    parts = [
+        Part("verify_nccl", n, ["verify", *device, "--transport", "nccl", *json("verify_nccl")], 0.12),
+        Part(
+            "verify_copy_engine",
+            n,
+            ["verify", *device, "--transport", "copy_engine", *json("verify_copy_engine")],
+            0.12,
+        ),
+        bench("grid", n, 0.36, "--config", "configs/h100_nvlink.yaml", "--figure", str(folder / "grid.png")),
+        bench("paper_nvlink", n, 0.08, *paper, "--config", "configs/h100_nvlink.yaml"),
+        bench("paper_host", n, 0.08, *paper, "--config", "configs/host_link.yaml", NCCL_P2P_DISABLE="1"),
+    ]
+    if n > 2:
+        rows, against = str(folder / "two_ranks_emulating.json"), str(folder / "grid.json")
+        errors = ["simulate", "--rows", rows, "--ranks", str(n), "--against", against, *json("errors")]
+        two = ["--passes", "fprop", "--chunks", "1", "2", *HEADLINE]
+        parts += [
+            bench("two_ranks", 2, 0.12, *two),
+            # Into the same file: its rows are what the curves are fitted to.
+            bench("two_ranks_emulating", 2, 0.12, *two, "--virtual-ranks", str(n)),
+            Part("errors", 0, errors, 0.02),
+        ]
+    step = ["trace", "--step", "--model", "llama-8b", *device, "--transformer-impl", "transformer_engine"]
+    parts.append(Part("step", n, [*step, "--output", str(folder), *json("step")], 0.1, MEGATRONS))
+    return parts
+
+
+def is_wanted(part: Part, chosen: argparse.Namespace) -> bool:
+    """By `--only` and `--skip`."""
+    return (not chosen.only or part.name in chosen.only) and part.name not in chosen.skip
+
+
+def run(part: Part, chosen: argparse.Namespace, folder: Path, deadline: float) -> tuple[str, float]:
+    """(outcome, seconds) of one part."""
+    started = time.monotonic()
+    limit_s = min(part.share * chosen.budget_s, deadline - started)
+    if limit_s < 1:
+        return "no time left", 0.0
+    if part.name == "two_ranks_emulating" and (two := folder / "two_ranks.json").exists():
+        (folder / f"{part.name}.json").write_bytes(two.read_bytes())
+        part.arguments.append("--resume")
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(part.ranks)] if part.ranks else []
+    )
+    command = [sys.executable, *launcher, "-m", "commfuse_megatron", *part.arguments]
+    print(f"{part.name} (at most {limit_s:.0f} s): commfuse {' '.join(part.arguments)}", file=sys.stderr, flush=True)
+    with (folder / f"{part.name}.txt").open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | part.environment, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 15)  # torchrun ends its ranks
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
+            return "out of time", time.monotonic() - started
+    return ("passed" if code == 0 else f"exit {code}"), time.monotonic() - started
+
+
+if __name__ == "__main__":
+    sys.exit(main())
