@@ -16,21 +16,22 @@ __all__ = ["Clock", "Ends", "least_makespan_us", "makespan_us"]
 
 type ChunkCosts = Sequence[Sequence[float]]
 
-#: Per rank: when its last computation, and when its last batch ends.
+#: Per rank: when its last computation ends, and when its last batch would if it dealt with no slower rank.
 type Ends = tuple[list[float], list[float]]
 
 
 class Clock:
     """Steps all ranks through the positions of an order, and says when the last one is done.
 
-    Reduce-scatter: computations wait for nothing. A batch waits for the partial that it sends, for the batch before it,
-    and for both at the two ranks that it deals with:
+    Reduce-scatter: computations wait for nothing. A batch waits for the partial that it sends and for the batch before:
 
         computed   |- chunk 0 -|- chunk 1 -|- ...      |- own -|
         ended                  |- batch 0 -|- batch 1 -|- ...
 
-    All-gather: the same backwards, from the last computation to the first batch. Its batches wait for no computation,
-    so the ranks do not hold each other up:
+    It also waits for both at the two ranks that it deals with. That moves ends from one rank to another but not the
+    last of all: transfers cost the same everywhere, so whoever makes a peer late is as late itself. Left out here.
+
+    All-gather: the same backwards, from the last computation to the first batch; no batch waits for a computation:
 
         ended      |- batch 0 -|- batch 1 -|- ...
         computed   |- own -|   |- chunk 0 -|- chunk 1 -| ...
@@ -56,16 +57,9 @@ class Clock:
         """One position further, in which rank r takes the shard of owners[r]."""
         computed, ended = ends
         chunks = [self.costs_us[owner] for owner in owners]
-        peers = [(owner, owners.index(rank)) for rank, owner in enumerate(owners)]
         for index in range(self.chunks_per_shard):
             computed = [end + costs[index] for end, costs in zip(computed, chunks, strict=True)]
-            issued = list(map(max, computed, ended))
-            if not self.is_backwards:
-                issued = [
-                    max(at, issued[to_rank], issued[from_rank])
-                    for at, (to_rank, from_rank) in zip(issued, peers, strict=True)
-                ]
-            ended = [at + self.transfer_us for at in issued]
+            ended = [max(done, end) + self.transfer_us for done, end in zip(computed, ended, strict=True)]
         return computed, ended
 
     def least_us(self, ends: Ends, num_left: int) -> float:
