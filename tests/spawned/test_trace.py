@@ -70,7 +70,7 @@ def test_one_operation(ranks: int, op: str, pass_name: str, path: str, tmp_path:
 def test_a_whole_step_stock_and_plugin(tmp_path: Path) -> None:
     out, data, trace = run_trace(tmp_path, "--step", "--ranks", "2", "--seq", "32", "--layers", "1", "--rounds", "2")
     assert "lower bound; results are wrong on purpose" in out
-    assert "5 of 5 linears ran through the plugin" in out
+    assert "6 of 6 layers ran through the plugin" in out
     assert list(data["variants"]) == ["stock", "plugin", "without communication"]
     free = data["variants"].pop("without communication")
     for variant in data["variants"].values():
