@@ -56,7 +56,7 @@ def train() -> list[Any]:
         log.close()
     report = model_report(chunks)
     if arguments.rank == 0:
-        print(f"commfuse: {len(report.layers)} linears, {report.overlapped_calls} calls overlapped")
+        print(f"commfuse: {len(report.layers)} layers, {report.overlapped_calls} calls overlapped")
         for reason in sorted({reason for layer in report.layers for reason in layer.reasons}):
             print(f"commfuse: stock: {reason}")
         if arguments.report is not None:
