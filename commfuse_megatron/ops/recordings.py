@@ -81,6 +81,12 @@ class _Gather:
         for key in self._sends:
             self._tape.note(key)
 
+    def complete(self, own_copy: Key | None) -> None:
+        """The whole window, the own rows included."""
+        self.finish()
+        if own_copy is not None:
+            self._tape.wait(own_copy)
+
     def chunk(self, index: int) -> Ref:
         """Where chunk `index` lies once it is here."""
         if index in self.bound.own_chunks:
@@ -285,12 +291,8 @@ def record_gather_backward(build: Build, call: TapeCall) -> None:
     own_copy = gather.copy_own()
 
     def multiply_weight_gradient() -> None:
-        gather.finish()
-        if own_copy is not None:
-            build.tape.wait(own_copy)
-        grads = Matrix((problem.N, problem.M), (1, problem.N), build.dtype)
-        shapes = (grads, build.rows(problem.M, problem.K))
-        _record_weight_gradient(build, call, shapes, (Ref(FIRST, 0), gather.window))
+        gather.complete(own_copy)
+        _record_weight_gradient(build, call, (Ref(FIRST, 0), gather.window))
 
     scatter = _Scatter(build, problem.K)
     refs = (Ref(FIRST, 0), Ref(WEIGHT, 0), Ref(OUT, 0))
@@ -312,17 +314,14 @@ def record_scatter_backward(build: Build, call: TapeCall) -> None:
     own_copy = gather.copy_own()
     refs = (Ref(WEIGHT, 0), Ref(OUT, 0))
     _multiply_gathered(build, gather, _of(call.weight, transposed=False), refs, None, is_bulk=is_bulk)
-    gather.finish()
-    if own_copy is not None:
-        build.tape.wait(own_copy)
-    grads = Matrix((problem.N, problem.M), (1, problem.N), build.dtype)
-    shapes = (grads, build.rows(problem.M, problem.K))
-    _record_weight_gradient(build, call, shapes, (gather.window, Ref(SECOND, 0)))
+    gather.complete(own_copy)
+    _record_weight_gradient(build, call, (gather.window, Ref(SECOND, 0)))
 
 
-def _record_weight_gradient(build: Build, call: TapeCall, shapes: tuple[Matrix, Matrix], refs: tuple[Ref, Ref]) -> None:
-    """last [N, K] = (or += where the call accumulates) the product."""
-    grad_weight = call.last
+def _record_weight_gradient(build: Build, call: TapeCall, refs: tuple[Ref, Ref]) -> None:
+    """last [N, K] = (or += where the call accumulates) grad.t() [N, M] @ x [M, K], which lie at `refs`."""
+    problem, grad_weight = build.p.problem, call.last
+    shapes = (Matrix((problem.N, problem.M), (1, problem.N), build.dtype), build.rows(problem.M, problem.K))
     assert grad_weight is not None
     if not grad_weight.is_contiguous() or grad_weight.dtype not in (build.dtype, torch.float32):
         raise Unservable
