@@ -44,16 +44,20 @@ class _Gather:
         self._issued = index
         step = self.bound.steps[index]
         send_place, receive_place = self._places[index]
-        if step.send is not None:
-            assert send_place is not None
-            chunk, peer = step.send
-            source = self._shard.plus((self._starts[chunk] - self.bound.own_start) * self.row_bytes)
-            self._tape.push(peer, send_place, source, self.bound.chunk_rows[chunk] * self.row_bytes)
-            self._sends.append((-1, -1, peer, send_place.flag))
+        batch = []
         if step.receive is not None:
             assert receive_place is not None
             key = self._arrivals[index] = (step.receive[1], receive_place.flag, -1, -1)
             self._tape.notes.append((key, Watched("all-gather", self.bound, index, None, step.receive[1])))
+            batch.append(key)
+        if step.send is not None:
+            assert send_place is not None
+            chunk, peer = step.send
+            source = self._shard.plus((self._starts[chunk] - self.bound.own_start) * self.row_bytes)
+            self._sends.append((-1, -1, peer, send_place.flag))
+            batch.append(self._sends[-1])
+            self._tape.push(peer, send_place, source, self.bound.chunk_rows[chunk] * self.row_bytes)
+        self._tape.issued(batch)
 
     def issue_all(self) -> None:
         """All messages at once."""
@@ -155,16 +159,20 @@ class _Scatter:
         """Push the partial of the step before; what arrives can be waited for."""
         step = self.bound.steps[index]
         send_place, receive_place = self._program.places[index]
-        if step.send is not None:
-            assert send_place is not None
-            chunk, peer = step.send
-            self._tape.order()
-            self._tape.push(peer, send_place, self.partial(chunk), self.bound.chunk_rows[chunk] * self.row_bytes)
-            self._sends.append((-1, -1, peer, send_place.flag))
+        batch = []
         if step.receive is not None:
             assert receive_place is not None
             key = self._arrivals[index] = (step.receive[1], receive_place.flag, -1, -1)
             self._tape.notes.append((key, Watched("reduce-scatter", self.bound, index, None, step.receive[1])))
+            batch.append(key)
+        if step.send is not None:
+            assert send_place is not None
+            chunk, peer = step.send
+            self._tape.order()
+            self._sends.append((-1, -1, peer, send_place.flag))
+            batch.append(self._sends[-1])
+            self._tape.push(peer, send_place, self.partial(chunk), self.bound.chunk_rows[chunk] * self.row_bytes)
+        self._tape.issued(batch)
 
     def wait_for_own(self, index: int) -> Ref:
         """Wait for all partials of own chunk `index`; where the first one lies."""
@@ -189,9 +197,7 @@ class _Scatter:
                 add = bind_sum(part, self._program.arrived_chunks[index], bias=bias, out=part)
                 if add is None:
                     raise Unservable
-                self._tape.steps.append(
-                    _sum_step(add, out_ref.plus(start * self.row_bytes), bias_ref, bias is not None)
-                )
+                self._tape.compute(_sum_step(add, out_ref.plus(start * self.row_bytes), bias_ref, bias is not None))
             start += rows
 
     def finish(self) -> None:

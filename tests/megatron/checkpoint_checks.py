@@ -92,9 +92,9 @@ def folders(number: int) -> Iterator[list[str]]:
 
 def values(m: Any) -> dict[str, torch.Tensor]:
     """Parameters by checkpoint key and offset."""
-    entries = (
-        entry for entry in sharded(m).values() if hasattr(entry, "global_offset") and torch.is_tensor(entry.data)
-    )
+    from megatron.core.dist_checkpointing import ShardedTensor  # not an object, as Transformer Engine's extra states are
+
+    entries = (entry for entry in sharded(m).values() if isinstance(entry, ShardedTensor))
     return {f"{entry.key} {entry.global_offset}": entry.data.detach().clone() for entry in entries}
 
 
