@@ -92,9 +92,8 @@ def folders(number: int) -> Iterator[list[str]]:
 
 def values(m: Any) -> dict[str, torch.Tensor]:
     """Parameters by checkpoint key and offset."""
-    from megatron.core.dist_checkpointing import ShardedTensor  # not an object, as Transformer Engine's extra states are
-
-    entries = (entry for entry in sharded(m).values() if isinstance(entry, ShardedTensor))
+    # Not the objects, as which Transformer Engine keeps its extra states.
+    entries = (entry for entry in sharded(m).values() if isinstance(entry, dist_checkpointing.ShardedTensor))
     return {f"{entry.key} {entry.global_offset}": entry.data.detach().clone() for entry in entries}
 
 
