@@ -14,7 +14,7 @@ from torch import distributed as dist
 from commfuse_megatron.config import TransportConfig
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.transport.base import Transport
-from commfuse_megatron.transport.copy_engine import CopyEngineTransport
+from commfuse_megatron.transport.copy_engine import CopyEngineTransport, why_memory_cannot_be_shared
 from commfuse_megatron.transport.gloo import GlooTransport
 from commfuse_megatron.transport.nccl import NcclTransport
 
@@ -37,7 +37,7 @@ def choose_backend(group: dist.ProcessGroup, config: TransportConfig, exchange: 
     if config.backend == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise ConfigError('transport.backend is "nccl" but no CUDA device (or no NCCL) is available; use gloo or auto')
     if config.backend == "copy_engine":
-        obstacle = _obstacle_to_copy_engine(exchange)
+        obstacle = _obstacle_to_copy_engine(group, exchange)
         if obstacle:
             raise ConfigError(f'transport.backend is "copy_engine", but {obstacle}; use nccl or auto')
     if config.backend != "auto":
@@ -49,7 +49,7 @@ def choose_backend(group: dist.ProcessGroup, config: TransportConfig, exchange: 
         return "nccl"
     # Who tells NCCL to leave peer access alone has a reason that holds for us, too.
     is_forbidden = os.environ.get(_NO_PEER_ACCESS, "0") not in ("", "0")
-    obstacle = _obstacle_to_copy_engine(exchange, f"{_NO_PEER_ACCESS} is set" if is_forbidden else "")
+    obstacle = _obstacle_to_copy_engine(group, exchange, f"{_NO_PEER_ACCESS} is set" if is_forbidden else "")
     if obstacle and group.rank() == 0:
         logger.info("transport nccl, not copy_engine: %s", obstacle)
     return "nccl" if obstacle else "copy_engine"
@@ -86,7 +86,9 @@ def create_transport(
     )
 
 
-def _obstacle_to_copy_engine(exchange: Callable[[str], list[str]], complaint: str = "") -> str:
+def _obstacle_to_copy_engine(
+    group: dist.ProcessGroup, exchange: Callable[[str], list[str]], complaint: str = ""
+) -> str:
     """The same on all ranks: why not every one has a GPU that can address those of all others, "" if it is so.
 
     complaint: what this rank has against it already.
@@ -95,7 +97,14 @@ def _obstacle_to_copy_engine(exchange: Callable[[str], list[str]], complaint: st
     gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if has_gpu else None
     everyone = [json.loads(text) for text in exchange(json.dumps({"host": _host(), "gpu": gpu}))]
     complaint = complaint or _find_obstacle([r["host"] for r in everyone], [r["gpu"] for r in everyone], gpu)
-    return next((text for text in exchange(complaint) if text), "")
+    found = _first(exchange(complaint))
+    if found:
+        return found
+    return _first(exchange(why_memory_cannot_be_shared(group, device_of_backend("copy_engine"))))
+
+
+def _first(complaints: list[str]) -> str:
+    return next((text for text in complaints if text), "")
 
 
 def _find_obstacle(hosts: list[str], gpus: list[str | None], here: str | None) -> str:

@@ -57,16 +57,17 @@ class CudaGroup:
 
 
 @pytest.mark.parametrize(
-    ("others", "environment", "expected"),
+    ("others", "mapping", "environment", "expected"),
     [
-        ("", {}, "copy_engine"),
-        ("", {"NCCL_P2P_DISABLE": "0"}, "copy_engine"),
-        ("device 1 cannot address the memory of device 0", {}, "nccl"),
-        ("", {"NCCL_P2P_DISABLE": "1"}, "nccl"),
-        ("NCCL_P2P_DISABLE is set", {}, "nccl"),
+        ("", "", {}, "copy_engine"),
+        ("", "", {"NCCL_P2P_DISABLE": "0"}, "copy_engine"),
+        ("device 1 cannot address the memory of device 0", "", {}, "nccl"),
+        ("", "", {"NCCL_P2P_DISABLE": "1"}, "nccl"),
+        ("NCCL_P2P_DISABLE is set", "", {}, "nccl"),
+        ("", "group rank 0 cannot share memory with the others: no pidfd_getfd", {}, "nccl"),
     ],
 )
-def test_auto_takes_the_copy_engine_where_no_rank_objects(others, environment, expected, monkeypatch):
+def test_auto_takes_the_copy_engine_where_no_rank_objects(others, mapping, environment, expected, monkeypatch):
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -74,6 +75,7 @@ def test_auto_takes_the_copy_engine_where_no_rank_objects(others, environment, e
     monkeypatch.setattr(select.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(select.torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"gpu-{index}"))
     monkeypatch.setattr(select.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(select, "why_memory_cannot_be_shared", lambda group, device: mapping)
 
     def exchange(text):
         if text.startswith("{"):
