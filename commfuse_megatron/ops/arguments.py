@@ -13,7 +13,7 @@ import torch
 
 from commfuse_megatron.errors import ConfigError, ShapeError
 from commfuse_megatron.ops.trial import Rehearse, run_trial
-from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, shard_range
+from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, Problem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PreparedPass
 
@@ -23,6 +23,7 @@ __all__ = [
     "needs_autograd",
     "prepare",
     "prepare_backward",
+    "remember",
     "require_context",
     "with_unit_stride",
 ]
@@ -101,7 +102,7 @@ def prepare(
         if complaint is not None:
             context.refuse(ShapeError(f"{op}: {complaint}"))
         problem = _state_problem(op, x, weight, total_rows, context)
-        prepared = _remember(context, key, problem, operation)
+        prepared = remember(context, key, problem, operation)
     prepared.begin()
     return prepared
 
@@ -115,12 +116,13 @@ def prepare_backward(
     prepared = forward.context.known_calls.get(key)
     if prepared is None:
         problem = dataclasses.replace(forward.problem, pass_name="backward", needs=needs)
-        prepared = _remember(forward.context, key, problem, operation)
+        prepared = remember(forward.context, key, problem, operation)
     prepared.begin()
     return prepared
 
 
-def _remember(context: OverlapContext, key: Hashable, problem: GemmProblem, operation: Operation) -> PreparedPass:
+def remember(context: OverlapContext, key: Hashable, problem: Problem, operation: Operation) -> PreparedPass:
+    """The pass of a problem, planned if it is new, and found again under `key`."""
     if len(context.known_calls) >= _MOST_KNOWN_CALLS:
         context.forget_programs()
     try_out = functools.partial(run_trial, operation.rehearse, context, problem)
