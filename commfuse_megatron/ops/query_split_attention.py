@@ -17,8 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from commfuse_megatron.errors import ShapeError, UnsupportedError
-from commfuse_megatron.kernels.attention import Dropout
-from commfuse_megatron.kernels.attention_choice import choose_attention_kernel
+from commfuse_megatron.kernels.attention import AttentionKernel, Dropout
 from commfuse_megatron.ops.arguments import Operation, remember, require_context, with_unit_stride
 from commfuse_megatron.ops.attention_arguments import (
     AttentionInputs,
@@ -311,9 +310,12 @@ def _prepare(inputs: AttentionInputs, context: OverlapContext) -> PreparedPass:
         if complaint is not None:
             context.refuse(ShapeError(f"query_split_attention: {complaint}"))
         problem = state_attention_problem(inputs, context.group_size)
-        _require_kernel(problem, context)
+        try:
+            _choose_kernel(problem, context)
+        except UnsupportedError as error:
+            context.refuse(error)
         prepared = remember(context, inputs.key, problem, _OPERATION)
-        prepared.attention = choose_attention_kernel(problem, context.device, context.config.attention.kernel)
+        prepared.attention = _choose_kernel(problem, context)
     return prepared
 
 
@@ -324,11 +326,8 @@ def _prepare_backward(forward: PreparedPass) -> PreparedPass:
     return p
 
 
-def _require_kernel(problem: AttentionProblem, context: OverlapContext) -> None:
-    try:
-        choose_attention_kernel(problem, context.device, context.config.attention.kernel)
-    except UnsupportedError as error:
-        context.refuse(error)
+def _choose_kernel(problem: AttentionProblem, context: OverlapContext) -> AttentionKernel:
+    return context.attention_kernels.choose(problem, context.config.attention.kernel)
 
 
 def _projection_pass(p: PreparedPass, call: _Call) -> PreparedPass:
@@ -408,7 +407,7 @@ def _rehearse(problem: AttentionProblem, context: OverlapContext) -> Callable[[P
     weight, grad = scratch.draw(problem.N, problem.K), scratch.draw(own.size * batch, problem.N)
     mask = torch.zeros(1, 1, rows, rows, dtype=torch.bool, device=context.device) if problem.has_mask else None
     dropout = Dropout(0.1, 0) if problem.has_dropout else None
-    kernel = choose_attention_kernel(problem, context.device, context.config.attention.kernel)
+    kernel = _choose_kernel(problem, context)
 
     backward_problem = dataclasses.replace(problem, pass_name="backward")
     backward: dict[str, PreparedPass] = {}

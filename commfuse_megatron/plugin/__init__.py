@@ -5,6 +5,7 @@ The only part of the package that layers above may use to reach Megatron; see `l
 """
 
 from commfuse_megatron.plugin.arguments import add_arguments
+from commfuse_megatron.plugin.attention import CommFuseSelfAttention
 from commfuse_megatron.plugin.convert import convert_model
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
 from commfuse_megatron.plugin.norm import CommFuseNorm
@@ -17,6 +18,7 @@ __all__ = [
     "CommFuseColumnParallelLinear",
     "CommFuseNorm",
     "CommFuseRowParallelLinear",
+    "CommFuseSelfAttention",
     "CommFuseSpecProvider",
     "add_arguments",
     "apply_to_spec",

@@ -13,10 +13,11 @@ import torch
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plugin import arguments, compat
+from commfuse_megatron.plugin.attention import CommFuseSelfAttention
 from commfuse_megatron.plugin.decision import state_of
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
 
-__all__ = ["CONVERSIONS", "convert_model"]
+__all__ = ["ATTENTIONS", "CONVERSIONS", "convert_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,9 @@ CONVERSIONS: dict[type, type] = {
     compat.ColumnParallelLinear: CommFuseColumnParallelLinear,
     compat.RowParallelLinear: CommFuseRowParallelLinear,
 }
+
+#: The same for attention, which is configured by its projection.
+ATTENTIONS: dict[type, type] = {compat.SelfAttention: CommFuseSelfAttention}
 
 
 def convert_model(model: Any, config: OverlapConfig | None = None) -> Any:
@@ -53,6 +57,10 @@ def convert_model(model: Any, config: OverlapConfig | None = None) -> Any:
                 state = state_of(module)
                 state.name = name or state.name
                 state.overlap_config = config or state.overlap_config
+            if type(module) in ATTENTIONS:
+                module.__class__ = ATTENTIONS[type(module)]
+            if type(module) in ATTENTIONS.values():
+                state_of(module).name = name or state_of(module).name
     logger.info("convert_model: %d linears converted", converted)
     return model
 

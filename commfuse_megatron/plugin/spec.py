@@ -17,6 +17,7 @@ from typing import Any
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.plugin import arguments, compat
+from commfuse_megatron.plugin.attention import CommFuseSelfAttention
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
 from commfuse_megatron.plugin.norm import CommFuseNorm
 
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 REPLACEMENTS: dict[type, type] = {
     compat.ColumnParallelLinear: CommFuseColumnParallelLinear,
     compat.RowParallelLinear: CommFuseRowParallelLinear,
+    compat.SelfAttention: CommFuseSelfAttention,
     compat.WrappedTorchNorm: CommFuseNorm,
 }
 

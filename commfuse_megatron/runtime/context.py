@@ -18,6 +18,7 @@ from torch import distributed as dist
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import CommFuseError, ConfigError, ShapeError, TransportError, TransportTimeoutError
+from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import Problem
 from commfuse_megatron.runtime.agreement import Agreement
@@ -120,6 +121,7 @@ class OverlapContext:
         self.slots = Slots(self.device, transport.window)
         #: Side streams for work that may run beside other work of the same operation.
         self.lanes = Lanes(self.device)
+        self.attention_kernels = AttentionKernels(self.device)
         self._recorder = Recorder(self.device) if self.config.record else None
         peers = Peers(self.group_rank, _global_ranks(group))
         self.link = Link(transport, peers, timeout_s, self._recorder)
