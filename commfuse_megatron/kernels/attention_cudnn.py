@@ -7,7 +7,7 @@ kernel is first asked for. The contract that bites: a handle belongs to one stre
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 _MOST_FEATURES = 128
 _LEAST_CAPABILITY = (8, 0)
+
+# Sequence lengths that vary from call to call must not fill the memory.
+_MOST_GRAPHS = 1024
 
 # Tensors of a graph, by the numbers they are bound with.
 _Q, _K, _V, _OUT, _STATS, _GRAD_OUT, _GRAD_Q, _GRAD_K, _GRAD_V = range(1, 10)
@@ -112,9 +115,7 @@ class CudnnAttention:
         """Fill `out`; returns the statistics of the softmax [B, H, S_q, 1]."""
         layouts = tuple(map(_layout, (q, k, v, out)))
         key = ("forward", layouts, q.dtype, mask.band.left, mask.band.right, scale)
-        graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._graphs[key] = self._build_forward(layouts, q.dtype, mask.band, scale)
+        graph = self._find(key, lambda: self._build_forward(layouts, q.dtype, mask.band, scale))
         stats = q.new_empty(q.size(1), q.size(2), q.size(0), 1, dtype=torch.float32)
         self._execute(graph, {_Q: q, _K: k, _V: v, _OUT: out, _STATS: stats})
         return (stats,)
@@ -134,15 +135,21 @@ class CudnnAttention:
         layouts = tuple(map(_layout, (q, k, v, out, grad_out)))
         is_deterministic = torch.are_deterministic_algorithms_enabled()
         key = ("backward", layouts, q.dtype, mask.band.left, mask.band.right, scale, is_deterministic)
-        graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._graphs[key] = self._build_backward(
-                layouts, q.dtype, mask.band, scale, is_deterministic=is_deterministic
-            )
+        graph = self._find(
+            key, lambda: self._build_backward(layouts, q.dtype, mask.band, scale, is_deterministic=is_deterministic)
+        )
         grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
         bound = {_Q: q, _K: k, _V: v, _OUT: out, _STATS: stats, _GRAD_OUT: grad_out}
         self._execute(graph, {**bound, _GRAD_Q: grad_q, _GRAD_K: grad_k, _GRAD_V: grad_v})
         return grad_q, grad_k, grad_v
+
+    def _find(self, key: tuple, build: Callable[[], _Graph]) -> _Graph:
+        graph = self._graphs.get(key)
+        if graph is None:
+            if len(self._graphs) >= _MOST_GRAPHS:
+                self._graphs.clear()
+            graph = self._graphs[key] = build()
+        return graph
 
     def _build_forward(self, layouts: Sequence[_Layout], dtype: torch.dtype, band: VisibleKeys, scale: float) -> _Graph:
         graph = self._new_graph(dtype)
