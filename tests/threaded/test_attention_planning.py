@@ -1,0 +1,70 @@
+"""Plans of attention in a context: trials over gloo with times that a test makes up, and buffers."""
+
+import pytest
+import torch
+
+from commfuse_megatron import OverlapConfig, OverlapContext, ops
+from commfuse_megatron.config import PlanConfig
+from commfuse_megatron.plan.attention import attention_buffer_needs
+from tests.harness import run_threads
+from tests.threaded.test_planning import TRIAL, MadeUpTimes, machine
+from tests.threaded.test_query_split_attention import Case, assert_close, attention_config, draw, run
+
+
+def planned(monkeypatch, times, config=None, group_size=2, case=None):
+    """The reports of all ranks after a forward and a backward pass, planned as on a GPU with these times."""
+    monkeypatch.setattr(TRIAL, lambda device: MadeUpTimes(lambda rank, name: times[rank][name]))
+    case = case or Case(dtype=torch.float32)
+
+    def body(group, device):
+        with OverlapContext(group, config or OverlapConfig()) as context:
+            context.planner.default_reason = None
+            context.planner.machines["float32"] = machine()
+            operands, grad_y = draw(case, group.rank(), group.size())
+            before = torch.get_rng_state()
+            found = run(operands, grad_y, ops.query_split_attention, context=context)
+            assert torch.equal(torch.get_rng_state(), before)
+            expected = run(operands, grad_y, ops.reference.query_split_attention, group=group)
+            assert_close(found, expected, 1e-4)
+            return [record for record in context.report() if record.op == "query_split_attention"]
+
+    return run_threads(group_size, body)
+
+
+@pytest.mark.parametrize("best", ["sequential", "row_parallel", "query_split m=1", "query_split m=2"])
+def test_the_fastest_on_the_slowest_rank_is_taken_for_both_passes(monkeypatch, best):
+    names = ("sequential", "row_parallel", "query_split m=1", "query_split m=2")
+    times = [{name: 50.0 if name == best else 90.0 for name in names} for _ in range(2)]
+    times[0].update({name: 10.0 for name in names if name != best})  # fast here, slow on the other rank
+    # The linear that "row_parallel" is made of is planned and timed as well.
+    for of_rank in times:
+        of_rank.update({f"sliced m={m}": 1.0 for m in (1, 2, 4)}, async_=1.0, bulk=1.0)
+    for records in planned(monkeypatch, times):
+        forward, backward = records
+        assert forward.path == backward.path == best.partition(" ")[0]
+        assert forward.reason.startswith(f"measured: {best} 0.050 ms")
+        assert backward.reason == "as the forward pass"
+        assert (forward.measured_us, forward.calls, backward.calls) == (50.0, 1, 1)
+        assert forward.attention == backward.attention == "math"
+
+
+def test_where_nothing_may_be_measured_it_is_the_row_parallel_one(monkeypatch):
+    config = OverlapConfig(plan=PlanConfig(measure="never"))
+    for forward, _ in planned(monkeypatch, [{}, {}], config):
+        assert (forward.path, forward.measured_us) == ("row_parallel", None)
+        assert forward.reason == "default for attention where nothing is measured"
+
+
+@pytest.mark.parametrize("m", [1, 2, 3])
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_buffers_are_no_larger_than_the_plan_says(group_size, m):
+    def body(group, device):
+        with OverlapContext(group, attention_config(m=m)) as context:
+            operands, grad_y = draw(Case(rows=13), group.rank(), group.size())
+            run(operands, grad_y, ops.query_split_attention, context=context)
+            (prepared, _) = context._prepared.values()
+            needs = attention_buffer_needs(prepared.problem, prepared.plan)
+            return context.buffer_bytes, sum(-(-size // 256) * 256 for size in needs.values())
+
+    for held, promised in run_threads(group_size, body):
+        assert 0 < held <= promised
