@@ -40,7 +40,7 @@ from commfuse_megatron.runtime.program import split_rows
 from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.transport.base import Transfer
 
-__all__ = ["plan_attention", "query_split_attention"]
+__all__ = ["find_attention_kernel", "plan_attention", "query_split_attention"]
 
 
 @torch.compiler.disable
@@ -103,6 +103,14 @@ def query_split_attention(
     if not forward.problem.needs and not (out_bias is not None and out_bias.requires_grad):
         return _forward(call, Heads(q, k, v), out_weight, out_bias)[0]
     return _QuerySplitAttention.apply(q, k, v, out_weight, out_bias, call)
+
+
+def find_attention_kernel(inputs: AttentionInputs, context: OverlapContext) -> AttentionKernel | str:
+    """What would compute `inputs`, which fit together, or why nothing that `attention.kernel` allows can."""
+    try:
+        return _choose_kernel(state_attention_problem(inputs, context.group_size), context)
+    except UnsupportedError as error:
+        return str(error)
 
 
 def plan_attention(inputs: AttentionInputs, context: OverlapContext) -> LinearPlan:
@@ -175,7 +183,7 @@ class _QuerySplitAttention(torch.autograd.Function):
 def _forward(call: _Call, heads: Heads, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, _Saved]:
     p = call.forward
     problem = _attention_of(p)
-    heads = Heads(*(tensor.contiguous() for tensor in heads))
+    heads = Heads(*map(_for_kernels, heads))
     bias = None if bias is None else bias.contiguous()
     attention = _split(call)
     attended = heads.q.new_empty(*heads.q.shape[:3], problem.value_dim)
@@ -381,6 +389,14 @@ def _cast_for_autocast(*tensors_and_kind: Any) -> tuple[Any, ...]:
         return tensor.to(dtype) if is_cast and tensor is not None else tensor
 
     return tuple(map(cast, tensors))
+
+
+def _for_kernels(tensor: torch.Tensor) -> torch.Tensor:
+    """An operand as kernels load it, 16 bytes at a time: itself, if it is a view into a fused projection, say."""
+    per_load = 16 // tensor.element_size()
+    *outer, last = tensor.stride()
+    is_aligned = last == 1 and not any(stride <= 0 or stride % per_load for stride in outer)
+    return tensor if is_aligned and tensor.data_ptr() % 16 == 0 else tensor.contiguous()
 
 
 def _split_list(flat: list[torch.Tensor], sizes: list[int]) -> list[list[torch.Tensor]]:

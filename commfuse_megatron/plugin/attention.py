@@ -22,7 +22,7 @@ import torch
 from commfuse_megatron import ops
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.ops.attention_arguments import AttentionInputs
-from commfuse_megatron.ops.query_split_attention import plan_attention
+from commfuse_megatron.ops.query_split_attention import find_attention_kernel, plan_attention
 from commfuse_megatron.plugin.compat import SelfAttention
 from commfuse_megatron.plugin.core_attention import CoreAttention, describe_core_attention
 from commfuse_megatron.plugin.decision import context_of, label_of, overlap_context, state_of, weight_grad_target
@@ -177,6 +177,11 @@ class _Pairing:
             return reason
         context = context_of(projection)
         inputs = AttentionInputs(query, key, value, projection.weight, None, *core[:4], core.dropout)
+        kernel = find_attention_kernel(inputs, context)
+        if isinstance(kernel, str):
+            return kernel
+        if kernel.name == "math" and query.is_cuda and context.config.attention.path == "auto":
+            return "only the plain kernel can compute it, and Megatron's own attention may be faster"
         plan = plan_attention(inputs, context)
         if plan.path != "query_split":
             return f"planned as {plan.path}: {plan.reason}"

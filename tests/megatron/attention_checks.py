@@ -118,6 +118,11 @@ def check_an_attention_bias_reaches_megatron(group_size: int) -> None:
     assert "attention bias" in next(iter(state_of(attention).stock_calls))
 
 
+def check_a_kernel_that_cannot_is_a_reason(group_size: int) -> None:
+    overlap = OverlapConfig(attention=AttentionConfig(path="query_split", kernel="flash"))
+    assert_stays(group_size, "flash attention runs on CUDA devices", overlap)
+
+
 def check_raising_instead(group_size: int) -> None:
     overlap = OverlapConfig(attention=QUERY_SPLIT.attention, fallback=FallbackConfig(unsupported="raise"))
     model = build(group_size, overlap, attention_output_gate=True)
