@@ -159,6 +159,7 @@ class CudnnAttention:
         }
         result, stats = graph.sdpa(**bound, generate_stats=True, attn_scale=scale, **self._mask(band))
         result.set_uid(_OUT).set_output(True).set_dim(list(out.sizes)).set_stride(list(out.strides))
+        result.set_data_type(self._io_type(dtype))
         sizes = [*out.sizes[:3], 1]
         stats.set_uid(_STATS).set_output(True).set_dim(sizes).set_stride(_dense(sizes))
         stats.set_data_type(self._cudnn.data_type.FLOAT)
@@ -198,16 +199,21 @@ class CudnnAttention:
         for gradient, uid, layout in zip(gradients, (_GRAD_Q, _GRAD_K, _GRAD_V), (q, k, v), strict=True):
             sizes = list(layout.sizes)
             gradient.set_uid(uid).set_output(True).set_dim(sizes).set_stride(_sequence_first(sizes))
+            gradient.set_data_type(self._io_type(dtype))
         return self._finish(graph)
 
     def _new_graph(self, dtype: torch.dtype) -> Any:
         types = self._cudnn.data_type
         return self._cudnn.pygraph(
             handle=self._handle(),
-            io_data_type=types.BFLOAT16 if dtype == torch.bfloat16 else types.HALF,
+            io_data_type=self._io_type(dtype),
             intermediate_data_type=types.FLOAT,
             compute_data_type=types.FLOAT,
         )
+
+    def _io_type(self, dtype: torch.dtype) -> Any:
+        types = self._cudnn.data_type
+        return types.BFLOAT16 if dtype == torch.bfloat16 else types.HALF
 
     @staticmethod
     def _tensor(graph: Any, uid: int, layout: _Layout) -> Any:
