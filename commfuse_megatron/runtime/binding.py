@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from commfuse_megatron.problem import chunk_ranges
-from commfuse_megatron.schedule import Algorithm, Collective, Schedule, build_all_gather, build_reduce_scatter, validate
+from commfuse_megatron.schedule import (
+    Algorithm,
+    Collective,
+    OwnerOrder,
+    Schedule,
+    build_all_gather,
+    build_reduce_scatter,
+    validate,
+)
 from commfuse_megatron.schedule.actions import Chunk, Compute, Receive, Send
 
 __all__ = ["BoundSchedule", "BoundStep", "bind"]
@@ -77,9 +85,11 @@ class BoundSchedule:
 
 
 @functools.lru_cache(maxsize=256)
-def _validated(collective: Collective, algorithm: Algorithm, group_size: int, chunks_per_shard: int) -> Schedule:
+def _validated(
+    collective: Collective, algorithm: Algorithm, group_size: int, chunks_per_shard: int, order: OwnerOrder | None
+) -> Schedule:
     build = build_all_gather if collective is Collective.ALL_GATHER else build_reduce_scatter
-    schedule = build(group_size, algorithm, chunks_per_shard)
+    schedule = build(group_size, algorithm, chunks_per_shard, order=order)
     validate(schedule)
     return schedule
 
@@ -93,9 +103,13 @@ def bind(
     chunks_per_shard: int,
     rows: int,
     batch: int,
+    order: OwnerOrder | None = None,
 ) -> BoundSchedule:
-    """Bind the (validated) schedule of `group_rank` to a sequence of `rows` positions of `batch` vectors each."""
-    schedule = _validated(collective, algorithm, group_size, chunks_per_shard)
+    """Bind the (validated) schedule of `group_rank` to a sequence of `rows` positions of `batch` vectors each.
+
+    order: of the owners in a direct schedule, the same on all ranks; None for the rotation.
+    """
+    schedule = _validated(collective, algorithm, group_size, chunks_per_shard, order)
     ranges = chunk_ranges(rows, group_size, chunks_per_shard)
     chunk_rows = tuple(chunk.size * batch for shard in ranges for chunk in shard)
 

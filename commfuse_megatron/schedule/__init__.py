@@ -6,6 +6,8 @@ Read `actions` first, then one builder; `validate` says what correct means, `sim
 from commfuse_megatron.schedule.actions import Algorithm, Chunk, Collective, Compute, Receive, Schedule, Send, Step
 from commfuse_megatron.schedule.all_gather import build_all_gather
 from commfuse_megatron.schedule.bound import schedule_bound_us
+from commfuse_megatron.schedule.order import OrderChoice, causal_costs_us, choose_order
+from commfuse_megatron.schedule.owners import OwnerOrder
 from commfuse_megatron.schedule.reduce_scatter import build_reduce_scatter
 from commfuse_megatron.schedule.render import describe, render
 from commfuse_megatron.schedule.simulate import simulate
@@ -19,6 +21,8 @@ __all__ = [
     "Collective",
     "Compute",
     "Interval",
+    "OrderChoice",
+    "OwnerOrder",
     "Receive",
     "Schedule",
     "Send",
@@ -27,6 +31,8 @@ __all__ = [
     "Timeline",
     "build_all_gather",
     "build_reduce_scatter",
+    "causal_costs_us",
+    "choose_order",
     "describe",
     "render",
     "schedule_bound_us",

@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 PROMISED = {
     "look_at_a_schedule.py": "chunks per shard 4",
+    "order_by_cost.py": "| 4 | 1 | 1.000 | 1.021 | 1.104 | 1.250 > 1.188 (5.0)",
     "overlap_linears.py": "equal the sequential program's",
     "trace_a_step.py": "rank 1: 4 operations",
     "swap_layers_in_gpt.py": "output_layer                                  overlapped",
