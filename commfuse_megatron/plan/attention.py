@@ -4,13 +4,23 @@ As in `candidates`, the list depends on what all ranks share only. The predictio
 was not checked against measurements, so nothing is decided by it alone.
 """
 
+import dataclasses
+
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import MachineModel
 from commfuse_megatron.problem import DTYPE_BYTES, AttentionProblem, RowRange, chunk_ranges
-from commfuse_megatron.schedule import Algorithm, Chunk, build_all_gather, build_reduce_scatter, simulate
+from commfuse_megatron.schedule import (
+    Algorithm,
+    Chunk,
+    Collective,
+    build_all_gather,
+    build_reduce_scatter,
+    choose_order,
+    simulate,
+)
 
-__all__ = ["attention_buffer_needs", "list_attention_plans", "predict_attention_us"]
+__all__ = ["attention_buffer_needs", "list_attention_plans", "predict_attention_us", "with_owner_orders"]
 
 # Splits of one owner's queries worth considering: each is one more attention kernel, and a smaller one.
 _SPLITS = (1, 2)
@@ -57,6 +67,26 @@ def attention_buffer_needs(problem: AttentionProblem, plan: LinearPlan) -> dict[
     return needs
 
 
+def with_owner_orders(problem: AttentionProblem, plan: LinearPlan, machine: MachineModel) -> LinearPlan:
+    """`plan` with the orders of owners that unequal splits call for: under a causal mask later queries cost more."""
+    if plan.path != "query_split":
+        return plan
+    costs = _Costs(problem, plan, machine)
+    orders = {
+        collective: choose_order(
+            problem.group_size,
+            costs.split_costs_us(work),
+            costs.longest_transfer_us(),
+            collective=collective,
+            chunks_per_shard=plan.chunks_per_shard,
+        ).order
+        for collective, work in ((Collective.REDUCE_SCATTER, 1.0), (Collective.ALL_GATHER, _BACKWARD_WORK))
+    }
+    return dataclasses.replace(
+        plan, scatter_order=orders[Collective.REDUCE_SCATTER], gather_order=orders[Collective.ALL_GATHER]
+    )
+
+
 def predict_attention_us(problem: AttentionProblem, plan: LinearPlan, machine: MachineModel) -> float:
     """Time per call, in a row of calls, with the backward pass if one follows."""
     costs = _Costs(problem, plan, machine)
@@ -92,7 +122,10 @@ class _Costs:
         """Attention, projection and reduce-scatter."""
         if self.plan.path != "query_split":
             return self.attention_us(self.all_rows) + self._linear_us()
-        schedule = build_reduce_scatter(self.problem.group_size, Algorithm.DIRECT, self.plan.chunks_per_shard)
+        plan = self.plan
+        schedule = build_reduce_scatter(
+            self.problem.group_size, Algorithm.DIRECT, plan.chunks_per_shard, order=plan.scatter_order
+        )
         run = simulate(
             schedule,
             compute_us_per_chunk=lambda rank, chunk: self._split_us(chunk, 1.0),
@@ -111,13 +144,25 @@ class _Costs:
             return self._collective_us() + wgrad_us
         if self.plan.path != "query_split":
             return self.attention_us(self.all_rows, _BACKWARD_WORK) + self._linear_us() + wgrad_us
-        schedule = build_all_gather(problem.group_size, Algorithm.DIRECT, self.plan.chunks_per_shard)
+        plan = self.plan
+        schedule = build_all_gather(
+            problem.group_size, Algorithm.DIRECT, plan.chunks_per_shard, order=plan.gather_order
+        )
         run = simulate(
             schedule,
             compute_us_per_chunk=lambda rank, chunk: self._split_us(chunk, _BACKWARD_WORK) + self._add_us(chunk),
             transfer_us_per_chunk=lambda sender, receiver, chunk: self._transfer_us(chunk),
         )
         return run.total_us + wgrad_us
+
+    def split_costs_us(self, work: float) -> list[float]:
+        """Every split, owner by owner."""
+        splits = (Chunk(owner, index) for owner, shard in enumerate(self.chunks) for index in range(len(shard)))
+        return [self._split_us(split, work) for split in splits]
+
+    def longest_transfer_us(self) -> float:
+        """One split's partial output; the first shard is as large as any."""
+        return self._transfer_us(Chunk(0, 0))
 
     def _rows(self, chunk: Chunk) -> RowRange:
         return self.chunks[chunk.owner_rank][chunk.index]

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from commfuse_megatron.config import PlanConfig
-from commfuse_megatron.plan.attention import predict_attention_us
+from commfuse_megatron.plan.attention import predict_attention_us, with_owner_orders
 from commfuse_megatron.plan.candidates import Candidates
 from commfuse_megatron.plan.cost_model import predict_us
 from commfuse_megatron.plan.linear_plan import LinearPlan
@@ -56,13 +56,13 @@ def choose_by_default(candidates: Candidates, reason: str) -> LinearPlan:
 def predict(problem: Problem, candidates: Candidates, machine: MachineModel) -> Candidates:
     """The same candidates, each with its predicted time."""
 
-    def time_us(plan: LinearPlan) -> float:
+    def predicted(plan: LinearPlan) -> LinearPlan:
         if isinstance(problem, AttentionProblem):
-            return predict_attention_us(problem, plan, machine)
-        return predict_us(problem, plan, machine)
+            plan = with_owner_orders(problem, plan, machine)
+            return dataclasses.replace(plan, predicted_us=predict_attention_us(problem, plan, machine))
+        return dataclasses.replace(plan, predicted_us=predict_us(problem, plan, machine))
 
-    plans = (dataclasses.replace(plan, predicted_us=time_us(plan)) for plan in candidates.plans)
-    return dataclasses.replace(candidates, plans=tuple(plans))
+    return dataclasses.replace(candidates, plans=tuple(map(predicted, candidates.plans)))
 
 
 def choose_predicted(candidates: Candidates, machine: MachineModel, remark: str = "") -> LinearPlan:

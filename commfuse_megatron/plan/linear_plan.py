@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from commfuse_megatron.schedule import Algorithm
+from commfuse_megatron.schedule import Algorithm, OwnerOrder
 
 __all__ = ["LinearPlan"]
 
@@ -15,6 +15,7 @@ class LinearPlan:
     (see `AttentionConfig`); or "local" (a group of one rank: nothing to send). reason: one sentence, for the report.
     keep_gathered_input: see `WgradConfig`.
     predicted_us, measured_us: what the cost model said and what the trial found, where they were asked.
+    scatter_order, gather_order: of the owners, where they differ in cost; None for the rotation.
     """
 
     path: str
@@ -24,6 +25,8 @@ class LinearPlan:
     keep_gathered_input: bool
     predicted_us: float | None = None
     measured_us: float | None = None
+    scatter_order: OwnerOrder | None = None
+    gather_order: OwnerOrder | None = None
 
     @property
     def is_scheduled(self) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from commfuse_megatron.config import OverlapConfig, PlanConfig
 from commfuse_megatron.kernels.blas import blas_unavailable_reason
+from commfuse_megatron.plan.attention import with_owner_orders
 from commfuse_megatron.plan.candidates import Candidates, buffer_needs, list_candidates, merge_needs
 from commfuse_megatron.plan.choose import (
     choose_by_default,
@@ -76,6 +77,8 @@ class Planner:
             reason = "the sequence has no rows"
             return LinearPlan("sequential", reason, Algorithm.DIRECT, 1, config.linear.wgrad.keep_gathered_input)
         plan = self._choose(problem, try_out)
+        if isinstance(problem, AttentionProblem) and plan.predicted_us is None and problem.M * problem.N:
+            plan = with_owner_orders(problem, plan, self._machine(problem, may_measure=False))
         self._buffers = merge_needs(self._buffers, buffer_needs(problem, plan))
         return plan
 

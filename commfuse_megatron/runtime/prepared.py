@@ -129,7 +129,7 @@ class PreparedPass:
 
     def _bind(self, collective: Collective) -> BoundSchedule:
         context, plan, problem = self.context, self.plan, self.problem
-        return bind(
+        sizes = (
             collective,
             plan.algorithm,
             context.group_size,
@@ -138,3 +138,5 @@ class PreparedPass:
             problem.rows,
             problem.batch,
         )
+        order = plan.scatter_order if collective is Collective.REDUCE_SCATTER else plan.gather_order
+        return bind(*sizes) if order is None else bind(*sizes, order=order)
