@@ -21,7 +21,7 @@ import torch
 
 from commfuse_megatron import ops
 from commfuse_megatron.errors import UnsupportedError
-from commfuse_megatron.ops.attention_arguments import AttentionInputs
+from commfuse_megatron.ops.attention_arguments import AttentionInputs, find_attention_complaint
 from commfuse_megatron.ops.query_split_attention import find_attention_kernel, plan_attention
 from commfuse_megatron.plugin.compat import SelfAttention
 from commfuse_megatron.plugin.core_attention import CoreAttention, describe_core_attention
@@ -177,6 +177,9 @@ class _Pairing:
             return reason
         context = context_of(projection)
         inputs = AttentionInputs(query, key, value, projection.weight, None, *core[:4], core.dropout)
+        complaint = find_attention_complaint(inputs, context.device)  # of mixed dtypes under autocast, say
+        if complaint is not None:
+            return complaint
         kernel = find_attention_kernel(inputs, context)
         if isinstance(kernel, str):
             return kernel

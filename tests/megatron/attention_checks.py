@@ -118,6 +118,26 @@ def check_an_attention_bias_reaches_megatron(group_size: int) -> None:
     assert "attention bias" in next(iter(state_of(attention).stock_calls))
 
 
+def check_what_does_not_fit_together_is_a_reason(group_size: int) -> None:
+    """Fails without the look at the operands before planning: that refused them, and the context with them."""
+    model = build(group_size)
+    attention = attention_of(model)
+    expected = run(build(group_size, False))
+
+    def narrow(_: Any, inputs: tuple) -> tuple:
+        return inputs[0], inputs[1].float(), *inputs[2:]
+
+    hook = attention.core_attention.register_forward_pre_hook(narrow)
+    with pytest.raises(RuntimeError, match=r"scalar type|dtype"):  # as stock's local attention says
+        run(model)
+    hook.remove()
+    (reason,) = state_of(attention).stock_calls
+    assert "one dtype" in reason
+    model.zero_grad(set_to_none=True)
+    assert_equal(run(model), expected)
+    assert model_report(model).attentions[0].path == "mixed"
+
+
 def check_a_kernel_that_cannot_is_a_reason(group_size: int) -> None:
     overlap = OverlapConfig(attention=AttentionConfig(path="query_split", kernel="flash"))
     assert_stays(group_size, "flash attention runs on CUDA devices", overlap)
