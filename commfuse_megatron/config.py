@@ -109,14 +109,14 @@ class AttentionConfig(_Checked):
     path: "query_split": the queries of one owner after the other go through attention and projection, each partial
     output on its way while the next is computed; "row_parallel": attention at once, then the projection over the
     reduce-scatter as a linear of its own; "sequential": attention, projection, collective. "auto" leaves it to the
-    planner.
+    planner. Not the default: the kernels of query splits have not been run on GPUs yet.
     splits_per_shard: pieces that one owner's queries are cut into; None: the planner chooses.
     kernel: what computes attention in `ops`. "auto" takes the first that can of cuDNN's front end ("cudnn"), PyTorch's
     flash attention ("flash") and "math", which keeps a split's scores in memory and takes everything. In Megatron,
     "row_parallel" and "sequential" run Megatron's own attention.
     """
 
-    path: Literal["auto", "query_split", "row_parallel", "sequential"] = "auto"
+    path: Literal["auto", "query_split", "row_parallel", "sequential"] = "row_parallel"
     splits_per_shard: int | None = None
     kernel: Literal["auto", "cudnn", "flash", "math"] = "auto"
 
