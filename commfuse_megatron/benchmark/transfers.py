@@ -38,14 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    try:
-        rows = _measure(options)
-        if dist.get_rank() == 0:
-            _print(rows)
-            if options.json:
-                options.json.write_text(json.dumps({"rows": rows}, indent=1))
-    finally:
-        dist.destroy_process_group()
+    rows = _measure(options)
+    if dist.get_rank() == 0:
+        _print(rows)
+        if options.json:
+            options.json.write_text(json.dumps({"rows": rows}, indent=1))
+    dist.destroy_process_group()
     return 0
 
 

@@ -190,10 +190,9 @@ def _process_group(rank: Rank, local_rank: int, store: Any, timeout_s: float) ->
         world_size=rank.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    # Not after an error: NCCL would wait for ranks that wait for this one elsewhere, and nobody would see the error.
+    dist.destroy_process_group()
 
 
 # --- local ranks: the starting process --------------------------------------------------------------------------------

@@ -155,13 +155,14 @@ def default_layer_spec(model_config: Any, vp_stage: int | None) -> Any:
     return stock_default(model_config)
 
 
-def megatron_groups() -> set[dist.ProcessGroup]:
-    """The process groups that Megatron's `parallel_state` holds at the moment."""
-    found: set[dist.ProcessGroup] = set()
+def megatron_groups() -> tuple[dist.ProcessGroup, ...]:
+    """The process groups that Megatron's `parallel_state` holds at the moment, each once, in an order that is the same
+    on all ranks: that of its variables."""
+    found: dict[dist.ProcessGroup, None] = {}
     for value in vars(parallel_state).values():
         held = value if isinstance(value, list | tuple) else [value]
-        found.update(each for each in held if isinstance(each, dist.ProcessGroup))
-    return found
+        found.update(dict.fromkeys(each for each in held if isinstance(each, dist.ProcessGroup)))
+    return tuple(found)
 
 
 def tell_fsdp(kind: str, name: str) -> None:

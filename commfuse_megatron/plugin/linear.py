@@ -22,7 +22,26 @@ from commfuse_megatron.plugin.main_grad import into_main_grad
 __all__ = ["CommFuseColumnParallelLinear", "CommFuseRowParallelLinear"]
 
 
-class CommFuseColumnParallelLinear(ColumnParallelLinear):
+class _Constructed:
+    """What both do when they are built: decide whether to be, and remember what was asked for."""
+
+    def __new__(cls, *args: Any, stock_class: type | None = None, **kwargs: Any) -> Any:
+        kept = kept_stock(stock_class, args, kwargs)
+        return super().__new__(cls) if kept is None else kept
+
+    def __init__(
+        self,
+        *args: Any,
+        config: Any,
+        overlap_config: OverlapConfig | None = None,
+        stock_class: type | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, config=without_fused_kernel(config), **kwargs)  # type: ignore[call-arg]
+        _remember(self, config, overlap_config, kwargs)
+
+
+class CommFuseColumnParallelLinear(_Constructed, ColumnParallelLinear):
     """`ColumnParallelLinear` whose all-gather (and reduce-scatter in the backward pass) hides under its GEMMs.
 
     | pass  | computes                                     | communicates meanwhile                           |
@@ -43,21 +62,6 @@ class CommFuseColumnParallelLinear(ColumnParallelLinear):
     Raises ConfigError for a configuration file with mistakes, unless switched off.
     """
 
-    def __new__(cls, *args: Any, stock_class: type | None = None, **kwargs: Any) -> Any:  # noqa: D102
-        kept = kept_stock(stock_class, args, kwargs)
-        return super().__new__(cls) if kept is None else kept
-
-    def __init__(
-        self,
-        *args: Any,
-        config: Any,
-        overlap_config: OverlapConfig | None = None,
-        stock_class: type | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, config=without_fused_kernel(config), **kwargs)
-        _remember(self, config, overlap_config, kwargs)
-
     @torch.compiler.disable  # what is decided and counted per call is Python, not a graph
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         context = overlap_context(self, input, weight, grad_output_buffer=kwargs.get("grad_output_buffer"))
@@ -68,7 +72,7 @@ class CommFuseColumnParallelLinear(ColumnParallelLinear):
         return ops.all_gather_linear(input, weight, kwargs.get("bias"), context=context, weight_grad=target)
 
 
-class CommFuseRowParallelLinear(RowParallelLinear):
+class CommFuseRowParallelLinear(_Constructed, RowParallelLinear):
     """`RowParallelLinear` whose reduce-scatter (and all-gather in the backward pass) hides under its GEMMs.
 
     | pass  | computes                                     | communicates meanwhile                           |
@@ -87,21 +91,6 @@ class CommFuseRowParallelLinear(RowParallelLinear):
 
     Raises ConfigError for a configuration file with mistakes, unless switched off.
     """
-
-    def __new__(cls, *args: Any, stock_class: type | None = None, **kwargs: Any) -> Any:  # noqa: D102
-        kept = kept_stock(stock_class, args, kwargs)
-        return super().__new__(cls) if kept is None else kept
-
-    def __init__(
-        self,
-        *args: Any,
-        config: Any,
-        overlap_config: OverlapConfig | None = None,
-        stock_class: type | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, config=without_fused_kernel(config), **kwargs)
-        _remember(self, config, overlap_config, kwargs)
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         weight, kwargs = into_main_grad(weight, kwargs)  # only on Megatron's own path

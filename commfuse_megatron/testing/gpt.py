@@ -74,10 +74,15 @@ def tensor_parallel(group_size: int, *, seed: int = 1234, **other_sizes: Any) ->
     model_parallel_cuda_manual_seed(seed)
     try:
         yield
-    finally:
-        groups = megatron_groups() - {dist.group.WORLD}
+    except BaseException:
+        # The others may still be waiting for this rank, and NCCL destroys a group when all its ranks do: to try here
+        # would hide the error behind a hang.
         parallel_state.destroy_model_parallel()
-        for group in groups:
+        raise
+    groups = megatron_groups()
+    parallel_state.destroy_model_parallel()
+    for group in groups:  # in the order of all ranks: NCCL may wait for the others in each
+        if group is not dist.group.WORLD:
             with suppress(ValueError):  # a few have been destroyed by Megatron
                 dist.destroy_process_group(group)
 

@@ -5,39 +5,29 @@ them there is no stock model to compare with. Both models get the same stand-ins
 sequence parallelism, `_LatentCoreAttention` for a core attention that knows no head sizes of its own.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_mtp_block_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.models.hybrid import hybrid_block
-from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayerSubmodules
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.plugin import CommFuseNorm, apply_to_spec, convert_model
+from commfuse_megatron.plugin.hybrid_spec import stock_stack_spec_local
 from commfuse_megatron.plugin.spec import block_spec, replace_in_spec
 from commfuse_megatron.testing.gpt import SmallGPT, transformer_config
+from commfuse_megatron.testing.pretraining import PRETRAINING_SHIMS
 
-__all__ = ["Recipe", "build_chunks", "hybrid_spec", "make_config"]
+__all__ = ["Recipe", "build_chunks", "make_config"]
 
 Way = Literal["spec", "convert"]
 
@@ -104,10 +94,10 @@ def _build_gpt(recipe: Recipe, config: Any, vp_stage: int | None, overlap: Overl
 
 
 def _build_hybrid(recipe: Recipe, config: Any, vp_stage: int | None, overlap: OverlapConfig | None) -> Any:
-    spec = hybrid_spec()
+    spec = stock_stack_spec_local
     if overlap is not None:
         spec = apply_to_spec(spec, overlap)
-    with _hybrid_final_norm():
+    with PRETRAINING_SHIMS["hybrid_final_norm"]():
         return HybridModel(
             config=config,
             hybrid_stack_spec=spec,
@@ -154,52 +144,3 @@ class _LatentCoreAttention(DotProductAttention):
         if v_channels is not None:
             heads = self.config.num_attention_heads
             self.hidden_size_per_partition = v_channels * heads // self.config.tensor_model_parallel_size
-
-
-def hybrid_spec() -> Any:
-    """The spec of a HybridStack of local layers: attention, MLP, mixture of experts.
-
-    Megatron's own one, `hybrid_stack_spec`, is of Transformer Engine layers.
-    """
-    attention = replace_in_spec(get_gpt_layer_local_spec(normalization="RMSNorm"), {WrappedTorchNorm: CommFuseNorm})
-    submodules = attention.submodules
-    mlp = partial(
-        MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    )
-    experts = get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=False)
-    return ModuleSpec(
-        module=HybridStack,
-        submodules=HybridStackSubmodules(
-            attention_layer=ModuleSpec(
-                module=attention.module,
-                submodules=TransformerLayerSubmodules(
-                    input_layernorm=CommFuseNorm,
-                    self_attention=submodules.self_attention,
-                    self_attn_bda=get_bias_dropout_add,
-                ),
-            ),
-            mlp_layer=ModuleSpec(
-                module=MLPLayer,
-                submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=CommFuseNorm, mlp=mlp, mlp_bda=get_bias_dropout_add
-                ),
-            ),
-            moe_layer=ModuleSpec(
-                module=MoETransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=CommFuseNorm, mlp=experts, mlp_bda=get_bias_dropout_add
-                ),
-            ),
-        ),
-    )
-
-
-@contextmanager
-def _hybrid_final_norm() -> Iterator[None]:
-    """HybridStack names Transformer Engine's norm for its final one, whatever the spec says."""
-    stock = hybrid_block.TENorm
-    hybrid_block.TENorm = CommFuseNorm
-    try:
-        yield
-    finally:
-        hybrid_block.TENorm = stock

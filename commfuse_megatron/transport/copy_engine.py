@@ -228,15 +228,10 @@ class CopyEngineTransport(Transport):
 
     # -- binding: see copy_tape -------------------------------------------------------------------------------------
 
-    def bind_order(self) -> Step:
-        """The copy stream goes on when the current one has come here."""
+    def bind_order(self) -> tuple[Step, Step]:
+        """Mark where the current stream has come; let the copy stream go on from the latest mark."""
         record, follow, copies = self._issued.record, self._issued.wait, self._stream.handle
-
-        def step(at: tuple[int, ...], stream: int) -> None:
-            record(stream)
-            follow(copies)
-
-        return step
+        return lambda at, stream: record(stream), lambda at, stream: follow(copies)
 
     def bind_take(self, peer: int) -> Step:
         """The copy stream goes on when `peer` lets it write."""

@@ -1,5 +1,8 @@
 """Checks of what closes contexts, run on every rank of one spawn. Order matters: the last ones destroy groups."""
 
+from contextlib import suppress
+
+import pytest
 from torch import distributed as dist
 
 from commfuse_megatron.plugin.contexts import close_contexts, open_contexts
@@ -44,6 +47,33 @@ def check_groups_destroyed_and_made_again(group_size: int) -> None:
         assert not old.is_usable, "a context whose group Megatron has dropped is closed"
         assert open_contexts() == [new]
         assert new.group is parallel_state.get_tensor_model_parallel_group()
+
+
+def check_groups_are_destroyed_in_one_order(group_size: int) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()  # the fixture's, if it is still there
+    destroyed: list[str] = []
+
+    def destroy(group: dist.ProcessGroup) -> None:
+        destroyed.append(group.group_name)
+        destroy_process_group(group)
+
+    destroy_process_group = dist.destroy_process_group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "destroy_process_group", destroy)
+        with tensor_parallel(group_size):
+            pass
+        orders: list[list[str]] = [[] for _ in range(group_size)]
+        dist.all_gather_object(orders, destroyed)
+        shared = set.intersection(*map(set, orders))  # ranks have groups of their own, too
+        assert len(shared) > 3, orders
+        assert len({tuple(name for name in order if name in shared) for order in orders}) == 1, orders
+        del destroyed[:]
+        with suppress(KeyError), tensor_parallel(group_size):
+            name = parallel_state.get_tensor_model_parallel_group().group_name
+            raise KeyError("what went wrong")
+        assert name not in destroyed, "with NCCL this would wait for ranks that wait elsewhere"
 
 
 def check_group_destroyed_in_torch(group_size: int) -> None:

@@ -221,3 +221,19 @@ def test_under_torchrun_the_body_runs_in_place(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert [(tmp_path / f"rank{rank}").read_text(encoding="utf-8") for rank in range(2)] == ["3.0 2 1"] * 2
+
+
+def test_an_error_under_a_launcher_is_raised_before_groups_are_destroyed(monkeypatch):
+    # NCCL destroys a group when all its ranks do: a rank that failed would wait for those that wait for it.
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29999")
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: pytest.fail("destroyed"))
+
+    def fail(rank: Rank, options: None) -> int:
+        raise ValueError("the reason is here")
+
+    with pytest.raises(ValueError, match="the reason is here"):
+        launch(fail, None, num_ranks=1, device_type="cpu")
