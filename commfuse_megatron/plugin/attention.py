@@ -91,6 +91,9 @@ def attention_unsupported_reason(attention: Any, arguments: dict[str, Any] | Non
     reason = unsupported_reason(projection)
     if reason is not None:
         return reason
+    path = state_of(projection).config(projection.config).attention.path
+    if path in ("row_parallel", "sequential"):
+        return f"attention.path is {path}: Megatron's own attention, then the projection as a layer of its own"
     for owner, reasons in ((attention.config, _SETTINGS), (attention, _FLAGS)):
         for name, reason in reasons.items():
             if getattr(owner, name, None):

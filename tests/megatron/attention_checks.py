@@ -16,6 +16,7 @@ from commfuse_megatron.plugin.decision import state_of
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, transformer_config
 
 QUERY_SPLIT = OverlapConfig(attention=AttentionConfig(path="query_split"))
+AUTO = OverlapConfig(attention=AttentionConfig(path="auto"))
 TOKENS = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
 
 
@@ -52,8 +53,16 @@ def assert_stays(
     return model
 
 
-def check_by_default_attention_is_megatrons_on_the_cpu(group_size: int) -> None:
-    model = assert_stays(group_size, "planned as row_parallel: default on the CPU", OverlapConfig())
+def check_by_default_attention_is_megatrons(group_size: int) -> None:
+    """And nothing of ours is planned or made ready for it."""
+    model = assert_stays(group_size, "attention.path is row_parallel", OverlapConfig())
+    report = model_report(model)
+    assert {layer.path for layer in report.layers} == {"overlapped"}
+    assert "query_split_attention" not in {record.op for record in report.ops}
+
+
+def check_planned_attention_is_megatrons_on_the_cpu(group_size: int) -> None:
+    model = assert_stays(group_size, "planned as row_parallel: default on the CPU", AUTO)
     report = model_report(model)
     assert {layer.path for layer in report.layers} == {"overlapped"}
     (record,) = [record for record in report.ops if record.op == "query_split_attention"]
@@ -148,8 +157,8 @@ def check_raising_instead(group_size: int) -> None:
     model = build(group_size, overlap, attention_output_gate=True)
     with pytest.raises(UnsupportedError, match="attention_output_gate"):
         run(model)
-    planned = OverlapConfig(fallback=FallbackConfig(unsupported="raise"))
-    assert_stays(group_size, "planned as row_parallel", planned)
+    for attention, words in ((AUTO.attention, "planned as row_parallel"), (AttentionConfig(), "attention.path is")):
+        assert_stays(group_size, words, OverlapConfig(attention=attention, fallback=overlap.fallback))
 
 
 def check_a_lost_placeholder_is_an_error(group_size: int) -> None:

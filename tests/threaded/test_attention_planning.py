@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
-from commfuse_megatron.config import PlanConfig
+from commfuse_megatron.config import AttentionConfig, PlanConfig
 from commfuse_megatron.plan.attention import attention_buffer_needs
 from commfuse_megatron.plan.machine import GemmRate
 from tests.harness import run_threads
 from tests.threaded.test_planning import TRIAL, MadeUpTimes, machine
 from tests.threaded.test_query_split_attention import Case, assert_close, attention_config, draw, run
+
+AUTO = AttentionConfig(path="auto")
 
 
 def planned(monkeypatch, times, config=None, group_size=2, case=None):
@@ -20,7 +22,7 @@ def planned(monkeypatch, times, config=None, group_size=2, case=None):
     case = case or Case(dtype=torch.float32)
 
     def body(group, device):
-        with OverlapContext(group, config or OverlapConfig()) as context:
+        with OverlapContext(group, config or OverlapConfig(attention=AUTO)) as context:
             context.planner.default_reason = None
             context.planner.machines["float32"] = machine()
             operands, grad_y = draw(case, group.rank(), group.size())
@@ -52,7 +54,7 @@ def test_the_fastest_on_the_slowest_rank_is_taken_for_both_passes(monkeypatch, b
 
 
 def test_where_nothing_may_be_measured_it_is_the_row_parallel_one(monkeypatch):
-    config = OverlapConfig(plan=PlanConfig(measure="never"))
+    config = OverlapConfig(attention=AUTO, plan=PlanConfig(measure="never"))
     for forward, _ in planned(monkeypatch, [{}, {}], config):
         assert (forward.path, forward.measured_us) == ("row_parallel", None)
         assert forward.reason == "default for attention where nothing is measured"

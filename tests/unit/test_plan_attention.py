@@ -28,7 +28,7 @@ def config(path="auto", m=None, **transport) -> OverlapConfig:
 
 
 def names(the_problem, configuration=None) -> list[str]:
-    return [plan.name for plan in list_candidates(the_problem, configuration or OverlapConfig()).plans]
+    return [plan.name for plan in list_candidates(the_problem, configuration or config()).plans]
 
 
 def test_candidates():
@@ -40,8 +40,12 @@ def test_candidates():
         assert names(problem(), config(path, 5)) == [path]
 
 
-def test_the_default_is_the_row_parallel_one():
-    assert choose_by_default(list_candidates(problem(), OverlapConfig()), "because").path == "row_parallel"
+def test_query_splits_have_to_be_asked_for():
+    assert names(problem(), OverlapConfig()) == ["row_parallel"]
+
+
+def test_where_nothing_is_measured_it_is_the_row_parallel_one():
+    assert choose_by_default(list_candidates(problem(), config()), "because").path == "row_parallel"
 
 
 def test_what_does_not_fit_is_left_out_with_its_size():
@@ -52,7 +56,7 @@ def test_what_does_not_fit_is_left_out_with_its_size():
 
 
 def test_only_query_split_plans_need_buffers_and_gathering_only_with_a_backward_pass():
-    for plan in list_candidates(problem(), OverlapConfig()).plans:
+    for plan in list_candidates(problem(), config()).plans:
         needs = attention_buffer_needs(problem(), plan)
         assert bool(needs) == (plan.path == "query_split")
         assert ("gather" in needs) == (plan.path == "query_split")
@@ -63,7 +67,7 @@ def test_only_query_split_plans_need_buffers_and_gathering_only_with_a_backward_
 @pytest.mark.parametrize("is_link_slow", [False, True])
 def test_predictions_are_positive_and_query_split_hides_what_the_projection_cannot(needs, is_link_slow):
     machine = assumed_machine(Traits(transport="copy_engine"), "bfloat16", is_link_slow=is_link_slow)
-    predicted = predict(problem(needs=needs), list_candidates(problem(), OverlapConfig()), machine)
+    predicted = predict(problem(needs=needs), list_candidates(problem(), config()), machine)
     times = {plan.name: plan.predicted_us for plan in predicted.plans}
     assert all(time > 0 for time in times.values())
     if needs == "" and not is_link_slow:  # K per rank is 1024: the projection is shorter than its transfer
