@@ -123,6 +123,11 @@ class AttentionConfig(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.splits_per_shard is not None and self.path in ("row_parallel", "sequential"):
+            raise ConfigError(
+                f"attention.splits_per_shard = {self.splits_per_shard} says how queries are split, which path "
+                f'"{self.path}" does not do; set attention.path to "query_split" or "auto"'
+            )
         if self.splits_per_shard is not None and self.splits_per_shard < 1:
             raise ConfigError(f"splits_per_shard must be at least 1, got {self.splits_per_shard}")
 

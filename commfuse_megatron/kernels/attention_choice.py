@@ -4,6 +4,9 @@ The contract that bites: a kernel that is left out for want of a package or a GP
 harmless: every rank computes its own heads.
 """
 
+import dataclasses
+from typing import NamedTuple
+
 import torch
 
 from commfuse_megatron.errors import UnsupportedError
@@ -20,20 +23,33 @@ _MOST_CHOICES = 1024
 _ORDER = ("cudnn", "flash", "math")
 
 
+class _Choice(NamedTuple):
+    kernel: AttentionKernel
+    passed_over: str  # why none of those that come first
+
+
 class AttentionKernels:
     """The kernels of one device, each made when first chosen and kept."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: dict[str, AttentionKernel] = {}
-        self._chosen: dict[tuple[AttentionProblem, str], AttentionKernel] = {}
+        self._chosen: dict[tuple[AttentionProblem, str], _Choice] = {}
 
     def choose(self, problem: AttentionProblem, wanted: str) -> AttentionKernel:
         """The kernel for `problem`. wanted: "auto", or one by name.
 
         Raises UnsupportedError where the one that is wanted cannot.
         """
-        key = (problem, wanted)
+        return self._choose(problem, wanted).kernel
+
+    def passed_over_reason(self, problem: AttentionProblem, wanted: str) -> str:
+        """Why kernels that "auto" would rather take cannot compute `problem`; "" if the first one can."""
+        return self._choose(problem, wanted).passed_over
+
+    def _choose(self, problem: AttentionProblem, wanted: str) -> _Choice:
+        # Both passes, and whatever gradients are due, take the same.
+        key = (dataclasses.replace(problem, pass_name="fprop", needs=""), wanted)
         if key not in self._chosen:
             if len(self._chosen) >= _MOST_CHOICES:
                 self._chosen.clear()
@@ -51,12 +67,12 @@ class AttentionKernels:
             return reason
         return flash_attention_unavailable_reason(problem, self._device) if name == "flash" else None
 
-    def _find(self, problem: AttentionProblem, wanted: str) -> AttentionKernel:
+    def _find(self, problem: AttentionProblem, wanted: str) -> _Choice:
         reasons = []
         for name in _ORDER if wanted == "auto" else (wanted,):
             reason = self.unavailable_reason(name, problem)
             if reason is None:
-                return self._make(name)
+                return _Choice(self._make(name), "; ".join(reasons))
             reasons.append(reason)
         raise UnsupportedError(f"attention.kernel is {wanted!r}, but {'; '.join(reasons)}")
 

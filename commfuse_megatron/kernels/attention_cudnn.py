@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from commfuse_megatron.kernels.attention import Dropout, SplitMask
-from commfuse_megatron.problem import AttentionProblem, RowRange, VisibleKeys
+from commfuse_megatron.problem import AttentionProblem, RowRange, VisibleKeys, chunk_ranges
 
 __all__ = ["CudnnAttention", "cudnn_attention_unavailable_reason"]
 
@@ -81,9 +81,15 @@ class CudnnAttention:
         self._graphs: dict[tuple, _Graph] = {}
 
     def probe(self, problem: AttentionProblem) -> str | None:
-        """Why the last shard's queries cannot be computed, forward and backward; None if they can."""
-        shard = -(-problem.rows // problem.group_size)
-        queries = RowRange(problem.rows - shard, problem.rows)
+        """Why the first or the last shard's queries cannot be computed, forward and backward; None if they can."""
+        shards = [
+            chunk for chunks in chunk_ranges(problem.rows, problem.group_size, 1) for chunk in chunks if chunk.size
+        ]
+        return next(
+            (reason for queries in shards[:: max(1, len(shards) - 1)] if (reason := self._try(problem, queries))), None
+        )
+
+    def _try(self, problem: AttentionProblem, queries: RowRange) -> str | None:
         band = problem.visible_keys(queries)
         dtype: torch.dtype = getattr(torch, problem.dtype)
 

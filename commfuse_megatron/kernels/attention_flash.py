@@ -4,6 +4,8 @@ The contract that bites: its kernels align a causal mask and a window to the las
 right"), which is what a split of queries against a prefix of keys needs. About half of cuDNN's speed on Hopper.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,8 +38,8 @@ def flash_attention_unavailable_reason(problem: AttentionProblem, device: torch.
 
 
 class FlashAttention:
-    """See `AttentionKernel`. Dropout draws from the device's default generator, whose state it saves: a recomputed
-    call drops the same if that state was restored, as Megatron's recompute does."""
+    """See `AttentionKernel`. Dropout draws from the device's default generator, which is given the seed for one call:
+    the kernel takes no other, and what the program draws must not depend on how often we try things out."""
 
     name = "flash"
 
@@ -53,18 +55,19 @@ class FlashAttention:
     ) -> tuple[torch.Tensor, ...]:
         """Fill `out`; returns the log-sum-exp of the scores and the generator's state."""
         probability = 0.0 if dropout is None else dropout.probability
-        result, logsumexp, *state, _ = torch.ops.aten._flash_attention_forward(
-            *map(_batch_first, (q, k, v)),
-            None,
-            None,
-            q.size(0),
-            k.size(0),
-            probability,
-            mask.band.is_causal,
-            False,
-            scale=scale,
-            **_window(mask),
-        )
+        with _seeded(q.device, dropout):
+            result, logsumexp, *state, _ = torch.ops.aten._flash_attention_forward(
+                *map(_batch_first, (q, k, v)),
+                None,
+                None,
+                q.size(0),
+                k.size(0),
+                probability,
+                mask.band.is_causal,
+                False,
+                scale=scale,
+                **_window(mask),
+            )
         out.copy_(_batch_first(result))
         return logsumexp, *state
 
@@ -95,6 +98,20 @@ class FlashAttention:
         )
         grad_q, grad_k, grad_v = map(_batch_first, gradients)
         return grad_q, grad_k, grad_v
+
+
+@contextmanager
+def _seeded(device: torch.device, dropout: Dropout | None) -> Iterator[None]:
+    if dropout is None:
+        yield
+        return
+    generator = torch.cuda.default_generators[device.index]
+    before = generator.get_state()
+    generator.manual_seed(dropout.seed)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
 
 
 def _batch_first(tensor: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,8 @@ class AttentionInputs(NamedTuple):
             None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
             for tensor in (q, k, v, weight, self.bias, self.mask)
         )
-        return ("query_split_attention", tensors, self.causal, self.window, self.dropout > 0, self.needs)
+        dropout = (self.dropout > 0, 0 <= self.dropout < 1)
+        return ("query_split_attention", tensors, self.causal, self.window, dropout, self.needs)
 
 
 def state_attention_problem(inputs: AttentionInputs, group_size: int) -> AttentionProblem:
@@ -115,8 +116,9 @@ def _find_dtype_complaint(inputs: AttentionInputs, device: torch.device) -> str 
 
 
 def _find_mask_complaint(inputs: AttentionInputs) -> str | None:
-    if inputs.window is not None and (len(inputs.window) != 2 or min(inputs.window) < -1):
-        return f"window must be (left, right), each -1 (unlimited) or more, got {inputs.window}"
+    window = inputs.window
+    if window is not None and (len(window) != 2 or any(not isinstance(n, int) or n < -1 for n in window)):
+        return f"window must be (left, right), integers of -1 (unlimited) or more, got {window}"
     if not 0 <= inputs.dropout < 1:
         return f"dropout must be at least 0 and below 1, got {inputs.dropout}"
     mask = inputs.mask

@@ -76,14 +76,16 @@ def query_split_attention(
     Which way it is computed `context.config.attention.path` says; splitting queries has to be asked for.
 
     Rounding: that of `linear_reduce_scatter`; attended values are rounded to the dtype of q before the projection.
-    Gradients of keys and values are summed over splits in fp32 (fp64 for fp64) and rounded once.
+    Gradients of keys and values are summed over splits in fp32 (fp64 for fp64) and rounded once; "cudnn" and "flash"
+    round those of a split, too.
 
     Gradients: q, k, v and out_weight get their own, complete; out_bias the sum over this rank's rows only.
 
     Args:
         scale: of scores; None is 1 / sqrt(D).
         dropout: probability of dropping an attention probability. The mask is drawn from a seed that the CPU's default
-            generator and the group rank give: what is computed again from the same state drops the same.
+            generator and the group rank give: what is computed again from the same state drops the same. A CUDA graph
+            would repeat one mask, so none is captured with it.
         weight_grad: add the weight's gradient into a tensor instead of returning it.
 
     Raises:
@@ -98,13 +100,20 @@ def query_split_attention(
     """
     require_context("query_split_attention", context)
     q, k, v, out_weight, out_bias = _cast_for_autocast(q, k, v, out_weight, out_bias, context.device.type)
+    window = None if window is None else tuple(window)
     inputs = AttentionInputs(q, k, v, out_weight, out_bias, causal, window, mask, scale, dropout)
+    if dropout and context.is_capturing:
+        raise UnsupportedError(
+            "query_split_attention: a CUDA graph would repeat one dropout mask; capture without dropout"
+        )
     forward = _prepare(inputs, context)
     forward.begin()
     call = _Call(forward, weight_grad, q.size(-1) ** -0.5 if scale is None else scale, mask, _draw(dropout, context))
-    if not forward.problem.needs and not (out_bias is not None and out_bias.requires_grad):
-        return _forward(call, Heads(q, k, v), out_weight, out_bias)[0]
-    return _QuerySplitAttention.apply(q, k, v, out_weight, out_bias, call)
+    # The plain kernel's products are to be in fp32, whatever autocast makes of products.
+    with torch.autocast(context.device.type, enabled=False):
+        if not forward.problem.needs and not (out_bias is not None and out_bias.requires_grad):
+            return _forward(call, Heads(q, k, v), out_weight, out_bias)[0]
+        return _QuerySplitAttention.apply(q, k, v, out_weight, out_bias, call)
 
 
 def find_attention_kernel(inputs: AttentionInputs, context: OverlapContext) -> AttentionKernel | str:
@@ -324,9 +333,20 @@ def _prepare(inputs: AttentionInputs, context: OverlapContext) -> PreparedPass:
             _choose_kernel(problem, context)
         except UnsupportedError as error:
             context.refuse(error)
-        prepared = remember(context, inputs.key, problem, _OPERATION)
+        if problem.has_dropout:
+            # Splits draw masks of their own: recomputed with gradients, a call must be split as it was without.
+            model = remember(context, (inputs.key, "plan"), _with_all_gradients(problem), _OPERATION)
+            prepared = context.known_calls[inputs.key] = context.prepare_like(
+                problem, model, f"as with all gradients: {model.plan.reason}"
+            )
+        else:
+            prepared = remember(context, inputs.key, problem, _OPERATION)
         prepared.attention = _choose_kernel(problem, context)
     return prepared
+
+
+def _with_all_gradients(problem: AttentionProblem) -> AttentionProblem:
+    return dataclasses.replace(problem, needs="input+weight")
 
 
 def _prepare_backward(forward: PreparedPass) -> PreparedPass:

@@ -20,7 +20,7 @@ from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import CommFuseError, ConfigError, ShapeError, TransportError, TransportTimeoutError
 from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.plan.linear_plan import LinearPlan
-from commfuse_megatron.problem import Problem
+from commfuse_megatron.problem import AttentionProblem, Problem
 from commfuse_megatron.runtime.agreement import Agreement
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.lanes import Lanes
@@ -44,6 +44,7 @@ class OpRecord:
     exposed_comm_us: mean over the latest recorded calls of the time in which a transfer ran and nothing computed; None
     unless the configuration records. predicted_us, measured_us: what the planner knew of the path taken; None where it
     did not ask. attention: the kernel of an attention; None for a linear, and where Megatron's own attention runs.
+    attention_reason: why that and no faster one.
     """
 
     op: str
@@ -64,6 +65,7 @@ class OpRecord:
     predicted_us: float | None = None
     measured_us: float | None = None
     attention: str | None = None
+    attention_reason: str = ""
 
 
 class OverlapContext:
@@ -151,11 +153,11 @@ class OverlapContext:
             self._prepared[problem] = prepared
         return prepared
 
-    def prepare_like(self, problem: Problem, forward: PreparedPass) -> PreparedPass:
-        """The pass of `problem` under the plan of `forward`, where both must take the same path."""
+    def prepare_like(self, problem: Problem, other: PreparedPass, reason: str = "as the forward pass") -> PreparedPass:
+        """The pass of `problem` under the plan of `other`, where both must take the same path."""
         prepared = self._prepared.get(problem)
         if prepared is None:
-            plan = dataclasses.replace(forward.plan, reason="as the forward pass", predicted_us=None, measured_us=None)
+            plan = dataclasses.replace(other.plan, reason=reason, predicted_us=None, measured_us=None)
             prepared = self._prepared[problem] = self.make_pass(problem, plan)
         return prepared
 
@@ -308,9 +310,15 @@ class OverlapContext:
                 predicted_us=entry.plan.predicted_us,
                 measured_us=entry.plan.measured_us,
                 attention=None if entry.attention is None else entry.attention.name,
+                attention_reason=self._attention_reason(entry),
             )
             for entry in self._prepared.values()
         ]
+
+    def _attention_reason(self, entry: PreparedPass) -> str:
+        if entry.attention is None or not isinstance(entry.problem, AttentionProblem):
+            return ""
+        return self.attention_kernels.passed_over_reason(entry.problem, self.config.attention.kernel)
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Block until all transfers are done.

@@ -103,17 +103,19 @@ def test_strided_operands(name):
         torch.testing.assert_close(plain, strided, atol=2e-2, rtol=2e-2)
 
 
-def test_flash_drops_the_same_from_the_same_state():
+def test_flash_drops_the_same_from_the_same_seed_and_leaves_the_programs_state_alone():
     problem = dataclasses.replace(BASE, has_dropout=True)
     kernel, device = kernel_or_skip("flash", problem), torch.device("cuda", 0)
     q, k, v, grad = heads_of(problem, device)
     band = problem.visible_keys(RowRange(0, problem.rows))
     results = []
     for seed in (1, 1, 2):
-        torch.cuda.manual_seed(seed)
+        torch.cuda.manual_seed(len(results))
+        before = torch.cuda.get_rng_state(device)
         out = torch.empty_like(grad)
-        kernel.forward(q, k, v, out, SplitMask(band), 0.125, Dropout(0.3, 0))
+        kernel.forward(q, k, v, out, SplitMask(band), 0.125, Dropout(0.3, seed))
         results.append(out)
+        assert torch.equal(torch.cuda.get_rng_state(device), before)
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])
 

@@ -36,7 +36,8 @@ class Case:
 
 
 def attention_config(path="query_split", m=1, **others) -> OverlapConfig:
-    return OverlapConfig(attention=AttentionConfig(path=path, splits_per_shard=m), **others)
+    splits = m if path in ("auto", "query_split") else None
+    return OverlapConfig(attention=AttentionConfig(path=path, splits_per_shard=splits), **others)
 
 
 def draw(case: Case, rank: int, group_size: int) -> tuple[dict[str, torch.Tensor | None], torch.Tensor]:
