@@ -68,7 +68,7 @@ class AttentionKernels:
         return flash_attention_unavailable_reason(problem, self._device) if name == "flash" else None
 
     def _find(self, problem: AttentionProblem, wanted: str) -> _Choice:
-        reasons = []
+        reasons: list[str] = []
         for name in _ORDER if wanted == "auto" else (wanted,):
             reason = self.unavailable_reason(name, problem)
             if reason is None:

@@ -11,7 +11,7 @@ On GPUs the pieces alternate over two streams (`runtime/lanes.py`). The two othe
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -100,7 +100,7 @@ def query_split_attention(
     """
     require_context("query_split_attention", context)
     q, k, v, out_weight, out_bias = _cast_for_autocast(q, k, v, out_weight, out_bias, context.device.type)
-    window = None if window is None else tuple(window)
+    window = None if window is None else cast(tuple[int, int], tuple(window))  # a list, of a file say, is no key
     inputs = AttentionInputs(q, k, v, out_weight, out_bias, causal, window, mask, scale, dropout)
     if dropout and context.is_capturing:
         raise UnsupportedError(
