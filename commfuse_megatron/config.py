@@ -20,6 +20,7 @@ from commfuse_megatron.errors import ConfigError
 
 __all__ = [
     "CONFIG_VARIABLE",
+    "AttentionConfig",
     "FallbackConfig",
     "KernelConfig",
     "LinearConfig",
@@ -99,6 +100,36 @@ class LinearConfig(_Checked):
     fprop: PassConfig = field(default_factory=PassConfig)
     dgrad: PassConfig = field(default_factory=PassConfig)
     wgrad: WgradConfig = field(default_factory=WgradConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig(_Checked):
+    """Attention with its output projection.
+
+    path: "query_split": the queries of one owner after the other go through attention and projection, each partial
+    output on its way while the next is computed; "row_parallel": attention at once, then the projection over the
+    reduce-scatter as a linear of its own; "sequential": attention, projection, collective. "auto" leaves it to the
+    planner. The default is "row_parallel", and query splits have to be asked for, since their kernels have not been run
+    on GPUs yet.
+    splits_per_shard: pieces that one owner's queries are cut into; None: the planner chooses.
+    kernel: what computes attention in `ops`. "auto" takes the first that can of cuDNN's front end ("cudnn"), PyTorch's
+    flash attention ("flash") and "math", which keeps a split's scores in memory and takes everything. In Megatron,
+    "row_parallel" and "sequential" run Megatron's own attention.
+    """
+
+    path: Literal["auto", "query_split", "row_parallel", "sequential"] = "row_parallel"
+    splits_per_shard: int | None = None
+    kernel: Literal["auto", "cudnn", "flash", "math"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.splits_per_shard is not None and self.path in ("row_parallel", "sequential"):
+            raise ConfigError(
+                f"attention.splits_per_shard = {self.splits_per_shard} says how queries are split, which path "
+                f'"{self.path}" does not do; set attention.path to "query_split" or "auto"'
+            )
+        if self.splits_per_shard is not None and self.splits_per_shard < 1:
+            raise ConfigError(f"splits_per_shard must be at least 1, got {self.splits_per_shard}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +232,7 @@ class OverlapConfig(_Checked):
     """
 
     linear: LinearConfig = field(default_factory=LinearConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     kernel: KernelConfig = field(default_factory=KernelConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
