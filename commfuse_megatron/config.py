@@ -20,6 +20,7 @@ from commfuse_megatron.errors import ConfigError
 
 __all__ = [
     "CONFIG_VARIABLE",
+    "AttentionConfig",
     "FallbackConfig",
     "KernelConfig",
     "LinearConfig",
@@ -102,11 +103,41 @@ class LinearConfig(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionConfig(_Checked):
+    """Attention with its output projection.
+
+    path: "query_split": the queries of one owner after the other go through attention and projection, each partial
+    output on its way while the next is computed; "row_parallel": attention at once, then the projection over the
+    reduce-scatter as a linear of its own; "sequential": attention, projection, collective. "auto" leaves it to the
+    planner. The default is "row_parallel", and query splits have to be asked for, since their kernels have not been run
+    on GPUs yet.
+    splits_per_shard: pieces that one owner's queries are cut into; None: the planner chooses.
+    kernel: what computes attention in `ops`. "auto" takes the first that can of cuDNN's front end ("cudnn"), PyTorch's
+    flash attention ("flash") and "math", which keeps a split's scores in memory and takes everything. In Megatron,
+    "row_parallel" and "sequential" run Megatron's own attention.
+    """
+
+    path: Literal["auto", "query_split", "row_parallel", "sequential"] = "row_parallel"
+    splits_per_shard: int | None = None
+    kernel: Literal["auto", "cudnn", "flash", "math"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.splits_per_shard is not None and self.path in ("row_parallel", "sequential"):
+            raise ConfigError(
+                f"attention.splits_per_shard = {self.splits_per_shard} says how queries are split, which path "
+                f'"{self.path}" does not do; set attention.path to "query_split" or "auto"'
+            )
+        if self.splits_per_shard is not None and self.splits_per_shard < 1:
+            raise ConfigError(f"splits_per_shard must be at least 1, got {self.splits_per_shard}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransportConfig(_Checked):
     """How bytes reach another rank.
 
-    backend: "auto" takes NCCL where the group has a CUDA backend, else gloo. "copy_engine" (GPUs of one host that
-    address each other's memory) takes no SM from the GEMMs and is faster on NVLink, but new: it has to be asked for.
+    backend: "auto" takes gloo where the group has no CUDA backend, else "copy_engine" if all GPUs are of one host and
+    address each other's memory (it takes no SM from the GEMMs), else "nccl"; also "nccl" under NCCL_P2P_DISABLE=1.
     max_buffer_mib: most memory that one context's buffers may take on a rank; a problem that needs more runs
     sequentially, and the report says so.
     timeout_s: how long a transfer, or a peer's word on a new problem, may take before TransportTimeoutError.
@@ -201,6 +232,7 @@ class OverlapConfig(_Checked):
     """
 
     linear: LinearConfig = field(default_factory=LinearConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     kernel: KernelConfig = field(default_factory=KernelConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)

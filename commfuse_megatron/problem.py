@@ -6,7 +6,17 @@ Rows are positions of the sequence axis; one row of a [S, B, H] tensor is B * H 
 
 from dataclasses import dataclass
 
-__all__ = ["DTYPE_BYTES", "GemmProblem", "RowRange", "chunk_ranges", "shard_range", "split_range"]
+__all__ = [
+    "DTYPE_BYTES",
+    "AttentionProblem",
+    "GemmProblem",
+    "Problem",
+    "RowRange",
+    "VisibleKeys",
+    "chunk_ranges",
+    "shard_range",
+    "split_range",
+]
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -91,3 +101,125 @@ class GemmProblem:
             f"{self.op} {self.pass_name} S={self.rows} B={self.batch} N={self.N} K={self.K} {self.dtype} "
             f"over {self.group_size} ranks{needs}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class VisibleKeys:
+    """The keys that some consecutive queries need, and the band of them that each query sees.
+
+    keys: rows of k and v. left, right: with the last query aligned to the last key of `keys` ("bottom right"), how many
+    keys before and after its own position a query sees; None: all there are.
+    """
+
+    keys: RowRange
+    left: int | None
+    right: int | None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the band is the plain lower triangle, aligned bottom right."""
+        return self.left is None and self.right == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionProblem:
+    """One pass of attention with its output projection, as seen by a rank: equal on all ranks of the group.
+
+    rows, batch: S and B of the full sequence, which every rank holds for its own heads. heads, kv_heads: of queries, of
+    keys and values (fewer: grouped queries). head_dim, value_dim: features per head of q and k, of v. N: output
+    features of the projection. left, right: how many keys before and after its own position a query sees, None: all.
+    has_mask: a mask is given as a tensor instead. has_dropout: of attention probabilities.
+    needs: which gradients the backward pass must produce, in fprop as well, since both take the same path: "input" (q,
+    k, v), "weight"; "" where no backward pass follows.
+    """
+
+    pass_name: str
+    rows: int
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    N: int
+    dtype: str
+    group_size: int
+    left: int | None = None
+    right: int | None = None
+    has_mask: bool = False
+    has_dropout: bool = False
+    needs: str = ""
+    op: str = "query_split_attention"
+
+    @property
+    def M(self) -> int:
+        """Tokens of the full sequence."""
+        return self.rows * self.batch
+
+    @property
+    def K(self) -> int:
+        """Input features of the projection on this rank."""
+        return self.heads * self.value_dim
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of the largest shard of y on the wire."""
+        return self.projection.shard_bytes
+
+    @property
+    def projection(self) -> GemmProblem:
+        """The output projection alone."""
+        return GemmProblem(
+            op="linear_reduce_scatter",
+            pass_name=self.pass_name,
+            rows=self.rows,
+            batch=self.batch,
+            N=self.N,
+            K=self.K,
+            dtype=self.dtype,
+            group_size=self.group_size,
+            needs="" if self.pass_name == "fprop" else self.needs,
+        )
+
+    def visible_keys(self, queries: RowRange) -> VisibleKeys:
+        """The keys that `queries` need. A mask given as a tensor may show all of them."""
+        first = 0 if self.left is None else max(0, queries.start - self.left)
+        stop = self.rows if self.right is None else min(self.rows, queries.stop + self.right)
+        after = stop - queries.stop  # keys that the last query's position lies before the last key
+        left = None if self.left is None else self.left + after
+        right = None if self.right is None else self.right - after
+        return VisibleKeys(RowRange(first, stop), left, right)
+
+    def count_scores(self, queries: RowRange) -> int:
+        """Pairs of a query in `queries` and a key that it sees, for one head of one sequence of the batch."""
+        start, stop = queries.start, queries.stop
+        total = queries.size * self.rows
+        if self.right is not None:
+            total = _sum_of_least(start + self.right + 1, stop + self.right + 1, self.rows)
+        if self.left is not None:
+            hidden = start - self.left, stop - self.left
+            total -= _sum_of_least(*hidden, self.rows) - _sum_of_least(*hidden, 0)
+        return total
+
+    def __str__(self) -> str:
+        kv = f"/{self.kv_heads}" if self.kv_heads != self.heads else ""
+        dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}+{self.value_dim}"
+        mask = "masked" if self.has_mask else f"keys -{_say(self.left)}..+{_say(self.right)}"
+        extra = (" dropout" if self.has_dropout else "") + (f" needs {self.needs}" if self.needs else "")
+        return (
+            f"{self.op} {self.pass_name} S={self.rows} B={self.batch} heads={self.heads}{kv} D={dims} N={self.N} "
+            f"{mask} {self.dtype} over {self.group_size} ranks{extra}"
+        )
+
+
+def _sum_of_least(start: int, stop: int, most: int) -> int:
+    """Sum of min(i, most) over i in range(start, stop)."""
+    cut = min(max(most, start), stop)
+    return (start + cut - 1) * (cut - start) // 2 + (stop - cut) * most
+
+
+def _say(bound: int | None) -> str:
+    return "all" if bound is None else str(bound)
+
+
+#: What operations are planned for.
+Problem = GemmProblem | AttentionProblem

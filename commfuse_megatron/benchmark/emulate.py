@@ -32,18 +32,18 @@ from commfuse_megatron.runtime.prepared import PreparedPass
 
 __all__ = ["EmulatedCollective", "EmulatedSequential", "EmulatedSliced", "EmulatedTransfers", "make_emulated_work"]
 
-_REAL_RANKS = 2
+REAL_RANKS = 2
 
 
 def make_emulated_work(case: LinearCase, group: dist.ProcessGroup, pool: Pool) -> Work:
     """Operands of one rank of `case.group_size`, and what its program gives with the one peer in all other places."""
-    if group.size() != _REAL_RANKS:
-        raise UnsupportedError(f"larger groups are emulated on {_REAL_RANKS} ranks, not on {group.size()}")
+    if group.size() != REAL_RANKS:
+        raise UnsupportedError(f"larger groups are emulated on {REAL_RANKS} ranks, not on {group.size()}")
     work = Work(case, "fprop", group, pool, draw(case, pool), {})
     v, rows = case.group_size, case.M // case.group_size
     weight = work.operands.weight.detach()
     own, others = _cut(work)
-    peers = [torch.empty_like(others) for _ in range(_REAL_RANKS)]
+    peers = [torch.empty_like(others) for _ in range(REAL_RANKS)]
     if case.gathers:
         # The messages to the peer are all that this rank's shard is to it: V - 1 different ones, to tell them apart.
         dist.all_gather(peers, others.contiguous(), group=group)
@@ -51,7 +51,7 @@ def make_emulated_work(case: LinearCase, group: dist.ProcessGroup, pool: Pool) -
         y = torch.cat([own @ weight.t(), arrived @ weight.t()])
     else:
         partials = (others @ weight.t()).contiguous()
-        peers = [torch.empty_like(partials) for _ in range(_REAL_RANKS)]
+        peers = [torch.empty_like(partials) for _ in range(REAL_RANKS)]
         dist.all_gather(peers, partials, group=group)
         arrived = peers[1 - group.rank()].view(v - 1, rows, case.N)
         y = sum_partials(own @ weight.t(), arrived, out=weight.new_empty(rows, case.N))
@@ -70,14 +70,14 @@ def _cut(work: Work) -> tuple[torch.Tensor, torch.Tensor]:
     return x[:rows], x[rows:]
 
 
-class _OverTransport(Variant):
+class OverTransport(Variant):
     """What needs a context of the real group whose all-gather carries V - 1 messages to the peer and back."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
         self._contexts: dict[int, OverlapContext] = {}
 
-    def _prepare(self, work: Work) -> PreparedPass:
+    def prepare(self, work: Work) -> PreparedPass:
         messages = work.case.group_size - 1
         if messages not in self._contexts:
             forced = {"path": "sliced", "algorithm": "direct", "chunks_per_shard": messages}
@@ -85,8 +85,8 @@ class _OverTransport(Variant):
             settings = {"linear": {"fprop": forced}, "transport": {"backend": self._backend}}
             self._contexts[messages] = OverlapContext(work.group, OverlapConfig.from_dict(settings))
         rows, features = work.case.shard_shape
-        sent_rows = _REAL_RANKS * messages * rows
-        problem = GemmProblem("all_gather_linear", "fprop", sent_rows, 1, 1, features, work.dtype_name, _REAL_RANKS)
+        sent_rows = REAL_RANKS * messages * rows
+        problem = GemmProblem("all_gather_linear", "fprop", sent_rows, 1, 1, features, work.dtype_name, REAL_RANKS)
         return self._contexts[messages].prepare(problem)
 
     @override
@@ -96,7 +96,7 @@ class _OverTransport(Variant):
         self._contexts.clear()
 
 
-class EmulatedTransfers(_OverTransport):
+class EmulatedTransfers(OverTransport):
     """The V - 1 messages alone."""
 
     is_basic = True
@@ -107,7 +107,7 @@ class EmulatedTransfers(_OverTransport):
 
     @override
     def build(self, work: Work) -> Ready:
-        prepared, messages = self._prepare(work), work.case.group_size - 1
+        prepared, messages = self.prepare(work), work.case.group_size - 1
         sent = work.operands.wire_full[: messages * work.case.shard_shape[0]]
 
         def call() -> None:
@@ -120,7 +120,7 @@ class EmulatedTransfers(_OverTransport):
         return Ready(call=call, path="transfers", transport=prepared.context.transport_name, is_op=False)
 
 
-class EmulatedSliced(_OverTransport):
+class EmulatedSliced(OverTransport):
     """The direct schedule of V ranks: V slices, V - 1 messages."""
 
     is_basic = True
@@ -131,7 +131,7 @@ class EmulatedSliced(_OverTransport):
 
     @override
     def build(self, work: Work) -> Ready:
-        prepared = self._prepare(work)
+        prepared = self.prepare(work)
         run = self._gather if work.case.gathers else self._scatter
 
         def call() -> torch.Tensor:
@@ -200,7 +200,7 @@ class EmulatedCollective(Variant):
 
     @override
     def build(self, work: Work) -> Ready:
-        move = _collective(work)
+        move = emulated_collective(work)
         return Ready(call=move, path="transfers", transport=collective_name(work.pool.device), is_op=False)
 
 
@@ -212,7 +212,7 @@ class EmulatedSequential(Variant):
 
     @override
     def build(self, work: Work) -> Ready:
-        move, case, b = _collective(work), work.case, work.operands.weight.detach().t()
+        move, case, b = emulated_collective(work), work.case, work.operands.weight.detach().t()
         x_full = work.operands.x_full.detach()
         y = work.pool.tensor("y", case.M, case.N)
 
@@ -226,11 +226,11 @@ class EmulatedSequential(Variant):
         return Ready(call=call, path="sequential", transport=collective_name(work.pool.device))
 
 
-def _collective(work: Work) -> Callable[[], object]:
+def emulated_collective(work: Work) -> Callable[[], object]:
     rows, features = work.case.shard_shape
     moved = (work.case.group_size - 1) * rows
     shard = work.pool.tensor("moved_shard", moved, features)
-    full = work.pool.tensor("moved_full", _REAL_RANKS * moved, features)
+    full = work.pool.tensor("moved_full", REAL_RANKS * moved, features)
     group = work.group
 
     def gather() -> None:

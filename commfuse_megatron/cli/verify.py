@@ -43,12 +43,14 @@ def _verify_on_rank(rank: Rank, options: _Options) -> int:
     import torch
     from torch import distributed as dist
 
-    from commfuse_megatron.verify.cases import make_cases
+    from commfuse_megatron.verify.attention import AttentionCase, make_attention_cases
+    from commfuse_megatron.verify.cases import Case, make_cases
     from commfuse_megatron.verify.ops import verify_ops
 
     device = torch.device("cuda", torch.cuda.current_device()) if rank.device_type == "cuda" else torch.device("cpu")
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    cases = make_cases(rank.world_size, rank.device_type, dtype, options.transport)
+    wanted = (rank.world_size, rank.device_type, dtype, options.transport)
+    cases: list[Case | AttentionCase] = [*make_cases(*wanted), *make_attention_cases(*wanted)]
     group = dist.group.WORLD
     assert group is not None
     with make_progress(is_shown=rank.is_first) as progress:

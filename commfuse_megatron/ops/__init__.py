@@ -4,6 +4,14 @@ from commfuse_megatron.ops import reference
 from commfuse_megatron.ops.all_gather_linear import all_gather_linear
 from commfuse_megatron.ops.embedding_reduce_scatter import embedding_reduce_scatter
 from commfuse_megatron.ops.linear_reduce_scatter import linear_reduce_scatter
+from commfuse_megatron.ops.query_split_attention import query_split_attention
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
 
-__all__ = ["WeightGradTarget", "all_gather_linear", "embedding_reduce_scatter", "linear_reduce_scatter", "reference"]
+__all__ = [
+    "WeightGradTarget",
+    "all_gather_linear",
+    "embedding_reduce_scatter",
+    "linear_reduce_scatter",
+    "query_split_attention",
+    "reference",
+]

@@ -13,7 +13,7 @@ import torch
 
 from commfuse_megatron.errors import ConfigError, ShapeError
 from commfuse_megatron.ops.trial import Rehearse, run_trial
-from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, shard_range
+from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, Problem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PreparedPass
 
@@ -121,8 +121,8 @@ def prepare_backward(
     return prepared
 
 
-def remember(context: OverlapContext, key: Hashable, problem: GemmProblem, operation: Operation) -> PreparedPass:
-    """Plan `problem`, if it is new, and know calls with `key` from now on."""
+def remember(context: OverlapContext, key: Hashable, problem: Problem, operation: Operation) -> PreparedPass:
+    """The pass of a problem, planned if it is new, and found again under `key`."""
     if len(context.known_calls) >= _MOST_KNOWN_CALLS:
         context.forget_programs()
     try_out = functools.partial(run_trial, operation.rehearse, context, problem)

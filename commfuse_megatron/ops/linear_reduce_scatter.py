@@ -30,7 +30,7 @@ from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.prepared import PreparedPass
 
-__all__ = ["linear_reduce_scatter"]
+__all__ = ["OPERATION", "ScatterOperands", "linear_reduce_scatter", "scatter_backward", "scatter_forward"]
 
 
 @torch.compiler.disable
@@ -71,9 +71,9 @@ def linear_reduce_scatter(
     """
     require_context("linear_reduce_scatter", context)
     x, weight, bias = cast_for_autocast(x, weight, bias, context.device.type)
-    forward = prepare(_OPERATION, x, weight, bias, None, context)
+    forward = prepare(OPERATION, x, weight, bias, None, context)
     if not needs_autograd(x, weight, bias):
-        return _forward(forward, x, weight, bias)
+        return scatter_forward(forward, x, weight, bias)
     return _LinearReduceScatter.apply(x, weight, bias, _Call(forward, weight_grad))
 
 
@@ -87,7 +87,7 @@ class _LinearReduceScatter(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: _Call
     ) -> torch.Tensor:
-        y = _forward(call.forward, x, weight, bias)
+        y = scatter_forward(call.forward, x, weight, bias)
         ctx.call = call
         ctx.has_bias = bias is not None
         ctx.save_for_backward(x, weight)
@@ -102,15 +102,17 @@ class _LinearReduceScatter(torch.autograd.Function):
         grad_shard = grad_y.contiguous().flatten(0, -2)
         grad_x = grad_weight = grad_bias = None
         if needs_input or needs_weight:
-            p = prepare_backward(_OPERATION, call.forward, needs_input=needs_input, needs_weight=needs_weight)
-            operands = _Operands(grad_shard, x, with_unit_stride(weight), needs_input, needs_weight)
-            grad_x, grad_weight = _backward(p, operands, call.weight_grad)
+            p = prepare_backward(OPERATION, call.forward, needs_input=needs_input, needs_weight=needs_weight)
+            operands = ScatterOperands(grad_shard, x, with_unit_stride(weight), needs_input, needs_weight)
+            grad_x, grad_weight = scatter_backward(p, operands, call.weight_grad)
         if ctx.has_bias and needs_bias:
             grad_bias = grad_shard.sum(0)
         return grad_x, grad_weight, grad_bias, None
 
 
-class _Operands(NamedTuple):
+class ScatterOperands(NamedTuple):
+    """What a backward pass works on."""
+
     grad_shard: torch.Tensor  # [M_r, N]
     x: torch.Tensor  # [S, ..., K]
     weight: torch.Tensor  # [N, K]
@@ -118,7 +120,8 @@ class _Operands(NamedTuple):
     needs_weight: bool
 
 
-def _forward(p: PreparedPass, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def scatter_forward(p: PreparedPass, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The forward pass of an operation that was prepared."""
     problem = p.problem
     x_rows, weight_rows = x.contiguous(), with_unit_stride(weight)
     bias = None if bias is None else bias.contiguous()
@@ -137,8 +140,8 @@ def _forward(p: PreparedPass, x: torch.Tensor, weight: torch.Tensor, bias: torch
     return y
 
 
-def _backward(
-    p: PreparedPass, operands: _Operands, weight_grad: WeightGradTarget | None
+def scatter_backward(
+    p: PreparedPass, operands: ScatterOperands, weight_grad: WeightGradTarget | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of input and weight, as far as they are needed."""
     grad_shard, x, weight, needs_input, needs_weight = operands
@@ -197,10 +200,10 @@ def _rehearse(problem: GemmProblem, context: OverlapContext) -> Callable[[Prepar
     own = shard_range(problem.rows, context.group_size, context.group_rank)
     x, weight = scratch.draw(problem.rows, problem.batch, problem.K), scratch.draw(problem.N, problem.K)
     if problem.pass_name == "fprop":
-        return lambda p: _forward(p, x, weight, None)
+        return lambda p: scatter_forward(p, x, weight, None)
     grad = scratch.draw(own.size * problem.batch, problem.N)
-    operands = _Operands(grad, x, weight, "input" in problem.needs, "weight" in problem.needs)
-    return lambda p: _backward(p, operands, None)
+    operands = ScatterOperands(grad, x, weight, "input" in problem.needs, "weight" in problem.needs)
+    return lambda p: scatter_backward(p, operands, None)
 
 
-_OPERATION = Operation("linear_reduce_scatter", _rehearse)
+OPERATION = Operation("linear_reduce_scatter", _rehearse)

@@ -1,24 +1,28 @@
-"""The two overlapped passes that every linear is made of, and the weight gradient.
+"""The two overlapped passes that every operation is made of, and the weight gradient.
 
     gather_matmul    all-gather under GEMM     all_gather_linear fprop, linear_reduce_scatter dgrad
     matmul_scatter   GEMM over reduce-scatter  linear_reduce_scatter fprop, all_gather_linear dgrad
 
-So the backward of one operation is the other's schedule with other operands. All tensors here are 2-D: [tokens,
-features].
+So the backward of one operation is the other's schedule with other operands. `gather_chunks` and `scatter_chunks` are
+the same with any computation in place of the GEMM. All tensors here are 2-D: [tokens, features].
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
-from commfuse_megatron.runtime.executor import AllGatherRun, ReduceScatterRun
+from commfuse_megatron.runtime.executor import AllGatherRun, Produce, ReduceScatterRun
 from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.runtime.program import split_rows
 from commfuse_megatron.transport.base import Transfer
 
-__all__ = ["gather_matmul", "matmul_scatter", "start_gather", "weight_gradient"]
+__all__ = ["gather_chunks", "gather_matmul", "matmul_scatter", "scatter_chunks", "start_gather", "weight_gradient"]
+
+#: Takes one gathered chunk: (flat chunk, its rows, the last transfer in flight).
+Consume = Callable[[int, torch.Tensor, Transfer | None], None]
 
 
 def start_gather(p: PreparedPass, link: Link, shard: torch.Tensor, gathered: torch.Tensor, label: str) -> AllGatherRun:
@@ -57,14 +61,32 @@ def gather_matmul(
         return
     outs = split_rows(out, run.bound.chunk_rows)
     multiply = p.gemm.multiply
+
+    def consume(chunk: int, rows: torch.Tensor, in_flight: Transfer | None) -> None:
+        multiply(rows, b, outs[chunk], bias, in_flight)
+
+    gather_chunks(p, link, run, consume)
+
+
+def gather_chunks(
+    p: PreparedPass,
+    link: Link,
+    run: AllGatherRun,
+    consume: Consume,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """Run an all-gather; every chunk is consumed while the next one travels.
+
+    around: entered for every chunk, its arrival included: another stream may be current inside.
+    """
     for index in range(run.num_steps):
         run.issue(index)
-        arrived = run.chunk(index)
-        if arrived is not None:
-            chunk, rows, in_flight = arrived
-            mark = link.mark()
-            multiply(rows, b, outs[chunk], bias, in_flight)
-            link.note_compute(f"multiply {chunk}", mark, index)
+        with around():
+            arrived = run.chunk(index)
+            if arrived is not None:
+                mark = link.mark()
+                consume(*arrived)
+                link.note_compute(f"multiply {arrived[0]}", mark, index)
     p.gemm.join()
     run.finish()
 
@@ -135,6 +157,16 @@ def matmul_scatter(
         run.step(index)
     if beside_last_transfer is not None:
         beside_last_transfer(run.in_flight)
+    run.finish()
+
+
+def scatter_chunks(
+    p: PreparedPass, link: Link, produce: Produce, out: torch.Tensor, *, bias: torch.Tensor | None = None
+) -> None:
+    """out [M/R, N] = reduce-scatter of what `produce` computes (+ bias): every partial travels beside the next one."""
+    run = ReduceScatterRun(link, p.scatter, produce, out, p.gemm, bias)
+    for index in range(run.num_steps):
+        run.step(index)
     run.finish()
 
 

@@ -35,6 +35,7 @@ class _Gather:
         self._starts = list(itertools.accumulate(self.bound.chunk_rows, initial=0))
         self._sends: list[Key] = []
         self._arrivals: dict[int, Key] = {}
+        self._own_copy: list[Key] = []
         self._issued = -1
 
     def issue(self, index: int) -> None:
@@ -44,48 +45,53 @@ class _Gather:
         self._issued = index
         step = self.bound.steps[index]
         send_place, receive_place = self._places[index]
-        if step.send is not None:
-            assert send_place is not None
-            chunk, peer = step.send
-            source = self._shard.plus((self._starts[chunk] - self.bound.own_start) * self.row_bytes)
-            self._tape.push(peer, send_place, source, self.bound.chunk_rows[chunk] * self.row_bytes)
-            self._sends.append((-1, -1, peer, send_place.flag))
+        batch = []
         if step.receive is not None:
             assert receive_place is not None
             key = self._arrivals[index] = (step.receive[1], receive_place.flag, -1, -1)
             self._tape.notes.append((key, Watched("all-gather", self.bound, index, None, step.receive[1])))
+            batch.append(key)
+        if step.send is not None:
+            assert send_place is not None
+            chunk, peer = step.send
+            source = self._shard.plus((self._starts[chunk] - self.bound.own_start) * self.row_bytes)
+            self._sends.append((-1, -1, peer, send_place.flag))
+            batch.append(self._sends[-1])
+            self._tape.push(peer, send_place, source, self.bound.chunk_rows[chunk] * self.row_bytes)
+        self._tape.issued(batch)
 
     def issue_all(self) -> None:
         """All messages at once."""
         for index in range(len(self.bound.steps)):
             self.issue(index)
 
-    def copy_own(self) -> Key | None:
-        """Put the own rows beside the others', on the side."""
-        if self.bound.own_rows == 0:
-            return None
-        target = self.window.plus(self.bound.own_start * self.row_bytes)
-        return self._tape.copy(target, self._shard, self.bound.own_rows * self.row_bytes, flag=0)
+    def copy_own(self) -> None:
+        """Put the own rows beside the others', on the side.
 
-    def wait(self, batches: Iterable[int]) -> None:
-        """Wait for what these steps receive, each once."""
+        The copy is a kernel, and gets SMs when the GEMM beside it ends, with all that is behind it on the copy stream.
+        So it goes beside the last GEMM before the one that needs it, behind transfers that are needed by then.
+        """
+        if self.bound.own_rows:
+            target = self.window.plus(self.bound.own_start * self.row_bytes)
+            self._own_copy.append(self._tape.copy(target, self._shard, self.bound.own_rows * self.row_bytes, flag=0))
+
+    def wait(self, batches: Iterable[int], *, own_too: bool = False) -> None:
+        """Wait for what these steps receive, each once, and for the copy of the own rows."""
         keys = [self._arrivals.pop(index) for index in batches if index in self._arrivals]
-        self._tape.wait(*keys)
+        self._tape.wait(*keys, *(self._own_copy if own_too else ()))
         for key in keys:
             self._tape.note(key)
 
-    def finish(self) -> None:
-        """All that is still on its way."""
-        self.wait(list(self._arrivals))
-        self._tape.wait(*self._sends)
-        for key in self._sends:
-            self._tape.note(key)
+    def complete(self) -> None:
+        """Wait for the whole window, the own rows included."""
+        self.wait(list(self._arrivals), own_too=True)
 
-    def complete(self, own_copy: Key | None) -> None:
-        """The whole window, the own rows included."""
-        self.finish()
-        if own_copy is not None:
-            self._tape.wait(own_copy)
+    def remaining(self) -> list[Key]:
+        """All that nobody has waited for."""
+        keys = [*self._arrivals.values(), *self._sends]
+        for key in keys:
+            self._tape.note(key)
+        return keys
 
     def chunk(self, index: int) -> Ref:
         """Where chunk `index` lies once it is here."""
@@ -99,7 +105,14 @@ class _Gather:
 
 
 def _multiply_gathered(
-    build: Build, gather: _Gather, weight: Matrix, refs: tuple[Ref, Ref], bias: Ref | None, *, is_bulk: bool
+    build: Build,
+    gather: _Gather,
+    weight: Matrix,
+    refs: tuple[Ref, Ref],
+    bias: Ref | None,
+    *,
+    is_bulk: bool = False,
+    after_first: Callable[[], None] = lambda: None,
 ) -> None:
     """out [M, n] = gathered [M, k] @ weight [k, n] (+ bias), chunk by chunk, or in at most three GEMMs."""
     weight_at, out_at = refs
@@ -113,6 +126,8 @@ def _multiply_gathered(
 
     if not is_bulk:
         for index, step in enumerate(bound.steps):
+            if index == 1:
+                after_first()
             gather.issue(index)
             if step.compute is not None:
                 gather.wait([] if step.needs_batch is None else [step.needs_batch])
@@ -120,6 +135,7 @@ def _multiply_gathered(
         return
     own_stop = bound.own_start + bound.own_rows
     multiply(bound.own_rows, gather.chunk(bound.own_chunks.start), bound.own_start)
+    after_first()
     gather.wait(range(bound.group_rank))
     multiply(bound.own_start, gather.window, 0)
     gather.wait(range(bound.group_rank, bound.schedule.group_size - 1))
@@ -155,16 +171,20 @@ class _Scatter:
         """Push the partial of the step before; what arrives can be waited for."""
         step = self.bound.steps[index]
         send_place, receive_place = self._program.places[index]
-        if step.send is not None:
-            assert send_place is not None
-            chunk, peer = step.send
-            self._tape.order()
-            self._tape.push(peer, send_place, self.partial(chunk), self.bound.chunk_rows[chunk] * self.row_bytes)
-            self._sends.append((-1, -1, peer, send_place.flag))
+        batch = []
         if step.receive is not None:
             assert receive_place is not None
             key = self._arrivals[index] = (step.receive[1], receive_place.flag, -1, -1)
             self._tape.notes.append((key, Watched("reduce-scatter", self.bound, index, None, step.receive[1])))
+            batch.append(key)
+        if step.send is not None:
+            assert send_place is not None
+            chunk, peer = step.send
+            self._tape.order()
+            self._sends.append((-1, -1, peer, send_place.flag))
+            batch.append(self._sends[-1])
+            self._tape.push(peer, send_place, self.partial(chunk), self.bound.chunk_rows[chunk] * self.row_bytes)
+        self._tape.issued(batch)
 
     def wait_for_own(self, index: int) -> Ref:
         """Wait for all partials of own chunk `index`; where the first one lies."""
@@ -189,17 +209,15 @@ class _Scatter:
                 add = bind_sum(part, self._program.arrived_chunks[index], bias=bias, out=part)
                 if add is None:
                     raise Unservable
-                self._tape.steps.append(
-                    _sum_step(add, out_ref.plus(start * self.row_bytes), bias_ref, bias is not None)
-                )
+                self._tape.compute(_sum_step(add, out_ref.plus(start * self.row_bytes), bias_ref, bias is not None))
             start += rows
 
-    def finish(self) -> None:
-        """All that is still on its way."""
+    def remaining(self) -> list[Key]:
+        """All that nobody has waited for."""
         keys = [*self._arrivals.values(), *self._sends]
-        self._tape.wait(*keys)
         for key in keys:
             self._tape.note(key)
+        return keys
 
 
 def _sum_step(add: Callable[[int, int | None, int], None], own: Ref, bias: Ref, has_bias: bool) -> Step:
@@ -218,9 +236,14 @@ def _multiply_scattered(
     weight: Matrix,
     refs: Sequence[Ref],
     bias: Ref | None,
+    *,
     between: Callable[[], None] | None = None,
+    after_first: Callable[[], None] = lambda: None,
 ) -> None:
-    """Partials of a [M, k] @ weight [k, n]: others' to where they are sent from, the own to `out`, own chunks last."""
+    """Partials of a [M, k] @ weight [k, n]: others' to where they are sent from, the own to `out`, own chunks last.
+
+    between: compute this before the own chunks, and each rank's others in at most two GEMMs.
+    """
     a_at, weight_at, out_at = refs
     k, n = weight.shape
     bound = scatter.bound
@@ -243,6 +266,8 @@ def _multiply_scattered(
             scatter.issue(index)
         between()
     for index, step in enumerate(bound.steps):
+        if index == 1:
+            after_first()
         if between is None:
             scatter.issue(index)
         if step.compute is None or (between is not None and not step.is_own):
@@ -266,8 +291,8 @@ def record_gather(build: Build, call: TapeCall) -> None:
     gather = _Gather(build, Ref(FIRST, 0), problem.K)
     refs = (Ref(WEIGHT, 0), Ref(OUT, 0))
     bias = None if call.last is None else Ref(LAST, 0)
-    _multiply_gathered(build, gather, _of(call.weight, transposed=True), refs, bias, is_bulk=False)
-    gather.finish()
+    _multiply_gathered(build, gather, _of(call.weight, transposed=True), refs, bias)
+    build.tape.wait(*gather.remaining())
 
 
 def record_scatter(build: Build, call: TapeCall) -> None:
@@ -279,7 +304,7 @@ def record_scatter(build: Build, call: TapeCall) -> None:
     _multiply_scattered(build, scatter, _of(call.weight, transposed=True), refs, folded)
     if not scatter.folds:
         scatter.sum(call.out.view(-1, call.out.size(-1)), refs[2], call.last, bias)
-    scatter.finish()
+    build.tape.wait(*scatter.remaining())
 
 
 def record_gather_backward(build: Build, call: TapeCall) -> None:
@@ -287,22 +312,24 @@ def record_gather_backward(build: Build, call: TapeCall) -> None:
     problem, is_bulk = build.p.problem, build.p.is_bulk
     build.tape.order()
     gather = _Gather(build, Ref(SECOND, 0), problem.K)
-    gather.issue_all()
-    own_copy = gather.copy_own()
+    scatter = _Scatter(build, problem.K)
 
     def multiply_weight_gradient() -> None:
-        gather.complete(own_copy)
+        gather.complete()
         _record_weight_gradient(build, call, (Ref(FIRST, 0), gather.window))
 
-    scatter = _Scatter(build, problem.K)
-    refs = (Ref(FIRST, 0), Ref(WEIGHT, 0), Ref(OUT, 0))
-    between = multiply_weight_gradient if is_bulk else None
-    _multiply_scattered(build, scatter, _of(call.weight, transposed=False), refs, None, between)
-    if not is_bulk:
+    weight, refs = _of(call.weight, transposed=False), (Ref(FIRST, 0), Ref(WEIGHT, 0), Ref(OUT, 0))
+    if is_bulk:
+        gather.issue_all()
+        gather.copy_own()
+        _multiply_scattered(build, scatter, weight, refs, None, between=multiply_weight_gradient)
+    else:
+        gather.issue_all()
+        _multiply_scattered(build, scatter, weight, refs, None, after_first=gather.copy_own)
         multiply_weight_gradient()
     if not scatter.folds:
         scatter.sum(call.out.view(-1, call.out.size(-1)), refs[2], None, NOWHERE)
-    scatter.finish()
+    build.tape.wait(*gather.remaining(), *scatter.remaining())
 
 
 def record_scatter_backward(build: Build, call: TapeCall) -> None:
@@ -311,11 +338,12 @@ def record_scatter_backward(build: Build, call: TapeCall) -> None:
     build.tape.order()
     gather = _Gather(build, Ref(FIRST, 0), problem.N)
     gather.issue_all()
-    own_copy = gather.copy_own()
     refs = (Ref(WEIGHT, 0), Ref(OUT, 0))
-    _multiply_gathered(build, gather, _of(call.weight, transposed=False), refs, None, is_bulk=is_bulk)
-    gather.complete(own_copy)
+    weight = _of(call.weight, transposed=False)
+    _multiply_gathered(build, gather, weight, refs, None, is_bulk=is_bulk, after_first=gather.copy_own)
+    gather.complete()
     _record_weight_gradient(build, call, (gather.window, Ref(SECOND, 0)))
+    build.tape.wait(*gather.remaining())
 
 
 def _record_weight_gradient(build: Build, call: TapeCall, refs: tuple[Ref, Ref]) -> None:

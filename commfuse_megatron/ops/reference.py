@@ -1,4 +1,4 @@
-"""The meaning of every operation: plain collective, then (or after) one GEMM. Sequential and differentiable.
+"""The meaning of every operation: plain collective, then (or after) whole computations. Sequential, differentiable.
 
 `commfuse_megatron.ops` must give these results and gradients, to rounding. Meant to be read and compared with, not to
 be fast.
@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 
-__all__ = ["all_gather_linear", "embedding_reduce_scatter", "linear_reduce_scatter"]
+__all__ = ["all_gather_linear", "embedding_reduce_scatter", "linear_reduce_scatter", "query_split_attention"]
 
 
 class _GatherRows(torch.autograd.Function):
@@ -98,3 +98,51 @@ def embedding_reduce_scatter(
     is_foreign = (rows < 0) | (rows >= weight.size(0))
     y = torch.nn.functional.embedding(rows.masked_fill(is_foreign, 0), weight)
     return _ReduceScatterRows.apply(y.masked_fill(is_foreign.unsqueeze(-1), 0), group)
+
+
+def query_split_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out_weight: torch.Tensor,
+    out_bias: torch.Tensor | None = None,
+    causal: bool = True,
+    *,
+    window: tuple[int, int] | None = None,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Attention of this rank's heads over the whole sequence, then `linear_reduce_scatter`.
+
+    Shapes:
+        q           [S, B, H, D]        this rank's heads
+        k           [S, B, H_kv, D]     H is a multiple of H_kv
+        v           [S, B, H_kv, D_v]
+        out_weight  [N, H * D_v]        this rank's input features
+        out_bias    [N]                 added once, after the sum
+        mask        [B or 1, H or 1, S, S]
+        result      [S_r, B, N]         rows as `torch.tensor_split` deals them
+
+    causal: a query sees no later key. window (left, right): nor one farther than that before or after it, -1 is
+    unlimited. mask: booleans instead of both; the score of a key that it hides (True) becomes -10000. scale: of scores,
+    default 1 / sqrt(D). Scores and softmax are computed in fp32 (fp64 for fp64).
+    """
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    shared_by = q.size(2) // k.size(2)
+    keys, values = (tensor.to(wide).repeat_interleave(shared_by, dim=2) for tensor in (k, v))
+    scores = torch.einsum("qbhd,kbhd->bhqk", q.to(wide), keys) * (q.size(-1) ** -0.5 if scale is None else scale)
+    position = torch.arange(q.size(0), device=q.device)
+    ahead = position - position.unsqueeze(1)  # of a key [column] before its query [row]
+    left, right = (-1, -1) if window is None else window
+    if mask is not None:
+        scores = scores.masked_fill(mask, -10000.0)
+    else:
+        hidden = ahead > 0 if causal else torch.zeros_like(ahead, dtype=torch.bool)
+        if left >= 0:
+            hidden = hidden | (ahead < -left)
+        if right >= 0:
+            hidden = hidden | (ahead > right)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    attended = torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1), values).to(q.dtype)
+    return linear_reduce_scatter(attended.flatten(2), out_weight, out_bias, group=group)

@@ -140,7 +140,7 @@ class Build:
                 at[row] + row_at,
             )
 
-        self.tape.steps.append(step)
+        self.tape.compute(step)
 
     def rows(self, count: int, features: int) -> Matrix:
         """[count, features], rows contiguous."""

@@ -14,11 +14,12 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from commfuse_megatron.plan.linear_plan import LinearPlan
-from commfuse_megatron.problem import GemmProblem
+from commfuse_megatron.problem import Problem
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.runtime.stopwatch import Stopwatch, make_stopwatch
@@ -26,7 +27,7 @@ from commfuse_megatron.runtime.stopwatch import Stopwatch, make_stopwatch
 __all__ = ["Rehearse", "Scratch", "run_trial"]
 
 #: Makes scratch operands for one problem; returns what runs a pass of it on them.
-Rehearse = Callable[[GemmProblem, OverlapContext], Callable[[PreparedPass], object]]
+Rehearse = Callable[[Any, OverlapContext], Callable[[PreparedPass], object]]
 
 _WARM_UP_CALLS = 3
 _ROUNDS = 5
@@ -36,7 +37,7 @@ _LEAST_CALLS, _MOST_CALLS = 3, 20
 
 
 def run_trial(
-    rehearse: Rehearse, context: OverlapContext, problem: GemmProblem, plans: Sequence[LinearPlan]
+    rehearse: Rehearse, context: OverlapContext, problem: Problem, plans: Sequence[LinearPlan]
 ) -> list[float] | str:
     """Microseconds per call of every plan, median over rounds, of the slowest rank; or why there are none."""
     with torch.no_grad(), context.unrecorded():
@@ -71,7 +72,7 @@ def _burst_length(plan: LinearPlan) -> int:
 class Scratch:
     """Makes operands like those of a model; the random state of the program is not touched."""
 
-    def __init__(self, problem: GemmProblem, device: torch.device) -> None:
+    def __init__(self, problem: Problem, device: torch.device) -> None:
         self._dtype: torch.dtype = getattr(torch, problem.dtype)
         self._device = device
         self._generator = torch.Generator(device).manual_seed(0)

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from commfuse_megatron.config import OverlapConfig, PassConfig
+from commfuse_megatron.plan.attention import attention_buffer_needs, list_attention_plans
 from commfuse_megatron.plan.linear_plan import LinearPlan
-from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem
+from commfuse_megatron.problem import DTYPE_BYTES, AttentionProblem, GemmProblem, Problem
 from commfuse_megatron.schedule import Algorithm
 
 __all__ = ["Candidates", "buffer_needs", "list_candidates", "merge_needs"]
@@ -33,7 +34,7 @@ class Candidates:
 
 
 def list_candidates(
-    problem: GemmProblem,
+    problem: Problem,
     config: OverlapConfig,
     *,
     held: Mapping[str, int] | None = None,
@@ -45,6 +46,26 @@ def list_candidates(
         held: bytes of the buffers that the context has already, by name: they count towards `max_buffer_mib`.
         is_link_slow: transfers take longer than GEMMs, so finer chunks are worth considering.
     """
+    if isinstance(problem, AttentionProblem):
+        plans, note = list_attention_plans(problem, config), ""
+    else:
+        plans, note = _list_linear_plans(problem, config, is_link_slow=is_link_slow)
+    limit = config.transport.max_buffer_mib * _MIB
+    sizes = {plan: sum(merge_needs(held or {}, buffer_needs(problem, plan)).values()) for plan in plans}
+    fitting = [plan for plan in plans if not buffer_needs(problem, plan) or sizes[plan] <= limit]
+    if len(fitting) < len(plans):
+        smallest = min(sizes[plan] for plan in plans if plan not in fitting)
+        mib = f"{-(-smallest // _MIB)} MiB of buffers, more than transport.max_buffer_mib = {limit // _MIB}"
+        left_out = dict.fromkeys(plan.path for plan in plans if plan not in fitting)
+        note = _join(note, f"{' and '.join(left_out)} would take {mib}")
+    if not fitting:
+        fitting = [_plain("sequential", config)]
+    return Candidates(tuple(fitting), note)
+
+
+def _list_linear_plans(
+    problem: GemmProblem, config: OverlapConfig, *, is_link_slow: bool
+) -> tuple[list[LinearPlan], str]:
     chosen = config.linear.fprop if problem.pass_name == "fprop" else config.linear.dgrad
     paths, note = _paths(problem, chosen)
     plans: list[LinearPlan] = []
@@ -59,25 +80,17 @@ def list_candidates(
                     keep_gathered_input=config.linear.wgrad.keep_gathered_input,
                 )
             )
-    limit = config.transport.max_buffer_mib * _MIB
-    sizes = {plan: sum(merge_needs(held or {}, buffer_needs(problem, plan)).values()) for plan in plans}
-    fitting = [plan for plan in plans if not buffer_needs(problem, plan) or sizes[plan] <= limit]
-    if len(fitting) < len(plans):
-        smallest = min(sizes[plan] for plan in plans if plan not in fitting)
-        mib = f"{-(-smallest // _MIB)} MiB of buffers, more than transport.max_buffer_mib = {limit // _MIB}"
-        left_out = dict.fromkeys(plan.path for plan in plans if plan not in fitting)
-        note = _join(note, f"{' and '.join(left_out)} would take {mib}")
-    if not fitting:
-        fitting = [_plain("sequential", config)]
-    return Candidates(tuple(fitting), note)
+    return plans, note
 
 
-def buffer_needs(problem: GemmProblem, plan: LinearPlan) -> dict[str, int]:
+def buffer_needs(problem: Problem, plan: LinearPlan) -> dict[str, int]:
     """Bytes that `plan` needs of each of the context's buffers, at most and on any rank.
 
     gather: [M, features]; receive: the largest shard from every other rank; send: all partials for others; own: this
     rank's partial before the sum, in fp32 where the GEMM keeps it un-rounded.
     """
+    if isinstance(problem, AttentionProblem):
+        return attention_buffer_needs(problem, plan)
     if plan.path not in ("sliced", "bulk"):
         return {}
     others = problem.group_size - 1

@@ -1,8 +1,8 @@
-"""`LinearPlan`: what was chosen for one pass of one linear, and why."""
+"""`LinearPlan`: what was chosen for one pass of one linear, or for an attention with its projection, and why."""
 
 from dataclasses import dataclass
 
-from commfuse_megatron.schedule import Algorithm
+from commfuse_megatron.schedule import Algorithm, OwnerOrder
 
 __all__ = ["LinearPlan"]
 
@@ -11,9 +11,11 @@ __all__ = ["LinearPlan"]
 class LinearPlan:
     """What was chosen for one pass of one linear.
 
-    path: "sliced", "bulk", "async" or "sequential" (see `PassConfig`), or "local" (a group of one rank: nothing to
-    send). reason: one sentence, for the report. keep_gathered_input: see `WgradConfig`.
+    path: "sliced", "bulk", "async" or "sequential" (see `PassConfig`); "query_split", "row_parallel" or "sequential"
+    (see `AttentionConfig`); or "local" (a group of one rank: nothing to send). reason: one sentence, for the report.
+    keep_gathered_input: see `WgradConfig`.
     predicted_us, measured_us: what the cost model said and what the trial found, where they were asked.
+    scatter_order, gather_order: of the owners, where they differ in cost; None for the rotation.
     """
 
     path: str
@@ -23,16 +25,18 @@ class LinearPlan:
     keep_gathered_input: bool
     predicted_us: float | None = None
     measured_us: float | None = None
+    scatter_order: OwnerOrder | None = None
+    gather_order: OwnerOrder | None = None
 
     @property
     def is_scheduled(self) -> bool:
         """Whether a schedule is run (also the one without transfers), not the group's own collectives."""
-        return self.path in ("sliced", "bulk", "local")
+        return self.path in ("sliced", "bulk", "query_split", "local")
 
     @property
     def name(self) -> str:
         """Short and unique among the candidates of one problem, such as "sliced m=2" or "sliced ring m=4"."""
-        if self.path != "sliced":
+        if self.path not in ("sliced", "query_split"):
             return self.path
         ring = " ring" if self.algorithm is Algorithm.RING else ""
-        return f"sliced{ring} m={self.chunks_per_shard}"
+        return f"{self.path}{ring} m={self.chunks_per_shard}"

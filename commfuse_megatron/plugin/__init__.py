@@ -5,6 +5,7 @@ The only part of the package that layers above may use to reach Megatron; see `l
 """
 
 from commfuse_megatron.plugin.arguments import add_arguments
+from commfuse_megatron.plugin.attention import CommFuseSelfAttention
 from commfuse_megatron.plugin.convert import convert_model
 from commfuse_megatron.plugin.embedding import CommFuseVocabParallelEmbedding
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
@@ -20,6 +21,7 @@ __all__ = [
     "CommFuseLayerNormColumnParallelLinear",
     "CommFuseNorm",
     "CommFuseRowParallelLinear",
+    "CommFuseSelfAttention",
     "CommFuseSpecProvider",
     "CommFuseVocabParallelEmbedding",
     "add_arguments",

@@ -6,11 +6,12 @@ Classes are compared by identity: a subclass of somebody else keeps its behaviou
 import torch
 
 from commfuse_megatron.plugin import compat
+from commfuse_megatron.plugin.attention import CommFuseSelfAttention
 from commfuse_megatron.plugin.embedding import CommFuseVocabParallelEmbedding
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
 from commfuse_megatron.plugin.norm_linear import CommFuseLayerNormColumnParallelLinear
 
-__all__ = ["LOCAL", "OUR_LINEARS", "TRANSFORMER_ENGINE", "is_ours"]
+__all__ = ["ATTENTIONS", "LOCAL", "OUR_LINEARS", "TRANSFORMER_ENGINE", "is_ours"]
 
 #: Megatron's local linears, and its embedding; a built one can be given our class.
 LOCAL: dict[type, type[torch.nn.Module]] = {
@@ -44,6 +45,9 @@ TRANSFORMER_ENGINE: dict[type, type[torch.nn.Module]] = {
         },
     ),
 }
+
+#: Attention, which is configured by its projection.
+ATTENTIONS: dict[type, type[torch.nn.Module]] = {compat.SelfAttention: CommFuseSelfAttention}
 
 #: What a spec may name; no spec names the embedding.
 OUR_LINEARS = (CommFuseColumnParallelLinear, CommFuseLayerNormColumnParallelLinear, CommFuseRowParallelLinear)

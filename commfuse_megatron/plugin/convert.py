@@ -1,4 +1,4 @@
-"""Turns the linears and the embedding of a built model into ours, in place.
+"""Turns the linears, the embedding and the attention of a built model into ours, in place.
 
 Reaches what specs cannot: embedding, output layer, the down-projections of latent attention, multi-token prediction.
 A local layer is re-classed, so parameters, hooks, names, the optimizer's references and the data-parallel wrapper stay
@@ -15,7 +15,7 @@ import torch
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plugin import arguments
-from commfuse_megatron.plugin.classes import LOCAL, TRANSFORMER_ENGINE, is_ours
+from commfuse_megatron.plugin.classes import ATTENTIONS, LOCAL, TRANSFORMER_ENGINE, is_ours
 from commfuse_megatron.plugin.construction import keep_stock, require_permission
 from commfuse_megatron.plugin.decision import LayerState, state_of
 from commfuse_megatron.plugin.takeover import reason_to_keep, taking_over
@@ -68,6 +68,10 @@ def _convert_local(chunk: torch.nn.Module, config: OverlapConfig | None) -> int:
             state.name = name or state.name
             state.overlap_config = config or state.overlap_config
             _follow_fusion(module)
+        if type(module) in ATTENTIONS:
+            module.__class__ = ATTENTIONS[type(module)]
+        if type(module) in ATTENTIONS.values():
+            state_of(module).name = name or state_of(module).name
     return converted
 
 

@@ -22,7 +22,15 @@ from commfuse_megatron.plugin.contexts import context_for
 from commfuse_megatron.plugin.main_grad import main_grad_target
 from commfuse_megatron.plugin.support import SWITCHED_OFF, unsupported_reason
 
-__all__ = ["LayerState", "kept_reason_of", "overlap_context", "state_of", "weight_grad_target"]
+__all__ = [
+    "LayerState",
+    "context_of",
+    "kept_reason_of",
+    "label_of",
+    "overlap_context",
+    "state_of",
+    "weight_grad_target",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -100,14 +108,14 @@ def overlap_context(
     reason = unsupported_reason(layer, input_, weight=weight, grad_output_buffer=grad_output_buffer)
     _compare_decision(layer, state, reason)
     if reason is None:
-        context = _context(layer, state)
+        context = context_of(layer)
         state.overlapped_calls += 1
         return context
     if reason != SWITCHED_OFF and state.config(layer.config).fallback.unsupported == "raise":
-        raise UnsupportedError(f"{_label(layer, state)}: {reason}")
+        raise UnsupportedError(f"{label_of(layer)}: {reason}")
     if reason not in state.stock_calls and layer.tp_group.rank() == 0:
         level = logging.INFO if reason == SWITCHED_OFF else logging.WARNING
-        logger.log(level, "%s takes Megatron's own path: %s", _label(layer, state), reason)
+        logger.log(level, "%s takes Megatron's own path: %s", label_of(layer), reason)
     state.stock_calls[reason] = state.stock_calls.get(reason, 0) + 1
     return None
 
@@ -120,9 +128,9 @@ def _compare_decision(layer: Any, state: LayerState, reason: str | None) -> None
             return
     except ConfigError:  # of a layer that is switched off; others have raised when they were built
         return
-    decision = f"{_label(layer, state)}: {reason or 'overlapped'}"
+    decision = f"{label_of(layer)}: {reason or 'overlapped'}"
     digest = hashlib.blake2b(f"{state.decisions} {decision}".encode(), digest_size=8).hexdigest()
-    _context(layer, state).agree(f"{decision} ({digest})")
+    context_of(layer).agree(f"{decision} ({digest})")
     state.decisions = digest
 
 
@@ -133,7 +141,9 @@ def weight_grad_target(layer: Any, weight: torch.Tensor) -> WeightGradTarget | N
     return None
 
 
-def _context(layer: Any, state: LayerState) -> OverlapContext:
+def context_of(layer: Any) -> OverlapContext:
+    """The context of an overlapped linear; made, collectively over its group, when first needed."""
+    state = state_of(layer)
     config, context = state.config(layer.config), state.context
     if getattr(layer.config, "deterministic_mode", False):
         config = _without_measurements(config)
@@ -151,5 +161,6 @@ def _without_measurements(config: OverlapConfig) -> OverlapConfig:
     return dataclasses.replace(config, plan=dataclasses.replace(config.plan, measure="never"))
 
 
-def _label(layer: torch.nn.Module, state: LayerState) -> str:
-    return f"{state.name or 'layer'} ({type(layer).__name__})"
+def label_of(layer: torch.nn.Module) -> str:
+    """How log lines call a layer."""
+    return f"{state_of(layer).name or 'layer'} ({type(layer).__name__})"

@@ -1,10 +1,10 @@
-"""What became of every tensor-parallel linear of a model, and of its embedding: the path its calls took, or why not.
+"""What became of every linear, embedding and self-attention of a model: the path its calls took, or why not.
 
 Reads what the layers counted; changes nothing.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 
 from commfuse_megatron import OpRecord
 from commfuse_megatron.plugin import compat
-from commfuse_megatron.plugin.classes import LOCAL, TRANSFORMER_ENGINE, is_ours
+from commfuse_megatron.plugin.attention import attention_unsupported_reason
+from commfuse_megatron.plugin.classes import ATTENTIONS, LOCAL, TRANSFORMER_ENGINE, is_ours
 from commfuse_megatron.plugin.decision import kept_reason_of, state_of
 from commfuse_megatron.plugin.support import unsupported_reason
 
@@ -21,9 +22,10 @@ __all__ = ["LayerReport", "ModelReport", "model_report"]
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """One linear, or the embedding.
+    """One linear, embedding or attention.
 
-    path: "overlapped" or "stock" where all calls agree, "mixed" where they don't, "not called" before the first.
+    path: "overlapped" (of an attention: query-split) or "stock" where all calls agree, "mixed" where they don't, "not
+    called" before the first.
     reasons: why calls took Megatron's path, each once; before the first call, why they will, where that is known; for
         a layer that is none of ours, why it stayed (its calls are not seen).
     """
@@ -38,10 +40,15 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """All these layers of a model in the order of its modules, and the records of the contexts that they used."""
+    """Linears and embeddings of a model in the order of its modules, records of the contexts they used, attentions.
+
+    Where an attention was query-split, its projection's call counts as overlapped too. An attention that was not may be
+    followed by an overlapped projection.
+    """
 
     layers: tuple[LayerReport, ...]
     ops: tuple[OpRecord, ...]
+    attentions: tuple[LayerReport, ...] = ()
 
     @property
     def overlapped_calls(self) -> int:
@@ -62,6 +69,7 @@ def model_report(model: Any) -> ModelReport:
     """Report on `model`, or on a list of model chunks."""
     chunks = model if isinstance(model, list | tuple) else [model]
     layers: list[LayerReport] = []
+    attentions: list[LayerReport] = []
     contexts = {}
     for chunk in chunks:
         for name, module in _layers(chunk):
@@ -69,8 +77,9 @@ def model_report(model: Any) -> ModelReport:
             if is_ours(module) and state_of(module).context is not None:
                 context = state_of(module).context
                 contexts[id(context)] = context
+        attentions += [_attention_report(*each) for each in chunk.named_modules() if _is_attention(each[1])]
     ops = tuple(record for context in contexts.values() if context is not None for record in context.report())
-    return ModelReport(tuple(layers), ops)
+    return ModelReport(tuple(layers), ops, tuple(attentions))
 
 
 def _layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -86,13 +95,32 @@ def _layer_report(name: str, module: torch.nn.Module) -> LayerReport:
     layer = type(module).__name__
     if not is_ours(module):
         return LayerReport(name, layer, "stock", 0, 0, (_reason_not_ours(module),))
+    return _report_of_ours(name, module, unsupported_reason)
+
+
+def _is_attention(module: torch.nn.Module) -> bool:
+    return isinstance(module, compat.SelfAttention)
+
+
+def _attention_report(name: str, module: torch.nn.Module) -> LayerReport:
+    layer = type(module).__name__
+    if type(module) not in ATTENTIONS.values():
+        reason = f"{layer} was neither in the spec given to apply_to_spec nor converted"
+        return LayerReport(name, layer, "stock", 0, 0, (reason,))
+    return _report_of_ours(name, module, attention_unsupported_reason)
+
+
+def _report_of_ours(
+    name: str, module: torch.nn.Module, unsupported: Callable[[torch.nn.Module], str | None]
+) -> LayerReport:
+    layer = type(module).__name__
     state = state_of(module)
     stock_calls = sum(state.stock_calls.values())
     if state.overlapped_calls or stock_calls:
         path = "mixed" if state.overlapped_calls and stock_calls else "stock" if stock_calls else "overlapped"
         reasons = tuple(state.stock_calls)
     else:
-        path, reason = "not called", unsupported_reason(module)
+        path, reason = "not called", unsupported(module)
         reasons = () if reason is None else (reason,)
     return LayerReport(name, layer, path, state.overlapped_calls, stock_calls, reasons)
 

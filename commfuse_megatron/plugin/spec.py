@@ -18,7 +18,7 @@ from typing import Any
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.plugin import arguments, compat
-from commfuse_megatron.plugin.classes import LOCAL, OUR_LINEARS, TRANSFORMER_ENGINE
+from commfuse_megatron.plugin.classes import ATTENTIONS, LOCAL, OUR_LINEARS, TRANSFORMER_ENGINE
 from commfuse_megatron.plugin.norm import CommFuseNorm
 
 __all__ = [
@@ -35,7 +35,12 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 #: Megatron's class -> ours. Classes are compared by identity: a subclass of somebody else keeps its behaviour.
-REPLACEMENTS: dict[type, type] = {**LOCAL, **TRANSFORMER_ENGINE, compat.WrappedTorchNorm: CommFuseNorm}
+REPLACEMENTS: dict[type, type] = {
+    **LOCAL,
+    **TRANSFORMER_ENGINE,
+    **ATTENTIONS,
+    compat.WrappedTorchNorm: CommFuseNorm,
+}
 
 _TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
 

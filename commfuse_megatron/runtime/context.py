@@ -4,6 +4,7 @@ Owns the private transport, the buffers, the plans and the report. Knows no Mega
 its own group only; closing it is local.
 """
 
+import dataclasses
 import json
 import time
 import weakref
@@ -17,10 +18,12 @@ from torch import distributed as dist
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import CommFuseError, ConfigError, ShapeError, TransportError, TransportTimeoutError
+from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.plan.linear_plan import LinearPlan
-from commfuse_megatron.problem import GemmProblem
+from commfuse_megatron.problem import AttentionProblem, Problem
 from commfuse_megatron.runtime.agreement import Agreement
 from commfuse_megatron.runtime.gemm import SliceGemm
+from commfuse_megatron.runtime.lanes import Lanes
 from commfuse_megatron.runtime.link import Link, Peers
 from commfuse_megatron.runtime.meter import exposed_us
 from commfuse_megatron.runtime.planning import Planner, TryOut
@@ -40,7 +43,8 @@ class OpRecord:
     M, N, K: tokens of the full sequence, output and input features of this rank's weight.
     exposed_comm_us: mean over the latest recorded calls of the time in which a transfer ran and nothing computed; None
     unless the configuration records. predicted_us, measured_us: what the planner knew of the path taken; None where it
-    did not ask.
+    did not ask. attention: the kernel of an attention; None for a linear, and where Megatron's own attention runs.
+    attention_reason: why that and no faster one.
     """
 
     op: str
@@ -60,6 +64,8 @@ class OpRecord:
     exposed_comm_us: float | None
     predicted_us: float | None = None
     measured_us: float | None = None
+    attention: str | None = None
+    attention_reason: str = ""
 
 
 class OverlapContext:
@@ -115,10 +121,13 @@ class OverlapContext:
             transport.abort()
             raise error if not isinstance(error, ShapeError) else TransportError(str(error)) from None
         self.slots = Slots(self.device, transport.window)
+        #: Side streams for work that may run beside other work of the same operation.
+        self.lanes = Lanes(self.device)
+        self.attention_kernels = AttentionKernels(self.device)
         self._recorder = Recorder(self.device) if self.config.record else None
         peers = Peers(self.group_rank, _global_ranks(group))
         self.link = Link(transport, peers, timeout_s, self._recorder)
-        self._prepared: dict[GemmProblem, PreparedPass] = {}
+        self._prepared: dict[Problem, PreparedPass] = {}
         #: Calls whose arguments were seen before, by everything a check looks at: `ops.arguments` fills and reads it.
         self.known_calls: dict[Hashable, PreparedPass] = {}
         self._gemms: dict[tuple[torch.dtype, bool], SliceGemm] = {}
@@ -133,7 +142,7 @@ class OverlapContext:
 
     # -- what operations use ------------------------------------------------------------------------------------------
 
-    def prepare(self, problem: GemmProblem, try_out: TryOut | None = None) -> PreparedPass:
+    def prepare(self, problem: Problem, try_out: TryOut | None = None) -> PreparedPass:
         """The plan and programs of `problem`; the same object at every call.
 
         try_out: times plans of this problem, where the planner wants it. What it raises, raises here.
@@ -144,7 +153,15 @@ class OverlapContext:
             self._prepared[problem] = prepared
         return prepared
 
-    def make_pass(self, problem: GemmProblem, plan: LinearPlan) -> PreparedPass:
+    def prepare_like(self, problem: Problem, other: PreparedPass, reason: str = "as the forward pass") -> PreparedPass:
+        """The pass of `problem` under the plan of `other`, where both must take the same path."""
+        prepared = self._prepared.get(problem)
+        if prepared is None:
+            plan = dataclasses.replace(other.plan, reason=reason, predicted_us=None, measured_us=None)
+            prepared = self._prepared[problem] = self.make_pass(problem, plan)
+        return prepared
+
+    def make_pass(self, problem: Problem, plan: LinearPlan) -> PreparedPass:
         """What `plan` works with; neither kept nor reported."""
         dtype = getattr(torch, problem.dtype)
         # Beside or between the group's own collectives, a GEMM takes what is fastest alone.
@@ -211,7 +228,7 @@ class OverlapContext:
         except CommFuseError as raised:
             raise self._fail_unless_in_step(raised) from raised.__cause__
 
-    def enter(self, problem: GemmProblem) -> Link:
+    def enter(self, problem: Problem) -> Link:
         """Start one operation's use of the buffers, ordered after the one before, whatever stream that ran on."""
         link = self.link
         if self._last_done is not None:
@@ -292,9 +309,16 @@ class OverlapContext:
                 exposed_comm_us=exposed.get(entry.problem),
                 predicted_us=entry.plan.predicted_us,
                 measured_us=entry.plan.measured_us,
+                attention=None if entry.attention is None else entry.attention.name,
+                attention_reason=self._attention_reason(entry),
             )
             for entry in self._prepared.values()
         ]
+
+    def _attention_reason(self, entry: PreparedPass) -> str:
+        if entry.attention is None or not isinstance(entry.problem, AttentionProblem):
+            return ""
+        return self.attention_kernels.passed_over_reason(entry.problem, self.config.attention.kernel)
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Block until all transfers are done.
@@ -367,7 +391,7 @@ class OverlapContext:
             )
         return self._gemms[key]
 
-    def _exposed_by_problem(self) -> dict[GemmProblem, float]:
+    def _exposed_by_problem(self) -> dict[Problem, float]:
         if self._recorder is None:
             return {}
         return {

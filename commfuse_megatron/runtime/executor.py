@@ -20,7 +20,7 @@ from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.program import GatherProgram, ScatterProgram, StepPlaces, split_rows
 from commfuse_megatron.transport.base import Message, Transfer
 
-__all__ = ["AllGatherRun", "ReduceScatterRun"]
+__all__ = ["AllGatherRun", "Produce", "ReduceScatterRun"]
 
 #: Multiplies one chunk: (flat chunk, out, addend or several [P, M, N] of them, the last transfer in flight).
 Produce = Callable[[int, torch.Tensor, torch.Tensor | None, Transfer | None], None]

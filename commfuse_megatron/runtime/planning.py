@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from commfuse_megatron.config import OverlapConfig, PlanConfig
 from commfuse_megatron.kernels.blas import blas_unavailable_reason
+from commfuse_megatron.plan.attention import with_owner_orders
 from commfuse_megatron.plan.candidates import Candidates, buffer_needs, list_candidates, merge_needs
 from commfuse_megatron.plan.choose import (
     choose_by_default,
@@ -26,7 +28,7 @@ from commfuse_megatron.plan.choose import (
 from commfuse_megatron.plan.cost_model import is_link_slow
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import MachineModel, Traits, assumed_machine
-from commfuse_megatron.problem import GemmProblem
+from commfuse_megatron.problem import AttentionProblem, Problem
 from commfuse_megatron.runtime.calibrate import calibrate
 from commfuse_megatron.runtime.stopwatch import make_stopwatch
 from commfuse_megatron.schedule import Algorithm
@@ -62,7 +64,7 @@ class Planner:
         #: Of every layer's pass, what was decided by cost for how many tokens.
         self._decided: dict[Hashable, list[tuple[int, LinearPlan]]] = {}
 
-    def plan(self, problem: GemmProblem, try_out: TryOut | None = None) -> LinearPlan:
+    def plan(self, problem: Problem, try_out: TryOut | None = None) -> LinearPlan:
         """The plan for a new problem. Collective where something is measured.
 
         Raises ShapeError on all ranks that meet different problems there, and what made the context fail.
@@ -75,21 +77,26 @@ class Planner:
             reason = "the sequence has no rows"
             return LinearPlan("sequential", reason, Algorithm.DIRECT, 1, config.linear.wgrad.keep_gathered_input)
         plan = self._choose(problem, try_out)
+        if isinstance(problem, AttentionProblem) and plan.predicted_us is None and problem.M * problem.N:
+            plan = with_owner_orders(problem, plan, self._machine(problem, may_measure=False))
         self._buffers = merge_needs(self._buffers, buffer_needs(problem, plan))
         return plan
 
-    def _choose(self, problem: GemmProblem, try_out: TryOut | None) -> LinearPlan:
+    def _choose(self, problem: Problem, try_out: TryOut | None) -> LinearPlan:
         config = self._context.config
         candidates = list_candidates(problem, config, held=self._buffers)
         if len(candidates.plans) == 1:
             return choose_only(candidates)
         if self.default_reason is not None or not problem.M * problem.N * problem.K:
-            forced = (config.linear.fprop if problem.pass_name == "fprop" else config.linear.dgrad).path != "auto"
             reason = self.default_reason or "the problem has a size of zero"
-            return choose_by_default(candidates, "forced by the configuration" if forced else reason)
+            return choose_by_default(
+                candidates, "forced by the configuration" if _is_forced(problem, config) else reason
+            )
+        if isinstance(problem, AttentionProblem) and not (_is_forced(problem, config) or self._may_measure):
+            return choose_by_default(candidates, "default for attention where nothing is measured")
         return self._reuse(problem) or self._choose_by_cost(problem, try_out)
 
-    def _reuse(self, problem: GemmProblem) -> LinearPlan | None:
+    def _reuse(self, problem: Problem) -> LinearPlan | None:
         """What was decided for about as many tokens, if it can be done for this many."""
         candidates = list_candidates(problem, self._context.config, held=self._buffers, is_link_slow=True)
         names = {plan.name for plan in candidates.plans}
@@ -100,28 +107,34 @@ class Planner:
                 return dataclasses.replace(plan, reason=reason, predicted_us=None, measured_us=None)
         return None
 
-    def _choose_by_cost(self, problem: GemmProblem, try_out: TryOut | None) -> LinearPlan:
+    def _choose_by_cost(self, problem: Problem, try_out: TryOut | None) -> LinearPlan:
         config = self._context.config
         decided = self._decided.setdefault(_layer(problem), [])
-        may_measure = config.plan.measure != "never" and not self._context.is_capturing
+        may_measure = self._may_measure
         machine = self._machine(problem, may_measure=may_measure)
-        slow = is_link_slow(problem, machine)
+        slow = not isinstance(problem, AttentionProblem) and is_link_slow(problem, machine)
         candidates = list_candidates(problem, config, held=self._buffers, is_link_slow=slow)
         candidates = predict(problem, candidates, machine)
         num_trials = sum(plan.measured_us is not None for _, plan in decided)
         may_try = may_measure and num_trials < _MOST_TRIALS_OF_A_LAYER
-        timed = select_for_trial(candidates, config.plan) if may_try else ()
+        timed = select_for_trial(candidates, _trial_config(problem, config)) if may_try else ()
         if timed and try_out is not None:
             chosen = self._measure(problem, candidates, timed, try_out, machine)
+        elif isinstance(problem, AttentionProblem) and not _is_forced(problem, config):
+            chosen = choose_by_default(candidates, "default for attention after many trials of other lengths")
         else:
             chosen = choose_predicted(candidates, machine)
         if not self._context.is_capturing:  # without measuring: no example for other lengths
             decided.append((problem.M, chosen))
         return chosen
 
+    @property
+    def _may_measure(self) -> bool:
+        return self._context.config.plan.measure != "never" and not self._context.is_capturing
+
     def _measure(
         self,
-        problem: GemmProblem,
+        problem: Problem,
         candidates: Candidates,
         timed: Sequence[LinearPlan],
         try_out: TryOut,
@@ -139,7 +152,7 @@ class Planner:
             logger.info("%s: %s", problem, chosen.reason)
         return chosen
 
-    def _machine(self, problem: GemmProblem, *, may_measure: bool) -> MachineModel:
+    def _machine(self, problem: Problem, *, may_measure: bool) -> MachineModel:
         """What this context can do. Measured once, if allowed; only what was measured is kept."""
         machine = self.machines.get(problem.dtype)
         if machine is not None:
@@ -191,7 +204,20 @@ class Planner:
         )
 
 
-def _layer(problem: GemmProblem) -> Hashable:
+def _is_forced(problem: Problem, config: OverlapConfig) -> bool:
+    if isinstance(problem, AttentionProblem):
+        return config.attention.path != "auto"
+    return (config.linear.fprop if problem.pass_name == "fprop" else config.linear.dgrad).path != "auto"
+
+
+def _trial_config(problem: Problem, config: OverlapConfig) -> PlanConfig:
+    """Predictions for attention are not trusted to decide: they only rank what is timed."""
+    if isinstance(problem, AttentionProblem) and config.plan.measure == "auto":
+        return dataclasses.replace(config.plan, measure="always")
+    return config.plan
+
+
+def _layer(problem: Problem) -> Hashable:
     """All that matters for a choice but the number of tokens; uneven rows cost the collectives copies."""
     is_even = problem.rows % problem.group_size == 0
     return dataclasses.replace(problem, rows=0, batch=0), is_even

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from commfuse_megatron.errors import TransportError
+from commfuse_megatron.kernels.attention import AttentionKernel
 from commfuse_megatron.kernels.blas import blas_unavailable_reason
 from commfuse_megatron.plan.linear_plan import LinearPlan
-from commfuse_megatron.problem import GemmProblem, shard_range
+from commfuse_megatron.problem import Problem, shard_range
 from commfuse_megatron.runtime.binding import BoundSchedule, bind
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.link import Link
@@ -22,18 +23,20 @@ __all__ = ["PreparedPass"]
 
 
 class PreparedPass:
-    """What one pass of one linear works with. `with prepared as link:` surrounds one use of the context's buffers.
+    """What one pass of one operation works with. `with prepared as link:` surrounds one use of the context's buffers.
 
     Leaving that block through an exception marks the context failed: the peers have been sent part of an operation.
     """
 
-    def __init__(self, context: "OverlapContext", problem: GemmProblem, plan: LinearPlan, gemm: SliceGemm) -> None:
+    def __init__(self, context: "OverlapContext", problem: Problem, plan: LinearPlan, gemm: SliceGemm) -> None:
         self.context = context
         self.problem = problem
         self.plan = plan
         self.gemm = gemm
         self.calls = 0
         self.is_agreed = False
+        #: What computes attention, for a problem that has some: `ops` sets it.
+        self.attention: AttentionKernel | None = None
         self._dtype: torch.dtype = getattr(torch, problem.dtype)
         #: Bound operations by layouts of the operands: `ops.replay` fills and reads it.
         self.tapes: dict[Any, Any] = {}
@@ -131,7 +134,7 @@ class PreparedPass:
 
     def _bind(self, collective: Collective) -> BoundSchedule:
         context, plan, problem = self.context, self.plan, self.problem
-        return bind(
+        sizes = (
             collective,
             plan.algorithm,
             context.group_size,
@@ -140,3 +143,5 @@ class PreparedPass:
             problem.rows,
             problem.batch,
         )
+        order = plan.scatter_order if collective is Collective.REDUCE_SCATTER else plan.gather_order
+        return bind(*sizes) if order is None else bind(*sizes, order=order)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from commfuse_megatron.problem import GemmProblem
+from commfuse_megatron.problem import Problem
 from commfuse_megatron.transport.base import Transfer
 
 __all__ = ["Interval", "Recorder"]
@@ -64,7 +64,7 @@ class _Call:
     """One call of one operation; `pending` is what ran and has not been resolved to intervals yet."""
 
     number: int
-    problem: GemmProblem | str
+    problem: Problem | str
     pending: list[_Pending] = field(default_factory=list)
     resolved: list[Interval] = field(default_factory=list)
 
@@ -83,7 +83,7 @@ class Recorder:
         self._probe = torch.cuda.Stream(device) if self._is_cuda else None
         self._origin = self.now()
 
-    def begin_call(self, problem: GemmProblem | str) -> None:
+    def begin_call(self, problem: Problem | str) -> None:
         """Say what the following intervals belong to. The oldest call is forgotten where there are too many."""
         self._num_calls += 1
         self._calls.append(_Call(self._num_calls, problem))
@@ -130,12 +130,12 @@ class Recorder:
         self._resolve()
         return [interval for call in self._calls for interval in call.resolved]
 
-    def calls_by_problem(self) -> dict[GemmProblem, list[list[Interval]]]:
+    def calls_by_problem(self) -> dict[Problem, list[list[Interval]]]:
         """The intervals of every call kept that has some, oldest first. Blocks like `intervals`."""
         self._resolve()
-        found: dict[GemmProblem, list[list[Interval]]] = {}
+        found: dict[Problem, list[list[Interval]]] = {}
         for call in self._calls:
-            if isinstance(call.problem, GemmProblem) and call.resolved:
+            if not isinstance(call.problem, str) and call.resolved:
                 found.setdefault(call.problem, []).append(list(call.resolved))
         return found
 

@@ -2,9 +2,15 @@
 
 A tape is a list of steps that each make one or two driver calls; all that differs from call to call is a tuple of
 addresses, which steps index. Knows no GEMM: the runtime puts its own steps between these.
+
+With CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron sets it, all streams share one hardware queue: whatever waits at its
+head, on whichever stream, holds up the kernels behind it. So what the copy stream does is submitted behind the next
+kernel of the current stream, beside which it is to run: measured, a first GEMM otherwise starts when the first
+transfer is over. The contract that bites: a wait must not be submitted before the push of its own batch, else two
+ranks wait for each other's pushes, which are behind the waits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from commfuse_megatron.transport.base import Place
@@ -48,6 +54,8 @@ class CopyTape:
     def __init__(self, transport: "CopyEngineTransport") -> None:
         self._transport = transport
         self._granted: set[int] = set()
+        self._pending: list[Step] = []  # of the copy stream, for behind the next kernel
+        self._pending_keys: set[Key] = set()
         self.steps: list[Step] = []
         self.keys: list[Key] = []
         self._last_wait: tuple[int, tuple[Key, ...]] = (-1, ())  # how many steps there were after it, and its keys
@@ -55,21 +63,34 @@ class CopyTape:
 
     def order(self) -> None:
         """What is pushed from here on was computed by what comes before."""
-        self.steps.append(self._transport.bind_order())
+        mark, follow = self._transport.bind_order()
+        self.steps.append(mark)
+        self._pending.append(follow)
 
     def push(self, peer: int, place: Place, source: Ref, size_bytes: int) -> None:
-        """Copy into the peer's window."""
+        """Copy into the peer's window, beside the next kernel."""
         if peer not in self._granted:
             self._granted.add(peer)
-            self.steps.append(self._transport.bind_take(peer))
-        self.steps.append(self._transport.bind_push(peer, place, source, size_bytes))
+            self._pending.append(self._transport.bind_take(peer))
+        self._pending.append(self._transport.bind_push(peer, place, source, size_bytes))
+
+    def issued(self, batch: Iterable["Key"]) -> None:
+        """Tell of a batch {send, receive} after its push: to wait for it, it and all before it must be submitted."""
+        if self._pending:
+            self._pending_keys.update(batch)
 
     def copy(self, target: Ref, source: Ref, size_bytes: int, flag: int) -> "Key":
-        """Copy within this device, beside what is computed; returns what to wait for."""
-        self.steps.append(self._transport.bind_copy(target, source, size_bytes, flag))
+        """Copy within this device, beside the next kernel; returns what to wait for."""
+        self._pending.append(self._transport.bind_copy(target, source, size_bytes, flag))
         key = self._transport.key_of_copy(flag)
+        self._pending_keys.add(key)
         self.keys.append(key)
         return key
+
+    def compute(self, step: Step) -> None:
+        """A kernel on the current stream."""
+        self.steps.append(step)
+        self._submit()
 
     def note(self, key: "Key") -> None:
         """Tell of a batch {send, receive}, so that the end of the operation clears its flags."""
@@ -78,11 +99,14 @@ class CopyTape:
     def wait(self, *keys: "Key") -> None:
         """What comes next needs these batches."""
         if keys:
+            if not self._pending_keys.isdisjoint(keys):
+                self._submit()
             self.steps.append(self._transport.bind_wait(keys))
             self._last_wait = (len(self.steps), keys)
 
     def finish(self) -> BoundOperation:
         """The tape, bound."""
+        self._submit()
         steps, keys = self.steps, tuple(self.keys)
         length, awaited = self._last_wait
         if length == len(steps):  # one call of the driver for both
@@ -90,3 +114,8 @@ class CopyTape:
         else:
             awaited = ()
         return BoundOperation(tuple(steps), keys, tuple(self.notes), self._transport.bind_release(keys, awaited))
+
+    def _submit(self) -> None:
+        self.steps += self._pending
+        self._pending.clear()
+        self._pending_keys.clear()

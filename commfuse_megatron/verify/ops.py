@@ -8,7 +8,7 @@ bites: a case that took another path than it asked for fails, however right its 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import distributed as dist
 from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.problem import shard_range
 from commfuse_megatron.runtime.context import OpRecord
+from commfuse_megatron.verify.attention import AttentionCase, attention_calls
 from commfuse_megatron.verify.cases import Case
 
 __all__ = ["CaseResult", "Deviation", "compare", "run_cases", "tolerance", "verify_ops", "worst_of"]
@@ -48,7 +49,7 @@ class Deviation:
 class CaseResult:
     """What became of a case. `paths` are those that its calls took, on any rank; `complaints` say why it failed."""
 
-    case: Case
+    case: Case | AttentionCase
     deviations: tuple[Deviation, ...]
     paths: tuple[str, ...]
     transport: str
@@ -77,7 +78,7 @@ class CaseResult:
 def verify_ops(
     group: dist.ProcessGroup,
     device: torch.device,
-    cases: Iterable[Case],
+    cases: Iterable[Case | AttentionCase],
     *,
     on_case_done: Callable[[], None] = lambda: None,
 ) -> list[CaseResult]:
@@ -94,7 +95,7 @@ def verify_ops(
 def run_cases(
     group: dist.ProcessGroup,
     device: torch.device,
-    cases: Iterable[Case],
+    cases: Iterable[Case | AttentionCase],
     *,
     on_case_done: Callable[[], None] = lambda: None,
 ) -> list[CaseResult]:
@@ -144,24 +145,35 @@ def compare(name: str, found: torch.Tensor | None, expected: torch.Tensor | None
 # --- one case on one rank ---------------------------------------------------------------------------------------------
 
 
-def _run_case(case: Case, context: OverlapContext, device: torch.device) -> CaseResult:
+def _run_case(case: Case | AttentionCase, context: OverlapContext, device: torch.device) -> CaseResult:
     before = {_key(record): record.calls for record in context.report()}
     deviations: dict[str, Deviation] = {}
-    for number, rows in enumerate(case.rows):
-        inputs = _draw(case, rows, number, context, device)
-        found = _call(case, inputs, getattr(ops, case.op), rows, context=context)
-        oracle = _call(case, inputs.widened(), getattr(ops.reference, case.op), rows, group=context.group)
-        terms = _terms(case, rows)
+    if isinstance(case, AttentionCase):
+        calls = attention_calls(case, context, device)
+    else:
+        calls = _linear_calls(case, context, device)
+    for found, oracle, allowed in calls:
         for name in found:
-            deviation = compare(name, found[name], oracle[name], tolerance(case, terms[name]))
+            deviation = compare(name, found[name], oracle[name], allowed[name])
             if name not in deviations or not deviation.fraction <= deviations[name].fraction:
                 deviations[name] = deviation
     records = [record for record in context.report() if record.calls > before.get(_key(record), 0)]
     return _judge(case, tuple(deviations.values()), records, context)
 
 
+def _linear_calls(
+    case: Case, context: OverlapContext, device: torch.device
+) -> Iterator[tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None], dict[str, float]]]:
+    """Of every call what was found, what fp64 gives, and the errors allowed."""
+    for number, rows in enumerate(case.rows):
+        inputs = _draw(case, rows, number, context, device)
+        found = _call(case, inputs, getattr(ops, case.op), rows, context=context)
+        oracle = _call(case, inputs.widened(), getattr(ops.reference, case.op), rows, group=context.group)
+        yield found, oracle, {name: tolerance(case, terms) for name, terms in _terms(case, rows).items()}
+
+
 def _judge(
-    case: Case, deviations: tuple[Deviation, ...], records: list[OpRecord], context: OverlapContext
+    case: Case | AttentionCase, deviations: tuple[Deviation, ...], records: list[OpRecord], context: OverlapContext
 ) -> CaseResult:
     complaints = [
         f"{d.tensor}: error {d.max_error:.3g}, allowed {d.allowed:.3g} (group rank {context.group_rank})"

@@ -51,12 +51,11 @@ def _enter(rank: int, world_size: int, backend: str, folder: str, body: Callable
         torch.cuda.set_device(device)
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-    try:
-        result = body(dist.group.WORLD, device, *args)
-        torch.save(result, f"{folder}/result-{rank}")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    result = body(dist.group.WORLD, device, *args)
+    torch.save(result, f"{folder}/result-{rank}")
+    dist.barrier()
+    # Not after an error: NCCL may wait here for ranks that are waiting elsewhere, and the error would never be seen.
+    dist.destroy_process_group()
 
 
 # --- forked ranks: the process that runs the tests --------------------------------------------------------------------

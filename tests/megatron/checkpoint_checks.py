@@ -92,9 +92,8 @@ def folders(number: int) -> Iterator[list[str]]:
 
 def values(m: Any) -> dict[str, torch.Tensor]:
     """Parameters by checkpoint key and offset."""
-    entries = (
-        entry for entry in sharded(m).values() if hasattr(entry, "global_offset") and torch.is_tensor(entry.data)
-    )
+    # Not the objects, as which Transformer Engine keeps its extra states.
+    entries = (entry for entry in sharded(m).values() if isinstance(entry, dist_checkpointing.ShardedTensor))
     return {f"{entry.key} {entry.global_offset}": entry.data.detach().clone() for entry in entries}
 
 

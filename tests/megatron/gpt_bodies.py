@@ -91,7 +91,7 @@ def _compare(group_size: int, variant: Variant) -> dict[str, Any]:
     ]
     report = model_report(ours)
     found["layers"] = {layer.name: (layer.path, layer.overlapped_calls, layer.stock_calls) for layer in report.layers}
-    found["op_paths"] = sorted({(record.op, record.pass_name, record.path) for record in report.ops})
+    found["op_paths"] = sorted({(record.op, record.pass_name, record.path) for record in report.ops if record.calls})
     found["stock_classes_unchanged"] = not any("CommFuse" in type(m).__name__ for m in stock.modules())
     return found
 

@@ -187,7 +187,9 @@ def check_spec_carries_config(group_size: int) -> None:
     overlap = OverlapConfig(record=True)
     model = build_gpt(gpt, transformer_config(gpt, group_size), overlap=overlap)
     loss_of(model, torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1)))
-    assert all(state_of(m).context.config == overlap for m in model.modules() if "CommFuse" in type(m).__name__)
+    assert all(
+        state_of(m).context.config == overlap for m in model.modules() if type(m).__name__.endswith("ParallelLinear")
+    )
 
 
 def check_whole_model_evaluates_and_decodes(group_size: int) -> None:

@@ -8,7 +8,9 @@ import torch
 from torch import distributed as dist
 
 from commfuse_megatron import ops
+from commfuse_megatron.problem import AttentionProblem, RowRange, VisibleKeys
 from commfuse_megatron.verify import ops as verify
+from commfuse_megatron.verify.attention import make_attention_cases
 from commfuse_megatron.verify.cases import Case, make_cases
 from commfuse_megatron.verify.ops import CaseResult, Deviation, compare, run_cases, tolerance, worst_of
 from tests.harness import run_threads
@@ -42,6 +44,28 @@ def test_the_operations_pass(group_size: int) -> None:
     assert [result.complaints for result in found if not result.passed] == []
     expected = {"local"} if group_size == 1 else {"sliced", "sequential"}
     assert {path for result in found for path in result.paths} == expected
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3])
+def test_query_split_attention_passes(group_size: int) -> None:
+    cases = make_attention_cases(group_size, "cpu")
+    found = results_of(group_size, cases)
+    assert len(found) == len(cases) == 72
+    assert [result.complaints for result in found if not result.passed] == []
+    assert {path for result in found for path in result.paths} == {"local" if group_size == 1 else "query_split"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_attention_that_sees_a_key_too_few_fails(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = AttentionProblem.visible_keys
+
+    def wrong(problem: AttentionProblem, queries: RowRange) -> VisibleKeys:
+        visible = right(problem, queries)
+        return VisibleKeys(RowRange(visible.keys.start + (queries.start > 0), visible.keys.stop), visible.left, 0)
+
+    monkeypatch.setattr(AttentionProblem, "visible_keys", wrong)
+    cases = [case for case in make_attention_cases(2, "cpu", dtype) if case.variant == "causal"]
+    assert not any(result.passed for result in results_of(2, cases))
 
 
 def test_the_cases_cover_what_is_promised() -> None:

@@ -1,0 +1,171 @@
+"""Attention of a range of queries against the keys that they see: the interface of its kernels, and the plain one.
+
+Knows tensors and bands of visible keys; must not know groups or schedules. All tensors are [S, B, heads, features],
+Megatron's order. The contract that bites: what a kernel's forward returns belongs to exactly that call; its backward
+must be given the same operands, `out` included, unchanged.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from commfuse_megatron.problem import VisibleKeys
+
+__all__ = ["MASKED_SCORE", "AttentionKernel", "Dropout", "MathAttention", "SplitMask"]
+
+#: What takes the place of a score that a mask tensor hides: Megatron's number, so that a query that sees nothing gets
+#: the mean of all values there as here.
+MASKED_SCORE = -10000.0
+
+
+class Dropout(NamedTuple):
+    """Dropout of attention probabilities. The same seed gives the same mask, in backward and when recomputed."""
+
+    probability: float
+    seed: int
+
+
+class SplitMask(NamedTuple):
+    """What the queries of one split see of the keys given along with them.
+
+    band: left and right of it count (see `VisibleKeys`). hidden: instead, booleans that broadcast to [B, heads,
+    queries, keys]; True hides.
+    """
+
+    band: VisibleKeys
+    hidden: torch.Tensor | None = None
+
+
+class AttentionKernel(Protocol):
+    """One way to compute attention. Kernels run on the current stream and block nothing."""
+
+    name: str
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        mask: SplitMask,
+        scale: float,
+        dropout: Dropout | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Fill `out` [S_q, B, H, D_v]; returns what `backward` needs besides the operands.
+
+        q [S_q, B, H, D], k [S_k, B, H_kv, D], v [S_k, B, H_kv, D_v]; H is a multiple of H_kv.
+        """
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        state: tuple[torch.Tensor, ...],
+        mask: SplitMask,
+        scale: float,
+        dropout: Dropout | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of q, k and v from that of `out`. operands: q, k, v, out of the forward call."""
+
+
+class MathAttention:
+    """Attention by its formula, in fp32 (fp64 for fp64): any device, dtype and size; keeps a split's scores in memory.
+
+    Saves the logarithm of every softmax's denominator and computes the probabilities again in backward, with the same
+    dropout.
+    """
+
+    name = "math"
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        mask: SplitMask,
+        scale: float,
+        dropout: Dropout | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Fill `out`; returns the log-sum-exp of the scores [B, H_kv, H / H_kv, S_q]."""
+        scores, _ = _scores(_grouped(q, k.size(2)), _wide(k), mask, scale)
+        logsumexp = scores.logsumexp(-1)
+        probabilities = scores.sub_(logsumexp.unsqueeze(-1)).exp_()
+        if dropout is not None:
+            probabilities *= _kept(probabilities, dropout)
+        result = torch.einsum("bgrqk,kbgd->qbgrd", probabilities, _wide(v))
+        out.copy_(result.reshape(out.shape))
+        return (logsumexp,)
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        state: tuple[torch.Tensor, ...],
+        mask: SplitMask,
+        scale: float,
+        dropout: Dropout | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients in fp32 (fp64), q's in the shape of q."""
+        q, k, v, out = operands
+        (logsumexp,) = state
+        groups = k.size(2)
+        q_wide, k_wide, v_wide = _grouped(q, groups), _wide(k), _wide(v)
+        grad, out_wide = _grouped(grad_out, groups), _grouped(out, groups)
+        scores, hidden = _scores(q_wide, k_wide, mask, scale)
+        probabilities = scores.sub_(logsumexp.unsqueeze(-1)).exp_()
+        kept = None if dropout is None else _kept(probabilities, dropout)
+        grad_probabilities = torch.einsum("qbgrd,kbgd->bgrqk", grad, v_wide)
+        if kept is not None:
+            grad_probabilities *= kept
+        delta = (grad * out_wide).sum(-1).permute(1, 2, 3, 0).unsqueeze(-1)
+        grad_scores = grad_probabilities.sub_(delta).mul_(probabilities).mul_(scale)
+        if hidden is not None:  # a constant took the score's place
+            grad_scores.masked_fill_(hidden, 0.0)
+        grad_q = torch.einsum("bgrqk,kbgd->qbgrd", grad_scores, k_wide).reshape(q.shape)
+        grad_k = torch.einsum("bgrqk,qbgrd->kbgd", grad_scores, q_wide)
+        if kept is not None:
+            probabilities *= kept
+        grad_v = torch.einsum("bgrqk,qbgrd->kbgd", probabilities, grad)
+        return grad_q, grad_k, grad_v
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _grouped(tensor: torch.Tensor, groups: int) -> torch.Tensor:
+    """[S, B, H, D] -> [S, B, groups, H / groups, D], wide: heads that share keys side by side."""
+    return _wide(tensor).unflatten(2, (groups, tensor.size(2) // groups))
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, mask: SplitMask, scale: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scores [B, groups, H / groups, S_q, S_k] with what is not seen out of the way, and what a mask tensor hides."""
+    scores = torch.einsum("qbgrd,kbgd->bgrqk", q, k).mul_(scale)
+    if mask.hidden is not None:
+        hidden = mask.hidden
+        if hidden.dim() == 4 and hidden.size(1) > 1:  # a mask of its own for every head
+            hidden = hidden.unflatten(1, scores.shape[1:3])
+        elif hidden.dim() == 4:
+            hidden = hidden.unsqueeze(2)
+        return scores.masked_fill_(hidden, MASKED_SCORE), hidden
+    left, right = mask.band.left, mask.band.right
+    if left is None and right is None:
+        return scores, None
+    num_queries, num_keys = scores.shape[-2:]
+    seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=scores.device)
+    offset = num_keys - num_queries
+    if right is not None:
+        seen = seen.tril_(offset + right)
+    if left is not None:
+        seen = seen.triu_(offset - left)
+    return scores.masked_fill_(seen.logical_not_(), float("-inf")), None
+
+
+def _kept(probabilities: torch.Tensor, dropout: Dropout) -> torch.Tensor:
+    """0 where dropped, else 1 / (1 - p): the same for the same seed."""
+    generator = torch.Generator(probabilities.device).manual_seed(dropout.seed)
+    drawn = torch.rand(probabilities.shape, generator=generator, device=probabilities.device)
+    return (drawn >= dropout.probability).to(probabilities.dtype).div_(1 - dropout.probability)

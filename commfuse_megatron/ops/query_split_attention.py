@@ -1,0 +1,465 @@
+"""Attention with its output projection: the reduce-scatter hides under both, for the queries of one owner at a time.
+
+Forward:    compute   [attend 1][project 1][attend 2][project 2]...[attend own][project own][sum]
+            transfer                       [y 1                ][y 2 ...               ]
+Backward:   transfer  [dy 1                       ][dy 2 ...
+            compute   [dgrad own][attention bwd own][dgrad 1][attention bwd 1]...[wgrad, un-split]
+
+On GPUs the pieces alternate over two streams (`runtime/lanes.py`). The two other ways are made of whole attention and
+`linear_reduce_scatter`, the one planned as any linear, the other sequential.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from commfuse_megatron.errors import ShapeError, UnsupportedError
+from commfuse_megatron.kernels.attention import AttentionKernel, Dropout
+from commfuse_megatron.ops.arguments import Operation, remember, require_context, with_unit_stride
+from commfuse_megatron.ops.attention_arguments import (
+    AttentionInputs,
+    find_attention_complaint,
+    state_attention_problem,
+)
+from commfuse_megatron.ops.linear_reduce_scatter import OPERATION as PROJECTION
+from commfuse_megatron.ops.linear_reduce_scatter import ScatterOperands, scatter_backward, scatter_forward
+from commfuse_megatron.ops.passes import gather_chunks, scatter_chunks, start_gather, weight_gradient
+from commfuse_megatron.ops.split_attention import Heads, InputGradients, SplitAttention
+from commfuse_megatron.ops.trial import Scratch
+from commfuse_megatron.ops.weight_grad import WeightGradTarget
+from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges, shard_range
+from commfuse_megatron.runtime.context import OverlapContext
+from commfuse_megatron.runtime.executor import AllGatherRun
+from commfuse_megatron.runtime.link import Link
+from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.runtime.program import split_rows
+from commfuse_megatron.schedule import Algorithm
+from commfuse_megatron.transport.base import Transfer
+
+__all__ = ["find_attention_kernel", "plan_attention", "query_split_attention"]
+
+
+@torch.compiler.disable
+def query_split_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out_weight: torch.Tensor,
+    out_bias: torch.Tensor | None = None,
+    causal: bool = True,
+    *,
+    window: tuple[int, int] | None = None,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    context: OverlapContext,
+    weight_grad: WeightGradTarget | None = None,
+) -> torch.Tensor:
+    """This rank's rows of attention times projection, summed over ranks: `reference.query_split_attention` to rounding.
+
+    Shapes:
+        q           [S, B, H, D]        this rank's heads
+        k           [S, B, H_kv, D]     H is a multiple of H_kv
+        v           [S, B, H_kv, D_v]
+        out_weight  [N, H * D_v]        this rank's input features
+        out_bias    [N]                 added once, after the sum
+        mask        [B or 1, H or 1, S, S]
+        result      [S_r, B, N]         `torch.tensor_split` of S over the group; fresh and contiguous
+
+    causal: a query sees no later key. window (left, right): nor one farther than that before or after it; -1 is
+    unlimited. mask: booleans instead of both; the score of a key that it hides (True) becomes -10000, as in Megatron.
+
+    Which way it is computed `context.config.attention.path` says; splitting queries has to be asked for.
+
+    Rounding: that of `linear_reduce_scatter`; attended values are rounded to the dtype of q before the projection.
+    Gradients of keys and values are summed over splits in fp32 (fp64 for fp64) and rounded once; "cudnn" and "flash"
+    round those of a split, too.
+
+    Gradients: q, k, v and out_weight get their own, complete; out_bias the sum over this rank's rows only.
+
+    Args:
+        scale: of scores; None is 1 / sqrt(D).
+        dropout: probability of dropping an attention probability. The mask is drawn from a seed that the CPU's default
+            generator and the group rank give: what is computed again from the same state drops the same. A CUDA graph
+            would repeat one mask, so none is captured with it.
+        weight_grad: add the weight's gradient into a tensor instead of returning it.
+
+    Raises:
+        ConfigError: `context` is none.
+        ShapeError: the tensors do not fit together, or the ranks bring different problems. Nothing was sent.
+        UnsupportedError: `attention.kernel` asks for a kernel that cannot do this. Nothing was sent.
+        TransportTimeoutError, TransportError: a peer did not come, here or in an earlier call of a failed context.
+
+    Under torch.compile the call stays eager, between two graphs.
+
+    Source: CommFuse Alg. 4, arXiv 2604.24013, 2026.
+    """
+    require_context("query_split_attention", context)
+    q, k, v, out_weight, out_bias = _cast_for_autocast(q, k, v, out_weight, out_bias, context.device.type)
+    window = None if window is None else cast(tuple[int, int], tuple(window))  # a list, of a file say, is no key
+    inputs = AttentionInputs(q, k, v, out_weight, out_bias, causal, window, mask, scale, dropout)
+    if dropout and context.is_capturing:
+        raise UnsupportedError(
+            "query_split_attention: a CUDA graph would repeat one dropout mask; capture without dropout"
+        )
+    forward = _prepare(inputs, context)
+    forward.begin()
+    call = _Call(forward, weight_grad, q.size(-1) ** -0.5 if scale is None else scale, mask, _draw(dropout, context))
+    # The plain kernel's products are to be in fp32, whatever autocast makes of products.
+    with torch.autocast(context.device.type, enabled=False):
+        if not forward.problem.needs and not (out_bias is not None and out_bias.requires_grad):
+            return _forward(call, Heads(q, k, v), out_weight, out_bias)[0]
+        return _QuerySplitAttention.apply(q, k, v, out_weight, out_bias, call)
+
+
+def find_attention_kernel(inputs: AttentionInputs, context: OverlapContext) -> AttentionKernel | str:
+    """What would compute `inputs`, which fit together, or why nothing that `attention.kernel` allows can."""
+    try:
+        return _choose_kernel(state_attention_problem(inputs, context.group_size), context)
+    except UnsupportedError as error:
+        return str(error)
+
+
+def plan_attention(inputs: AttentionInputs, context: OverlapContext) -> LinearPlan:
+    """How `query_split_attention` would run `inputs`; all ranks must ask. Nothing is computed but trials of new
+    problems. Raises as the operation does."""
+    return _prepare(inputs, context).plan
+
+
+class _Call(NamedTuple):
+    forward: PreparedPass
+    weight_grad: WeightGradTarget | None
+    scale: float
+    mask: torch.Tensor | None
+    dropout: Dropout | None
+    is_rehearsal: bool = False
+
+
+class _Saved(NamedTuple):
+    """What a backward pass needs of its forward pass."""
+
+    heads: Heads
+    attended: torch.Tensor  # [S, B, H, D_v]
+    states: list[tuple[torch.Tensor, ...]]  # by split
+
+
+class _QuerySplitAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        call: _Call,
+    ) -> torch.Tensor:
+        y, saved = _forward(call, Heads(q, k, v), weight, bias)
+        ctx.call = call._replace(mask=None)
+        ctx.has_bias = bias is not None
+        ctx.state_sizes = [len(state) for state in saved.states]
+        states = [tensor for state in saved.states for tensor in state]
+        ctx.save_for_backward(*saved.heads, weight, call.mask, saved.attended, *states)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, weight, mask, attended, *flat = ctx.saved_tensors
+        states = [tuple(part) for part in _split_list(flat, ctx.state_sizes)]
+        call: _Call = ctx.call._replace(mask=mask)
+        needs_bias = ctx.has_bias and ctx.needs_input_grad[4]
+        grad_shard = grad_y.contiguous().flatten(0, -2)
+        grads: Heads | None = None
+        grad_weight = None
+        if call.forward.problem.needs:
+            p = _prepare_backward(call.forward)
+            p.begin()
+            saved = _Saved(Heads(q, k, v), attended, states)
+            grads, grad_weight = _backward(p, call, saved, grad_shard, with_unit_stride(weight))
+        grad_heads = (
+            None if grads is None or not is_due else grad
+            for grad, is_due in zip(grads or (None,) * 3, ctx.needs_input_grad[:3], strict=True)
+        )
+        return *grad_heads, grad_weight, grad_shard.sum(0) if needs_bias else None, None
+
+
+# -- both passes, whatever the path -----------------------------------------------------------------------------------
+
+
+def _forward(call: _Call, heads: Heads, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, _Saved]:
+    p = call.forward
+    problem = _attention_of(p)
+    heads = Heads(*map(_for_kernels, heads))
+    bias = None if bias is None else bias.contiguous()
+    attention = _split(call)
+    attended = heads.q.new_empty(*heads.q.shape[:3], problem.value_dim)
+    if p.plan.is_scheduled:
+        return _query_split_forward(p, attention, heads, attended, with_unit_stride(weight), bias)
+    states: list[tuple[torch.Tensor, ...]] = [attention.forward(0, heads, attended) if attended.numel() else ()]
+    y = scatter_forward(_projection_pass(p, call), attended.flatten(2), weight, bias)
+    return y, _Saved(heads, attended, states)
+
+
+def _backward(
+    p: PreparedPass, call: _Call, saved: _Saved, grad_shard: torch.Tensor, weight: torch.Tensor
+) -> tuple[Heads | None, torch.Tensor | None]:
+    """Gradients of heads and weight, as far as they are due. grad_shard: [M_r, N]."""
+    problem = p.problem
+    needs_input, needs_weight = "input" in problem.needs, "weight" in problem.needs
+    attention = _split(call)
+    gradients = InputGradients(saved.heads) if needs_input else None
+    if p.plan.is_scheduled:
+        grad_weight = _query_split_backward(p, attention, saved, grad_shard, gradients, weight, call.weight_grad)
+    else:
+        attended = saved.attended.flatten(2)
+        operands = ScatterOperands(grad_shard, attended, weight, needs_input, needs_weight)
+        grad_attended, grad_weight = scatter_backward(_projection_pass(p, call), operands, call.weight_grad)
+        if gradients is not None and attended.numel():
+            assert grad_attended is not None
+            grad = grad_attended.view(saved.attended.shape)
+            attention.backward(0, saved.heads, saved.attended, saved.states[0], grad, gradients, _nothing)
+    return None if gradients is None else gradients.result(), grad_weight
+
+
+def _query_split_forward(
+    p: PreparedPass,
+    attention: SplitAttention,
+    heads: Heads,
+    attended: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, _Saved]:
+    problem, context = p.problem, p.context
+    own = shard_range(problem.rows, context.group_size, context.group_rank)
+    y = heads.q.new_empty(own.size, problem.batch, problem.N)
+    states: list[tuple[torch.Tensor, ...]] = [()] * len(attention.splits)
+    with p as link:
+        lanes = context.lanes
+        lanes.begin()
+        operands = split_rows(attended.view(problem.M, problem.K), p.scatter.bound.chunk_rows)
+
+        def produce(split: int, target: torch.Tensor, addend: torch.Tensor | None, in_flight: Transfer | None) -> None:
+            mark = link.mark()
+            # What arrived is ordered before this on the current stream only.
+            with lanes.turn(waits_for_current=addend is not None and addend.dim() == 3):
+                if operands[split].numel():
+                    states[split] = attention.forward(split, heads, attended)
+                p.gemm.multiply(operands[split], weight.t(), target, addend, in_flight)
+            link.note_compute(f"attend {split}", mark, None)
+
+        scatter_chunks(p, link, produce, y.flatten(0, -2), bias=bias)
+    return y, _Saved(heads, attended, states)
+
+
+def _query_split_backward(
+    p: PreparedPass,
+    attention: SplitAttention,
+    saved: _Saved,
+    grad_shard: torch.Tensor,
+    gradients: InputGradients | None,
+    weight: torch.Tensor,
+    weight_grad: WeightGradTarget | None,
+) -> torch.Tensor | None:
+    """Fill `gradients`, if they are due; returns the gradient of the weight, if it is."""
+    problem = p.problem
+    attended = saved.attended.view(problem.M, problem.K)
+    with p as link:
+        grad = p.gather.gathered()
+        run = start_gather(p, link, grad_shard, grad, "all-gather of the output gradient")
+        if gradients is None:
+            for index in range(run.num_steps):
+                run.issue(index)
+            run.finish()
+        else:
+            _gather_under_attention(p, link, run, attention, saved, gradients, weight)
+        if "weight" not in problem.needs:
+            return None
+        return weight_gradient(p, grad, attended, weight, weight_grad)
+
+
+def _gather_under_attention(
+    p: PreparedPass,
+    link: Link,
+    run: AllGatherRun,
+    attention: SplitAttention,
+    saved: _Saved,
+    gradients: InputGradients,
+    weight: torch.Tensor,
+) -> None:
+    lanes = p.context.lanes
+    grad_attended = torch.empty_like(saved.attended)
+    rows_of = split_rows(grad_attended.view(p.problem.M, p.problem.K), p.gather.bound.chunk_rows)
+    lanes.begin()
+
+    def consume(split: int, grad_rows: torch.Tensor, in_flight: Transfer | None) -> None:
+        p.gemm.multiply(grad_rows, weight, rows_of[split], None, in_flight)
+        p.gemm.join()
+        if rows_of[split].numel():
+            queries = attention.splits[split]
+            attention.backward(
+                split,
+                saved.heads,
+                saved.attended,
+                saved.states[split],
+                grad_attended[queries.start : queries.stop],
+                gradients,
+                lanes.wait_for_previous,
+            )
+
+    gather_chunks(p, link, run, consume, lanes.turn)
+
+
+def _nothing() -> None:
+    """Nothing to wait for: there is one split."""
+
+
+# -- preparation ------------------------------------------------------------------------------------------------------
+
+
+def _prepare(inputs: AttentionInputs, context: OverlapContext) -> PreparedPass:
+    """The forward pass of a call, checked; not yet agreed on."""
+    prepared = context.known_calls.get(inputs.key)
+    if prepared is None:
+        complaint = find_attention_complaint(inputs, context.device)
+        if complaint is not None:
+            context.refuse(ShapeError(f"query_split_attention: {complaint}"))
+        problem = state_attention_problem(inputs, context.group_size)
+        try:
+            _choose_kernel(problem, context)
+        except UnsupportedError as error:
+            context.refuse(error)
+        if problem.has_dropout:
+            # Splits draw masks of their own: recomputed with gradients, a call must be split as it was without.
+            model = remember(context, (inputs.key, "plan"), _with_all_gradients(problem), _OPERATION)
+            prepared = context.known_calls[inputs.key] = context.prepare_like(
+                problem, model, f"as with all gradients: {model.plan.reason}"
+            )
+        else:
+            prepared = remember(context, inputs.key, problem, _OPERATION)
+        prepared.attention = _choose_kernel(problem, context)
+    return prepared
+
+
+def _with_all_gradients(problem: AttentionProblem) -> AttentionProblem:
+    return dataclasses.replace(problem, needs="input+weight")
+
+
+def _prepare_backward(forward: PreparedPass) -> PreparedPass:
+    problem = dataclasses.replace(forward.problem, pass_name="backward")
+    p = forward.context.prepare_like(problem, forward)
+    p.attention = forward.attention
+    return p
+
+
+def _choose_kernel(problem: AttentionProblem, context: OverlapContext) -> AttentionKernel:
+    return context.attention_kernels.choose(problem, context.config.attention.kernel)
+
+
+def _projection_pass(p: PreparedPass, call: _Call) -> PreparedPass:
+    """The projection as a linear of its own: planned as any other, or sequential if `p` is."""
+    problem, context = _attention_of(p).projection, p.context
+    key = (p.plan.path, problem)
+    prepared = context.known_calls.get(key)
+    if prepared is None and p.plan.path == "sequential":
+        plan = LinearPlan("sequential", p.plan.reason, Algorithm.DIRECT, 1, keep_gathered_input=False)
+        prepared = context.known_calls[key] = context.make_pass(problem, plan)
+    elif prepared is None:
+        prepared = remember(context, key, problem, PROJECTION)
+    if p.plan.path != "sequential" and not call.is_rehearsal:
+        prepared.begin()
+    return prepared
+
+
+def _split(call: _Call) -> SplitAttention:
+    p = call.forward
+    problem, kernel = _attention_of(p), p.attention
+    assert kernel is not None
+    if p.plan.is_scheduled:
+        shards = chunk_ranges(problem.rows, problem.group_size, p.plan.chunks_per_shard)
+        splits = [chunk for shard in shards for chunk in shard]
+    else:
+        splits = [RowRange(0, problem.rows)]
+    return SplitAttention(problem, kernel, splits, call.scale, call.mask, call.dropout)
+
+
+def _attention_of(p: PreparedPass) -> AttentionProblem:
+    assert isinstance(p.problem, AttentionProblem)
+    return p.problem
+
+
+def _draw(dropout: float, context: OverlapContext) -> Dropout | None:
+    if not dropout:
+        return None
+    # The CPU's generator is usually in the same state on all ranks, but their heads must not drop alike.
+    seed = int(torch.randint(1 << 40, ()).item()) * context.group_size + context.group_rank
+    return Dropout(dropout, seed)
+
+
+def _cast_for_autocast(*tensors_and_kind: Any) -> tuple[Any, ...]:
+    *tensors, kind = tensors_and_kind
+    if not torch.is_autocast_enabled(kind):
+        return tuple(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast(tensor: torch.Tensor | None) -> torch.Tensor | None:  # autocast leaves float64 alone
+        is_cast = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if is_cast and tensor is not None else tensor
+
+    return tuple(map(cast, tensors))
+
+
+def _for_kernels(tensor: torch.Tensor) -> torch.Tensor:
+    """An operand as kernels load it, 16 bytes at a time: itself, if it is a view into a fused projection, say."""
+    per_load = 16 // tensor.element_size()
+    *outer, last = tensor.stride()
+    is_aligned = last == 1 and not any(stride <= 0 or stride % per_load for stride in outer)
+    return tensor if is_aligned and tensor.data_ptr() % 16 == 0 else tensor.contiguous()
+
+
+def _split_list(flat: list[torch.Tensor], sizes: list[int]) -> list[list[torch.Tensor]]:
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(flat[start : start + size])
+        start += size
+    return parts
+
+
+def _rehearse(problem: AttentionProblem, context: OverlapContext) -> Callable[[PreparedPass], object]:
+    """Scratch operands of `problem`, and what runs a forward pass of it on them, with its backward pass if one is due.
+
+    A mask is drawn as one that hides nothing.
+    """
+    scratch = Scratch(problem, context.device)
+    own = shard_range(problem.rows, context.group_size, context.group_rank)
+    rows, batch = problem.rows, problem.batch
+    heads = Heads(
+        scratch.draw(rows, batch, problem.heads, problem.head_dim),
+        scratch.draw(rows, batch, problem.kv_heads, problem.head_dim),
+        scratch.draw(rows, batch, problem.kv_heads, problem.value_dim),
+    )
+    weight, grad = scratch.draw(problem.N, problem.K), scratch.draw(own.size * batch, problem.N)
+    mask = torch.zeros(1, 1, rows, rows, dtype=torch.bool, device=context.device) if problem.has_mask else None
+    dropout = Dropout(0.1, 0) if problem.has_dropout else None
+    kernel = _choose_kernel(problem, context)
+
+    backward_problem = dataclasses.replace(problem, pass_name="backward")
+    backward: dict[str, PreparedPass] = {}
+
+    def run(p: PreparedPass) -> None:
+        p.attention = kernel
+        call = _Call(p, None, problem.head_dim**-0.5, mask, dropout, is_rehearsal=True)
+        _, saved = _forward(call, heads, weight, None)
+        if problem.needs:
+            if p.plan.name not in backward:
+                backward[p.plan.name] = context.make_pass(backward_problem, p.plan)
+            _backward(backward[p.plan.name], call, saved, grad, weight)
+
+    return run
+
+
+_OPERATION = Operation("query_split_attention", _rehearse)

@@ -1,0 +1,108 @@
+"""One call's attention, split by queries: which rows, keys, mask and dropout belong to which split.
+
+Knows kernels, not transfers. Splits are numbered as the schedule numbers chunks: flat, owner-major.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from commfuse_megatron.kernels.attention import AttentionKernel, Dropout, SplitMask
+from commfuse_megatron.problem import AttentionProblem, RowRange, VisibleKeys
+
+__all__ = ["Heads", "InputGradients", "SplitAttention"]
+
+# Splits draw their dropout masks from seeds this far apart: an odd number of no meaning.
+_SEED_STEP = 0x9E3779B97F4A7C15
+_SEEDS = 1 << 63
+
+
+class Heads(NamedTuple):
+    """Operands of one call, contiguous: q [S, B, H, D], k [S, B, H_kv, D], v [S, B, H_kv, D_v]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class SplitAttention:
+    """Forward and backward of single splits.
+
+    Args:
+        splits: rows of every split's queries.
+        mask: booleans [.., .., S, S] in place of the problem's band of visible keys.
+        dropout: of all splits; each one draws from a seed of its own.
+    """
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        kernel: AttentionKernel,
+        splits: Sequence[RowRange],
+        scale: float,
+        mask: torch.Tensor | None,
+        dropout: Dropout | None,
+    ) -> None:
+        self.splits = splits
+        self.mask = mask
+        self._kernel = kernel
+        self._scale = scale
+        self._dropout = dropout
+        self._visible: list[VisibleKeys] = [problem.visible_keys(queries) for queries in splits]
+
+    def forward(self, index: int, heads: Heads, attended: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Fill the rows of split `index` of `attended` [S, B, H, D_v]; returns the state for `backward`."""
+        q, k, v = self._rows(index, heads)
+        return self._kernel.forward(q, k, v, self._queries(index, attended), *self._rest(index))
+
+    def backward(
+        self,
+        index: int,
+        heads: Heads,
+        attended: torch.Tensor,
+        state: tuple[torch.Tensor, ...],
+        grad_attended: torch.Tensor,
+        gradients: "InputGradients",
+        before_adding: Callable[[], None],
+    ) -> None:
+        """Put the gradient of split `index`'s queries, and add its gradients of keys and values, into `gradients`.
+
+        grad_attended: [queries, B, H, D_v]. before_adding: called before the sums of all splits are touched.
+        """
+        q, k, v = self._rows(index, heads)
+        operands = (q, k, v, self._queries(index, attended))
+        grad_q, grad_k, grad_v = self._kernel.backward(grad_attended, operands, state, *self._rest(index))
+        before_adding()
+        keys = self._visible[index].keys
+        gradients.q[self.splits[index].start : self.splits[index].stop].copy_(grad_q)
+        gradients.k_sum[keys.start : keys.stop] += grad_k
+        gradients.v_sum[keys.start : keys.stop] += grad_v
+
+    def _queries(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[self.splits[index].start : self.splits[index].stop]
+
+    def _rows(self, index: int, heads: Heads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        keys = self._visible[index].keys
+        return self._queries(index, heads.q), heads.k[keys.start : keys.stop], heads.v[keys.start : keys.stop]
+
+    def _rest(self, index: int) -> tuple[SplitMask, float, Dropout | None]:
+        queries, dropout = self.splits[index], self._dropout
+        hidden = None if self.mask is None else self.mask[..., queries.start : queries.stop, :]
+        if dropout is not None:
+            dropout = dropout._replace(seed=(dropout.seed + index * _SEED_STEP) % _SEEDS)
+        return SplitMask(self._visible[index], hidden), self._scale, dropout
+
+
+class InputGradients:
+    """Gradients of q, k and v while they are put together: those of keys and values as sums over splits, in fp32."""
+
+    def __init__(self, heads: Heads) -> None:
+        self._dtype = heads.k.dtype
+        wide = torch.float64 if heads.k.dtype == torch.float64 else torch.float32
+        self.q = torch.empty_like(heads.q)
+        self.k_sum, self.v_sum = (torch.zeros_like(tensor, dtype=wide) for tensor in (heads.k, heads.v))
+
+    def result(self) -> Heads:
+        """The gradients in the dtype of the operands."""
+        return Heads(self.q, self.k_sum.to(self._dtype), self.v_sum.to(self._dtype))

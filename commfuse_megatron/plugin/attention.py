@@ -1,0 +1,254 @@
+"""Megatron's self-attention with core attention and output projection paired into one query-split operation.
+
+Megatron's `SelfAttention.forward` is long and changes with every release, so it is not copied. It calls core attention
+and, with nothing touching the data in between, the output projection. For one call both get another `forward`:
+
+    core attention   keeps query, key, value and mask, and returns a placeholder full of NaN
+    projection       is given that placeholder, and runs `ops.query_split_attention` with its own weight
+
+The modules themselves are called, so hooks run (those of the data-parallel wrapper wait for parameters). The contract
+that bites: a placeholder must go straight from one to the other. Where Megatron would put something in between, the
+call takes Megatron's own attention, with a reason; if one gets lost nevertheless, that is an error.
+"""
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from commfuse_megatron import ops
+from commfuse_megatron.errors import UnsupportedError
+from commfuse_megatron.ops.attention_arguments import AttentionInputs, find_attention_complaint
+from commfuse_megatron.ops.query_split_attention import find_attention_kernel, plan_attention
+from commfuse_megatron.plugin.compat import SelfAttention
+from commfuse_megatron.plugin.core_attention import CoreAttention, describe_core_attention
+from commfuse_megatron.plugin.decision import context_of, label_of, overlap_context, state_of, weight_grad_target
+from commfuse_megatron.plugin.linear import CommFuseRowParallelLinear
+from commfuse_megatron.plugin.support import SWITCHED_OFF, unsupported_reason
+
+__all__ = ["CommFuseSelfAttention", "attention_unsupported_reason"]
+
+logger = logging.getLogger(__name__)
+
+#: Attribute of the TransformerConfig -> why attention under it stays Megatron's own.
+_SETTINGS = {
+    "attention_output_gate": "config.attention_output_gate is on: the gate comes between attention and projection",
+    "multi_latent_attention": "config.multi_latent_attention is on: its own class of attention is not paired",
+}
+
+#: Attribute of the attention -> the same.
+_FLAGS = {
+    "checkpoint_core_attention": "core attention is recomputed by itself (recompute_modules has core_attn)",
+    "offload_core_attention": "core attention's activations are offloaded (offload_modules has core_attn)",
+    "offload_attn_proj": "the projection's activations are offloaded (offload_modules has attn_proj)",
+}
+
+#: Argument of a call -> the same, where it is given.
+_ARGUMENTS = {
+    "inference_context": "an inference context is given: keys come from its cache",
+    "inference_params": "inference parameters are given: keys come from their cache",
+    "packed_seq_params": "sequences are packed: their bounds are not those of the splits",
+    "attention_bias": "an attention bias is given: no kernel takes one",
+    "key_value_states": "keys and values come from another sequence",
+}
+
+
+class CommFuseSelfAttention(SelfAttention):
+    """`SelfAttention` whose output reduce-scatter hides under attention and projection, one owner's queries at a time.
+
+    | pass  | computes, for one owner's queries after the other | communicates meanwhile       |
+    |-------|---------------------------------------------------|------------------------------|
+    | fprop | scores, softmax, values, projection               | reduce-scatter of y          |
+    | dgrad | projection's dgrad, attention's backward          | all-gather of dy [S/R, B, N] |
+    | wgrad | dweight [N, K/R] of the projection, un-split      | nothing is left              |
+
+    The projection must be ours too. Which way a call takes the planner decides (`OverlapConfig.attention`), and what
+    cannot be split takes Megatron's attention followed by the projection as a layer of its own.
+    """
+
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron's, which it calls."""
+        reason = attention_unsupported_reason(self, _given(args, kwargs))
+        if reason is not None:
+            _note_stock(self, reason)
+            return super().forward(*args, **kwargs)
+        with _Pairing(self):
+            return super().forward(*args, **kwargs)
+
+
+def attention_unsupported_reason(attention: Any, arguments: dict[str, Any] | None = None) -> str | None:
+    """Why calls of `attention` are not query-split, as far as that is known before core attention is called.
+
+    arguments: those of a call, by name; without it, only what the layer and its configuration say is judged.
+    """
+    projection = attention.linear_proj
+    if not isinstance(projection, CommFuseRowParallelLinear):
+        return f"linear_proj is a {type(projection).__name__}: only ours takes over the attention before it"
+    reason = unsupported_reason(projection)
+    if reason is not None:
+        return reason
+    path = state_of(projection).config(projection.config).attention.path
+    if path in ("row_parallel", "sequential"):
+        return f"attention.path is {path}: Megatron's own attention, then the projection as a layer of its own"
+    for owner, reasons in ((attention.config, _SETTINGS), (attention, _FLAGS)):
+        for name, reason in reasons.items():
+            if getattr(owner, name, None):
+                return reason
+    if getattr(attention.config, "context_parallel_size", 1) > 1:
+        return "context parallelism is on: it splits the sequence in its own way"
+    given = arguments or {}
+    return next((reason for name, reason in _ARGUMENTS.items() if given.get(name) is not None), None)
+
+
+class _Job(NamedTuple):
+    """What core attention was called with, until the projection is."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    core: CoreAttention
+    placeholder: torch.Tensor
+
+
+class _Pairing:
+    """For the length of one call of an attention: the other `forward` of its core attention and its projection."""
+
+    def __init__(self, attention: Any) -> None:
+        self._attention = attention
+        self._core, self._projection = attention.core_attention, attention.linear_proj
+        self._core_forward, self._project = self._core.forward, self._projection.forward
+        self._job: _Job | None = None
+        self._undo: list[tuple[torch.nn.Module, Any]] = []
+
+    def __enter__(self) -> Self:
+        for module, forward in ((self._core, self._attend), (self._projection, self._attend_and_project)):
+            # An attribute of the instance, as somebody else may have set one already.
+            self._undo.append((module, module.__dict__.get("forward")))
+            module.__dict__["forward"] = forward
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        for module, before in self._undo:
+            if before is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = before
+        if exc_type is None and self._job is not None:
+            raise self._lost("the projection was not called with it")
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        found = self._judge(query, key, value, attention_mask, args, kwargs)
+        if isinstance(found, str):
+            _note_stock(self._attention, found)
+            return self._core_forward(query, key, value, attention_mask, *args, **kwargs)
+        self._job = found
+        return found.placeholder
+
+    def _judge(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> _Job | str:
+        if args or any(value is not None for name, value in kwargs.items() if name != "attn_mask_type"):
+            given = [name for name, value in kwargs.items() if value is not None and name != "attn_mask_type"]
+            return f"core attention is given {', '.join(given) or 'positional arguments'}: not understood"
+        core = describe_core_attention(self._core, query, key, attention_mask, kwargs.get("attn_mask_type"))
+        if isinstance(core, str):
+            return core
+        # No elements behind it; and not a number, so that whoever computes with it notices.
+        shape = (*query.shape[:2], query.size(2) * value.size(3))
+        placeholder = query.new_full((1,), float("nan")).expand(shape)
+        projection = self._projection
+        reason = unsupported_reason(projection, placeholder, weight=projection.weight)
+        if reason is not None:
+            return reason
+        context = context_of(projection)
+        inputs = AttentionInputs(query, key, value, projection.weight, None, *core[:4], core.dropout)
+        complaint = find_attention_complaint(inputs, context.device)  # of mixed dtypes under autocast, say
+        if complaint is not None:
+            return complaint
+        kernel = find_attention_kernel(inputs, context)
+        if isinstance(kernel, str):
+            return kernel
+        if kernel.name == "math" and query.is_cuda and context.config.attention.path == "auto":
+            return "only the plain kernel can compute it, and Megatron's own attention may be faster"
+        plan = plan_attention(inputs, context)
+        if plan.path != "query_split":
+            return f"planned as {plan.path}: {plan.reason}"
+        return _Job(query, key, value, core, placeholder)
+
+    def _attend_and_project(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        job, projection = self._job, self._projection
+        if job is None:
+            return self._project(input_)
+        if input_ is not job.placeholder:
+            raise self._lost(f"the projection was called with something else, of shape {list(input_.shape)}")
+        context = overlap_context(projection, input_, projection.weight)
+        if context is None:
+            raise self._lost("the projection changed its mind")
+        self._job = None
+        core, bias = job.core, projection.bias
+        output = ops.query_split_attention(
+            job.query,
+            job.key,
+            job.value,
+            projection.weight,
+            None if projection.skip_bias_add else bias,
+            core.causal,
+            window=core.window,
+            mask=core.mask,
+            scale=core.scale,
+            dropout=core.dropout,
+            context=context,
+            weight_grad=weight_grad_target(projection, projection.weight),
+        )
+        state_of(self._attention).overlapped_calls += 1
+        return output, bias if projection.skip_bias_add else None
+
+    def _lost(self, how: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{label_of(self._attention)}: core attention gave a placeholder for its output, and {how}. Something "
+            "comes between attention and projection that is not known to; set attention.path: row_parallel."
+        )
+
+
+def _note_stock(attention: Any, reason: str) -> None:
+    """Count and log a call that takes Megatron's own attention; raise instead where the configuration insists."""
+    state, projection = state_of(attention), attention.linear_proj
+    is_planned = reason.startswith("planned as ")
+    if reason != SWITCHED_OFF and not is_planned and isinstance(projection, CommFuseRowParallelLinear):
+        config = state_of(projection).config(projection.config)
+        if config.fallback.unsupported == "raise" and config.attention.path == "query_split":
+            raise UnsupportedError(f"{label_of(attention)}: {reason}")
+    if reason not in state.stock_calls and projection.tp_group.rank() == 0:
+        # The projection after it may be overlapped all the same.
+        logger.info("%s takes Megatron's own attention: %s", label_of(attention), reason)
+    state.stock_calls[reason] = state.stock_calls.get(reason, 0) + 1
+
+
+@functools.cache
+def _signature(forward: Callable) -> inspect.Signature:
+    return inspect.signature(forward)
+
+
+def _given(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    if len(args) <= 1:
+        return kwargs
+    return dict(_signature(SelfAttention.forward).bind(None, *args, **kwargs).arguments)

@@ -1,0 +1,183 @@
+"""Run on every rank: whole models with query-split attention against stock ones, same weights, same batch."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+
+from commfuse_megatron import OverlapConfig
+from commfuse_megatron.plugin import CommFuseNorm, apply_to_spec, convert_model, model_report
+from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, transformer_config
+from commfuse_megatron.testing.training import Training
+
+Llama = functools.partial(SmallGPT, dtype=torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """options: Megatron's. attention: ours. model: what is built."""
+
+    gpt: SmallGPT = field(default_factory=Llama)
+    options: dict[str, Any] = field(default_factory=dict)
+    attention: dict[str, Any] = field(default_factory=dict)
+    model: str = "gpt"
+    with_mask: bool = False
+    fuses_gradients: bool = False
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]}
+BIASED = SmallGPT.layer_norm_and_bias(dtype=torch.float64)
+VARIANTS = {
+    "causal": Variant(),
+    "mask_given": Variant(with_mask=True),
+    "splits_of_a_shard": Variant(attention={"splits_per_shard": 2}),
+    "layer_norm_and_bias": Variant(gpt=BIASED, fuses_gradients=True),
+    "one_query_group": Variant(gpt=Llama(num_query_groups=1)),
+    "tied_embeddings": Variant(gpt=Llama(has_tied_embeddings=True)),
+    "qk_layernorm": Variant(options={"qk_layernorm": True}),
+    "window": Variant(options={"window_size": (5, 0)}),
+    "softmax_scale": Variant(options={"softmax_scale": 0.3}),
+    # The shim for the mask that Megatron would make does not reach autograd's thread.
+    "recompute_full": Variant(options=FULL, with_mask=True),
+    "recompute_selective": Variant(options=SELECTIVE),
+    "hybrid": Variant(model="hybrid"),
+    "prediction_heads": Variant(model="mtp", options={"mtp_num_layers": 1}),
+}
+
+
+def compare_with_stock(group_size: int, names: list[str]) -> dict[str, dict[str, Any]]:
+    return {name: _compare(group_size, VARIANTS[name]) for name in names}
+
+
+def _compare(group_size: int, variant: Variant) -> dict[str, Any]:
+    overlap = OverlapConfig.from_dict({"attention": {"path": "query_split", **variant.attention}})
+    stock, ours = (_build(variant, group_size, each) for each in (None, overlap))
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in stock.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    ours.load_state_dict(stock.state_dict())
+    for layer in ours.modules() if variant.fuses_gradients else ():
+        if type(layer).__name__.startswith("CommFuse") and hasattr(layer, "gradient_accumulation_fusion"):
+            layer.gradient_accumulation_fusion = True  # Megatron asks for Apex when it is set at construction
+    losses, gradients = [], []
+    tokens = torch.randint(256, (2, 33), generator=generator)
+    for model in (stock, ours):
+        training = Training(model)
+        training.wrapped.zero_grad_buffer()
+        loss = loss_of(training.wrapped, tokens, with_mask=variant.with_mask)
+        loss.backward()
+        finalize_model_grads([training.wrapped])
+        losses.append(loss.item())
+        gradients.append({name: p.main_grad for name, p in model.named_parameters()})
+    report = model_report(ours)
+    return {
+        "losses": losses,
+        "gradient_errors": {
+            name: ((a - gradients[1][name]).abs().max() / a.abs().max()).item() for name, a in gradients[0].items()
+        },
+        "names_differ": sorted(set(gradients[0]) ^ set(gradients[1])),
+        "attentions": {each.name: (each.path, each.overlapped_calls, each.reasons) for each in report.attentions},
+        "projections": {each.path for each in report.layers if each.name.endswith("linear_proj")},
+        "op_paths": {record.path for record in report.ops if record.op == "query_split_attention"},
+    }
+
+
+def _build(variant: Variant, group_size: int, overlap: OverlapConfig | None) -> Any:
+    config = transformer_config(variant.gpt, group_size, **variant.options)
+    if variant.model == "hybrid":
+        return _build_hybrid(variant.gpt, group_size, overlap)
+    if variant.model == "mtp":
+        return _build_with_prediction_heads(variant.gpt, config, overlap)
+    return build_gpt(variant.gpt, config, overlap=overlap or False, spec=_spec(config))
+
+
+def _spec(config: Any) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from commfuse_megatron.plugin.spec import block_spec, replace_in_spec
+
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
+    spec = replace_in_spec(spec, {spec.submodules.input_layernorm: CommFuseNorm})
+    return block_spec(spec, config, with_torch_norm=True)
+
+
+def _build_with_prediction_heads(gpt: SmallGPT, config: Any, overlap: OverlapConfig | None) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from commfuse_megatron.plugin.spec import local_layer_spec, replace_in_spec
+
+    layer = local_layer_spec()
+    heads = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
+    heads = replace_in_spec(heads, {heads.layer_specs[0].submodules.enorm: CommFuseNorm})
+    specs = [_spec(config), heads]
+    if overlap is not None:
+        specs = [apply_to_spec(spec, overlap) for spec in specs]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=specs[0],
+            mtp_block_spec=specs[1],
+            vocab_size=gpt.vocab_size,
+            max_sequence_length=gpt.max_sequence_length,
+            position_embedding_type="rope",
+        )
+    return model if overlap is None else convert_model(model, overlap)
+
+
+def _build_hybrid(gpt: SmallGPT, group_size: int, overlap: OverlapConfig | None) -> Any:
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    pattern = "*-*-"
+    config = transformer_config(gpt, group_size, num_layers=len(pattern), is_hybrid_model=True)
+    with _own_final_norm():
+        model = HybridModel(
+            config=config,
+            hybrid_stack_spec=_hybrid_spec(),
+            vocab_size=gpt.vocab_size,
+            max_sequence_length=gpt.max_sequence_length,
+            hybrid_layer_pattern=pattern,
+            position_embedding_type="rope",
+        )
+    return model if overlap is None else convert_model(model, overlap)
+
+
+def _hybrid_spec() -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    layer = get_gpt_layer_local_spec().submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=CommFuseNorm, self_attention=layer.self_attention, self_attn_bda=layer.self_attn_bda
+    )
+    mlp = TransformerLayerSubmodules(pre_mlp_layernorm=CommFuseNorm, mlp=layer.mlp, mlp_bda=layer.mlp_bda)
+    return ModuleSpec(
+        module=HybridStack,
+        submodules=HybridStackSubmodules(
+            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+            mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+        ),
+    )
+
+
+@contextmanager
+def _own_final_norm() -> Iterator[None]:
+    """The stack takes Transformer Engine's norm for its last one, whatever the spec says."""
+    from megatron.core.models.hybrid import hybrid_block
+
+    stock = hybrid_block.TENorm
+    hybrid_block.TENorm = CommFuseNorm
+    try:
+        yield
+    finally:
+        hybrid_block.TENorm = stock

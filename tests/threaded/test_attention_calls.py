@@ -1,0 +1,110 @@
+"""Calls of query-split attention that look like earlier ones but are not: bad dropout, autocast, recompute, reports."""
+
+import pytest
+import torch
+
+from commfuse_megatron import OverlapConfig, OverlapContext, ops
+from commfuse_megatron.config import AttentionConfig
+from commfuse_megatron.errors import ConfigError, ShapeError
+from tests.harness import run_threads
+from tests.threaded.test_planning import TRIAL, MadeUpTimes, machine
+from tests.threaded.test_query_split_attention import Case, attention_config, check, draw, run
+
+
+@pytest.mark.parametrize(("good", "bad"), [(0.4, 1.4), (0.0, -0.4), (0.4, float("nan"))])
+def test_a_bad_dropout_after_a_good_one_is_refused(good, bad):
+    """Fails with only `dropout > 0` in the key of known calls: what the first call passed, the second would not do."""
+
+    def body(group, device):
+        operands, _ = draw(Case(), group.rank(), group.size())
+        with OverlapContext(group, attention_config()) as context:
+            ops.query_split_attention(*operands.values(), context=context, dropout=good)
+            with pytest.raises(ShapeError, match="dropout must be"):
+                ops.query_split_attention(*operands.values(), context=context, dropout=bad)
+            check(Case(), group, context)
+
+    run_threads(2, body)
+
+
+def test_windows_that_are_no_integers_are_refused_and_lists_are_taken():
+    def body(group, device):
+        operands, _ = draw(Case(), group.rank(), group.size())
+        with OverlapContext(group, attention_config()) as context:
+            for window in ((2.5, 0), (1, 2, 3), (-2, 0)):
+                with pytest.raises(ShapeError, match="window must be"):
+                    ops.query_split_attention(*operands.values(), window=window, context=context)
+            check(Case(keywords={"window": [3, 0]}), group, context)
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("path", ["query_split", "row_parallel"])
+def test_autocast_rounds_operands_and_nothing_else(path):
+    """Fails with the operation left inside autocast: its scores are then rounded to bfloat16 too, only forward."""
+
+    def body(group, device):
+        operands, grad_y = draw(Case(rows=9, kv_heads=2, dtype=torch.float32), group.rank(), group.size())
+        rounded = {name: t.bfloat16() for name, t in operands.items()}
+
+        def attend(*given, **where):
+            with torch.autocast("cpu", torch.bfloat16):
+                return ops.query_split_attention(*given, **where)
+
+        with OverlapContext(group, attention_config(path)) as context:
+            expected = run(rounded, grad_y.bfloat16(), ops.query_split_attention, context=context, scale=2.0)
+            found = run(operands, grad_y.bfloat16(), attend, context=context, scale=2.0)
+        for name, value in expected.items():
+            assert torch.equal(found[name], value.to(found[name].dtype)), name
+
+    run_threads(2, body)
+
+
+def test_with_dropout_a_call_is_split_alike_with_and_without_gradients(monkeypatch):
+    """As a recomputed layer is called: splits draw masks of their own, so gradients would be those of other masks.
+
+    Fails with a plan of its own for every set of gradients.
+    """
+    bests = {"": "query_split m=1", "input+weight": "query_split m=2"}
+
+    def time(self, call, *_):
+        call()
+        plan, needs = call.args[0].plan, call.args[0].problem.needs
+        return 50.0 if plan.name == bests[needs] else 90.0
+
+    monkeypatch.setattr(MadeUpTimes, "burst_us", time)
+    monkeypatch.setattr(TRIAL, lambda device: MadeUpTimes(None))
+
+    def body(group, device):
+        operands, grad_y = draw(Case(rows=16, batch=1, dtype=torch.float32), group.rank(), group.size())
+        with OverlapContext(group, OverlapConfig(attention=AttentionConfig(path="auto"))) as context:
+            context.planner.default_reason = None
+            context.planner.machines["float32"] = machine()
+            for dropout in (0.0, 0.5):
+                with torch.no_grad():
+                    ops.query_split_attention(*operands.values(), context=context, dropout=dropout)
+                run(operands, grad_y, ops.query_split_attention, context=context, dropout=dropout)
+            called = [p for p in context._prepared.values() if p.calls and p.problem.pass_name == "fprop"]
+            return {(p.problem.has_dropout, p.problem.needs): p.plan.name for p in called}
+
+    for plans in run_threads(2, body):
+        assert plans[False, ""] == bests[""]
+        assert plans[False, "input+weight"] == bests["input+weight"]
+        assert plans[True, ""] == plans[True, "input+weight"] == bests["input+weight"]
+
+
+def test_splits_that_nothing_would_be_split_into_are_an_error():
+    for path in ("row_parallel", "sequential"):
+        with pytest.raises(ConfigError, match="splits_per_shard = 2"):
+            AttentionConfig(path=path, splits_per_shard=2)
+
+
+def test_the_report_says_why_faster_kernels_were_passed_over():
+    def body(group, device):
+        with OverlapContext(group, attention_config()) as context:
+            check(Case(), group, context)
+            return context.report()
+
+    for records in run_threads(2, body):
+        for record in records:
+            assert record.attention == "math"
+            assert all(f"{name} attention runs on CUDA" in record.attention_reason for name in ("cudnn", "flash"))

@@ -1,0 +1,468 @@
+"""Query-split attention against the reference on ranks as threads: forward, every gradient, masks, sizes, layouts."""
+
+import itertools
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from commfuse_megatron import OverlapConfig, OverlapContext, ops
+from commfuse_megatron.config import AttentionConfig
+from commfuse_megatron.errors import ShapeError, UnsupportedError
+from commfuse_megatron.problem import AttentionProblem, RowRange, shard_range
+from tests.harness import run_threads
+
+LIMIT = 1e-12  # fp64: rounding is some 1e-15, a wrong or missing split errs by order 1
+NAMES = ("q", "k", "v", "out_weight", "out_bias")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Sizes of one call per rank, and its keywords."""
+
+    rows: int = 12
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 4
+    head_dim: int = 6
+    value_dim: int = 6
+    N: int = 10
+    dtype: torch.dtype = torch.float64
+    has_bias: bool = True
+    seed: int = 0
+    keywords: dict[str, Any] = field(default_factory=dict)
+
+
+def attention_config(path="query_split", m=1, **others) -> OverlapConfig:
+    splits = m if path in ("auto", "query_split") else None
+    return OverlapConfig(attention=AttentionConfig(path=path, splits_per_shard=splits), **others)
+
+
+def draw(case: Case, rank: int, group_size: int) -> tuple[dict[str, torch.Tensor | None], torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * case.seed + rank)
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
+
+    lead = (case.rows, case.batch)
+    operands = {
+        "q": tensor(*lead, case.heads, case.head_dim),
+        "k": tensor(*lead, case.kv_heads, case.head_dim),
+        "v": tensor(*lead, case.kv_heads, case.value_dim),
+        "out_weight": tensor(case.N, case.heads * case.value_dim),
+        "out_bias": tensor(case.N) if case.has_bias else None,
+    }
+    own = shard_range(case.rows, group_size, rank)
+    return operands, tensor(own.size, case.batch, case.N)
+
+
+def run(operands, grad_y, call, view=None, **where) -> dict[str, torch.Tensor | None]:
+    """Forward and backward; the results by name. view: how operands are seen by the call."""
+    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in operands.values()]
+    given = leaves if view is None else [None if leaf is None else view(leaf) for leaf in leaves]
+    y = call(*given, **where)
+    y.backward(grad_y)
+    gradients = {f"{name}.grad": None if leaf is None else leaf.grad for name, leaf in zip(NAMES, leaves, strict=True)}
+    return {"y": y.detach(), **gradients}
+
+
+def assert_close(found, expected, limit: float = LIMIT) -> None:
+    for name, value in expected.items():
+        if value is None:
+            assert found[name] is None, name
+            continue
+        assert found[name].shape == value.shape, name
+        scale = value.abs().max().clamp(min=1.0) if value.numel() else 1.0
+        error = ((found[name] - value).abs().max() / scale).item() if value.numel() else 0.0
+        assert error <= limit, (name, error)
+
+
+def check(case: Case, group, context: OverlapContext, view=None) -> dict[str, torch.Tensor | None]:
+    operands, grad_y = draw(case, group.rank(), group.size())
+    found = run(operands, grad_y, ops.query_split_attention, view, context=context, **case.keywords)
+    expected = run(operands, grad_y, ops.reference.query_split_attention, view, group=group, **case.keywords)
+    assert_close(found, expected)
+    return found
+
+
+MASKS = {
+    "causal": {},
+    "full": {"causal": False},
+    "causal window": {"window": (3, 0)},
+    "causal window of one": {"window": (0, -1)},
+    "window": {"causal": False, "window": (2, 4)},
+    "window before": {"causal": False, "window": (3, -1)},
+    "window after": {"causal": False, "window": (-1, 2)},
+    "scale": {"scale": 0.7},
+}
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("m", [1, 3])
+def test_forward_and_every_gradient_equal_the_reference(group_size, m):
+    def body(group, device):
+        with OverlapContext(group, attention_config(m=m)) as context:
+            for keywords, kv_heads in zip(MASKS.values(), itertools.cycle((4, 2, 1)), strict=False):
+                rows = 4 * group_size * m if kv_heads == 4 else 13
+                check(Case(rows=rows, kv_heads=kv_heads, keywords=keywords, seed=rows), group, context)
+            return context.report()
+
+    for records in run_threads(group_size, body):
+        assert {record.path for record in records} == {"query_split" if group_size > 1 else "local"}
+        assert {record.pass_name for record in records} == {"fprop", "backward"}
+        assert all(record.calls and record.attention == "math" for record in records)
+        assert all(record.chunks_per_shard == (m if group_size > 1 else 1) for record in records)
+
+
+@pytest.mark.parametrize("path", ["row_parallel", "sequential", "auto"])
+def test_other_paths_equal_the_reference_and_are_reported(path):
+    def body(group, device):
+        with OverlapContext(group, attention_config(path)) as context:
+            for rows, keywords in itertools.product((12, 7, 2, 1), MASKS.values()):
+                check(Case(rows=rows, keywords=keywords), group, context)
+            return context.report()
+
+    for records in run_threads(3, body):
+        of_attention = [record for record in records if record.op == "query_split_attention"]
+        assert {record.path for record in of_attention} == {"row_parallel" if path == "auto" else path}
+        assert any("default on the CPU" in r.reason for r in of_attention) == (path == "auto")
+        of_projection = {record.path for record in records if record.op == "linear_reduce_scatter"}
+        assert of_projection == (set() if path == "sequential" else {"sliced"})
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_sizes_of_zero_and_one(m):
+    def body(group, device):
+        with OverlapContext(group, attention_config(m=m)) as context:
+            for sizes in ({"rows": 0}, {"rows": 1}, {"rows": 2}, {"batch": 0}, {"N": 0}, {"head_dim": 1}):
+                check(Case(**sizes), group, context)
+            check(Case(rows=3, batch=1, heads=1, kv_heads=1, head_dim=1, value_dim=1, N=1), group, context)
+
+    run_threads(3, body)
+
+
+def test_values_of_another_size_than_keys():
+    def body(group, device):
+        with OverlapContext(group, attention_config()) as context:
+            check(Case(head_dim=8, value_dim=3, kv_heads=2), group, context)
+
+    run_threads(2, body)
+
+
+def outer_swapped(tensor):
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1) if tensor.dim() > 1 else tensor
+
+
+def every_second(tensor):
+    return torch.stack([tensor, tensor], dim=-1)[..., 0]
+
+
+def first_expanded(tensor):
+    return tensor[..., :1].expand(tensor.shape)
+
+
+def test_operands_that_are_not_contiguous():
+    def body(group, device):
+        with OverlapContext(group, attention_config(m=2)) as context:
+            for view in (outer_swapped, every_second, first_expanded):
+                check(Case(kv_heads=2), group, context, view)
+
+    run_threads(2, body)
+
+
+def test_an_output_gradient_that_is_not_contiguous():
+    def body(group, device):
+        operands, grad_y = draw(Case(), group.rank(), group.size())
+        ones = torch.ones((), dtype=grad_y.dtype).expand(grad_y.shape)  # what out.sum() sends back
+        with OverlapContext(group, attention_config()) as context:
+            for grad in (outer_swapped(grad_y), ones):
+                found = run(operands, grad, ops.query_split_attention, context=context)
+                assert_close(found, run(operands, grad, ops.reference.query_split_attention, group=group))
+
+    run_threads(2, body)
+
+
+def test_exact_results_where_every_sum_is():
+    """Scores of zero make every softmax a mean over a power of two of keys: all sums are exact, in any order."""
+
+    def body(group, device):
+        rows = 8
+        generator = torch.Generator().manual_seed(group.rank())
+        draw_integers = lambda *shape: torch.randint(-2, 3, shape, generator=generator).double()  # noqa: E731
+        operands = {
+            "q": torch.zeros(rows, 2, 2, 3, dtype=torch.float64),
+            "k": draw_integers(rows, 2, 2, 3),
+            "v": draw_integers(rows, 2, 2, 3),
+            "out_weight": draw_integers(5, 6),
+            "out_bias": draw_integers(5),
+        }
+        grad_y = draw_integers(shard_range(rows, group.size(), group.rank()).size, 2, 5)
+        with OverlapContext(group, attention_config(m=2)) as context:
+            found = run(operands, grad_y, ops.query_split_attention, causal=False, scale=1.0, context=context)
+        expected = run(operands, grad_y, ops.reference.query_split_attention, causal=False, scale=1.0, group=group)
+        for name in ("y", "out_weight.grad", "out_bias.grad", "v.grad"):
+            torch.testing.assert_close(found[name], expected[name], atol=1e-14, rtol=1e-14)
+        assert_close(found, expected, 1e-14)
+
+    run_threads(2, body)
+
+
+def test_random_masks():
+    def body(group, device):
+        with OverlapContext(group, attention_config(m=2)) as context:
+            for seed, (batches, heads) in enumerate([(1, 1), (2, 1), (1, 4), (2, 4)]):
+                generator = torch.Generator().manual_seed(seed)
+                mask = torch.rand(batches, heads, 13, 13, generator=generator) < 0.5
+                mask[..., 5, :] = True  # a query that sees nothing: the mean of all values, as in Megatron
+                check(Case(rows=13, kv_heads=2, keywords={"mask": mask, "causal": False}), group, context)
+            return {record.path for record in context.report()}
+
+    assert run_threads(3, body) == [{"query_split"}] * 3
+
+
+@pytest.mark.parametrize("frozen", [("q", "k", "v"), ("out_weight",), ("k",), ("q", "k", "v", "out_weight")])
+@pytest.mark.parametrize("path", ["query_split", "row_parallel"])
+def test_frozen_operands_get_no_gradient_and_the_others_theirs(frozen, path):
+    def body(group, device):
+        operands, grad_y = draw(Case(rows=9), group.rank(), group.size())
+        results = []
+        with OverlapContext(group, attention_config(path)) as context:
+            for call, where in (
+                (ops.query_split_attention, {"context": context}),
+                (ops.reference.query_split_attention, {"group": group}),
+            ):
+                leaves = {name: t.clone().requires_grad_(name not in frozen) for name, t in operands.items()}
+                call(*leaves.values(), **where).backward(grad_y)
+                results.append({name: leaf.grad for name, leaf in leaves.items()})
+        assert_close(*results)
+        assert all(results[0][name] is None for name in frozen)
+
+    run_threads(3, body)
+
+
+def test_six_calls_in_a_row_with_new_data_and_sizes():
+    def body(group, device):
+        with OverlapContext(group, attention_config(m=2)) as context:
+            for seed, rows in enumerate([64, 48, 50, 7, 64, 48]):
+                check(Case(rows=rows, seed=seed), group, context)
+
+    run_threads(2, body)
+
+
+def test_interleaved_with_a_linear_and_with_another_context():
+    def body(group, device):
+        operands, grad_y = draw(Case(), group.rank(), group.size())
+        weight = torch.randn(6, 5, generator=torch.Generator().manual_seed(group.rank()), dtype=torch.float64)
+        x = torch.randn(12, 2, 5, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+        expected = run(operands, grad_y, ops.reference.query_split_attention, group=group)
+        linear = ops.reference.linear_reduce_scatter(x, weight, group=group)
+        with OverlapContext(group, attention_config()) as first, OverlapContext(group, attention_config(m=3)) as second:
+            for contexts in ((first, first), (first, second), (second, first)):
+                leaves = [t.clone().requires_grad_() for t in operands.values()]
+                y = ops.query_split_attention(*leaves, context=contexts[0])
+                found = ops.linear_reduce_scatter(x, weight, context=contexts[1])
+                y.backward(grad_y)
+                torch.testing.assert_close(found, linear, atol=LIMIT, rtol=LIMIT)
+                found = {"y": y.detach(), **{f"{n}.grad": t.grad for n, t in zip(NAMES, leaves, strict=True)}}
+                assert_close(found, expected)
+
+    run_threads(3, body)
+
+
+def test_a_hundred_runs_are_bit_identical():
+    def body(group, device):
+        operands, grad_y = draw(Case(rows=10, dtype=torch.float32), group.rank(), group.size())
+        with OverlapContext(group, attention_config()) as context:
+            first = run(operands, grad_y, ops.query_split_attention, context=context)
+            for _ in range(99):
+                again = run(operands, grad_y, ops.query_split_attention, context=context)
+                assert all(torch.equal(again[name], first[name]) for name in first)
+
+    run_threads(3, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("path", ["query_split", "row_parallel"])
+def test_narrow_dtypes_err_no_more_than_the_reference(dtype, path):
+    def body(group, device):
+        case = Case(rows=24, kv_heads=2, dtype=dtype)
+        operands, grad_y = draw(case, group.rank(), group.size())
+        wide = {name: t.double() for name, t in operands.items()}
+        oracle = run(wide, grad_y.double(), ops.reference.query_split_attention, group=group)
+        stock = run(operands, grad_y, ops.reference.query_split_attention, group=group)
+        with OverlapContext(group, attention_config(path)) as context:
+            ours = run(operands, grad_y, ops.query_split_attention, context=context)
+        for name, exact in oracle.items():
+            scale = exact.abs().max()
+            error, stock_error = (((t[name].double() - exact).abs().max() / scale).item() for t in (ours, stock))
+            assert ours[name].dtype == dtype
+            # Rounding once more or less than the reference is some eps; a split that is lost errs by order 1.
+            assert error <= 2 * stock_error + 16 * torch.finfo(dtype).eps, (name, error, stock_error)
+
+    run_threads(4, body)
+
+
+def test_weight_gradient_added_into_a_wider_tensor():
+    def body(group, device):
+        operands, grad_y = draw(Case(dtype=torch.float32), group.rank(), group.size())
+        main_grad = torch.full(operands["out_weight"].shape, 3.0, dtype=torch.float64)
+        target = ops.WeightGradTarget(main_grad, lambda: None)
+        with OverlapContext(group, attention_config()) as context:
+            found = run(operands, grad_y, ops.query_split_attention, context=context, weight_grad=target)
+        expected = run(operands, grad_y, ops.reference.query_split_attention, group=group)
+        assert found["out_weight.grad"] is None
+        torch.testing.assert_close(main_grad - 3, expected["out_weight.grad"].double(), atol=1e-5, rtol=1e-5)
+
+    run_threads(2, body)
+
+
+def test_no_grad_and_autocast():
+    def body(group, device):
+        operands, grad_y = draw(Case(dtype=torch.float32), group.rank(), group.size())
+        with OverlapContext(group, attention_config()) as context:
+            with torch.no_grad():
+                y = ops.query_split_attention(*operands.values(), context=context)
+            expected = ops.reference.query_split_attention(*operands.values(), group=group)
+            torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
+            leaves = [t.clone().requires_grad_() for t in operands.values()]
+            with torch.autocast("cpu", torch.bfloat16):
+                y = ops.query_split_attention(*leaves, context=context)
+            assert y.dtype is torch.bfloat16
+            y.backward(grad_y.bfloat16())
+            assert all(leaf.grad.dtype is torch.float32 for leaf in leaves)
+            return [(record.pass_name, record.calls) for record in context.report()]
+
+    assert run_threads(2, body) == [[("fprop", 1), ("fprop", 1), ("backward", 1)]] * 2
+
+
+@pytest.mark.parametrize("path", ["query_split", "row_parallel"])
+def test_dropout_is_repeated_from_the_same_state(path):
+    def attend(operands, grad_y, context, seed):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return run(operands, grad_y, ops.query_split_attention, context=context, dropout=0.4, causal=False)
+
+    def body(group, device):
+        operands, grad_y = draw(Case(rows=16, batch=1, heads=2, kv_heads=2), group.rank(), group.size())
+        with OverlapContext(group, attention_config(path)) as context:
+            first = attend(operands, grad_y, context, 3)
+            again = attend(operands, grad_y, context, 3)
+            other = attend(operands, grad_y, context, 4)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+        assert not torch.equal(first["y"], other["y"])
+
+    run_threads(1, body)  # threads share the CPU's generator
+
+
+def test_dropout_differs_between_ranks_and_splits():
+    """Queries and keys of zero weigh all values alike, so rows and ranks differ by what they drop only."""
+
+    def body(group, device):
+        q = torch.zeros(64, 1, 1, 1, dtype=torch.float64)
+        weight = torch.zeros(2, 1, dtype=torch.float64)
+        weight[group.rank()] = 1.0  # each rank's heads arrive in a column of their own
+        with OverlapContext(group, attention_config()) as context:
+            barrier.wait()
+            if group.rank() == 0:
+                torch.manual_seed(0)
+            state = torch.get_rng_state()
+            barrier.wait()
+            torch.set_rng_state(state)
+            y = ops.query_split_attention(q, q, torch.ones_like(q), weight, causal=False, dropout=0.5, context=context)
+        return y.squeeze(1)
+
+    barrier = threading.Barrier(2)
+    y = torch.cat(run_threads(2, body))
+    assert y.mean().item() == pytest.approx(1.0, abs=0.1)
+    assert len({tuple(column) for column in y.T.tolist()}) == 2
+    assert not torch.equal(y[:32], y[32:])
+
+
+def test_gradients_under_dropout_are_those_of_the_forward_pass():
+    """By finite differences along a random direction: with another mask in backward they differ by order 1."""
+
+    def body(group, device):
+        operands, grad_y = draw(Case(rows=8, batch=1, heads=2, kv_heads=1), group.rank(), group.size())
+        names = ("q", "k", "v")
+        generator = torch.Generator().manual_seed(5)
+        direction = {n: torch.randn(operands[n].shape, generator=generator, dtype=torch.float64) for n in names}
+
+        def attend(step):
+            moved = {n: t + step * direction[n] if n in names else t for n, t in operands.items()}
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(11)
+                return run(moved, grad_y, ops.query_split_attention, context=context, dropout=0.5)
+
+        with OverlapContext(group, attention_config(m=2)) as context:
+            gradients = attend(0.0)
+            step = 1e-6
+            change = ((attend(step)["y"] - attend(-step)["y"]) * grad_y).sum() / (2 * step)
+        slope = sum((gradients[f"{n}.grad"] * direction[n]).sum() for n in names)
+        torch.testing.assert_close(slope, change, rtol=1e-6, atol=1e-6)
+
+    run_threads(1, body)
+
+
+def test_complaints_reach_every_rank_and_leave_the_context_usable():
+    def body(group, device):
+        operands, _ = draw(Case(), group.rank(), group.size())
+        q, k, v, weight, _ = operands.values()
+        wrong = {
+            "positive multiple": (q[:, :, :3], k[:, :, :2], v[:, :, :2], weight),
+            "share S and B": (q, k[:5], v, weight),
+            "out_weight must be": (q, k, v, weight[:, :3]),
+            "one dtype": (q, k, v.float(), weight),
+            "4 heads": (q, k, v, weight.new_zeros(3, 5)),
+        }
+        with OverlapContext(group, attention_config()) as context:
+            for words, arguments in wrong.items():
+                with pytest.raises(ShapeError, match=words if group.rank() == 0 else None):
+                    ops.query_split_attention(*(arguments if group.rank() == 0 else (q, k, v, weight)), context=context)
+            mask = torch.zeros(1, 1, 12, 12, dtype=torch.bool)
+            with pytest.raises(ShapeError, match="exclude"):
+                ops.query_split_attention(q, k, v, weight, window=(1, 1), mask=mask, context=context)
+            with pytest.raises(ShapeError):  # the problems differ between ranks
+                ops.query_split_attention(q, k, v, weight, causal=group.rank() == 0, context=context)
+            check(Case(), group, context)
+
+    run_threads(2, body)
+
+
+def test_a_kernel_that_cannot_is_refused():
+    def body(group, device):
+        config = OverlapConfig(attention=AttentionConfig(path="query_split", kernel="flash"))
+        operands, _ = draw(Case(), group.rank(), group.size())
+        with pytest.raises(UnsupportedError, match="flash"), OverlapContext(group, config) as context:
+            ops.query_split_attention(*operands.values(), context=context)
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("left", [None, 0, 2, 20])
+@pytest.mark.parametrize("right", [None, 0, 3, 20])
+def test_visible_keys_are_those_that_some_query_sees(left, right):
+    problem = AttentionProblem(
+        pass_name="fprop", rows=11, batch=1, heads=1, kv_heads=1, head_dim=1, value_dim=1, N=1, dtype="float64",
+        group_size=2, left=left, right=right,
+    )  # fmt: skip
+
+    def sees(query: int, key: int) -> bool:
+        return (left is None or key >= query - left) and (right is None or key <= query + right)
+
+    for start, stop in itertools.combinations(range(12), 2):
+        visible = problem.visible_keys(RowRange(start, stop))
+        pairs = [(q, k) for q in range(start, stop) for k in range(11) if sees(q, k)]
+        assert problem.count_scores(RowRange(start, stop)) == len(pairs)
+        assert min(k for _, k in pairs) == visible.keys.start
+        assert max(k for _, k in pairs) + 1 == visible.keys.stop
+        offset = visible.keys.size - (stop - start)
+        in_band = [
+            (start + i, visible.keys.start + j)
+            for i in range(stop - start)
+            for j in range(visible.keys.size)
+            if (visible.left is None or j >= i + offset - visible.left)
+            and (visible.right is None or j <= i + offset + visible.right)
+        ]
+        assert in_band == pairs

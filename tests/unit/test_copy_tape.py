@@ -1,0 +1,100 @@
+"""In which order a tape submits: copies behind the kernel beside which they run, waits behind what they wait for."""
+
+import pytest
+
+from commfuse_megatron.transport.copy_tape import CopyTape, Ref
+
+HERE = Ref(0, 0)
+SENT, ARRIVED, LATER = ("sent",), ("arrived",), ("later",)
+
+
+class Transport:
+    """Binds steps that write their names into `log` when they run."""
+
+    def __init__(self):
+        self.log = []
+
+    def step(self, name):
+        return lambda at, stream: self.log.append(name)
+
+    def bind_order(self):
+        return self.step("mark"), self.step("follow")
+
+    def bind_take(self, peer):
+        return self.step(f"take {peer}")
+
+    def bind_push(self, peer, place, source, size_bytes):
+        return self.step(f"push {peer}")
+
+    def bind_copy(self, target, source, size_bytes, flag):
+        return self.step("copy")
+
+    def key_of_copy(self, flag):
+        return ("copy", flag)
+
+    def bind_wait(self, keys):
+        return self.step("wait " + " ".join(key[0] for key in keys))
+
+    def bind_release(self, keys, awaited):
+        return "release " + " ".join(key[0] for key in awaited)
+
+
+@pytest.fixture
+def transport():
+    return Transport()
+
+
+@pytest.fixture
+def tape(transport):
+    return CopyTape(transport)
+
+
+def run(tape, transport):
+    operation = tape.finish()
+    for step in operation.steps:
+        step((0,), 0)
+    return [*transport.log, operation.release]
+
+
+def test_copies_are_submitted_behind_the_next_kernel(tape, transport):
+    tape.order()
+    tape.push(1, None, HERE, 8)
+    tape.issued([SENT, ARRIVED])
+    tape.copy(HERE, HERE, 8, flag=0)
+    tape.compute(transport.step("kernel"))
+    tape.compute(transport.step("kernel"))
+    expected = ["mark", "kernel", "follow", "take 1", "push 1", "copy", "kernel", "release "]
+    assert run(tape, transport) == expected
+
+
+def test_a_wait_is_submitted_behind_the_pushes_of_its_batch_and_all_before_it(tape, transport):
+    tape.order()
+    tape.push(1, None, HERE, 8)
+    tape.issued([SENT])
+    tape.issued([ARRIVED])  # a batch that sends nothing: the peer's push may be behind its wait for ours
+    tape.wait(ARRIVED)
+    tape.compute(transport.step("kernel"))
+    assert run(tape, transport) == ["mark", "follow", "take 1", "push 1", "wait arrived", "kernel", "release "]
+
+
+def test_a_wait_for_an_earlier_batch_holds_nothing_up(tape, transport):
+    tape.issued([ARRIVED])
+    tape.order()
+    tape.push(1, None, HERE, 8)
+    tape.issued([LATER])
+    tape.wait(ARRIVED)
+    tape.compute(transport.step("kernel"))
+    assert run(tape, transport) == ["mark", "wait arrived", "kernel", "follow", "take 1", "push 1", "release "]
+
+
+def test_a_wait_for_a_copy_is_submitted_behind_it(tape, transport):
+    key = tape.copy(HERE, HERE, 8, flag=0)
+    tape.wait(key)
+    assert run(tape, transport) == ["copy", "release copy"]
+
+
+def test_nothing_is_left_out_at_the_end(tape, transport):
+    tape.order()
+    tape.push(1, None, HERE, 8)
+    tape.issued([SENT])
+    assert run(tape, transport) == ["mark", "follow", "take 1", "push 1", "release "]
