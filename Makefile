@@ -48,8 +48,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## train a small Megatron GPT on 2 CPU ranks, stock and overlapped, and compare
 	$(BIN)/commfuse demo --ranks 2 --steps 20 --dtype float32 --device cpu
 
+# Two files side by side: many tests wait for one process to start. Not where there is a GPU (see test-gpu).
+TEST_WORKERS ?= $(if $(wildcard /dev/nvidia0),0,2)
+
 test: setup  ## run the test suite
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # The oldest and the newest Megatron-Core that pyproject.toml allows and we have run.
 MEGATRON_VERSIONS := 0.18.2 0.19.2

@@ -1,5 +1,7 @@
 """Marks that need hardware skip with the reason; everything else runs anywhere."""
 
+import os
+
 import pytest
 import torch
 
@@ -18,3 +20,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _one_thread_per_rank() -> None:
     # Ranks are threads or processes of their own; more threads inside each would only fight for the cores.
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _tables_as_in_a_pipe() -> None:
+    # Terminals and runners of tests say how wide they are, and our commands squeeze tables to that.
+    os.environ.pop("COLUMNS", None)

@@ -94,7 +94,7 @@ def _fork_ranks(job: tuple) -> None:
         for pipe, rank in running.items():
             pipe.send((dict(os.environ), os.getcwd(), pickle.dumps((rank, *job))))
         failures: list[str] = []
-        while ready := wait(list(running), timeout=_CONSEQUENCES_S if failures else None):
+        while running and (ready := wait(list(running), timeout=_CONSEQUENCES_S if failures else None)):
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 failure = pipe.recv()
