@@ -4,17 +4,19 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
-from commfuse_megatron.benchmark.attention_cases import PAPER_MS
+from commfuse_megatron.benchmark.attention_cases import PAPER_MS, attention_bound_ms, attention_case
 from commfuse_megatron.benchmark.rows import Row
 
 __all__ = ["attention_table"]
+
+_SPLITS = (1, 2, 4, 8)
 
 
 def attention_table(rows: Sequence[Row]) -> Table:
     """One line per case and pass: the best of every way, in ms, with the share of the communication that it hides.
 
-    bound: of the schedule, at the number of splits where it is least. paper: no overlap / slicing / row-parallel /
-    query-split, 4 ranks, ms.
+    bound: of the forward schedule, simulated from this line's compute and comm, at the best number of splits.
+    paper: no overlap / slicing / row-parallel / query-split, 4 ranks, ms.
     """
     first = rows[0]
     title = f"{first.device}, link {first.link}: attention with its projection, ms (share of communication hidden)"
@@ -29,8 +31,7 @@ def attention_table(rows: Sequence[Row]) -> Table:
         problems.setdefault(row.problem, []).append(row)
     for variants in problems.values():
         row = variants[0]
-        bounds = [(v.schedule_bound_ms, v.chunks_per_shard) for v in variants if v.schedule_bound_ms is not None]
-        bound_ms, splits = min(bounds, default=(None, None), key=lambda pair: pair[0])
+        bound_ms, splits = _bound(row)
         paper = PAPER_MS.get(row.case, ()) if row.pass_name == "fprop" else ()
         table.add_row(
             row.case,
@@ -41,11 +42,17 @@ def attention_table(rows: Sequence[Row]) -> Table:
             f"{row.comm_only_ms:.3f}",
             f"{row.sequential_ms:.3f}",
             *(_best(variants, way) for way in ways),
-            "" if bound_ms is None else f"{bound_ms:.3f}",
-            "" if splits is None else str(splits),
+            f"{bound_ms:.3f}" if row.pass_name == "fprop" else "",
+            str(splits) if row.pass_name == "fprop" else "",
             " / ".join("-" if ms is None else f"{ms:.1f}" for ms in paper),
         )
     return table
+
+
+def _bound(row: Row) -> tuple[float, int]:
+    """(ms, splits per shard)."""
+    case = attention_case(row.case, row.M * row.shrink, row.group_size, row.shrink)
+    return min((attention_bound_ms(case, row.compute_only_ms, row.comm_only_ms, m), m) for m in _SPLITS)
 
 
 def _best(variants: Iterable[Row], way: str) -> str:

@@ -70,7 +70,14 @@ def test_the_table_has_every_case_and_the_papers_numbers(small):
     timed = [dataclasses.replace(row, device="a GPU") for row in rows]
     table = attention_table(timed)
     assert table.row_count == 2 * len({row.case for row in rows})
-    paper = list(table.columns[-1].cells)
+    columns = {column.header: list(column.cells) for column in table.columns}
+    texts = zip(*(columns[heading] for heading in ("pass", "compute", "comm", "bound")), strict=True)
+    for pass_name, *times in texts:
+        assert (times[-1] == "") == (pass_name == "backward")
+        if pass_name == "fprop":
+            compute, comm, bound = map(float, times)
+            assert max(compute, comm) - 2e-3 <= bound <= compute + comm + 2e-3
+    paper = columns["paper"]
     assert "270.1 / 246.1 / 230.9 / 215.8" in paper
     assert "195.6 / 279.7 / - / 145.1" in paper
 
