@@ -136,8 +136,8 @@ class AttentionConfig(_Checked):
 class TransportConfig(_Checked):
     """How bytes reach another rank.
 
-    backend: "auto" takes NCCL where the group has a CUDA backend, else gloo. "copy_engine" (GPUs of one host that
-    address each other's memory) takes no SM from the GEMMs and is faster on NVLink, but new: it has to be asked for.
+    backend: "auto" takes gloo where the group has no CUDA backend, else "copy_engine" if all GPUs are of one host and
+    address each other's memory (it takes no SM from the GEMMs), else "nccl"; also "nccl" under NCCL_P2P_DISABLE=1.
     max_buffer_mib: most memory that one context's buffers may take on a rank; a problem that needs more runs
     sequentially, and the report says so.
     timeout_s: how long a transfer, or a peer's word on a new problem, may take before TransportTimeoutError.

@@ -86,6 +86,7 @@ def write_dataset(files: list[Path], output: Path, *, max_bytes: int) -> tuple[i
             if num_bytes >= max_bytes:
                 break
     if not num_documents:
+        builder.data_file.close()
         raise ValueError("all files are empty")
     builder.finalize(str(index))
     return num_documents, num_bytes + num_documents

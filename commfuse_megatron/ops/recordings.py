@@ -68,8 +68,8 @@ class _Gather:
     def copy_own(self) -> None:
         """Put the own rows beside the others', on the side.
 
-        The copy is a kernel, and gets SMs when the GEMM beside it ends. So it goes beside the last GEMM before the one
-        that needs it, and on the copy stream before any transfer that would have to end first.
+        The copy is a kernel, and gets SMs when the GEMM beside it ends, with all that is behind it on the copy stream.
+        So it goes beside the last GEMM before the one that needs it, behind transfers that are needed by then.
         """
         if self.bound.own_rows:
             target = self.window.plus(self.bound.own_start * self.row_bytes)
@@ -320,8 +320,8 @@ def record_gather_backward(build: Build, call: TapeCall) -> None:
 
     weight, refs = _of(call.weight, transposed=False), (Ref(FIRST, 0), Ref(WEIGHT, 0), Ref(OUT, 0))
     if is_bulk:
-        gather.copy_own()
         gather.issue_all()
+        gather.copy_own()
         _multiply_scattered(build, scatter, weight, refs, None, between=multiply_weight_gradient)
     else:
         gather.issue_all()

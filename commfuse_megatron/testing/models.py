@@ -2,7 +2,8 @@
 
 The contract that bites: Megatron's local layers lack some parts that its Transformer Engine layers have, and without
 them there is no stock model to compare with. Both models get the same stand-ins: CommFuseNorm for norms that refuse
-sequence parallelism, `_LatentCoreAttention` for a core attention that knows no head sizes of its own.
+sequence parallelism, `_LatentCoreAttention` for a core attention that knows no head sizes of its own,
+`_PackedCoreAttention` for one that takes no packed sequences.
 """
 
 from dataclasses import dataclass, field
@@ -37,13 +38,14 @@ class Recipe:
     """A model: sizes, further Megatron options, and for a HybridModel the pattern of its layers.
 
     "*" is attention, "-" an MLP, "E" a mixture of experts. Options decide the rest: `num_moe_experts`,
-    `mtp_num_layers`, `multi_latent_attention`, as in Megatron.
+    `mtp_num_layers`, `multi_latent_attention`, as in Megatron. is_packed: inputs are packed sequences.
     """
 
     gpt: SmallGPT = field(default_factory=lambda: SmallGPT(dtype=torch.float64))
     options: dict[str, Any] = field(default_factory=dict)
     hybrid_pattern: str | None = None
     virtual_stages: int | None = None
+    is_packed: bool = False
 
 
 def make_config(recipe: Recipe, group_size: int) -> Any:
@@ -77,6 +79,8 @@ def build_chunks(
 
 def _build_gpt(recipe: Recipe, config: Any, vp_stage: int | None, overlap: OverlapConfig | None) -> Any:
     spec = _gpt_spec(config, vp_stage)
+    if recipe.is_packed:
+        spec = replace_in_spec(spec, {DotProductAttention: _PackedCoreAttention})
     mtp_spec = None
     if config.mtp_num_layers:
         mtp_spec = _with_norms(get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=vp_stage))
@@ -144,3 +148,17 @@ class _LatentCoreAttention(DotProductAttention):
         if v_channels is not None:
             heads = self.config.num_attention_heads
             self.hidden_size_per_partition = v_channels * heads // self.config.tensor_model_parallel_size
+
+
+class _PackedCoreAttention(DotProductAttention):
+    """The same for packed sequences [tokens, heads, size]: each token sees those before it in its own sequence."""
+
+    def forward(self, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> torch.Tensor:
+        """Context of every token [tokens, 1, heads * size]."""
+        starts = kwargs.pop("packed_seq_params").cu_seqlens_q
+        tokens = torch.arange(query.size(0), device=query.device)
+        sequence = torch.searchsorted(starts, tokens, right=True)
+        is_hidden = (sequence[:, None] != sequence) | (tokens > tokens[:, None])
+        return super().forward(
+            query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), is_hidden[None, None], **kwargs
+        )

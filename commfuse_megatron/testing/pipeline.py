@@ -4,6 +4,8 @@ Unlike `training.Training` it takes several model chunks and micro-batches, and 
 comparison. The contract that bites: every rank must build its chunks and call `step` in the same order.
 """
 
+import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,10 +74,12 @@ class ScheduledRun:
             with _Float64IsFullPrecision():
                 self._optimizer = get_megatron_optimizer(options, self.wrapped)
 
-    def step(self, micro_batches: Sequence[torch.Tensor], *, forward_only: bool = False) -> Outcome:
+    def step(
+        self, micro_batches: Sequence[torch.Tensor], *, forward_only: bool = False, packed: tuple[int, ...] = ()
+    ) -> Outcome:
         """Forward and backward of all micro-batches ([batch, sequence + 1]), and the optimizer's step if there is one.
 
-        forward_only: evaluate without gradients.
+        forward_only: evaluate without gradients. packed: lengths of the sequences in the one row of each micro-batch.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -86,7 +90,7 @@ class ScheduledRun:
             self._optimizer.zero_grad()
         batch, length = micro_batches[0].shape
         losses = get_forward_backward_func()(
-            forward_step_func=_forward_step,
+            forward_step_func=functools.partial(_forward_step, packed=packed),
             data_iterator=[iter(micro_batches) for _ in self.wrapped],
             model=self.wrapped,
             num_microbatches=len(micro_batches),
@@ -129,16 +133,31 @@ class _Float64IsFullPrecision(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _forward_step(micro_batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+def _forward_step(
+    micro_batches: Iterator[torch.Tensor], model: Any, *, packed: tuple[int, ...]
+) -> tuple[torch.Tensor, Any]:
     tokens = next(micro_batches)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     length = inputs.size(1)
     positions = torch.arange(length, device=tokens.device).expand_as(inputs)
     future = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1)
-    output = model(inputs, positions, future, labels=labels)
+    if packed:
+        output = model(inputs, positions, None, labels=labels, packed_seq_params=_packed(packed, tokens.device))
+    else:
+        output = model(inputs, positions, future, labels=labels)
 
     def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mean = losses.mean()
         return mean, {"loss": mean.detach()}
 
     return output, loss_of
+
+
+def _packed(lengths: tuple[int, ...], device: torch.device) -> Any:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    starts = torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
+    longest = max(lengths)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
+    )

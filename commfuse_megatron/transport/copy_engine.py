@@ -104,6 +104,28 @@ class _CopyTransfer(Transfer):
         return self.is_complete() or self._transport.has_arrived(self._key)
 
 
+def why_memory_cannot_be_shared(group: dist.ProcessGroup, device: torch.device) -> str:
+    """What PyTorch says when the ranks of `group` map a little of each other's memory, "" if they can. Collective.
+
+    Some containers forbid what that takes (`pidfd_getfd`), which no property of a GPU tells.
+    """
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    _leave_multicast_alone()
+    try:
+        tensor = symmetric_memory.empty(_FLAG_BYTES, dtype=torch.uint8, device=device)
+        symmetric_memory.rendezvous(tensor, group.group_name)
+    except RuntimeError as error:
+        return f"group rank {group.rank()} cannot share memory with the others: {error}"
+    return ""
+
+
+def _leave_multicast_alone() -> None:
+    # Read by PyTorch at the first rendezvous of the process. We never need multicast, and on some machines making a
+    # multicast object takes the whole fabric down.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+
 class CopyEngineTransport(Transport):
     """Copies between the members of one process group, all of which reach each other's memory."""
 
@@ -115,9 +137,7 @@ class CopyEngineTransport(Transport):
         self, group: dist.ProcessGroup, device: torch.device, exchange: Callable[[str], list[str]] | None = None
     ) -> None:
         """Collective over `group`. exchange: hands one string of every rank to all; None: they never lack memory."""
-        # Read by PyTorch at the first rendezvous of the process. We never need multicast, and on some machines making
-        # a multicast object takes the whole fabric down.
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        _leave_multicast_alone()
         self._group = group
         self._exchange = exchange
         self._device = device

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -13,18 +14,22 @@ from torch import distributed as dist
 from commfuse_megatron.config import TransportConfig
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.transport.base import Transport
-from commfuse_megatron.transport.copy_engine import CopyEngineTransport
+from commfuse_megatron.transport.copy_engine import CopyEngineTransport, why_memory_cannot_be_shared
 from commfuse_megatron.transport.gloo import GlooTransport
 from commfuse_megatron.transport.nccl import NcclTransport
 
 __all__ = ["choose_backend", "create_transport", "device_of_backend"]
 
+logger = logging.getLogger(__name__)
+
 # PyTorch's switch for symmetric memory of several ranks on one GPU.
 _SHARED_GPUS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+_NO_PEER_ACCESS = "NCCL_P2P_DISABLE"
 
 
 def choose_backend(group: dist.ProcessGroup, config: TransportConfig, exchange: Callable[[str], list[str]]) -> str:
-    """The transport for `group`: what the config names, else NCCL where the group has a CUDA backend, else gloo.
+    """The transport for `group`: what the config names; else, where the group has a CUDA backend, the copy engine if
+    it can serve all ranks, or NCCL; else gloo.
 
     exchange: hands one string of every rank to all of them. Raises ConfigError when the named one cannot serve here;
     for the copy engine on all ranks, since whether GPUs reach each other is found out together.
@@ -32,11 +37,22 @@ def choose_backend(group: dist.ProcessGroup, config: TransportConfig, exchange: 
     if config.backend == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise ConfigError('transport.backend is "nccl" but no CUDA device (or no NCCL) is available; use gloo or auto')
     if config.backend == "copy_engine":
-        _require_reach(exchange)
+        obstacle = _obstacle_to_copy_engine(group, exchange)
+        if obstacle:
+            raise ConfigError(f'transport.backend is "copy_engine", but {obstacle}; use nccl or auto')
     if config.backend != "auto":
         return config.backend
     has_cuda = torch.device("cuda") in group._device_types and torch.cuda.is_available()
-    return "nccl" if has_cuda and dist.is_nccl_available() else "gloo"
+    if not (has_cuda and dist.is_nccl_available()):
+        return "gloo"
+    if group.size() == 1:  # nothing is ever sent
+        return "nccl"
+    # Who tells NCCL to leave peer access alone has a reason that holds for us, too.
+    is_forbidden = os.environ.get(_NO_PEER_ACCESS, "0") not in ("", "0")
+    obstacle = _obstacle_to_copy_engine(group, exchange, f"{_NO_PEER_ACCESS} is set" if is_forbidden else "")
+    if obstacle and group.rank() == 0:
+        logger.info("transport nccl, not copy_engine: %s", obstacle)
+    return "nccl" if obstacle else "copy_engine"
 
 
 def device_of_backend(backend: str) -> torch.device:
@@ -70,15 +86,25 @@ def create_transport(
     )
 
 
-def _require_reach(exchange: Callable[[str], list[str]]) -> None:
-    """Raise ConfigError on all ranks unless every one has a GPU that can address those of all others."""
+def _obstacle_to_copy_engine(
+    group: dist.ProcessGroup, exchange: Callable[[str], list[str]], complaint: str = ""
+) -> str:
+    """The same on all ranks: why not every one has a GPU that can address those of all others, "" if it is so.
+
+    complaint: what this rank has against it already.
+    """
     has_gpu = torch.cuda.is_available()
     gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if has_gpu else None
     everyone = [json.loads(text) for text in exchange(json.dumps({"host": _host(), "gpu": gpu}))]
-    complaint = _find_obstacle([rank["host"] for rank in everyone], [rank["gpu"] for rank in everyone], gpu)
-    complaints = [text for text in exchange(complaint) if text]
-    if complaints:
-        raise ConfigError(f'transport.backend is "copy_engine", but {complaints[0]}; use nccl or auto')
+    complaint = complaint or _find_obstacle([r["host"] for r in everyone], [r["gpu"] for r in everyone], gpu)
+    found = _first(exchange(complaint))
+    if found:
+        return found
+    return _first(exchange(why_memory_cannot_be_shared(group, device_of_backend("copy_engine"))))
+
+
+def _first(complaints: list[str]) -> str:
+    return next((text for text in complaints if text), "")
 
 
 def _find_obstacle(hosts: list[str], gpus: list[str | None], here: str | None) -> str:

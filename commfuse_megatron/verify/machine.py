@@ -122,7 +122,7 @@ def _abilities(gpus: tuple[Gpu, ...], links: tuple[GpuLink, ...]) -> tuple[Abili
         Ability(name="nccl transport", needs="ranks on GPUs, one rank per GPU", missing=_why_no_nccl(gpus)),
         Ability(
             name="copy engine transport",
-            needs="ranks on GPUs of one host that address each other's memory; transport.backend: copy_engine",
+            needs="ranks on GPUs of one host that address each other's memory; else NCCL",
             missing=_why_no_copy_engine(gpus, links),
         ),
         Ability(

@@ -25,7 +25,8 @@ class Configuration:
     variant, sizes, options: of the model; the options are Megatron's. hybrid_pattern: makes it a HybridModel.
     tensor, layout: the largest tensor-parallel size, and other sizes for Megatron's parallel state; further ranks are
     data-parallel. way: "spec" maps specs before the model is built, "convert" converts the built one.
-    micro_batches: their lengths. is_repeatable: a second run must give the same bits.
+    micro_batches: their lengths. packed: lengths of the sequences that each one is packed of.
+    is_repeatable: a second run must give the same bits.
     recomputed, repeated: parts of the names of layers that run twice per micro-batch, because the backward pass runs
     them again, or because two heads call them. without_backward: the same of layers whose backward pass does not run.
     frozen, trained: parts of the names of parameters; what is in both is trained.
@@ -43,6 +44,7 @@ class Configuration:
     layout: dict[str, Any] = field(default_factory=dict)
     way: Literal["spec", "convert"] = "spec"
     micro_batches: tuple[int, ...] = (16, 16)
+    packed: tuple[int, ...] = ()
     optimizer: Literal["adam", "distributed"] | None = None
     forward_only: bool = False
     is_repeatable: bool = False
@@ -135,6 +137,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     ),
     Configuration(name="deterministic", options={"deterministic_mode": True}, is_repeatable=True),
     Configuration(name="variable_lengths", micro_batches=(16, 32, 8)),
+    Configuration(name="packed_sequences", micro_batches=(24, 24), packed=(5, 11, 8)),
     Configuration(name="forward_only", forward_only=True),
     Configuration(
         name="sequence_parallel_off",

@@ -128,7 +128,7 @@ def _compare_runs(configuration: Configuration, size: int) -> _Found:
         outcomes = []
         for run in (stock, ours):
             _reset_random_states()
-            outcomes.append(run.step(batches, forward_only=configuration.forward_only))
+            outcomes.append(run.step(batches, forward_only=configuration.forward_only, packed=configuration.packed))
         losses += zip(outcomes[0].losses, outcomes[1].losses, strict=True)
         if step == 0:
             expected, actual = outcomes[0].gradients, outcomes[1].gradients
@@ -163,6 +163,7 @@ def _build_both(configuration: Configuration, size: int) -> tuple[list[Any], lis
         options=configuration.options,
         hybrid_pattern=configuration.hybrid_pattern,
         virtual_stages=configuration.virtual_stages,
+        is_packed=bool(configuration.packed),
     )
     stock = build_chunks(both, make_config(both, size))
     _perturb(stock)
@@ -197,7 +198,8 @@ def _perturb(chunks: list[torch.nn.Module]) -> None:
 
 def _micro_batches(configuration: Configuration, step: int, data_rank: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + data_rank)
-    return [torch.randint(256, (2, length + 1), generator=generator) for length in configuration.micro_batches]
+    rows = 1 if configuration.packed else 2
+    return [torch.randint(256, (rows, length + 1), generator=generator) for length in configuration.micro_batches]
 
 
 def _reset_random_states() -> None:

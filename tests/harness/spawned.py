@@ -60,6 +60,9 @@ def _enter(rank: int, world_size: int, backend: str, folder: str, body: Callable
 
 # --- forked ranks: the process that runs the tests --------------------------------------------------------------------
 
+# A rank that fails breaks the connections of the others, one of which may say so first.
+_CONSEQUENCES_S = 1.0
+
 _sources: dict[int, "_Source"] = {}
 
 
@@ -81,7 +84,7 @@ class _Source:
 
 
 def _fork_ranks(job: tuple) -> None:
-    """Run `_enter(rank, *job)` on every rank; raises with the traceback of the rank that failed first."""
+    """Run `_enter(rank, *job)` on every rank; raises with what failed first and what fails soon after."""
     ranks = range(job[0])
     for rank in ranks:
         if rank not in _sources:
@@ -90,17 +93,19 @@ def _fork_ranks(job: tuple) -> None:
     try:
         for pipe, rank in running.items():
             pipe.send((dict(os.environ), os.getcwd(), pickle.dumps((rank, *job))))
-        while running:
-            for pipe in wait(list(running)):
+        failures: list[str] = []
+        while ready := wait(list(running), timeout=_CONSEQUENCES_S if failures else None):
+            for pipe in ready:
                 assert isinstance(pipe, Connection)
-                rank, failure = running[pipe], pipe.recv()
+                failure = pipe.recv()
+                rank = running.pop(pipe)
                 if failure is not None:
-                    raise RuntimeError(f"rank {rank} {failure}")
-                del running[pipe]
-    except BaseException:
+                    failures.append(f"rank {rank} {failure}")
+        if failures:
+            raise RuntimeError("\n".join(failures))
+    finally:
         for rank in running.values():
             _sources.pop(rank).stop()
-        raise
 
 
 # --- forked ranks: a source -------------------------------------------------------------------------------------------
@@ -113,7 +118,7 @@ def _fork_for_each_job(jobs: Connection) -> None:
     while True:
         try:
             job = jobs.recv()
-        except EOFError:
+        except (EOFError, OSError):
             return
         reader, writer = fork.Pipe(duplex=False)
         rank = fork.Process(target=_run_job, args=(*job, writer))

@@ -1,5 +1,6 @@
 """Every reason for Megatron's own path, one at a time, on layers that were never built."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -177,7 +178,7 @@ def test_autocast_may_mix_dtypes(cls: type) -> None:
         ({"fp8": "hybrid"}, "config.fp8 is set"),
         ({"fp4": "e2m1"}, "config.fp4 is set"),
         ({"commfuse": False}, "switched off"),
-        ({"quant_recipe": object()}, "config.quant_recipe is set"),
+        ({"quant_recipe": "one"}, "config.quant_recipe is set"),
         ({"init_model_with_meta_device": True}, "meta device"),
         ({"transformer_impl": "inference_optimized"}, "inference_optimized"),
         ({"transformer_impl": "transformer_engine"}, None),
@@ -198,7 +199,7 @@ def test_reasons_to_build_transformer_engines_own_layer(settings: dict[str, Any]
     ("known", "words"),
     [
         ({"tp_group": None}, "not initialised"),
-        ({"tp_group": SimpleNamespace(size=lambda: 1)}, "one rank"),
+        ({"tp_group": SimpleNamespace(size=partial(int, 1))}, "one rank"),
         ({"sequence_parallel": False}, "sequence_parallel is off"),
         ({"is_expert": True}, "expert"),
         ({"explicit_expert_comm": True}, "explicit_expert_comm"),

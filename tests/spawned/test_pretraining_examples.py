@@ -6,12 +6,15 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+from tests.megatron.pretraining_runs import EXAMPLES, load_example
+
+Script = Callable[..., tuple[int, str, str]]
 
 
 def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -20,8 +23,16 @@ def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, env=environment)
 
 
-def script(name: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, str(EXAMPLES / name), *arguments, folder=folder)
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Script:
+    """Runs an example in `tmp_path`: (exit code, stdout, stderr). In this process, which imports Megatron only once."""
+
+    def run_main(name: str, *arguments: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        return load_example(name).main(), *capsys.readouterr()
+
+    return run_main
 
 
 def commands_of_the_readme() -> list[list[str]]:
@@ -55,13 +66,13 @@ def test_the_commands_of_the_readme(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=5e-7)
 
 
-def test_documents_keep_their_bytes(tmp_path: Path) -> None:
+def test_documents_keep_their_bytes(tmp_path: Path, script: Script) -> None:
     (tmp_path / "texts").mkdir()
     for name, content in {"b.txt": "zwei\n", "a.md": "eins \u00fc", "c.bin": "no", "empty.txt": ""}.items():
         (tmp_path / "texts" / name).write_text(content, encoding="utf-8")
-    ran = script("prepare_text.py", "texts", "--output", "out/data", folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    assert "2 documents, 14 tokens" in ran.stdout
+    exit_code, out, err = script("prepare_text", "texts", "--output", "out/data")
+    assert exit_code == 0, err
+    assert "2 documents, 14 tokens" in out
     tokens = np.fromfile(tmp_path / "out" / "data.bin", dtype=np.uint16).tolist()
     assert tokens == [*"eins \u00fc".encode(), 256, *b"zwei\n", 256]
 
@@ -75,13 +86,13 @@ def test_documents_keep_their_bytes(tmp_path: Path) -> None:
         (("folder/x.empty", "--output", "folder/x.empty/data"), "the folder cannot be made"),
     ],
 )
-def test_text_that_cannot_be_used(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_text_that_cannot_be_used(tmp_path: Path, script: Script, arguments: tuple[str, ...], message: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "x.empty").touch()
     output = () if "--output" in arguments else ("--output", "data")
-    ran = script("prepare_text.py", *arguments, *output, folder=tmp_path)
-    assert ran.returncode == 2
-    assert message in ran.stderr
+    exit_code, _, err = script("prepare_text", *arguments, *output)
+    assert exit_code == 2
+    assert message in err
     assert not (tmp_path / "data.idx").exists()
 
 
@@ -90,25 +101,25 @@ def write_log(file: Path, losses: list[float]) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_curves_are_compared_step_by_step(tmp_path: Path) -> None:
+def test_curves_are_compared_step_by_step(tmp_path: Path, script: Script) -> None:
     write_log(tmp_path / "a.jsonl", [3.0, 2.0, 1.0])
     write_log(tmp_path / "b.jsonl", [3.0, 2.25])
-    ran = script("compare_curves.py", "first=a.jsonl", "b.jsonl", "--limit", "0.3", folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    assert re.search(r"b\W+loss\W+2\W+0\.25\W+0\.125", ran.stdout)
-    ran = script("compare_curves.py", "a.jsonl", "b.jsonl", "--limit", "0.2", folder=tmp_path)
-    assert ran.returncode == 1
-    assert "losses differ by 0.25, allowed 0.2" in ran.stdout
+    exit_code, out, err = script("compare_curves", "first=a.jsonl", "b.jsonl", "--limit", "0.3")
+    assert exit_code == 0, err
+    assert re.search(r"b\W+loss\W+2\W+0\.25\W+0\.125", out)
+    exit_code, out, _ = script("compare_curves", "a.jsonl", "b.jsonl", "--limit", "0.2")
+    assert exit_code == 1
+    assert "losses differ by 0.25, allowed 0.2" in out
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [("", "no losses"), ("x\n", "line 1: not a line of a loss log"), (None, "No such file")],
 )
-def test_logs_that_cannot_be_compared(tmp_path: Path, content: str | None, message: str) -> None:
+def test_logs_that_cannot_be_compared(tmp_path: Path, script: Script, content: str | None, message: str) -> None:
     write_log(tmp_path / "a.jsonl", [3.0])
     if content is not None:
         (tmp_path / "b.jsonl").write_text(content)
-    ran = script("compare_curves.py", "a.jsonl", "b.jsonl", folder=tmp_path)
-    assert ran.returncode == 2
-    assert message in ran.stderr
+    exit_code, _, err = script("compare_curves", "a.jsonl", "b.jsonl")
+    assert exit_code == 2
+    assert message in err

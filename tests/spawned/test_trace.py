@@ -9,6 +9,7 @@ import torch
 from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops, tracing
+from commfuse_megatron.cli import main as cli
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.tracing.collectives import local_copies, recorded_calls
@@ -18,14 +19,16 @@ from tests.spawned.test_commands import run_commfuse
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-def run_trace(folder: Path, *arguments: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """(stdout, the --json file, the Perfetto file)."""
-    file = folder / "out.json"
-    ran = run_commfuse("trace", *arguments, "--output", str(folder), "--name", "x", "--json", str(file))
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+def outputs_in(folder: Path) -> tuple[str, ...]:
+    """What makes the command write `x.json`, `x.png` and the numbers into `folder`."""
+    return ("--output", str(folder), "--name", "x", "--json", str(folder / "out.json"))
+
+
+def outcome(folder: Path, out: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the --json file, the Perfetto file) of a command that has printed `out`."""
     assert (folder / "x.png").stat().st_size > 5000
-    assert not [word for word in ("speed-up", "speedup", "faster") if word in ran.stdout.lower()]
-    return ran.stdout, json.loads(file.read_text("utf-8")), json.loads((folder / "x.json").read_text("utf-8"))
+    assert not [word for word in ("speed-up", "speedup", "faster") if word in out.lower()]
+    return json.loads((folder / "out.json").read_text("utf-8")), json.loads((folder / "x.json").read_text("utf-8"))
 
 
 SMALL = ("--tokens", "121", "--N", "24", "--K", "16", "--calls", "3")
@@ -40,9 +43,15 @@ SMALL = ("--tokens", "121", "--N", "24", "--K", "16", "--calls", "3")
         (3, "all_gather_linear", "backward", "sliced"),
     ],
 )
-def test_one_operation(ranks: int, op: str, pass_name: str, path: str, tmp_path: Path) -> None:
+def test_one_operation(
+    ranks: int, op: str, pass_name: str, path: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     way = ("--op", op, "--pass", pass_name, "--path", path, "--algorithm", "direct")
-    out, data, trace = run_trace(tmp_path, "--ranks", str(ranks), *way, *SMALL)
+    # Only the ranks are processes of their own: one less to start.
+    exit_code = cli.main(["trace", "--ranks", str(ranks), *way, *SMALL, *outputs_in(tmp_path)])
+    out, err = capfd.readouterr()
+    assert exit_code == 0, out + err
+    data, trace = outcome(tmp_path, out)
     assert f"{op} {pass_name}, M 121, N 24, K 16: {path}" in out
     record = data["record"]
     assert (record["op"], record["pass_name"], record["path"]) == (op, pass_name, path)
@@ -68,9 +77,12 @@ def test_one_operation(ranks: int, op: str, pass_name: str, path: str, tmp_path:
 
 
 def test_a_whole_step_stock_and_plugin(tmp_path: Path) -> None:
-    out, data, trace = run_trace(tmp_path, "--step", "--ranks", "2", "--seq", "32", "--layers", "1", "--rounds", "2")
-    assert "lower bound; results are wrong on purpose" in out
-    assert "6 of 6 layers ran through the plugin" in out
+    step = ("--step", "--ranks", "2", "--seq", "32", "--layers", "1", "--rounds", "2")
+    ran = run_commfuse("trace", *step, *outputs_in(tmp_path))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    data, trace = outcome(tmp_path, ran.stdout)
+    assert "lower bound; results are wrong on purpose" in ran.stdout
+    assert "6 of 6 layers ran through the plugin" in ran.stdout
     assert list(data["variants"]) == ["stock", "plugin", "without communication"]
     free = data["variants"].pop("without communication")
     for variant in data["variants"].values():

@@ -1,6 +1,9 @@
 """Which transport serves a group, and who says why not."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.config import TransportConfig
@@ -39,3 +42,44 @@ def test_gloo_serves_groups_without_a_cuda_backend():
             assert context.transport_name == "gloo"
 
     run_threads(2, body)
+
+
+class CudaGroup:
+    """A group of two ranks on GPUs, as far as choosing a transport looks at it."""
+
+    _device_types = (torch.device("cuda"),)
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("others", "mapping", "environment", "expected"),
+    [
+        ("", "", {}, "copy_engine"),
+        ("", "", {"NCCL_P2P_DISABLE": "0"}, "copy_engine"),
+        ("device 1 cannot address the memory of device 0", "", {}, "nccl"),
+        ("", "", {"NCCL_P2P_DISABLE": "1"}, "nccl"),
+        ("NCCL_P2P_DISABLE is set", "", {}, "nccl"),
+        ("", "group rank 0 cannot share memory with the others: no pidfd_getfd", {}, "nccl"),
+    ],
+)
+def test_auto_takes_the_copy_engine_where_no_rank_objects(others, mapping, environment, expected, monkeypatch):
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(select.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(select.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(select.torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"gpu-{index}"))
+    monkeypatch.setattr(select.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(select, "why_memory_cannot_be_shared", lambda group, device: mapping)
+
+    def exchange(text):
+        if text.startswith("{"):
+            return [text, text.replace("gpu-0", "gpu-1")]
+        return [text, others]
+
+    assert select.choose_backend(CudaGroup(), TransportConfig(), exchange) == expected
