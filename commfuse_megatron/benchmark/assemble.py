@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from commfuse_megatron.benchmark.attention_cases import AttentionCase, attention_bound_ms
 from commfuse_megatron.benchmark.operands import Work
 from commfuse_megatron.benchmark.rows import Row
 from commfuse_megatron.benchmark.timing import Sample
@@ -56,6 +57,10 @@ def make_rows(
                 own_comm = samples.get(f"comm_only {ready.transport}")
                 own_ms = comm_ms if own_comm is None else own_comm.median_ms
                 bound_ms = schedule_bound_us(compute_ms, own_ms, case.group_size, chunks)
+        if isinstance(case, AttentionCase) and work.pass_name == "fprop" and ready.path == "query_split":
+            own_comm = samples.get(f"comm_only {ready.transport}")
+            own_ms = comm_ms if own_comm is None else own_comm.median_ms
+            bound_ms = attention_bound_ms(case, compute_ms, own_ms, chunks or 1)
         rows.append(
             Row(
                 case=case.name,

@@ -86,8 +86,9 @@ class Curves:
 
 
 def fit_curves(rows: Sequence[Row], *, device: str, link: str, sms: int = _SMS_OF_HOPPER) -> Curves:
-    """Curves through the forward rows of one device and link. Raises ConfigError that names what is missing."""
-    chosen = [row for row in rows if (row.device, row.link, row.pass_name) == (device, link, "fprop")]
+    """Curves through the forward rows of linears on one device and link. Raises ConfigError naming what is missing."""
+    here = (device, link, "fprop")
+    chosen = [row for row in rows if (row.device, row.link, row.pass_name) == here and row.is_linear]
     gemms = {}
     for name in ("torch", "persistent"):
         points = list(_gemm_points(chosen, name))

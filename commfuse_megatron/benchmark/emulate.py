@@ -30,8 +30,18 @@ from commfuse_megatron.problem import GemmProblem
 from commfuse_megatron.runtime.executor import AllGatherRun
 from commfuse_megatron.runtime.prepared import PreparedPass
 
-__all__ = ["EmulatedCollective", "EmulatedSequential", "EmulatedSliced", "EmulatedTransfers", "make_emulated_work"]
+__all__ = [
+    "REAL_RANKS",
+    "EmulatedCollective",
+    "EmulatedSequential",
+    "EmulatedSliced",
+    "EmulatedTransfers",
+    "OverTransport",
+    "emulated_collective",
+    "make_emulated_work",
+]
 
+#: On how many ranks larger groups are emulated.
 REAL_RANKS = 2
 
 
@@ -78,6 +88,7 @@ class OverTransport(Variant):
         self._contexts: dict[int, OverlapContext] = {}
 
     def prepare(self, work: Work) -> PreparedPass:
+        """The pass whose all-gather carries the messages of `work`."""
         messages = work.case.group_size - 1
         if messages not in self._contexts:
             forced = {"path": "sliced", "algorithm": "direct", "chunks_per_shard": messages}
@@ -201,7 +212,9 @@ class EmulatedCollective(Variant):
     @override
     def build(self, work: Work) -> Ready:
         move = emulated_collective(work)
-        return Ready(call=move, path="transfers", transport=collective_name(work.pool.device), is_op=False)
+        return Ready(
+            call=lambda: move().wait(), path="transfers", transport=collective_name(work.pool.device), is_op=False
+        )
 
 
 class EmulatedSequential(Variant):
@@ -218,25 +231,26 @@ class EmulatedSequential(Variant):
 
         def call() -> None:
             if case.gathers:
-                move()
+                move().wait()
             torch.mm(x_full, b, out=y)
             if not case.gathers:
-                move()
+                move().wait()
 
         return Ready(call=call, path="sequential", transport=collective_name(work.pool.device))
 
 
-def emulated_collective(work: Work) -> Callable[[], object]:
+def emulated_collective(work: Work, parts: int = 1) -> Callable[[], dist.Work]:
+    """What starts one of `parts` equal parts of the collective, and returns it to be waited for."""
     rows, features = work.case.shard_shape
-    moved = (work.case.group_size - 1) * rows
+    moved = (work.case.group_size - 1) * rows // parts
     shard = work.pool.tensor("moved_shard", moved, features)
     full = work.pool.tensor("moved_full", REAL_RANKS * moved, features)
     group = work.group
 
-    def gather() -> None:
-        dist.all_gather_into_tensor(full, shard, group=group)
+    def gather() -> dist.Work:
+        return dist.all_gather_into_tensor(full, shard, group=group, async_op=True)
 
-    def scatter() -> None:
-        dist.reduce_scatter_tensor(shard, full, group=group)
+    def scatter() -> dist.Work:
+        return dist.reduce_scatter_tensor(shard, full, group=group, async_op=True)
 
     return gather if work.case.gathers else scatter

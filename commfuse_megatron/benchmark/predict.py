@@ -136,7 +136,9 @@ def deviations(rows: Iterable[Row], curves: Curves) -> list[Deviation]:
     """Every measured forward row of a sliced way and of the sequential program, beside its prediction."""
     found = []
     for row in rows:
-        if (row.device, row.link, row.pass_name) != (curves.device, curves.link, "fprop") or row.variant == "planned":
+        if (row.device, row.link, row.pass_name) != (curves.device, curves.link, "fprop") or not row.is_linear:
+            continue
+        if row.variant == "planned":
             continue
         case = LinearCase(row.case, row.op, row.M, row.N, row.K, row.group_size)
         if row.variant == "sequential" and not row.emulated:

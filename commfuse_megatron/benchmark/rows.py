@@ -76,6 +76,11 @@ class Row:
         return self.device != "cpu"
 
     @property
+    def is_linear(self) -> bool:
+        """Whether a linear was measured: not a block with attention in it."""
+        return self.op in ("all_gather_linear", "linear_reduce_scatter")
+
+    @property
     def exposed_ms(self) -> float | None:
         """Time that communication adds to the computation."""
         return self.median_ms - self.compute_only_ms if self.is_comparable else None

@@ -14,6 +14,14 @@ import torch
 from torch import distributed as dist
 
 from commfuse_megatron.benchmark.assemble import Measured, make_rows, this_commit
+from commfuse_megatron.benchmark.attention import attention_variants, attention_work
+from commfuse_megatron.benchmark.attention_cases import (
+    ATTENTION_CASE_NAMES,
+    AttentionCase,
+    attention_case,
+    attention_tokens,
+)
+from commfuse_megatron.benchmark.attention_emulate import emulated_attention_variants, emulated_attention_work
 from commfuse_megatron.benchmark.cases import CASE_NAMES, LINEARS, PASSES, TOKENS, LinearCase, linear_case, tokens_of
 from commfuse_megatron.benchmark.catalog import FULL_M, choose, for_large, make_emulated_variants, make_variants
 from commfuse_megatron.benchmark.emulate import make_emulated_work
@@ -36,7 +44,7 @@ _LEAST_FREE_BYTES = 24 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to run. See `commfuse bench --help`."""
+    """What to run. See `commfuse bench --help`. attention: attention blocks instead of linears."""
 
     models: tuple[str, ...]
     linears: tuple[str, ...] = LINEARS
@@ -51,6 +59,7 @@ class Settings:
     budget_s: float | None = None
     shrink: int = 1
     commit: str | None = None
+    attention: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,8 @@ class Outcome:
 def grid(settings: Settings, group_size: int) -> list[Piece]:
     """Everything that `settings` asks for, what matters most first."""
     sizes = [(v, True) for v in settings.virtual_ranks] or [(group_size, False)]
+    if settings.attention:
+        return _attention_grid(settings, sizes)
     names = [
         name
         for model, linear in itertools.product(settings.models, settings.linears)
@@ -96,6 +107,17 @@ def grid(settings: Settings, group_size: int) -> list[Piece]:
         for pass_name in (("fprop",) if is_emulated else settings.passes)
         for name in its_names
         if name.startswith(f"{model}.")
+    ]
+
+
+def _attention_grid(settings: Settings, sizes: list[tuple[int, bool]]) -> list[Piece]:
+    return [
+        Piece(name, M, pass_name, size, is_emulated)
+        for size, is_emulated in sizes
+        for pass_name in (("fprop",) if is_emulated else settings.passes)
+        for name in ATTENTION_CASE_NAMES
+        if name.split(".")[0] in settings.models
+        for M in attention_tokens(name, settings.tokens)
     ]
 
 
@@ -137,14 +159,19 @@ class _Runner:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._pool = Pool(device, dtype, seed=group.rank())
         self._tails = TailMeter()
-        if settings.virtual_ranks:
+        if settings.attention and settings.virtual_ranks:
+            self._variants = emulated_attention_variants(device)
+        elif settings.attention:
+            self._variants = attention_variants(device, settings.chunks)
+        elif settings.virtual_ranks:
             self._variants = make_emulated_variants(device)
         else:
             self._variants = make_variants(device, group.size(), settings.chunks, settings.config_files)
 
     def run(self, piece: Piece) -> list[Row]:
         try:
-            case = linear_case(piece.name, piece.M, piece.group_size, self._settings.shrink)
+            make_case = attention_case if self._settings.attention else linear_case
+            case = make_case(piece.name, piece.M, piece.group_size, self._settings.shrink)
         except ConfigError as error:
             self.outcome.missing.append(f"{piece}: {error}")
             return []
@@ -152,7 +179,12 @@ class _Runner:
         work = self._work(case, piece)
         is_paper = piece.name.startswith("paper")
         # Of the paper's case all variants run what the paper measured.
-        is_full = piece.M in FULL_M or piece.is_emulated or (is_paper and piece.pass_name == "fprop")
+        is_full = (
+            self._settings.attention
+            or piece.M in FULL_M
+            or piece.is_emulated
+            or (is_paper and piece.pass_name == "fprop")
+        )
         chosen = choose(self._variants, case.op, piece.pass_name, is_full=is_full, prefixes=self._settings.variants)
         chosen = for_large(chosen) if is_paper else chosen
         measured = {variant.name: entry for variant in chosen if (entry := self._build(variant, work)) is not None}
@@ -196,6 +228,10 @@ class _Runner:
             torch.cuda.empty_cache()
 
     def _work(self, case: LinearCase, piece: Piece) -> Work:
+        if isinstance(case, AttentionCase) and piece.is_emulated:
+            return emulated_attention_work(case, self._group, self._pool)
+        if isinstance(case, AttentionCase):
+            return attention_work(case, piece.pass_name, self._group, self._pool)
         if piece.is_emulated:
             return make_emulated_work(case, self._group, self._pool)
         return make_work(case, piece.pass_name, self._group, self._pool)

@@ -80,7 +80,8 @@ def summarize(rows: Sequence[Row]) -> Summary:
 
 
 def _is_headline(row: Row) -> bool:
-    return row.case.split(".")[0] in HEADLINE_MODELS and (row.M, row.pass_name) == (HEADLINE_M, "fprop")
+    is_one = row.is_linear and row.case.split(".")[0] in HEADLINE_MODELS
+    return is_one and (row.M, row.pass_name) == (HEADLINE_M, "fprop")
 
 
 def _best(variants: dict[str, Row], prefix: str) -> float | None:

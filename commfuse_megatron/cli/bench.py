@@ -35,15 +35,19 @@ class _Options:
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
     """What `commfuse bench` takes besides ranks and device. Imports no torch."""
-    from commfuse_megatron.benchmark.cases import LINEARS, MODELS, PASSES, TOKENS
+    from commfuse_megatron.benchmark.attention_cases import ATTENTION_MODELS
+    from commfuse_megatron.benchmark.cases import LINEARS, MODELS, PASSES
 
     add = parser.add_argument
-    add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}")
+    known = list(dict.fromkeys((*MODELS, *ATTENTION_MODELS)))
+    models = f"of {', '.join(MODELS)}; with --attention of {', '.join(ATTENTION_MODELS)}"
+    add("--attention", action="store_true", help="attention with its projection instead of linears")
+    add("--models", nargs="+", choices=known, metavar="MODEL", help=models)
     add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS), metavar="L", help=f"of {', '.join(LINEARS)}")
-    add("--tokens", nargs="+", type=int, default=list(TOKENS), metavar="M", help="of the whole sequence")
+    add("--tokens", nargs="+", type=int, metavar="M", help="of the whole sequence; the paper's cases have their own")
     add("--passes", nargs="+", choices=PASSES, default=list(PASSES), metavar="P", help="fprop, backward (default both)")
     add("--variants", nargs="+", default=[], metavar="NAME", help="only variants whose names begin so, and the bounds")
-    add("--chunks", nargs="+", type=int, default=[1, 2, 4], metavar="m", help="chunks per shard of forced paths")
+    add("--chunks", nargs="+", type=int, default=[1, 2, 4], metavar="m", help="chunks or splits per shard, forced")
     add("--config", nargs="+", default=[], metavar="FILE", help="configurations of yours, each one more variant")
     add("--virtual-ranks", nargs="+", type=int, default=[], metavar="V", help="emulate groups of V on two ranks")
     add("--rounds", type=int, default=9, help="samples of every variant (default 9)")
@@ -58,6 +62,8 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
 
 def run_bench(arguments: argparse.Namespace) -> int:
     """Run the grid. 0: all that ran was right; 1: a result was wrong, a path not taken or a bound missed."""
+    from commfuse_megatron.benchmark.attention_cases import ATTENTION_MODELS, ATTENTION_TOKENS
+    from commfuse_megatron.benchmark.cases import MODELS, TOKENS
     from commfuse_megatron.benchmark.run import Settings
     from commfuse_megatron.benchmark.summary import parse_bounds
     from commfuse_megatron.errors import ConfigError
@@ -72,9 +78,9 @@ def run_bench(arguments: argparse.Namespace) -> int:
         raise CannotRunError(str(error)) from None
     shrink = arguments.shrink or (1 if arguments.device == "cuda" else CPU_SHRINK)
     settings = Settings(
-        models=tuple(arguments.models),
+        models=tuple(arguments.models or (ATTENTION_MODELS if arguments.attention else MODELS)),
         linears=tuple(arguments.linears),
-        tokens=tuple(arguments.tokens),
+        tokens=tuple(arguments.tokens or (ATTENTION_TOKENS if arguments.attention else TOKENS)),
         passes=tuple(arguments.passes),
         variants=tuple(arguments.variants),
         chunks=tuple(arguments.chunks),
@@ -85,6 +91,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         budget_s=arguments.budget_s,
         shrink=shrink,
         commit=arguments.commit,
+        attention=arguments.attention,
     )
     options = _Options(settings, arguments.json, arguments.figure, bounds, arguments.resume)
     return launch(_bench_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
@@ -92,13 +99,14 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 def _require_sense(arguments: argparse.Namespace, num_ranks: int) -> None:
     """Before any rank starts: what could only end in an error later."""
-    numbers = {"--tokens": arguments.tokens, "--chunks": arguments.chunks, "--rounds": [arguments.rounds]}
+    numbers = {"--tokens": arguments.tokens or [1], "--chunks": arguments.chunks, "--rounds": [arguments.rounds]}
     numbers |= {"--shrink": [arguments.shrink or 1], "--virtual-ranks": arguments.virtual_ranks}
     for option, values in numbers.items():
         if any(value < 1 for value in values):
             raise CannotRunError(f"{option} must be at least 1, got {min(values)}")
     if arguments.virtual_ranks and (num_ranks != 2 or min(arguments.virtual_ranks) < 2):
         raise CannotRunError("--virtual-ranks emulates groups of 2 and more on exactly two ranks: use --ranks 2")
+    _require_models(arguments)
     if arguments.resume and not arguments.json:
         raise CannotRunError("--resume needs the --json FILE to go on with")
     if arguments.device == "cpu" and (arguments.check or arguments.figure):
@@ -109,6 +117,22 @@ def _require_sense(arguments: argparse.Namespace, num_ranks: int) -> None:
         reason = why_file_cannot_be_written(arguments.figure) or missing_matplotlib()
         if reason is not None:
             raise CannotRunError(f"--figure {arguments.figure}: {reason}")
+
+
+def _require_models(arguments: argparse.Namespace) -> None:
+    from commfuse_megatron.benchmark.attention_cases import ATTENTION_MODELS
+    from commfuse_megatron.benchmark.cases import LINEARS, MODELS
+
+    known = ATTENTION_MODELS if arguments.attention else MODELS
+    unknown = [model for model in arguments.models or () if model not in known]
+    if unknown:
+        what = "attention blocks" if arguments.attention else "linears"
+        raise CannotRunError(f"there are no {what} of {', '.join(unknown)}; known are {', '.join(known)}")
+    of_linears = {"--linears": arguments.linears != list(LINEARS), "--config": arguments.config}
+    of_linears |= {"--check": arguments.check, "--figure": arguments.figure}
+    given = [option for option, value in of_linears.items() if value]
+    if arguments.attention and given:
+        raise CannotRunError(f"{', '.join(given)}: for linears, not for --attention")
 
 
 def _bench_on_rank(rank: Rank, options: _Options) -> int:
@@ -180,6 +204,7 @@ def _conclude(rows: list[Row], outcome: Outcome, options: _Options, *, is_first:
 
 
 def _print(rows: list[Row], outcome: Outcome) -> None:
+    from commfuse_megatron.benchmark.attention_table import attention_table
     from commfuse_megatron.benchmark.summary import summarize
     from commfuse_megatron.benchmark.table import checked_table, overview_table, rows_table, summary_table
 
@@ -190,6 +215,10 @@ def _print(rows: list[Row], outcome: Outcome) -> None:
         console.print(checked_table(checked))
     if timed and len(timed) <= MAX_ROWS_SHOWN:
         console.print(rows_table(timed))
+    blocks = [row for row in timed if row.op == "query_split_attention"]
+    timed = [row for row in timed if row not in blocks]
+    if blocks:
+        console.print(attention_table(blocks))
     if timed:
         console.print(overview_table(timed))
         summary = summarize(rows)

@@ -78,6 +78,20 @@ def test_the_demo_trains_and_agrees(tmp_path: Path) -> None:
     assert "speed" not in ran.stdout.lower()
 
 
+def test_the_benchmark_checks_attention_blocks_on_cpu_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    sizes = ("--models", "llama-8b", "paper", "--tokens", "2048", "--passes", "fprop", "--chunks", "1")
+    ran = run_commfuse("bench", "--attention", *sizes, "--json", str(file))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    data = json.loads(file.read_text(encoding="utf-8"))
+    assert data["failures"] == data["missing"] == []
+    assert data["left_out"] == {}
+    assert len({row["case"] for row in data["rows"]}) == 5
+    variants = {"sequential", "slicing C=4", "row_parallel gloo", "query_split m=1 gloo", "planned"}
+    assert variants <= {row["variant"] for row in data["rows"]}
+    assert " ms" not in ran.stdout, "times of a CPU say nothing"
+
+
 def test_the_benchmark_checks_every_variant_on_cpu_ranks(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     options = ("bench", "--models", "llama-8b", "--linears", "qkv", "proj", "--tokens", "2048", "--json", str(file))

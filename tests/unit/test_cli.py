@@ -192,6 +192,9 @@ def test_results_that_cannot_be_written_are_refused_before_any_work(arguments, m
         (["--ranks", "4", "--virtual-ranks", "8"], "on exactly two ranks"),
         (["--resume"], "--resume needs the --json FILE"),
         (["--tokens", "0"], "--tokens must be at least 1, got 0"),
+        (["--models", "paper"], "there are no linears of paper"),
+        (["--attention", "--models", "llama-405b"], "there are no attention blocks of llama-405b"),
+        (["--attention", "--linears", "qkv"], "--linears: for linears, not for --attention"),
     ],
 )
 def test_a_benchmark_that_makes_no_sense_is_refused_before_any_rank_starts(arguments, message, capsys):

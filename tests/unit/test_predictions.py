@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from commfuse_megatron.benchmark.attention_cases import attention_case
 from commfuse_megatron.benchmark.cases import linear_case
 from commfuse_megatron.benchmark.curves import fit_curves, fit_terms, traffic_of_sum
 from commfuse_megatron.benchmark.predict import WAYS, deviations, predict, predict_way
@@ -209,3 +210,15 @@ def test_without_measurements_nothing_is_predicted(options, message, rows_file: 
     names = {"rows": rows_file, "folder": rows_file.parent, "cpu": cpu}
     assert cli.main(["simulate", *(option.format(**names) for option in options)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_rows_of_attention_blocks_are_left_alone():
+    """Fails without the look at the operation: attention's time would count as a GEMM's."""
+    rows = measured_rows()
+    case = attention_case("llama-8b.attention", 8192, 2)
+    names = (("compute_only", "compute"), ("comm_only copy_engine", "transfers"), ("sequential", "sequential"))
+    blocks = [a_row(case, variant, path, 77.0, transport="copy_engine") for variant, path in names]
+    here = {"device": "NVIDIA H200", "link": "nvlink"}
+    curves = fit_curves(rows, **here)
+    assert fit_curves(rows + blocks, **here) == curves
+    assert deviations(blocks, curves) == []

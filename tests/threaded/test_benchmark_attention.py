@@ -1,0 +1,164 @@
+"""Attention blocks in the benchmark on CPU ranks: everything is built, found right and written down."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from commfuse_megatron import ops
+from commfuse_megatron.benchmark.attention import attention_work, heads_of
+from commfuse_megatron.benchmark.attention_cases import (
+    ATTENTION_CASE_NAMES,
+    attention_bound_ms,
+    attention_case,
+    attention_tokens,
+)
+from commfuse_megatron.benchmark.attention_emulate import EmulatedAttention, emulated_attention_work
+from commfuse_megatron.benchmark.attention_table import attention_table
+from commfuse_megatron.benchmark.cases import HEADLINE_M
+from commfuse_megatron.benchmark.operands import Pool, check_results
+from commfuse_megatron.benchmark.run import Settings
+from commfuse_megatron.benchmark.summary import summarize
+from commfuse_megatron.errors import ConfigError, VerificationError
+from commfuse_megatron.schedule import schedule_bound_us
+from tests.harness.threads import run_threads
+from tests.threaded.test_benchmark_runs import run_settings
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def small():
+    """Rows and outcome of a grid of two cases, both passes, on two ranks."""
+    settings = Settings(
+        models=("llama-8b", "paper"), tokens=(1024,), chunks=(1, 2), shrink=128, rounds=1, attention=True
+    )
+    return run_settings(2, settings)[0]
+
+
+def test_every_variant_gives_what_the_plain_kernel_does(small):
+    rows, outcome = small
+    assert (outcome.missing, outcome.failures) == ([], [])
+    # A batch of one cannot be cut: said once, and then left out.
+    assert {row.case for row in rows} == set(ATTENTION_CASE_NAMES) - {"llama-70b.attention"}
+    names = {(row.pass_name, row.variant) for row in rows}
+    for pass_name in ("fprop", "backward"):
+        for variant in (
+            "compute_only", "comm_only collective", "comm_only gloo", "sequential", "row_parallel gloo",
+            "query_split m=1 gloo", "query_split m=2 gloo", "planned",
+        ):  # fmt: skip
+            assert (pass_name, variant) in names
+    checked = [
+        row for row in rows if row.variant.split()[0] in ("sequential", "row_parallel", "query_split", "planned")
+    ]
+    assert max(row.max_error for row in checked) < 1e-5
+    assert {row.path for row in checked if row.variant.startswith("query_split")} == {"query_split"}
+    assert all(row.schedule_bound_ms for row in checked if row.path == "query_split" and row.pass_name == "fprop")
+
+
+def test_data_slicing_cuts_the_batch_or_else_the_queries(small):
+    rows, outcome = small
+    sliced = {row.case: row.max_error for row in rows if row.variant == "slicing C=2"}
+    assert set(sliced) == {row.case for row in rows}
+    assert max(sliced.values()) < 1e-5
+    assert outcome.left_out == {}
+
+
+def test_the_table_has_every_case_and_the_papers_numbers(small):
+    rows, _ = small
+    timed = [dataclasses.replace(row, device="a GPU") for row in rows]
+    table = attention_table(timed)
+    assert table.row_count == 2 * len({row.case for row in rows})
+    columns = {column.header: list(column.cells) for column in table.columns}
+    texts = zip(*(columns[heading] for heading in ("pass", "compute", "comm", "bound")), strict=True)
+    for pass_name, *times in texts:
+        assert (times[-1] == "") == (pass_name == "backward")
+        if pass_name == "fprop":
+            compute, comm, bound = map(float, times)
+            assert max(compute, comm) - 2e-3 <= bound <= compute + comm + 2e-3
+    paper = columns["paper"]
+    assert "270.1 / 246.1 / 230.9 / 215.8" in paper
+    assert "195.6 / 279.7 / - / 145.1" in paper
+
+
+@pytest.mark.parametrize("group_size", [4, 8])
+def test_emulated_groups(group_size):
+    settings = Settings(
+        models=("paper",), tokens=(1024,), shrink=64, rounds=1, attention=True, virtual_ranks=(group_size,)
+    )
+    rows, outcome = run_settings(2, settings)[0]
+    assert (outcome.missing, outcome.failures, outcome.left_out) == ([], [], {})
+    assert {row.group_size for row in rows} == {group_size}
+    assert all(row.emulated for row in rows)
+    names = {row.variant for row in rows}
+    assert {"compute_only", "sequential", "slicing C=2", "row_parallel gloo", "query_split m=1 gloo"} <= names
+    assert max(row.max_error for row in rows if row.max_error is not None) < 1e-5
+
+
+def test_a_wrong_emulated_result_is_noticed():
+    def body(group, device):
+        work = emulated_attention_work(attention_case(*SMALL, 4, 64), group, Pool(CPU, torch.float32, group.rank()))
+        variant = EmulatedAttention("gloo", splits_queries=True)
+        ready = variant.build(work)
+        check_results(work, variant.name, ready.results())
+        work.operands.k.data.add_(1.0 * torch.arange(work.operands.k.size(0)).view(-1, 1, 1, 1))
+        with pytest.raises(VerificationError, match="differs"):
+            check_results(work, variant.name, ready.results())
+        variant.close()
+
+    run_threads(2, body)
+
+
+SMALL = ("paper.attention-4x8192", 4 * 8192)
+
+
+@pytest.mark.parametrize("pass_name", ["fprop", "backward"])
+def test_what_is_expected_is_the_reference(pass_name):
+    def body(group, device):
+        work = attention_work(attention_case(*SMALL, 2, 256), pass_name, group, Pool(CPU, torch.float64, group.rank()))
+        heads = [head.clone().requires_grad_() for head in heads_of(work)]
+        y = ops.reference.query_split_attention(*heads, work.operands.weight, group=group)
+        if pass_name == "fprop":
+            torch.testing.assert_close(work.expected["y"], y.detach())
+            return
+        found = torch.autograd.grad(y, [*heads, work.operands.weight], work.operands.grad_y)
+        for grad, name in zip(found, ("x.grad", "k.grad", "v.grad", "weight.grad"), strict=True):
+            torch.testing.assert_close(grad.view(work.expected[name].shape), work.expected[name])
+
+    run_threads(2, body)
+
+
+def test_cases():
+    case = attention_case("llama-70b.attention", 8192, 8)
+    assert (case.M, case.N, case.K, case.batch) == (8192, 8192, 1024, 1)
+    assert (case.heads, case.kv_heads, case.head_dim) == (8, 1, 128)
+    paper = attention_case("paper.attention-16x4096", 65536, 4)
+    assert (paper.rows, paper.batch, paper.N, paper.K) == (4096, 16, 4096, 1024)
+    assert attention_tokens(paper.name, (8192,)) == (65536,)
+    assert attention_tokens(case.name, (8192, 4096)) == (8192, 4096)
+    for name, M, size, words in (
+        ("llama-8b.qkv", 8192, 2, "unknown case"),
+        ("llama-8b.attention", 8192, 3, "multiples"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            attention_case(name, M, size)
+
+
+def test_the_bound_lies_between_the_closed_form_and_no_overlap_at_all():
+    case = attention_case("llama-8b.attention", 8192, 8)
+    for compute_ms, comm_ms in ((1.0, 0.1), (1.0, 0.9), (1.0, 3.0)):
+        for splits in (1, 2, 4):
+            bound = attention_bound_ms(case, compute_ms, comm_ms, splits)
+            assert max(compute_ms, comm_ms) <= bound * (1 + 1e-9)
+            assert bound <= compute_ms + comm_ms
+    # With nothing masked out all splits cost the same, and the closed form is exact.
+    flat = dataclasses.replace(case, M=8, heads=1, head_dim=1, N=4096, K=4096)
+    assert math.isclose(attention_bound_ms(flat, 1.0, 0.5, 1), schedule_bound_us(1.0, 0.5, 8), rel_tol=1e-2)
+
+
+def test_attention_blocks_are_no_headline(small):
+    """Fails without the look at the operation: the headline is one of linears."""
+    rows, _ = small
+    timed = [dataclasses.replace(row, device="a GPU", M=HEADLINE_M) for row in rows]
+    assert set(summarize(timed).metrics) == {"never_slower"}
