@@ -62,9 +62,7 @@ def test_the_demo_trains_and_agrees(tmp_path: Path) -> None:
     assert data["steps"] == len(data["stock_loss"]) == len(data["plugin_loss"]) == 3
     assert data["stock_loss"][0] > data["stock_loss"][-1], "nothing was learned"
     assert data["max_loss_difference"] <= 1e-6
-    assert {op["path"] for op in data["report"] if op["calls"]} == {"sliced"}
-    # Of attention the report says only what was planned: on the CPU it stays Megatron's own.
-    assert {op["path"] for op in data["report"] if not op["calls"]} == {"row_parallel"}
+    assert {op["path"] for op in data["report"]} == {"sliced"}, "attention was not asked for: Megatron's own"
     assert sum(op["calls"] for op in data["report"] if op["pass_name"] == "fprop") == 3 * len(data["layers"])
     assert "30 calls overlapped" in ran.stdout
     assert "direct all-gather: 2 ranks" in ran.stdout
