@@ -164,8 +164,11 @@ def test_under_torchrun_one_rank_says_why_none_can_run() -> None:
     assert ran.stderr.count("cannot run here: the demo's model can be cut for") == 1, ran.stderr
 
 
+# A shell that runs the tests in the background has them, and all they start, ignore Ctrl-C.
 STARTER = """
+import signal
 import sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, {tests!r})
 import test_launch
 from commfuse_megatron.cli.launch import launch
@@ -208,7 +211,7 @@ def test_an_ended_starter_leaves_no_ranks_behind(tmp_path: Path, ending: signal.
     finally:
         if process.poll() is None:
             process.kill()
-            process.wait()
+        process.communicate()  # closes the pipe, too
 
 
 def test_under_torchrun_the_body_runs_in_place(tmp_path: Path) -> None:
