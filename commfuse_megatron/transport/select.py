@@ -37,19 +37,22 @@ def choose_backend(group: dist.ProcessGroup, config: TransportConfig, exchange: 
     if config.backend == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise ConfigError('transport.backend is "nccl" but no CUDA device (or no NCCL) is available; use gloo or auto')
     if config.backend == "copy_engine":
-        obstacle = _obstacle_to_copy_engine(group, exchange)
+        obstacle = _obstacle_to_copy_engine(group, exchange, _everyone(exchange))
         if obstacle:
             raise ConfigError(f'transport.backend is "copy_engine", but {obstacle}; use nccl or auto')
     if config.backend != "auto":
         return config.backend
-    has_cuda = torch.device("cuda") in group._device_types and torch.cuda.is_available()
-    if not (has_cuda and dist.is_nccl_available()):
+    # Only what is the same on all ranks may decide whether they exchange anything; a rank may lack a GPU.
+    if torch.device("cuda") not in group._device_types or not dist.is_nccl_available():
+        return "gloo"
+    everyone = _everyone(exchange)
+    if any(gpu is None for _, gpu in everyone):
         return "gloo"
     if group.size() == 1:  # nothing is ever sent
         return "nccl"
     # Who tells NCCL to leave peer access alone has a reason that holds for us, too.
     is_forbidden = os.environ.get(_NO_PEER_ACCESS, "0") not in ("", "0")
-    obstacle = _obstacle_to_copy_engine(group, exchange, f"{_NO_PEER_ACCESS} is set" if is_forbidden else "")
+    obstacle = _obstacle_to_copy_engine(group, exchange, everyone, f"{_NO_PEER_ACCESS} is set" if is_forbidden else "")
     if obstacle and group.rank() == 0:
         logger.info("transport nccl, not copy_engine: %s", obstacle)
     return "nccl" if obstacle else "copy_engine"
@@ -86,18 +89,25 @@ def create_transport(
     )
 
 
+def _everyone(exchange: Callable[[str], list[str]]) -> list[tuple[str, str | None]]:
+    """Host and GPU of every rank; None: it has none."""
+    gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if torch.cuda.is_available() else None
+    ranks = [json.loads(text) for text in exchange(json.dumps({"host": _host(), "gpu": gpu}))]
+    return [(rank["host"], rank["gpu"]) for rank in ranks]
+
+
 def _obstacle_to_copy_engine(
-    group: dist.ProcessGroup, exchange: Callable[[str], list[str]], complaint: str = ""
+    group: dist.ProcessGroup,
+    exchange: Callable[[str], list[str]],
+    everyone: list[tuple[str, str | None]],
+    complaint: str = "",
 ) -> str:
     """The same on all ranks: why not every one has a GPU that can address those of all others, "" if it is so.
 
     complaint: what this rank has against it already.
     """
-    has_gpu = torch.cuda.is_available()
-    gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if has_gpu else None
-    everyone = [json.loads(text) for text in exchange(json.dumps({"host": _host(), "gpu": gpu}))]
-    complaint = complaint or _find_obstacle([r["host"] for r in everyone], [r["gpu"] for r in everyone], gpu)
-    found = _first(exchange(complaint))
+    hosts, gpus = [host for host, _ in everyone], [gpu for _, gpu in everyone]
+    found = _first(exchange(complaint or _find_obstacle(hosts, gpus, gpus[group.rank()])))
     if found:
         return found
     return _first(exchange(why_memory_cannot_be_shared(group, device_of_backend("copy_engine"))))

@@ -83,3 +83,19 @@ def test_auto_takes_the_copy_engine_where_no_rank_objects(others, mapping, envir
         return [text, others]
 
     assert select.choose_backend(CudaGroup(), TransportConfig(), exchange) == expected
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_auto_exchanges_on_all_ranks_and_takes_gloo_where_one_has_no_gpu(has_gpu, monkeypatch):
+    monkeypatch.setattr(select.torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(select.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(select.torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="gpu-0"))
+    monkeypatch.setattr(select.dist, "is_nccl_available", lambda: True)
+    said = []
+
+    def exchange(text):
+        said.append(text)
+        return [text, text.replace('"gpu-0"', "null")]
+
+    assert select.choose_backend(CudaGroup(), TransportConfig(), exchange) == "gloo"
+    assert len(said) == 1
