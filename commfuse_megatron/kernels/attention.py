@@ -71,8 +71,8 @@ class AttentionKernel(Protocol):
 class MathAttention:
     """Attention by its formula, in fp32 (fp64 for fp64): any device, dtype and size; keeps a split's scores in memory.
 
-    Saves the logarithm of every softmax's denominator and computes the probabilities again in backward, with the same
-    dropout.
+    Computes the probabilities again in backward, by the same softmax and with the same dropout. (From a saved logarithm
+    of the denominator they would not add up to 1 in fp32 where a mask hides all keys of a query.)
     """
 
     name = "math"
@@ -87,15 +87,14 @@ class MathAttention:
         scale: float,
         dropout: Dropout | None,
     ) -> tuple[torch.Tensor, ...]:
-        """Fill `out`; returns the log-sum-exp of the scores [B, H_kv, H / H_kv, S_q]."""
+        """Fill `out`; nothing has to be kept."""
         scores, _ = _scores(_grouped(q, k.size(2)), _wide(k), mask, scale)
-        logsumexp = scores.logsumexp(-1)
-        probabilities = scores.sub_(logsumexp.unsqueeze(-1)).exp_()
+        probabilities = scores.softmax(-1)
         if dropout is not None:
             probabilities *= _kept(probabilities, dropout)
         result = torch.einsum("bgrqk,kbgd->qbgrd", probabilities, _wide(v))
         out.copy_(result.reshape(out.shape))
-        return (logsumexp,)
+        return ()
 
     def backward(
         self,
@@ -108,12 +107,11 @@ class MathAttention:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients in fp32 (fp64), q's in the shape of q."""
         q, k, v, out = operands
-        (logsumexp,) = state
         groups = k.size(2)
         q_wide, k_wide, v_wide = _grouped(q, groups), _wide(k), _wide(v)
         grad, out_wide = _grouped(grad_out, groups), _grouped(out, groups)
         scores, hidden = _scores(q_wide, k_wide, mask, scale)
-        probabilities = scores.sub_(logsumexp.unsqueeze(-1)).exp_()
+        probabilities = scores.softmax(-1)
         kept = None if dropout is None else _kept(probabilities, dropout)
         grad_probabilities = torch.einsum("qbgrd,kbgd->bgrqk", grad, v_wide)
         if kept is not None:

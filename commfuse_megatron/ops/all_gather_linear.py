@@ -17,6 +17,7 @@ from commfuse_megatron.ops.arguments import (
     prepare,
     prepare_backward,
     require_context,
+    require_fitting_target,
     with_unit_stride,
 )
 from commfuse_megatron.ops.collectives import PendingRows, start_gather_rows, start_reduce_scatter_rows
@@ -71,6 +72,7 @@ def all_gather_linear(
     Source: CommFuse Alg. 1, arXiv 2604.24013, 2026.
     """
     require_context("all_gather_linear", context)
+    require_fitting_target("all_gather_linear", weight_grad, weight, context)
     x, weight, bias = cast_for_autocast(x, weight, bias, context.device.type)
     forward = prepare(_OPERATION, x, weight, bias, total_rows, context)
     if not needs_autograd(x, weight, bias):

@@ -13,6 +13,7 @@ import torch
 
 from commfuse_megatron.errors import ConfigError, ShapeError
 from commfuse_megatron.ops.trial import Rehearse, run_trial
+from commfuse_megatron.ops.weight_grad import WeightGradTarget
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, Problem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PreparedPass
@@ -25,6 +26,7 @@ __all__ = [
     "prepare_backward",
     "remember",
     "require_context",
+    "require_fitting_target",
     "with_unit_stride",
 ]
 
@@ -67,8 +69,27 @@ def needs_autograd(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 def with_unit_stride(tensor: torch.Tensor) -> torch.Tensor:
-    """A weight or bias as the kernels take it: with one stride of 1; a copy of what has none."""
-    return tensor if 1 in tensor.stride() else tensor.contiguous()
+    """A weight as the kernels take it: rows or columns one after the other, none over another; else a copy."""
+    if tensor.is_contiguous():
+        return tensor
+    (rows, columns), (of_rows, of_columns) = tensor.shape, tensor.stride()
+    is_plain = (of_columns == 1 and of_rows >= columns) or (of_rows == 1 and of_columns >= rows)
+    return tensor if is_plain else tensor.contiguous()
+
+
+def require_fitting_target(
+    name: str, target: WeightGradTarget | None, weight: torch.Tensor, context: OverlapContext
+) -> None:
+    """Refuse a tensor for the weight's gradient that is none of its shape and device, before anything is sent."""
+    if target is None or (target.accumulate.shape == weight.shape and target.accumulate.device == weight.device):
+        return
+    found = target.accumulate
+    context.refuse(
+        ShapeError(
+            f"{name}: weight_grad.accumulate is {list(found.shape)} on {found.device}, but the weight is"
+            f" {list(weight.shape)} on {weight.device}"
+        )
+    )
 
 
 def prepare(

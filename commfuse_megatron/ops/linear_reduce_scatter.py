@@ -17,6 +17,7 @@ from commfuse_megatron.ops.arguments import (
     prepare,
     prepare_backward,
     require_context,
+    require_fitting_target,
     with_unit_stride,
 )
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
@@ -70,6 +71,7 @@ def linear_reduce_scatter(
     Source: CommFuse Alg. 2 and 3, arXiv 2604.24013, 2026.
     """
     require_context("linear_reduce_scatter", context)
+    require_fitting_target("linear_reduce_scatter", weight_grad, weight, context)
     x, weight, bias = cast_for_autocast(x, weight, bias, context.device.type)
     forward = prepare(OPERATION, x, weight, bias, None, context)
     if not needs_autograd(x, weight, bias):

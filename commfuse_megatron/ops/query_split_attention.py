@@ -180,7 +180,8 @@ class _QuerySplitAttention(torch.autograd.Function):
             p = _prepare_backward(call.forward)
             p.begin()
             saved = _Saved(Heads(q, k, v), attended, states)
-            grads, grad_weight = _backward(p, call, saved, grad_shard, with_unit_stride(weight))
+            with torch.autocast(grad_shard.device.type, enabled=False):  # as in forward
+                grads, grad_weight = _backward(p, call, saved, grad_shard, with_unit_stride(weight))
         grad_heads = (
             None if grads is None or not is_due else grad
             for grad, is_due in zip(grads or (None,) * 3, ctx.needs_input_grad[:3], strict=True)

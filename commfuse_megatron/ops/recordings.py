@@ -351,6 +351,8 @@ def _record_weight_gradient(build: Build, call: TapeCall, refs: tuple[Ref, Ref])
     problem, grad_weight = build.p.problem, call.last
     shapes = (Matrix((problem.N, problem.M), (1, problem.N), build.dtype), build.rows(problem.M, problem.K))
     assert grad_weight is not None
+    if grad_weight.shape != (problem.N, problem.K):
+        raise Unservable
     if not grad_weight.is_contiguous() or grad_weight.dtype not in (build.dtype, torch.float32):
         raise Unservable
     out = Matrix((grad_weight.size(0), grad_weight.size(1)), (grad_weight.size(1), 1), grad_weight.dtype)

@@ -61,7 +61,8 @@ def replay(p: PreparedPass, link: Link, record: Callable[["Build", TapeCall], No
         0 if last is None else last.data_ptr(),
     )
     alignment = alignment_of(*addresses)
-    key = (record, alignment, weight.stride(), None if last is None else last.dtype, accumulates)
+    layout = None if last is None else (last.dtype, last.shape, last.stride())
+    key = (record, alignment, weight.stride(), layout, accumulates)
     tapes, slots = p.tapes, p.context.slots
     bound = tapes.get(key, _UNKNOWN)
     if bound.generation != slots.generation:

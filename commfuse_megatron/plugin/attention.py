@@ -86,7 +86,7 @@ def attention_unsupported_reason(attention: Any, arguments: dict[str, Any] | Non
     arguments: those of a call, by name; without it, only what the layer and its configuration say is judged.
     """
     projection = attention.linear_proj
-    if not isinstance(projection, CommFuseRowParallelLinear):
+    if type(projection) is not CommFuseRowParallelLinear:
         return f"linear_proj is a {type(projection).__name__}: only ours takes over the attention before it"
     reason = unsupported_reason(projection)
     if reason is not None:
@@ -94,6 +94,12 @@ def attention_unsupported_reason(attention: Any, arguments: dict[str, Any] | Non
     path = state_of(projection).config(projection.config).attention.path
     if path in ("row_parallel", "sequential"):
         return f"attention.path is {path}: Megatron's own attention, then the projection as a layer of its own"
+    for what, module in (("core attention", attention.core_attention), ("linear_proj", projection)):
+        # What somebody put around it would be passed by.
+        if "forward" in vars(module):
+            return f"{what} has a forward of its own in the instance"
+        if module._backward_hooks or module._backward_pre_hooks:
+            return f"{what} has backward hooks"
     for owner, reasons in ((attention.config, _SETTINGS), (attention, _FLAGS)):
         for name, reason in reasons.items():
             if getattr(owner, name, None):
@@ -236,7 +242,8 @@ def _note_stock(attention: Any, reason: str) -> None:
         config = state_of(projection).config(projection.config)
         if config.fallback.unsupported == "raise" and config.attention.path == "query_split":
             raise UnsupportedError(f"{label_of(attention)}: {reason}")
-    if reason not in state.stock_calls and projection.tp_group.rank() == 0:
+    group = getattr(projection, "tp_group", None)  # a wrapper around the projection has none
+    if reason not in state.stock_calls and (group is None or group.rank() == 0):
         # The projection after it may be overlapped all the same.
         logger.info("%s takes Megatron's own attention: %s", label_of(attention), reason)
     state.stock_calls[reason] = state.stock_calls.get(reason, 0) + 1

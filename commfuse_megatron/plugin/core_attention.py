@@ -32,15 +32,16 @@ def describe_core_attention(
         return f"the queries have {query.dim()} dimensions: only [sequence, batch, heads, features] are split"
     if query.shape[:2] != key.shape[:2]:
         return f"{query.size(0)} queries meet {key.size(0)} keys: only attention of a sequence to itself is split"
+    is_local = type(core) is compat.DotProductAttention
+    if not is_local and not _is_transformer_engines(core):
+        return f"core attention is a {type(core).__name__}: known are DotProductAttention and TEDotProductAttention"
     if getattr(core.config, "softmax_type", "vanilla") != "vanilla":
         return f"config.softmax_type is {core.config.softmax_type}: only the plain softmax is split"
     if getattr(core.config, "qk_clip", False) or getattr(core.config, "log_max_attention_logit", False):
         return "config.qk_clip or log_max_attention_logit is on: core attention itself must see all scores"
-    if type(core) is compat.DotProductAttention:
+    if is_local:
         return _describe_local(core, query, attention_mask)
-    if _is_transformer_engines(core):
-        return _describe_transformer_engines(core, attn_mask_type)
-    return f"core attention is a {type(core).__name__}: known are DotProductAttention and TEDotProductAttention"
+    return _describe_transformer_engines(core, attn_mask_type)
 
 
 def _describe_local(core: Any, query: torch.Tensor, attention_mask: torch.Tensor | None) -> CoreAttention | str:

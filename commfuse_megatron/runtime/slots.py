@@ -88,10 +88,11 @@ class Slots:
                 "run the same shapes once before capturing"
             )
         rounded = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        if is_window:
-            self._buffers[name] = self._make_window(rounded, self._device)
-        else:
-            self._buffers[name] = Window(torch.empty(rounded, dtype=torch.uint8, device=self._device))
+        with torch.inference_mode(False):  # a call that trains uses it next
+            if is_window:
+                self._buffers[name] = self._make_window(rounded, self._device)
+            else:
+                self._buffers[name] = Window(torch.empty(rounded, dtype=torch.uint8, device=self._device))
         self._drop_views()
         if old is not None and self._is_captured:
             self._retired.append(old)
