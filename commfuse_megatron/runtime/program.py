@@ -74,13 +74,17 @@ class GatherProgram:
 
     def _refresh(self) -> None:
         if self._generation != self._slots.generation:
-            rows, features = self._shape
-            gathered, window = self._slots.carve_window("gather", self._shape, self._dtype, rows * features)
-            self._gathered = gathered
-            self._chunks = split_rows(gathered, self.bound.chunk_rows)
-            self._places = _places(self.bound, window, features * self._dtype.itemsize, 0)
-            self._slots.note_views(self)
-            self._generation = self._slots.generation
+            self._make_views()
+
+    @torch.inference_mode(False)  # a call that trains uses them next
+    def _make_views(self) -> None:
+        rows, features = self._shape
+        gathered, window = self._slots.carve_window("gather", self._shape, self._dtype, rows * features)
+        self._gathered = gathered
+        self._chunks = split_rows(gathered, self.bound.chunk_rows)
+        self._places = _places(self.bound, window, features * self._dtype.itemsize, 0)
+        self._slots.note_views(self)
+        self._generation = self._slots.generation
 
 
 class ScatterProgram:
@@ -132,8 +136,11 @@ class ScatterProgram:
 
     def refresh(self) -> None:
         """Make the views valid for this call."""
-        if self._generation == self._slots.generation:
-            return
+        if self._generation != self._slots.generation:
+            self._make_views()
+
+    @torch.inference_mode(False)  # a call that trains uses them next
+    def _make_views(self) -> None:
         bound, features, carve = self.bound, self.features, self._slots.carve
         sent_rows = list(bound.chunk_rows)
         sent_rows[bound.own_chunks.start : bound.own_chunks.stop] = [0] * len(self.own_rows)
