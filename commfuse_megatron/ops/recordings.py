@@ -21,20 +21,34 @@ def _of(weight: torch.Tensor, *, transposed: bool) -> Matrix:
     return Matrix((seen.size(0), seen.size(1)), (seen.stride(0), seen.stride(1)), weight.dtype)
 
 
-class _Gather:
+class _Messages:
+    """What a collective sends and receives on a tape, until it has been waited for."""
+
+    def __init__(self, build: Build) -> None:
+        self._tape = build.tape
+        self._sends: list[Key] = []
+        self._arrivals: dict[int, Key] = {}
+
+    def remaining(self) -> list[Key]:
+        """All that nobody has waited for."""
+        keys = [*self._arrivals.values(), *self._sends]
+        for key in keys:
+            self._tape.note(key)
+        return keys
+
+
+class _Gather(_Messages):
     """The messages of a direct all-gather, and where each chunk lies."""
 
     def __init__(self, build: Build, shard: Ref, features: int) -> None:
+        super().__init__(build)
         program = build.p.gather
         self.bound: BoundSchedule = program.bound
         self.window = Ref(ZERO, program.gathered().data_ptr())
         self.row_bytes = features * build.itemsize
         self._places = program.places()
         self._shard = shard
-        self._tape = build.tape
         self._starts = list(itertools.accumulate(self.bound.chunk_rows, initial=0))
-        self._sends: list[Key] = []
-        self._arrivals: dict[int, Key] = {}
         self._own_copy: list[Key] = []
         self._issued = -1
 
@@ -86,13 +100,6 @@ class _Gather:
         """Wait for the whole window, the own rows included."""
         self.wait(list(self._arrivals), own_too=True)
 
-    def remaining(self) -> list[Key]:
-        """All that nobody has waited for."""
-        keys = [*self._arrivals.values(), *self._sends]
-        for key in keys:
-            self._tape.note(key)
-        return keys
-
     def chunk(self, index: int) -> Ref:
         """Where chunk `index` lies once it is here."""
         if index in self.bound.own_chunks:
@@ -142,10 +149,11 @@ def _multiply_gathered(
     multiply(bound.total_rows - own_stop, gather.window.plus(own_stop * gather.row_bytes), own_stop)
 
 
-class _Scatter:
+class _Scatter(_Messages):
     """The partials and messages of a direct reduce-scatter."""
 
     def __init__(self, build: Build, features: int) -> None:
+        super().__init__(build)
         program = build.p.scatter
         program.refresh()
         self.bound: BoundSchedule = program.bound
@@ -154,9 +162,6 @@ class _Scatter:
         self.folds = program.has_transfers and build.p.has_cover and build.p.context.group_size == 2
         self._program = program
         self._build = build
-        self._tape = build.tape
-        self._sends: list[Key] = []
-        self._arrivals: dict[int, Key] = {}
 
     def partial(self, chunk: int) -> Ref:
         """Where the partial of another rank's chunk waits to be sent."""
@@ -211,13 +216,6 @@ class _Scatter:
                     raise Unservable
                 self._tape.compute(_sum_step(add, out_ref.plus(start * self.row_bytes), bias_ref, bias is not None))
             start += rows
-
-    def remaining(self) -> list[Key]:
-        """All that nobody has waited for."""
-        keys = [*self._arrivals.values(), *self._sends]
-        for key in keys:
-            self._tape.note(key)
-        return keys
 
 
 def _sum_step(add: Callable[[int, int | None, int], None], own: Ref, bias: Ref, has_bias: bool) -> Step:
@@ -319,12 +317,11 @@ def record_gather_backward(build: Build, call: TapeCall) -> None:
         _record_weight_gradient(build, call, (Ref(FIRST, 0), gather.window))
 
     weight, refs = _of(call.weight, transposed=False), (Ref(FIRST, 0), Ref(WEIGHT, 0), Ref(OUT, 0))
+    gather.issue_all()
     if is_bulk:
-        gather.issue_all()
         gather.copy_own()
         _multiply_scattered(build, scatter, weight, refs, None, between=multiply_weight_gradient)
     else:
-        gather.issue_all()
         _multiply_scattered(build, scatter, weight, refs, None, after_first=gather.copy_own)
         multiply_weight_gradient()
     if not scatter.folds:
