@@ -136,7 +136,8 @@ def test_reasons_name_what_a_kernel_cannot_do():
 
 
 def config(backend, path="query_split", m=1, kernel="auto") -> OverlapConfig:
-    attention = AttentionConfig(path=path, splits_per_shard=m, kernel=kernel)
+    splits = m if path == "query_split" else None
+    attention = AttentionConfig(path=path, splits_per_shard=splits, kernel=kernel)
     return OverlapConfig(attention=attention, transport=TransportConfig(backend=backend))
 
 
@@ -213,7 +214,7 @@ def test_long_sequences_on_two_lanes(backend):
 
 
 def _planned(group, device, backend):
-    settings = OverlapConfig(transport=TransportConfig(backend=backend))
+    settings = config(backend, "auto")
     case = Case(rows=2048, batch=1, heads=8, kv_heads=2, head_dim=128, value_dim=128, N=1024)
     before = torch.cuda.get_rng_state()
     with OverlapContext(group, settings) as context:
