@@ -18,7 +18,7 @@ from commfuse_megatron.benchmark.operands import Work
 from commfuse_megatron.benchmark.variant import Ready, Results, Variant, require_own_link
 from commfuse_megatron.errors import UnsupportedError
 
-__all__ = ["Userbuffers"]
+__all__ = ["Userbuffers", "close_userbuffers", "missing_userbuffers", "open_userbuffers"]
 
 
 class Userbuffers(Variant):
@@ -32,14 +32,14 @@ class Userbuffers(Variant):
 
     @override
     def build(self, work: Work) -> Ready:
-        reason = _why_not(work)
+        reason = missing_userbuffers(work.pool.device)
         if reason is not None:
             raise UnsupportedError(reason)
         require_own_link(work.pool.device, "userbuffers")
         shape = (work.case.M, work.case.shard_shape[1])
         if shape != self._shape:
             self.close()
-            _initialize(shape, work)
+            open_userbuffers(shape, work.case.group_size, work.pool.dtype)
             self._shape = shape
         o = work.operands
         layer = _make_layer(work)
@@ -70,37 +70,44 @@ class Userbuffers(Variant):
     @override
     def close(self) -> None:
         if self._shape is not None:
-            _base().destroy_ub()
+            close_userbuffers()
             self._shape = None
 
 
-def _why_not(work: Work) -> str | None:
+def missing_userbuffers(device: torch.device) -> str | None:
+    """Why userbuffers cannot run on `device`, None if they should."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed: pip install 'commfuse-megatron[te]'"
-    if work.pool.device.type != "cuda":
+    if device.type != "cuda":
         return "userbuffers need CUDA devices"
     if os.environ.get("UB_SKIPMC") != "1":
         return "set UB_SKIPMC=1: userbuffers would use NVLink multicast, which not every machine survives"
     return None
 
 
-def _base() -> Any:
-    from transformer_engine.pytorch.module import base
-
-    return base
-
-
-def _initialize(shape: tuple[int, int], work: Work) -> None:
+def open_userbuffers(shape: tuple[int, int], group_size: int, dtype: torch.dtype) -> None:
+    """Make the buffers, for activations [M, hidden] of the whole sequence. Collective; `close_userbuffers` ends it."""
     base = _base()
     with redirect_stdout(sys.stderr), warnings.catch_warnings():  # it prints; stdout is for results
         warnings.simplefilter("ignore")
         base.initialize_ub(
             shape=list(shape),
-            tp_size=work.case.group_size,
+            tp_size=group_size,
             quantization_modes=[base.UserBufferQuantizationMode.NONE],
-            dtype=work.pool.dtype,
+            dtype=dtype,
             bootstrap_backend="gloo",
         )
+
+
+def close_userbuffers() -> None:
+    """Free the buffers. Collective."""
+    _base().destroy_ub()
+
+
+def _base() -> Any:
+    from transformer_engine.pytorch.module import base
+
+    return base
 
 
 def _make_layer(work: Work) -> Any:

@@ -2,9 +2,9 @@
 
 Without communication is the stock step with every all-gather and reduce-scatter replaced by a local copy
 (`tracing.collectives.local_copies`): its results are wrong on purpose, its time is a lower bound. What a step takes
-more is its exposed communication. The contract that bites: local layers, stock and overlapped, are one model switched
-by `config.commfuse`, so both have the same weights and the second costs no memory; with Transformer Engine the stock
-model is another one.
+more is its exposed communication. With Transformer Engine there is a fourth, Megatron's `tp_comm_overlap`, where it can
+run. The contract that bites: local layers, stock and overlapped, are one model switched by `config.commfuse`, so both
+have the same weights and the second costs no memory; with Transformer Engine each variant is a model of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import distributed as dist
 
+from commfuse_megatron.benchmark.userbuffers import close_userbuffers, missing_userbuffers, open_userbuffers
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError, VerificationError
 from commfuse_megatron.runtime.context import OpRecord
@@ -31,9 +32,22 @@ from commfuse_megatron.tracing.kernels import Profile, profile_calls
 from commfuse_megatron.tracing.session import Session, gather_recording, meet
 from commfuse_megatron.tracing.summary import Summary, drop_nested, summarize, worst_of
 
-__all__ = ["FREE", "MODELS", "PLUGIN", "STOCK", "StepToTrace", "StepTimes", "StepTrace", "trace_step"]
+__all__ = [
+    "FREE",
+    "MODELS",
+    "PLUGIN",
+    "STOCK",
+    "USERBUFFERS",
+    "StepToTrace",
+    "StepTimes",
+    "StepTrace",
+    "count_steps",
+    "trace_step",
+    "userbuffers_left_out",
+]
 
 STOCK, PLUGIN, FREE = "stock", "plugin", "without communication"
+USERBUFFERS = "stock with tp_comm_overlap"
 MEGATRONS = "Megatron's GEMMs"
 
 #: Sizes by name, from the models' published configurations; the layers are as many as asked for.
@@ -110,6 +124,18 @@ class StepTrace:
         return worst_of([summarize(intervals, as_one_call=True) for intervals in self.runs[variant].values()])
 
 
+def userbuffers_left_out(wanted: StepToTrace) -> str | None:
+    """Why the step with `tp_comm_overlap` cannot be timed here, None if it will be."""
+    if wanted.transformer_impl == "local":
+        return "tp_comm_overlap is for Transformer Engine's layers"
+    return missing_userbuffers(torch.device(wanted.device_type))
+
+
+def count_steps(wanted: StepToTrace) -> int:
+    """How often `trace_step` will call its `on_step`."""
+    return (3 if userbuffers_left_out(wanted) else 4) * (wanted.warm_up + wanted.rounds)
+
+
 def trace_step(wanted: StepToTrace, *, on_step: Callable[[], object] = lambda: None) -> StepTrace:
     """Build, warm up, time and trace on all ranks of the default group, the tensor-parallel group. Collective.
 
@@ -134,33 +160,32 @@ def _trace(wanted: StepToTrace, on_step: Callable[[], object]) -> StepTrace:
     from commfuse_megatron.plugin.contexts import open_contexts
 
     device = torch.device("cpu") if wanted.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
-    stock_model, plugin_model = _build(wanted, device)
-    tokens = _tokens(wanted, device)
-    with_mask = wanted.transformer_impl == "local"
-    steps = {
-        STOCK: _Step(stock_model, tokens, with_mask, is_overlapped=False),
-        PLUGIN: _Step(plugin_model, tokens, with_mask, is_overlapped=True),
-        FREE: _Step(stock_model, tokens, with_mask, is_overlapped=False, around=local_copies),
-    }
-    for step in steps.values():
-        for _ in range(wanted.warm_up):
-            step()
-            on_step()
-    layers = _layers(plugin_model)
-    if all(reason is not None for reason in layers.values()):
-        raise VerificationError(
-            f"the plugin overlapped no layer: {'; '.join(sorted({str(r) for r in layers.values()}))}"
+    with ExitStack() as stack:
+        models = _build(wanted, device, stack)
+        tokens = _tokens(wanted, device)
+        with_mask = wanted.transformer_impl == "local"
+        steps = {name: _Step(model, tokens, with_mask, is_overlapped=name == PLUGIN) for name, model in models.items()}
+        steps[FREE] = _Step(models[STOCK], tokens, with_mask, is_overlapped=False, around=local_copies)
+        for step in steps.values():
+            for _ in range(wanted.warm_up):
+                with step.prepared():
+                    step()
+                on_step()
+        layers = _layers(models[PLUGIN])
+        if all(reason is not None for reason in layers.values()):
+            raise VerificationError(
+                f"the plugin overlapped no layer: {'; '.join(sorted({str(r) for r in layers.values()}))}"
+            )
+        times = _time(steps, wanted.rounds, device, on_step)
+        del steps[FREE]
+        runs = _profiled(steps, device) if device.type == "cuda" else _recorded(steps, device)
+        return StepTrace(
+            times=times,
+            runs=runs,
+            layers=layers,
+            ops=tuple(record for context in open_contexts() for record in context.report()),
+            transport=", ".join(dict.fromkeys(context.transport_name for context in open_contexts())),
         )
-    times = _time(steps, wanted.rounds, device, on_step)
-    traced = {name: steps[name] for name in (STOCK, PLUGIN)}
-    runs = _profiled(traced, device) if device.type == "cuda" else _recorded(traced, device)
-    return StepTrace(
-        times=times,
-        runs=runs,
-        layers=layers,
-        ops=tuple(record for context in open_contexts() for record in context.report()),
-        transport=", ".join(dict.fromkeys(context.transport_name for context in open_contexts())),
-    )
 
 
 def _layers(model: Any) -> dict[str, str | None]:
@@ -177,16 +202,10 @@ def _layers(model: Any) -> dict[str, str | None]:
 # --- the models -------------------------------------------------------------------------------------------------------
 
 
-def _build(wanted: StepToTrace, device: torch.device) -> tuple[Any, Any]:
-    """(stock, plugin): the same object for local layers."""
+def _build(wanted: StepToTrace, device: torch.device, stack: ExitStack) -> dict[str, Any]:
+    """Models by variant, the same object for local layers. What must be closed after use is entered into `stack`."""
     overlap = dataclasses.replace(wanted.config, record=device.type == "cpu")  # on GPUs the profiler looks instead
-    from commfuse_megatron.testing.gpt import (
-        SmallGPT,
-        build_gpt,
-        missing_transformer_engine,
-        te_attention_local_linears,
-        transformer_config,
-    )
+    from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, missing_transformer_engine, transformer_config
 
     group_size = dist.get_world_size()
     sizes: dict[str, Any] = dict(MODELS[wanted.model])
@@ -202,18 +221,23 @@ def _build(wanted: StepToTrace, device: torch.device) -> tuple[Any, Any]:
     if wanted.transformer_impl == "local":
         config = transformer_config(gpt, group_size, **options)
         model = build_gpt(gpt, config, overlap=overlap, device=device)
-        return model, model
+        return {STOCK: model, PLUGIN: model}
     reason = missing_transformer_engine()
     if reason is not None:
         raise UnsupportedError(reason)
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    te_config = transformer_config(gpt, group_size, transformer_impl="transformer_engine", **options)
-    te_spec = get_gpt_decoder_block_spec(te_config, use_transformer_engine=True)
-    stock = build_gpt(gpt, te_config, overlap=False, device=device, spec=te_spec)
-    config = transformer_config(gpt, group_size, **options)
-    plugin = build_gpt(gpt, config, overlap=overlap, device=device, spec=te_attention_local_linears(config))
-    return stock, plugin
+    def build(overlap: OverlapConfig | bool, **more: Any) -> Any:
+        config = transformer_config(gpt, group_size, transformer_impl="transformer_engine", **options, **more)
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        return build_gpt(gpt, config, overlap=overlap, device=device, spec=spec)
+
+    models = {STOCK: build(False), PLUGIN: build(overlap)}
+    if userbuffers_left_out(wanted) is None:
+        open_userbuffers((wanted.sequence * wanted.batch, gpt.hidden_size), group_size, wanted.dtype)
+        stack.callback(close_userbuffers)
+        models[USERBUFFERS] = build(False, tp_comm_overlap=True)
+    return models
 
 
 def _tokens(wanted: StepToTrace, device: torch.device) -> torch.Tensor:
@@ -242,17 +266,22 @@ class _Step:
         configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
         self._configs = list(configs.values())
 
-    def __call__(self, between: Callable[[], object] = lambda: None) -> None:
-        """Run one step; `between` is called after the forward pass."""
-        from commfuse_megatron.testing.gpt import loss_of
-
+    @contextlib.contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Inside the with-block a call is this variant's step and nothing else: no time goes into switching."""
         for config in self._configs:
             config.commfuse = self._is_overlapped
         self._model.zero_grad(set_to_none=True)
         with self._around():
-            loss = loss_of(self._model, self._tokens, with_mask=self._with_mask)
-            between()
-            loss.backward()
+            yield
+
+    def __call__(self, between: Callable[[], object] = lambda: None) -> None:
+        """Run one step, while `prepared`; `between` is called after the forward pass."""
+        from commfuse_megatron.testing.gpt import loss_of
+
+        loss = loss_of(self._model, self._tokens, with_mask=self._with_mask)
+        between()
+        loss.backward()
 
 
 # --- times ------------------------------------------------------------------------------------------------------------
@@ -266,8 +295,9 @@ def _time(
     samples: dict[str, list[list[float]]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name in shuffle.sample(list(steps), len(steps)):
-            meet(None, device)
-            samples[name].append(_one_step_ms(steps[name], device))
+            with steps[name].prepared():
+                meet(None, device)
+                samples[name].append(_one_step_ms(steps[name], device))
             on_step()
     times = {}
     for name, rows in samples.items():
@@ -298,12 +328,17 @@ def _one_step_ms(step: _Step, device: torch.device) -> list[float]:
 
 def _profiled(steps: dict[str, _Step], device: torch.device) -> dict[str, dict[int, list[Interval]]]:
     """One step of each, as the profiler saw it."""
+    with ExitStack() as stack:
 
-    def prepare(number: int) -> None:
-        list(steps.values())[number - 1]()
-        meet(None, device)
+        def prepare(number: int) -> None:
+            step = list(steps.values())[number - 1]
+            with step.prepared():
+                step()
+            stack.close()
+            stack.enter_context(step.prepared())
+            meet(None, device)
 
-    own = profile_calls(list(steps.values()), prepare=prepare)
+        own = profile_calls(list(steps.values()), prepare=prepare)
     everyones: list[Profile] = [own] * dist.get_world_size()
     dist.all_gather_object(everyones, own)
     base_ns = min(one.base_ns for one in everyones)
@@ -327,7 +362,7 @@ def _recorded(steps: dict[str, _Step], device: torch.device) -> dict[str, dict[i
             return [outside, *(c.recorder for c in open_contexts() if c.recorder is not None)]
 
         session = Session(recorders)
-        with recorded_calls(outside):
+        with recorded_calls(outside), step.prepared():
             step()
             session.start(None, device)
             step()

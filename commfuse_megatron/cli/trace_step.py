@@ -83,7 +83,7 @@ def _trace_on_rank(rank: Rank, options: _Options) -> int:
         silence_foreign_warnings()
     import torch
 
-    from commfuse_megatron.benchmark.whole_step import StepToTrace, trace_step
+    from commfuse_megatron.benchmark.whole_step import StepToTrace, count_steps, trace_step
 
     wanted = StepToTrace(
         model=options.model,
@@ -98,7 +98,7 @@ def _trace_on_rank(rank: Rank, options: _Options) -> int:
         rounds=options.rounds,
     )
     with make_progress(is_shown=rank.is_first) as progress:
-        task = progress.add_task("timing three variants of the step", total=3 * (wanted.warm_up + wanted.rounds))
+        task = progress.add_task("timing variants of the step", total=count_steps(wanted))
         traced = trace_step(wanted, on_step=lambda: progress.advance(task))
     if rank.is_first:
         _print(traced, wanted, rank, options)
@@ -107,7 +107,7 @@ def _trace_on_rank(rank: Rank, options: _Options) -> int:
 
 
 def _print(traced: StepTrace, wanted: StepToTrace, rank: Rank, options: _Options) -> None:
-    from commfuse_megatron.benchmark.whole_step import FREE
+    from commfuse_megatron.benchmark.whole_step import FREE, USERBUFFERS, userbuffers_left_out
 
     console = results()
     console.print(f"{_what(options, rank)}; {machine_line(rank, traced.transport, options.dtype)}")
@@ -134,6 +134,9 @@ def _print(traced: StepTrace, wanted: StepToTrace, rank: Rank, options: _Options
         " copy; all-reduces stay",
         soft_wrap=True,
     )
+    left_out = userbuffers_left_out(wanted)
+    if left_out is not None:
+        console.print(f"left out: {USERBUFFERS}: {escape(left_out)}", soft_wrap=True)
     reasons = {name: reason for name, reason in traced.layers.items() if reason is not None}
     console.print(f"{len(traced.layers) - len(reasons)} of {len(traced.layers)} layers ran through the plugin")
     for name, reason in reasons.items():

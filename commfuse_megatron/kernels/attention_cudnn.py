@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from commfuse_megatron.kernels.attention import Dropout, SplitMask
+from commfuse_megatron.kernels.attention import Dropout, MathAttention, SplitMask
 from commfuse_megatron.problem import AttentionProblem, RowRange, VisibleKeys, chunk_ranges
 
 __all__ = ["CudnnAttention", "cudnn_attention_unavailable_reason"]
@@ -69,7 +69,7 @@ class CudnnAttention:
     """See `AttentionKernel`. Keeps its graphs and handles; one object per context.
 
     Its backward pass may add up the queries' gradients in another order from run to run, unless PyTorch is told to be
-    deterministic.
+    deterministic. What it refuses at any size, one query that sees one key, is computed by the formula.
     """
 
     name = "cudnn"
@@ -79,6 +79,7 @@ class CudnnAttention:
         self._device = device
         self._handles: dict[int, Any] = {}
         self._graphs: dict[tuple, _Graph] = {}
+        self._of_one_key = MathAttention()
 
     def probe(self, problem: AttentionProblem) -> str | None:
         """Why the first or the last shard's queries cannot be computed, forward and backward; None if they can."""
@@ -91,6 +92,8 @@ class CudnnAttention:
 
     def _try(self, problem: AttentionProblem, queries: RowRange) -> str | None:
         band = problem.visible_keys(queries)
+        if queries.size == band.keys.size == 1:
+            return None
         dtype: torch.dtype = getattr(torch, problem.dtype)
 
         def layout(rows: int, heads: int, features: int) -> _Layout:
@@ -119,6 +122,8 @@ class CudnnAttention:
         dropout: Dropout | None,
     ) -> tuple[torch.Tensor, ...]:
         """Fill `out`; returns the statistics of the softmax [B, H, S_q, 1]."""
+        if q.size(0) == k.size(0) == 1:
+            return self._of_one_key.forward(q, k, v, out, mask, scale, dropout)
         layouts = tuple(map(_layout, (q, k, v, out)))
         key = ("forward", layouts, q.dtype, mask.band.left, mask.band.right, scale)
         graph = self._find(key, lambda: self._build_forward(layouts, q.dtype, mask.band, scale))
@@ -137,6 +142,8 @@ class CudnnAttention:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients in the dtype of the operands."""
         q, k, v, out = operands
+        if q.size(0) == k.size(0) == 1:
+            return self._of_one_key.backward(grad_out, operands, state, mask, scale, dropout)
         (stats,) = state
         layouts = tuple(map(_layout, (q, k, v, out, grad_out)))
         is_deterministic = torch.are_deterministic_algorithms_enabled()

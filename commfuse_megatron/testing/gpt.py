@@ -15,7 +15,6 @@ import torch
 from torch import distributed as dist
 
 from commfuse_megatron.config import OverlapConfig
-from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.plugin import apply_to_spec, convert_model
 from commfuse_megatron.plugin.compat import megatron_groups
 from commfuse_megatron.plugin.spec import block_spec, local_layer_spec, replace_in_spec
@@ -25,7 +24,6 @@ __all__ = [
     "build_gpt",
     "loss_of",
     "missing_transformer_engine",
-    "te_attention_local_linears",
     "tensor_parallel",
     "transformer_config",
     "with_attention_and_norm",
@@ -176,22 +174,6 @@ def missing_transformer_engine() -> str | None:
     if not HAVE_TRANSFORMER_ENGINE:
         return "Transformer Engine is not installed: pip install 'commfuse-megatron[te]'"
     return None
-
-
-def te_attention_local_linears(config: Any) -> Any:
-    """The spec of a block of local layers whose attention and norms are Transformer Engine's.
-
-    So overlapped linears (`build_gpt(..., spec=...)` puts them in) run beside the attention that GPU users run: the
-    local one keeps a [S, S] matrix per head. Raises UnsupportedError where Transformer Engine is missing.
-    """
-    reason = missing_transformer_engine()
-    if reason is not None:
-        raise UnsupportedError(reason)
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    stock = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
-    return with_attention_and_norm(stock, TEDotProductAttention, TENorm)
 
 
 def with_attention_and_norm(spec: Any, attention: type, norm: type) -> Any:
