@@ -30,7 +30,7 @@ def test_two_ranks_forward_and_backward():
     sliced = ["sliced m=1", "sliced m=2", "sliced m=4"]
     assert names(layer_problem("70b.qkv", 8192)) == ["sequential", *sliced]
     assert names(layer_problem("70b.fc2", 8192)) == ["sequential", *sliced]
-    assert names(layer_problem("70b.qkv", 8192, needs=BOTH)) == ["sequential", "async", "bulk", *sliced]
+    assert names(layer_problem("70b.qkv", 8192, needs=BOTH)) == ["sequential", "bulk", *sliced, "async"]
     # Both GEMMs need the gathered gradient: nothing to hide it under; and in bulk two ranks do what one chunk does.
     assert names(layer_problem("70b.fc2", 8192, needs=BOTH)) == ["sequential", *sliced]
 
@@ -69,7 +69,7 @@ def test_never_more_chunks_than_rows_and_eight_on_slow_links_only():
         (config("sliced", m=3), BOTH, ["sliced m=3"]),
         (config("sliced"), "", ["sliced m=1", "sliced m=2", "sliced m=4"]),
         (config("auto", m=3), "", ["sequential", "sliced m=3"]),
-        (config("auto", "ring", 2), BOTH, ["sequential", "async", "bulk", "sliced ring m=2"]),
+        (config("auto", "ring", 2), BOTH, ["sequential", "bulk", "sliced ring m=2", "async"]),
         (config("bulk", "ring", 3), BOTH, ["bulk"]),
         (config("async"), BOTH, ["async"]),
     ],
