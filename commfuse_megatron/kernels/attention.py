@@ -5,13 +5,14 @@ Megatron's order. The contract that bites: what a kernel's forward returns belon
 must be given the same operands, `out` included, unchanged.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 
 from commfuse_megatron.problem import VisibleKeys
 
-__all__ = ["MASKED_SCORE", "AttentionKernel", "Dropout", "MathAttention", "SplitMask"]
+__all__ = ["MASKED_SCORE", "AttentionKernel", "BoundForward", "Dropout", "MathAttention", "SplitMask"]
 
 #: What takes the place of a score that a mask tensor hides: Megatron's number, so that a query that sees nothing gets
 #: the mean of all values there as here.
@@ -34,6 +35,10 @@ class SplitMask(NamedTuple):
 
     band: VisibleKeys
     hidden: torch.Tensor | None = None
+
+
+#: A forward call on addresses: (handle of the stream, q, k, v, out, state).
+BoundForward = Callable[[int, int, int, int, int, int], None]
 
 
 class AttentionKernel(Protocol):
@@ -66,6 +71,14 @@ class AttentionKernel(Protocol):
         dropout: Dropout | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of q, k and v from that of `out`. operands: q, k, v, out of the forward call."""
+
+    def bind_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, mask: SplitMask, scale: float
+    ) -> BoundForward | None:
+        """`forward` without dropout for tensors like these, on addresses; None where it cannot be had.
+
+        The state is one tensor, fp32 [B, H, S_q, 1], which the caller allocates.
+        """
 
 
 class MathAttention:
@@ -126,6 +139,12 @@ class MathAttention:
             probabilities *= kept
         grad_v = torch.einsum("bgrqk,qbgrd->kbgd", probabilities, grad)
         return grad_q, grad_k, grad_v
+
+    def bind_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, mask: SplitMask, scale: float
+    ) -> BoundForward | None:
+        """None: PyTorch's functions take tensors."""
+        return None
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

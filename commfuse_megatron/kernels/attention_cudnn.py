@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from commfuse_megatron.kernels.attention import Dropout, MathAttention, SplitMask
+from commfuse_megatron.kernels.attention import BoundForward, Dropout, MathAttention, SplitMask
+from commfuse_megatron.kernels.cudnn_graph import CudnnGraph
 from commfuse_megatron.problem import AttentionProblem, RowRange, VisibleKeys, chunk_ranges
 
 __all__ = ["CudnnAttention", "cudnn_attention_unavailable_reason"]
@@ -27,6 +28,7 @@ _MOST_GRAPHS = 1024
 
 # Tensors of a graph, by the numbers they are bound with.
 _Q, _K, _V, _OUT, _STATS, _GRAD_OUT, _GRAD_Q, _GRAD_K, _GRAD_V = range(1, 10)
+_OF_FORWARD, _OF_BACKWARD = range(_Q, _GRAD_OUT), range(_Q, _GRAD_V + 1)
 
 
 def cudnn_attention_unavailable_reason(problem: AttentionProblem, device: torch.device) -> str | None:
@@ -60,11 +62,6 @@ class _Layout(NamedTuple):
     strides: tuple[int, ...]
 
 
-class _Graph(NamedTuple):
-    graph: Any
-    workspace_bytes: int
-
-
 class CudnnAttention:
     """See `AttentionKernel`. Keeps its graphs and handles; one object per context.
 
@@ -78,8 +75,10 @@ class CudnnAttention:
         self._cudnn: Any = importlib.import_module("cudnn")
         self._device = device
         self._handles: dict[int, Any] = {}
-        self._graphs: dict[tuple, _Graph] = {}
+        self._graphs: dict[tuple, CudnnGraph] = {}
         self._of_one_key = MathAttention()
+        self._workspaces: dict[int, torch.Tensor] = {}
+        self._outgrown: list[torch.Tensor] = []
 
     def probe(self, problem: AttentionProblem) -> str | None:
         """Why the first or the last shard's queries cannot be computed, forward and backward; None if they can."""
@@ -124,12 +123,31 @@ class CudnnAttention:
         """Fill `out`; returns the statistics of the softmax [B, H, S_q, 1]."""
         if q.size(0) == k.size(0) == 1:
             return self._of_one_key.forward(q, k, v, out, mask, scale, dropout)
+        graph = self._forward_graph(q, k, v, out, mask, scale)
+        stats = q.new_empty(q.size(1), q.size(2), q.size(0), 1, dtype=torch.float32)
+        self._execute(graph, (q, k, v, out, stats))
+        return (stats,)
+
+    def bind_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, mask: SplitMask, scale: float
+    ) -> BoundForward | None:
+        """See `AttentionKernel`. The state is `forward`'s, contiguous."""
+        if q.size(0) == k.size(0) == 1:
+            return None
+        graph = self._forward_graph(q, k, v, out, mask, scale)
+
+        def run(stream: int, q_at: int, k_at: int, v_at: int, out_at: int, state_at: int) -> None:
+            workspace_at = self._workspace_at(stream, graph.workspace_bytes)
+            graph.run((q_at, k_at, v_at, out_at, state_at), workspace_at, self._handle_of(stream))
+
+        return run
+
+    def _forward_graph(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, mask: SplitMask, scale: float
+    ) -> CudnnGraph:
         layouts = tuple(map(_layout, (q, k, v, out)))
         key = ("forward", layouts, q.dtype, mask.band.left, mask.band.right, scale)
-        graph = self._find(key, lambda: self._build_forward(layouts, q.dtype, mask.band, scale))
-        stats = q.new_empty(q.size(1), q.size(2), q.size(0), 1, dtype=torch.float32)
-        self._execute(graph, {_Q: q, _K: k, _V: v, _OUT: out, _STATS: stats})
-        return (stats,)
+        return self._find(key, lambda: self._build_forward(layouts, q.dtype, mask.band, scale))
 
     def backward(
         self,
@@ -152,11 +170,10 @@ class CudnnAttention:
             key, lambda: self._build_backward(layouts, q.dtype, mask.band, scale, is_deterministic=is_deterministic)
         )
         grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-        bound = {_Q: q, _K: k, _V: v, _OUT: out, _STATS: stats, _GRAD_OUT: grad_out}
-        self._execute(graph, {**bound, _GRAD_Q: grad_q, _GRAD_K: grad_k, _GRAD_V: grad_v})
+        self._execute(graph, (q, k, v, out, stats, grad_out, grad_q, grad_k, grad_v))
         return grad_q, grad_k, grad_v
 
-    def _find(self, key: tuple, build: Callable[[], _Graph]) -> _Graph:
+    def _find(self, key: tuple, build: Callable[[], CudnnGraph]) -> CudnnGraph:
         graph = self._graphs.get(key)
         if graph is None:
             if len(self._graphs) >= _MOST_GRAPHS:
@@ -164,7 +181,9 @@ class CudnnAttention:
             graph = self._graphs[key] = build()
         return graph
 
-    def _build_forward(self, layouts: Sequence[_Layout], dtype: torch.dtype, band: VisibleKeys, scale: float) -> _Graph:
+    def _build_forward(
+        self, layouts: Sequence[_Layout], dtype: torch.dtype, band: VisibleKeys, scale: float
+    ) -> CudnnGraph:
         graph = self._new_graph(dtype)
         q, k, v, out = layouts
         bound = {
@@ -176,7 +195,7 @@ class CudnnAttention:
         sizes = [*out.sizes[:3], 1]
         stats.set_uid(_STATS).set_output(True).set_dim(sizes).set_stride(_dense(sizes))
         stats.set_data_type(self._cudnn.data_type.FLOAT)
-        return self._finish(graph)
+        return self._finish(graph, _OF_FORWARD)
 
     def _build_backward(
         self,
@@ -186,7 +205,7 @@ class CudnnAttention:
         scale: float,
         *,
         is_deterministic: bool,
-    ) -> _Graph:
+    ) -> CudnnGraph:
         graph = self._new_graph(dtype)
         q, k, v, out, grad_out = layouts
         bound = {
@@ -213,7 +232,7 @@ class CudnnAttention:
             sizes = list(layout.sizes)
             gradient.set_uid(uid).set_output(True).set_dim(sizes).set_stride(_sequence_first(sizes))
             gradient.set_data_type(self._io_type(dtype))
-        return self._finish(graph)
+        return self._finish(graph, _OF_BACKWARD)
 
     def _new_graph(self, dtype: torch.dtype) -> Any:
         types = self._cudnn.data_type
@@ -235,23 +254,35 @@ class CudnnAttention:
     def _mask(self, band: VisibleKeys) -> dict[str, Any]:
         return {"use_causal_mask_bottom_right": True} if band.is_causal else {}
 
-    def _finish(self, graph: Any) -> _Graph:
+    def _finish(self, graph: Any, uids: Sequence[int]) -> CudnnGraph:
         modes = self._cudnn.heur_mode
         graph.validate()
         graph.build_operation_graph()
         graph.create_execution_plans([modes.A, modes.FALLBACK])
         graph.check_support()
         graph.build_plans()
-        return _Graph(graph, graph.get_workspace_size())
+        return CudnnGraph(graph, uids)
 
-    def _execute(self, graph: _Graph, tensors: dict[int, torch.Tensor]) -> None:
+    def _execute(self, graph: CudnnGraph, tensors: Sequence[torch.Tensor]) -> None:
         # From the allocator of the current stream: the next call there may have the same memory.
         workspace = torch.empty(max(1, graph.workspace_bytes), dtype=torch.uint8, device=self._device)
-        graph.graph.execute(tensors, workspace, handle=self._handle())
+        graph.run([tensor.data_ptr() for tensor in tensors], workspace.data_ptr(), self._handle())
+
+    def _workspace_at(self, stream: int, size_bytes: int) -> int:
+        """Address of scratch memory for launches on `stream`, which run one after the other."""
+        held = self._workspaces.get(stream)
+        if held is None or held.nbytes < size_bytes:
+            if held is not None:  # launches that use it may be waiting on the stream
+                self._outgrown.append(held)
+            held = torch.empty(max(1, size_bytes), dtype=torch.uint8, device=self._device)
+            self._workspaces[stream] = held
+        return held.data_ptr()
 
     def _handle(self) -> Any:
         """The handle of the current stream."""
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        return self._handle_of(torch._C._cuda_getCurrentRawStream(self._device.index))
+
+    def _handle_of(self, stream: int) -> Any:
         handle = self._handles.get(stream)
         if handle is None:
             with torch.cuda.device(self._device):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from commfuse_megatron.kernels.attention import Dropout, SplitMask
+from commfuse_megatron.kernels.attention import BoundForward, Dropout, SplitMask
 from commfuse_megatron.problem import AttentionProblem
 
 __all__ = ["FlashAttention", "flash_attention_unavailable_reason"]
@@ -98,6 +98,12 @@ class FlashAttention:
         )
         grad_q, grad_k, grad_v = map(_batch_first, gradients)
         return grad_q, grad_k, grad_v
+
+    def bind_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, mask: SplitMask, scale: float
+    ) -> BoundForward | None:
+        """None: PyTorch's functions take tensors."""
+        return None
 
 
 @contextmanager

@@ -24,9 +24,11 @@ from commfuse_megatron.ops.attention_arguments import (
     find_attention_complaint,
     state_attention_problem,
 )
+from commfuse_megatron.ops.attention_recordings import new_states, record_query_split, split_states
 from commfuse_megatron.ops.linear_reduce_scatter import OPERATION as PROJECTION
 from commfuse_megatron.ops.linear_reduce_scatter import ScatterOperands, scatter_backward, scatter_forward
 from commfuse_megatron.ops.passes import gather_chunks, scatter_chunks, start_gather, weight_gradient
+from commfuse_megatron.ops.replay import TapeCall, replay
 from commfuse_megatron.ops.split_attention import Heads, InputGradients, SplitAttention
 from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
@@ -235,11 +237,19 @@ def _query_split_forward(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, _Saved]:
-    problem, context = p.problem, p.context
-    own = shard_range(problem.rows, context.group_size, context.group_rank)
-    y = heads.q.new_empty(own.size, problem.batch, problem.N)
+    problem, context = _attention_of(p), p.context
+    y = heads.q.new_empty(p.own_rows, problem.batch, problem.N)
     states: list[tuple[torch.Tensor, ...]] = [()] * len(attention.splits)
     with p as link:
+        if attention.is_plain and p.can_replay:
+            q, k, v = heads
+            all_states = new_states(q, problem, attention.splits)
+            key = (attention.scale, q.stride(), k.stride(), v.stride())
+            tape_call = TapeCall(q, attended, weight, y, bias, more=(k, v, all_states), key=key)
+            if replay(p, link, record_query_split, tape_call):
+                if problem.needs:
+                    states = split_states(all_states, problem, attention.splits)
+                return y, _Saved(heads, attended, states)
         lanes = context.lanes
         lanes.begin()
         operands = split_rows(attended.view(problem.M, problem.K), p.scatter.bound.chunk_rows)
@@ -377,6 +387,16 @@ def _projection_pass(p: PreparedPass, call: _Call) -> PreparedPass:
 
 
 def _split(call: _Call) -> SplitAttention:
+    p = call.forward
+    if call.mask is not None or call.dropout is not None:
+        return _make_split(call)
+    made = p.memo.get(("split", call.scale))
+    if made is None:
+        made = p.memo["split", call.scale] = _make_split(call)
+    return made
+
+
+def _make_split(call: _Call) -> SplitAttention:
     p = call.forward
     problem, kernel = _attention_of(p), p.attention
     assert kernel is not None

@@ -13,10 +13,19 @@ from commfuse_megatron.runtime.link import Watched
 from commfuse_megatron.transport.copy_engine import Key
 from commfuse_megatron.transport.copy_tape import Ref, Step
 
-__all__ = ["record_gather", "record_gather_backward", "record_scatter", "record_scatter_backward"]
+__all__ = [
+    "Scatter",
+    "matrix_of",
+    "multiply_scattered",
+    "record_gather",
+    "record_gather_backward",
+    "record_scatter",
+    "record_scatter_backward",
+]
 
 
-def _of(weight: torch.Tensor, *, transposed: bool) -> Matrix:
+def matrix_of(weight: torch.Tensor, *, transposed: bool) -> Matrix:
+    """A weight as operand of a GEMM."""
     seen = weight.t() if transposed else weight
     return Matrix((seen.size(0), seen.size(1)), (seen.stride(0), seen.stride(1)), weight.dtype)
 
@@ -149,7 +158,7 @@ def _multiply_gathered(
     multiply(bound.total_rows - own_stop, gather.window.plus(own_stop * gather.row_bytes), own_stop)
 
 
-class _Scatter(_Messages):
+class Scatter(_Messages):
     """The partials and messages of a direct reduce-scatter."""
 
     def __init__(self, build: Build, features: int) -> None:
@@ -228,19 +237,21 @@ def _sum_step(add: Callable[[int, int | None, int], None], own: Ref, bias: Ref, 
     return step
 
 
-def _multiply_scattered(
+def multiply_scattered(
     build: Build,
-    scatter: _Scatter,
+    scatter: Scatter,
     weight: Matrix,
     refs: Sequence[Ref],
     bias: Ref | None,
     *,
     between: Callable[[], None] | None = None,
     after_first: Callable[[], None] = lambda: None,
+    prepare: Callable[[int], None] = lambda chunk: None,
 ) -> None:
     """Partials of a [M, k] @ weight [k, n]: others' to where they are sent from, the own to `out`, own chunks last.
 
-    between: compute this before the own chunks, and each rank's others in at most two GEMMs.
+    between: compute this before the own chunks, and each rank's others in at most two GEMMs. prepare: called before
+    each chunk's GEMM, to compute its rows of a.
     """
     a_at, weight_at, out_at = refs
     k, n = weight.shape
@@ -271,6 +282,7 @@ def _multiply_scattered(
         if step.compute is None or (between is not None and not step.is_own):
             continue
         rows, start = bound.chunk_rows[step.compute], starts[step.compute]
+        prepare(step.compute)
         if not step.is_own:
             multiply(rows, start, scatter.partial(step.compute))
             continue
@@ -289,17 +301,17 @@ def record_gather(build: Build, call: TapeCall) -> None:
     gather = _Gather(build, Ref(FIRST, 0), problem.K)
     refs = (Ref(WEIGHT, 0), Ref(OUT, 0))
     bias = None if call.last is None else Ref(LAST, 0)
-    _multiply_gathered(build, gather, _of(call.weight, transposed=True), refs, bias)
+    _multiply_gathered(build, gather, matrix_of(call.weight, transposed=True), refs, bias)
     build.tape.wait(*gather.remaining())
 
 
 def record_scatter(build: Build, call: TapeCall) -> None:
     """`linear_reduce_scatter` forward: first x [M, K], last bias [N] or None -> out [own rows, N]."""
-    scatter = _Scatter(build, build.p.problem.N)
+    scatter = Scatter(build, build.p.problem.N)
     refs = (Ref(FIRST, 0), Ref(WEIGHT, 0), Ref(OUT, 0))
     bias = Ref(LAST, 0)
     folded = bias if call.last is not None and scatter.folds else None
-    _multiply_scattered(build, scatter, _of(call.weight, transposed=True), refs, folded)
+    multiply_scattered(build, scatter, matrix_of(call.weight, transposed=True), refs, folded)
     if not scatter.folds:
         scatter.sum(call.out.view(-1, call.out.size(-1)), refs[2], call.last, bias)
     build.tape.wait(*scatter.remaining())
@@ -310,19 +322,19 @@ def record_gather_backward(build: Build, call: TapeCall) -> None:
     problem, is_bulk = build.p.problem, build.p.is_bulk
     build.tape.order()
     gather = _Gather(build, Ref(SECOND, 0), problem.K)
-    scatter = _Scatter(build, problem.K)
+    scatter = Scatter(build, problem.K)
 
     def multiply_weight_gradient() -> None:
         gather.complete()
         _record_weight_gradient(build, call, (Ref(FIRST, 0), gather.window))
 
-    weight, refs = _of(call.weight, transposed=False), (Ref(FIRST, 0), Ref(WEIGHT, 0), Ref(OUT, 0))
+    weight, refs = matrix_of(call.weight, transposed=False), (Ref(FIRST, 0), Ref(WEIGHT, 0), Ref(OUT, 0))
     gather.issue_all()
     if is_bulk:
         gather.copy_own()
-        _multiply_scattered(build, scatter, weight, refs, None, between=multiply_weight_gradient)
+        multiply_scattered(build, scatter, weight, refs, None, between=multiply_weight_gradient)
     else:
-        _multiply_scattered(build, scatter, weight, refs, None, after_first=gather.copy_own)
+        multiply_scattered(build, scatter, weight, refs, None, after_first=gather.copy_own)
         multiply_weight_gradient()
     if not scatter.folds:
         scatter.sum(call.out.view(-1, call.out.size(-1)), refs[2], None, NOWHERE)
@@ -336,7 +348,7 @@ def record_scatter_backward(build: Build, call: TapeCall) -> None:
     gather = _Gather(build, Ref(FIRST, 0), problem.N)
     gather.issue_all()
     refs = (Ref(WEIGHT, 0), Ref(OUT, 0))
-    weight = _of(call.weight, transposed=False)
+    weight = matrix_of(call.weight, transposed=False)
     _multiply_gathered(build, gather, weight, refs, None, is_bulk=is_bulk, after_first=gather.copy_own)
     gather.complete()
     _record_weight_gradient(build, call, (gather.window, Ref(SECOND, 0)))

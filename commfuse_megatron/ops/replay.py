@@ -7,7 +7,7 @@ reduce-scatter of two ranks adds what arrived inside the own GEMM here, where `p
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
@@ -18,10 +18,23 @@ from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.copy_tape import BoundOperation, CopyTape, Ref
 
-__all__ = ["FIRST", "LAST", "NOWHERE", "OUT", "SECOND", "WEIGHT", "ZERO", "Build", "TapeCall", "Unservable", "replay"]
+__all__ = [
+    "FIRST",
+    "LAST",
+    "MORE",
+    "NOWHERE",
+    "OUT",
+    "SECOND",
+    "WEIGHT",
+    "ZERO",
+    "Build",
+    "TapeCall",
+    "Unservable",
+    "replay",
+]
 
 # What a call brings, by number; 0 stands for no address.
-ZERO, FIRST, SECOND, WEIGHT, OUT, LAST = range(6)
+ZERO, FIRST, SECOND, WEIGHT, OUT, LAST, MORE = range(7)
 NOWHERE = Ref(ZERO, 0)
 
 
@@ -30,7 +43,10 @@ class Unservable(Exception):
 
 
 class TapeCall(NamedTuple):
-    """The tensors of one call; what they are, the recorder says. accumulates: `last` is added to, not overwritten."""
+    """The tensors of one call; what they are, the recorder says.
+
+    accumulates: `last` is added to, not overwritten. more: numbered from MORE on. key: what else a tape depends on.
+    """
 
     first: torch.Tensor
     second: torch.Tensor | None
@@ -38,6 +54,8 @@ class TapeCall(NamedTuple):
     out: torch.Tensor
     last: torch.Tensor | None
     accumulates: bool = False
+    more: tuple[torch.Tensor, ...] = ()
+    key: Hashable = None
 
 
 class _Bound(NamedTuple):
@@ -51,8 +69,8 @@ _UNKNOWN = _Bound(None, _NEVER)
 
 def replay(p: PreparedPass, link: Link, record: Callable[["Build", TapeCall], None], call: TapeCall) -> bool:
     """Run the pass that `record` puts on a tape; False, and nothing done, where that is not for a tape."""
-    first, second, weight, out, last, accumulates = call
-    addresses = (
+    first, second, weight, out, last, accumulates, more, others = call
+    addresses: tuple[int, ...] = (
         0,
         first.data_ptr(),
         0 if second is None else second.data_ptr(),
@@ -60,9 +78,11 @@ def replay(p: PreparedPass, link: Link, record: Callable[["Build", TapeCall], No
         out.data_ptr(),
         0 if last is None else last.data_ptr(),
     )
+    if more:
+        addresses += tuple([tensor.data_ptr() for tensor in more])
     alignment = alignment_of(*addresses)
     layout = None if last is None else (last.dtype, last.shape, last.stride())
-    key = (record, alignment, weight.stride(), layout, accumulates)
+    key = (record, alignment, weight.stride(), layout, accumulates, others)
     tapes, slots = p.tapes, p.context.slots
     bound = tapes.get(key, _UNKNOWN)
     if bound.generation != slots.generation:

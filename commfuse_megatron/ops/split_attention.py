@@ -46,10 +46,15 @@ class SplitAttention:
     ) -> None:
         self.splits = splits
         self.mask = mask
+        self.scale = scale
         self._kernel = kernel
-        self._scale = scale
         self._dropout = dropout
         self._visible: list[VisibleKeys] = [problem.visible_keys(queries) for queries in splits]
+
+    @property
+    def is_plain(self) -> bool:
+        """Without mask and dropout."""
+        return self.mask is None and self._dropout is None
 
     def forward(self, index: int, heads: Heads, attended: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Fill the rows of split `index` of `attended` [S, B, H, D_v]; returns the state for `backward`."""
@@ -91,7 +96,7 @@ class SplitAttention:
         hidden = None if self.mask is None else self.mask[..., queries.start : queries.stop, :]
         if dropout is not None:
             dropout = dropout._replace(seed=(dropout.seed + index * _SEED_STEP) % _SEEDS)
-        return SplitMask(self._visible[index], hidden), self._scale, dropout
+        return SplitMask(self._visible[index], hidden), self.scale, dropout
 
 
 class InputGradients:

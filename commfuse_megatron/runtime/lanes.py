@@ -37,11 +37,22 @@ class Lanes:
         self._turn = 0
         if self._device.type != "cuda":
             return
+        self._make()
+        assert self._begun is not None
+        self._begun.record(torch.cuda.current_stream(self._device))
+
+    def handles(self) -> tuple[int, ...]:
+        """The driver's handles of the lanes; none on the CPU. Who uses them orders what it puts there."""
+        if self._device.type != "cuda":
+            return ()
+        self._make()
+        return tuple(stream.cuda_stream for stream in self._streams)
+
+    def _make(self) -> None:
         if self._begun is None:
             self._streams = [torch.cuda.Stream(self._device) for _ in range(2)]
             self._done = [torch.cuda.Event() for _ in range(2)]
             self._begun = torch.cuda.Event()
-        self._begun.record(torch.cuda.current_stream(self._device))
 
     @contextmanager
     def turn(self, *, waits_for_current: bool = False) -> Iterator[None]:

@@ -40,6 +40,8 @@ class PreparedPass:
         self._dtype: torch.dtype = getattr(torch, problem.dtype)
         #: Bound operations by layouts of the operands: `ops.replay` fills and reads it.
         self.tapes: dict[Any, Any] = {}
+        #: What an operation works out once for this pass.
+        self.memo: dict[Any, Any] = {}
         self._gather: GatherProgram | None = None
         self._scatter: ScatterProgram | None = None
 
@@ -98,7 +100,7 @@ class PreparedPass:
         context, plan = self.context, self.plan
         return (
             context.link.transport.is_one_sided
-            and plan.path in ("sliced", "bulk")
+            and plan.path in ("sliced", "bulk", "query_split")
             and plan.algorithm is Algorithm.DIRECT
             and context.link.recorder is None
             and context.config.kernel.gemm == "auto"

@@ -253,6 +253,12 @@ class CopyEngineTransport(Transport):
         record, follow, copies = self._issued.record, self._issued.wait, self._stream.handle
         return lambda at, stream: record(stream), lambda at, stream: follow(copies)
 
+    def bind_mark(self) -> tuple[Step, Step]:
+        """Mark where one stream has come; let others go on from there."""
+        event = StreamEvent()
+        record, follow = event.record, event.wait
+        return lambda at, stream: record(stream), lambda at, stream: follow(stream)
+
     def bind_take(self, peer: int) -> Step:
         """The copy stream goes on when `peer` lets it write."""
         run, copies, ops = self._memory.run, self._stream.handle, self._takes.get(peer) or self._make_take(peer)

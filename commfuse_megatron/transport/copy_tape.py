@@ -49,22 +49,50 @@ class BoundOperation(NamedTuple):
 
 
 class CopyTape:
-    """Steps of one operation. Between `order` and the next change of what is sent, pushes need no further ordering."""
+    """Steps of one operation. Between `order` and the next change of what is sent, pushes need no further ordering.
+
+    Kernels and waits go to the current stream, or to the lane that `on` chose.
+    """
 
     def __init__(self, transport: "CopyEngineTransport") -> None:
         self._transport = transport
         self._granted: set[int] = set()
         self._pending: list[Step] = []  # of the copy stream, for behind the next kernel
         self._pending_keys: set[Key] = set()
+        self._lane: int | None = None
         self.steps: list[Step] = []
         self.keys: list[Key] = []
         self._last_wait: tuple[int, tuple[Key, ...]] = (-1, ())  # how many steps there were after it, and its keys
         self.notes: list[tuple[Key, object]] = []
 
+    def fork(self, lanes: tuple[int, ...]) -> None:
+        """Let other streams, by handle, go on from where the current one is; `on` chooses between them."""
+        mark, follow = self._transport.bind_mark()
+        self._add(mark)
+        for lane in lanes:
+            self.on(lane)
+            self._add(follow)
+
+    def on(self, lane: int | None) -> None:
+        """Put what comes next on that stream; None: on the current one."""
+        self._lane = lane
+
+    def join(self, lanes: tuple[int, ...]) -> None:
+        """Let the current stream go on when all of these have come this far."""
+        follows = []
+        for lane in lanes:
+            mark, follow = self._transport.bind_mark()
+            self.on(lane)
+            self._add(mark)
+            follows.append(follow)
+        self.on(None)
+        for follow in follows:
+            self._add(follow)
+
     def order(self) -> None:
         """What is pushed from here on was computed by what comes before."""
         mark, follow = self._transport.bind_order()
-        self.steps.append(mark)
+        self._add(mark)
         self._pending.append(follow)
 
     def push(self, peer: int, place: Place, source: Ref, size_bytes: int) -> None:
@@ -88,8 +116,8 @@ class CopyTape:
         return key
 
     def compute(self, step: Step) -> None:
-        """A kernel on the current stream."""
-        self.steps.append(step)
+        """A kernel."""
+        self._add(step)
         self._submit()
 
     def note(self, key: "Key") -> None:
@@ -101,8 +129,9 @@ class CopyTape:
         if keys:
             if not self._pending_keys.isdisjoint(keys):
                 self._submit()
-            self.steps.append(self._transport.bind_wait(keys))
-            self._last_wait = (len(self.steps), keys)
+            self._add(self._transport.bind_wait(keys))
+            if self._lane is None:
+                self._last_wait = (len(self.steps), keys)
 
     def finish(self) -> BoundOperation:
         """The tape, bound."""
@@ -114,6 +143,10 @@ class CopyTape:
         else:
             awaited = ()
         return BoundOperation(tuple(steps), keys, tuple(self.notes), self._transport.bind_release(keys, awaited))
+
+    def _add(self, step: Step) -> None:
+        lane = self._lane
+        self.steps.append(step if lane is None else lambda at, stream: step(at, lane))
 
     def _submit(self) -> None:
         self.steps += self._pending

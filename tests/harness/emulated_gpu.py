@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from commfuse_megatron.kernels.attention import BoundForward, MathAttention, SplitMask
 from commfuse_megatron.kernels.blas import Matrix
 from commfuse_megatron.ops import recordings, replay
 from commfuse_megatron.runtime import context, prepared
+from commfuse_megatron.runtime.lanes import Lanes
 from commfuse_megatron.transport import copy_engine
 
 __all__ = ["emulate_copy_engine", "take_part"]
@@ -56,6 +58,8 @@ def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "_workspaces", lambda device: _Workspaces())
     monkeypatch.setattr(replay, "BlasMatmul", _Matmul)
     monkeypatch.setattr(recordings, "bind_sum", _bind_sum)
+    monkeypatch.setattr(MathAttention, "bind_forward", _bind_attention)
+    monkeypatch.setattr(Lanes, "handles", lambda lanes: (2, 3))
 
 
 def _aligned(size: int) -> torch.Tensor:
@@ -164,6 +168,26 @@ class _Matmul:
         if self._has_bias:
             product += _view(Matrix((1, out.size(1)), (out.size(1), 1), out.dtype), bias_at)
         out.copy_(product)
+
+
+def _bind_attention(
+    kernel: MathAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, mask: SplitMask, scale
+) -> BoundForward:
+    likes = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (q, k, v, out)]
+
+    def run(stream: int, q_at: int, k_at: int, v_at: int, out_at: int, state_at: int) -> None:
+        assert stream in (2, 3)
+        ctypes.c_float.from_address(state_at).value = 1.0  # is memory
+        views = [_like(*like, at) for like, at in zip(likes, (q_at, k_at, v_at, out_at), strict=True)]
+        kernel.forward(*views, mask, scale, None)
+
+    return run
+
+
+def _like(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, address: int) -> torch.Tensor:
+    count = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+    memory = (ctypes.c_byte * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
 
 def _bind_sum(own: torch.Tensor, partials: torch.Tensor, *, bias: torch.Tensor | None, out: torch.Tensor):

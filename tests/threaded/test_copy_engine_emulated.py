@@ -6,13 +6,24 @@ import pytest
 import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext
-from commfuse_megatron.config import LinearConfig, PassConfig, TransportConfig
-from commfuse_megatron.ops import WeightGradTarget, all_gather_linear, linear_reduce_scatter
+from commfuse_megatron.config import AttentionConfig, LinearConfig, PassConfig, TransportConfig
+from commfuse_megatron.ops import (
+    WeightGradTarget,
+    all_gather_linear,
+    linear_reduce_scatter,
+    query_split_attention,
+)
+from commfuse_megatron.ops import (
+    reference as references,
+)
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from tests.harness import run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
 from tests.harness.transport_contract import run_contract
+from tests.threaded.test_query_split_attention import Case as AttentionCase
+from tests.threaded.test_query_split_attention import assert_close, run
+from tests.threaded.test_query_split_attention import draw as draw_attention
 
 PATHS = [("sliced", "direct", m) for m in (1, 2, 3)] + [("sliced", "ring", 2), ("bulk", "direct", 1)]
 
@@ -58,6 +69,38 @@ def test_linears_with_new_data_at_every_call(group_size, path, algorithm, m, mon
             tapes = [tape for p in context._prepared.values() for tape in p.tapes.values()]
             if group_size > 1:
                 assert bool(tapes) == (algorithm == "direct")
+            assert all(tape.operation is not None for tape in tapes)
+
+    run_threads(group_size, body)
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("m", [1, 2, 3])
+def test_attention_with_new_data_and_layouts_at_every_call(group_size, m, monkeypatch):
+    emulate_copy_engine(monkeypatch)
+    attention = AttentionConfig(path="query_split", splits_per_shard=m)
+    config = OverlapConfig(attention=attention, transport=TransportConfig(backend="copy_engine"))
+
+    def fused(tensor):  # as views into one projection
+        return torch.cat([tensor, tensor], dim=-1)[..., : tensor.size(-1)] if tensor.dim() == 4 else tensor
+
+    def body(group, device):
+        with take_part(group), OverlapContext(group, config) as context:
+            for case in (
+                AttentionCase(rows=24, head_dim=8, value_dim=8, N=16, dtype=torch.float32),
+                AttentionCase(rows=13, head_dim=8, value_dim=4, N=8, kv_heads=2, dtype=torch.float32, has_bias=False),
+                AttentionCase(rows=3, batch=1, heads=1, kv_heads=1, head_dim=4, value_dim=4, N=4, dtype=torch.float32),
+            ):
+                for seed, keywords in enumerate(({}, {"causal": False}, {"scale": 0.3}, {"window": (2, 0)})):
+                    for view in (None, fused):
+                        given = dataclasses.replace(case, seed=seed, keywords=keywords)
+                        operands, grad_y = draw_attention(given, group.rank(), group.size())
+                        found = run(operands, grad_y, query_split_attention, view, context=context, **keywords)
+                        exact = run(operands, grad_y, references.query_split_attention, group=group, **keywords)
+                        assert_close(found, exact, 1e-5)
+            passes = [p for p in context._prepared.values() if p.problem.op == "query_split_attention"]
+            tapes = [tape for p in passes for tape in p.tapes.values()]
+            assert bool(tapes) == (group_size > 1)
             assert all(tape.operation is not None for tape in tapes)
 
     run_threads(group_size, body)
