@@ -1,10 +1,11 @@
 """Attention blocks of a group of V on two ranks, forward: see `emulate` for what that shows and what not.
 
 Both ranks play the one in the middle of V, so that its share of a causal mask is neither the least nor the most. Splits
-come in rotation and on one stream, one per shard; slicing and the sequential program move the bytes of V by the
+come in rotation, one per shard; slicing and the sequential program move the bytes of V by the
 collective of two.
 """
 
+import contextlib
 from typing import override
 
 import torch
@@ -28,6 +29,7 @@ from commfuse_megatron.benchmark.emulate import (
     OverTransport,
     emulated_collective,
 )
+from commfuse_megatron.benchmark.graphs import as_graph
 from commfuse_megatron.benchmark.operands import Pool, Work
 from commfuse_megatron.benchmark.variant import Ready, Variant
 from commfuse_megatron.errors import UnsupportedError
@@ -83,6 +85,7 @@ class EmulatedAttention(OverTransport):
         messages, shard_rows = case.group_size - 1, case.M // case.group_size
         partials = work.pool.tensor("partials", messages * shard_rows, case.N)
         start = (1 - work.group.rank()) * messages * shard_rows
+        lanes = prepared.context.lanes
 
         def call() -> torch.Tensor:
             y_own = attended.new_empty(shard_rows, case.N, dtype=gemm.own_dtype)
@@ -91,24 +94,25 @@ class EmulatedAttention(OverTransport):
                 attention.forward(0, heads, attended)
             with prepared as link:
                 run = AllGatherRun(link, prepared.gather, partials)
-                for message, owner in enumerate(others):
-                    if self._splits_queries:
-                        attention.forward(owner, heads, attended)
-                    target = partials[message * shard_rows : (message + 1) * shard_rows]
-                    gemm.multiply(rows_of[owner], b, target, None, run.in_flight)
-                    gemm.join()
-                    run.issue(message)
-                if self._splits_queries:
-                    attention.forward(own, heads, attended)
-                gemm.multiply(rows_of[own], b, y_own, None, run.in_flight)
-                gemm.join()
+                lanes.begin()
+                for message, owner in enumerate([*others, own]):
+                    start_of_target = message * shard_rows
+                    target = y_own if owner == own else partials[start_of_target : start_of_target + shard_rows]
+                    with lanes.turn() if self._splits_queries else contextlib.nullcontext():
+                        if self._splits_queries:
+                            attention.forward(owner, heads, attended)
+                        gemm.multiply(rows_of[owner], b, target, None, run.in_flight)
+                        gemm.join()
+                    if owner != own:
+                        run.issue(message)
                 run.finish()
                 arrived = prepared.gather.gathered()[start : start + messages * shard_rows]
                 return sum_partials(y_own, arrived.view(messages, shard_rows, case.N), out=y)
 
+        replay = as_graph(call, work.pool.device)
         return Ready(
-            call=call,
-            results=lambda: {"y": call()},
+            call=replay,
+            results=lambda: {"y": replay()},
             path="query_split" if self._splits_queries else "row_parallel",
             transport=prepared.context.transport_name,
             algorithm="direct",
@@ -141,7 +145,7 @@ class EmulatedAttentionSlicing(Variant):
                 done.wait()
 
         path = "sequential" if self._num_pieces == 1 else "slicing"
-        return Ready(call=call, path=path, transport=collective_name(work.pool.device))
+        return Ready(call=as_graph(call, work.pool.device), path=path, transport=collective_name(work.pool.device))
 
 
 def emulated_attention_variants(device: torch.device) -> list[Variant]:

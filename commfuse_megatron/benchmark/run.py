@@ -195,7 +195,7 @@ class _Runner:
             entry = measured.get(variant.name)
             if entry is None or not entry.ready.is_op:
                 continue
-            if samples[variant.name].median_ms <= _LONGEST_CALL_FOR_HOST_MS:
+            if not piece.is_emulated and samples[variant.name].median_ms <= _LONGEST_CALL_FOR_HOST_MS:
                 entry.host_us = measure_host_us(timed[variant.name], self._group, self._device)
             if isinstance(variant, Ours) and is_full and not is_paper:
                 entry.tail_ms = self._tails.measure_ms(work, entry.ready)
