@@ -17,7 +17,6 @@ from commfuse_megatron.ops.arguments import (
     prepare,
     prepare_backward,
     require_context,
-    require_fitting_target,
     with_unit_stride,
 )
 from commfuse_megatron.ops.collectives import PendingRows, start_gather_rows, start_reduce_scatter_rows
@@ -64,7 +63,8 @@ def all_gather_linear(
 
     Raises:
         ConfigError: `context` is none.
-        ShapeError: the tensors do not fit together, or the ranks bring different problems. Nothing was sent.
+        ShapeError: an argument is of a wrong kind, the tensors do not fit together, or the ranks bring different
+            problems; on all ranks that compare this call. Nothing was sent.
         TransportTimeoutError, TransportError: a peer did not come, here or in an earlier call of a failed context.
 
     Under torch.compile the call stays eager, between two graphs.
@@ -72,9 +72,8 @@ def all_gather_linear(
     Source: CommFuse Alg. 1, arXiv 2604.24013, 2026.
     """
     require_context("all_gather_linear", context)
-    require_fitting_target("all_gather_linear", weight_grad, weight, context)
-    x, weight, bias = cast_for_autocast(x, weight, bias, context.device.type)
-    forward = prepare(_OPERATION, x, weight, bias, total_rows, context)
+    x, weight, bias = cast_for_autocast(context.device.type, x, weight, bias)
+    forward = prepare(_OPERATION, x, weight, bias, total_rows, context, weight_grad)
     if not needs_autograd(x, weight, bias):
         return _forward(forward, x, weight, bias, may_keep=False)[0]
     return _AllGatherLinear.apply(x, weight, bias, _Call(forward, weight_grad))
@@ -260,4 +259,4 @@ def _rehearse(problem: GemmProblem, context: OverlapContext) -> Callable[[Prepar
     return lambda p: _backward(p, operands, None)
 
 
-_OPERATION = Operation("all_gather_linear", _rehearse)
+_OPERATION = Operation("all_gather_linear", _rehearse, all_gather_linear)

@@ -1,17 +1,19 @@
 """Checks of what a user passes to an operation, and the problem it states.
 
-Every check that could fail on one rank alone ends in `context.refuse`, so that the other ranks raise too.
+Every check that could fail on one rank alone ends in `context.refuse`, so that the other ranks raise too. Arguments are
+looked up first: like some seen before, they need no check. The contract that bites: whatever a wrong kind of argument
+raises there counts as "not seen before", and what a key cannot tell from a good one must not be used after it.
 """
 
 import dataclasses
 import functools
-import numbers
-from collections.abc import Hashable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from commfuse_megatron.errors import ConfigError, ShapeError
+from commfuse_megatron.ops.kinds import find_kind_complaint
 from commfuse_megatron.ops.trial import Rehearse, run_trial
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, Problem, shard_range
@@ -21,12 +23,14 @@ from commfuse_megatron.runtime.prepared import PreparedPass
 __all__ = [
     "Operation",
     "cast_for_autocast",
+    "find_target_complaint",
+    "is_fitting_target",
     "needs_autograd",
     "prepare",
     "prepare_backward",
     "remember",
     "require_context",
-    "require_fitting_target",
+    "require_fitting",
     "with_unit_stride",
 ]
 
@@ -35,10 +39,11 @@ _MOST_KNOWN_CALLS = 1024
 
 
 class Operation(NamedTuple):
-    """An operation's name, and how to try out ways of running it."""
+    """An operation's name, how to try out ways of running it, and what users call, whose annotations are checked."""
 
     name: str
     rehearse: Rehearse
+    function: Callable[..., torch.Tensor]
 
 
 def require_context(op: str, context: object) -> None:
@@ -47,18 +52,16 @@ def require_context(op: str, context: object) -> None:
         raise ConfigError(f"{op}: context must be an OverlapContext, made once per process group; got {context!r}")
 
 
-def cast_for_autocast(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def cast_for_autocast(kind: str, *operands: Any) -> tuple[Any, ...]:
     """Cast as autocast for devices of `kind` would for a linear: it does not reach GEMMs into a given output."""
     if not torch.is_autocast_enabled(kind):
-        return x, weight, bias
+        return operands
     dtype = torch.get_autocast_dtype(kind)
 
-    def cast(tensor: torch.Tensor) -> torch.Tensor:  # autocast leaves float64 alone
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+    def is_cast(operand: object) -> bool:  # autocast leaves float64 alone
+        return isinstance(operand, torch.Tensor) and operand.is_floating_point() and operand.dtype != torch.float64
 
-    return cast(x), cast(weight), None if bias is None else cast(bias)
+    return tuple(operand.to(dtype) if is_cast(operand) else operand for operand in operands)
 
 
 def needs_autograd(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -77,19 +80,41 @@ def with_unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_plain else tensor.contiguous()
 
 
-def require_fitting_target(
-    name: str, target: WeightGradTarget | None, weight: torch.Tensor, context: OverlapContext
-) -> None:
-    """Refuse a tensor for the weight's gradient that is none of its shape and device, before anything is sent."""
-    if target is None or (target.accumulate.shape == weight.shape and target.accumulate.device == weight.device):
-        return
+def is_fitting_target(target: WeightGradTarget | None, weight: torch.Tensor) -> bool:
+    """Whether the weight's gradient can be added there, if anywhere; looked at in every call."""
+    return target is None or (target.accumulate.shape == weight.shape and target.accumulate.device == weight.device)
+
+
+def find_target_complaint(target: WeightGradTarget | None, weight: torch.Tensor) -> str | None:
+    """Why the weight's gradient cannot be added there, in one sentence; None if it can."""
+    if target is None or is_fitting_target(target, weight):
+        return None
     found = target.accumulate
-    context.refuse(
-        ShapeError(
-            f"{name}: weight_grad.accumulate is {list(found.shape)} on {found.device}, but the weight is"
-            f" {list(weight.shape)} on {weight.device}"
-        )
+    return (
+        f"weight_grad.accumulate is {list(found.shape)} on {found.device}, but the weight is {list(weight.shape)} on"
+        f" {weight.device}"
     )
+
+
+def require_fitting(
+    operation: Operation,
+    given: Mapping[str, object],
+    find_complaint: Callable[[], str | None],
+    context: OverlapContext,
+) -> None:
+    """Refuse arguments, by name, that are of a wrong kind or do not fit together, before anything is sent.
+
+    find_complaint: what does not fit together, of arguments that are of the right kinds. Whatever is raised on the way
+    is a complaint: this rank may be the only one that sees it.
+
+    Raises ShapeError, on this rank and at the others' next comparison.
+    """
+    try:
+        complaint = find_kind_complaint(operation.function, given) or find_complaint()
+    except Exception as error:
+        complaint = f"the arguments cannot be judged: {type(error).__name__}: {error}"
+    if complaint is not None:
+        context.refuse(ShapeError(f"{operation.name}, group rank {context.group_rank}: {complaint}"))
 
 
 def prepare(
@@ -99,30 +124,36 @@ def prepare(
     bias: torch.Tensor | None,
     total_rows: int | None,
     context: OverlapContext,
+    weight_grad: WeightGradTarget | None,
 ) -> PreparedPass:
     """The forward pass of a call, checked, agreed on with the other ranks and counted.
 
     Raises ShapeError, on this rank and at the others' next comparison, when the arguments do not fit together.
     """
-    op = operation.name
-    # All that the checks look at: arguments like some seen before need no second look.
-    key = (
-        op,
-        x.shape,
-        x.dtype,
-        x.device,
-        weight.shape,
-        weight.dtype,
-        weight.device,
-        None if bias is None else (bias.shape, bias.dtype, bias.device),
-        total_rows,
-    )
-    prepared = context.known_calls.get(key)
+    key = prepared = None
+    try:
+        # All that the checks look at: arguments like some seen before need no second look.
+        key = (
+            operation.name,
+            x.shape,
+            x.dtype,
+            x.device,
+            weight.shape,
+            weight.dtype,
+            weight.device,
+            None if bias is None else (bias.shape, bias.dtype, bias.device),
+            total_rows,
+        )
+        if is_fitting_target(weight_grad, weight):
+            prepared = context.known_calls.get(key)
+    except Exception:  # of a wrong kind: the checks say which
+        prepared = None
     if prepared is None:
-        complaint = _find_complaint(op, x, weight, bias, total_rows, context)
-        if complaint is not None:
-            context.refuse(ShapeError(f"{op}: {complaint}"))
-        problem = _state_problem(op, x, weight, total_rows, context)
+        given: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "weight_grad": weight_grad}
+        if operation.name == "all_gather_linear":
+            given["total_rows"] = total_rows
+        require_fitting(operation, given, functools.partial(_find_complaint, operation.name, context, **given), context)
+        problem = _state_problem(operation.name, x, weight, total_rows, context)
         prepared = remember(context, key, problem, operation)
     prepared.begin()
     return prepared
@@ -172,11 +203,13 @@ def _state_problem(
 
 def _find_complaint(
     op: str,
+    context: OverlapContext,
+    *,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    total_rows: int | None,
-    context: OverlapContext,
+    weight_grad: WeightGradTarget | None,
+    total_rows: int | None = None,
 ) -> str | None:
     named = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
     if x.dim() < 2:
@@ -196,14 +229,13 @@ def _find_complaint(
         if tensor.device != context.device:
             served = f"transport {context.transport_name}, which serves {context.device}"
             return f"{name} is on {tensor.device}, but this context uses {served}"
-    if op == "all_gather_linear" and total_rows is not None:
-        return _find_row_complaint(x, total_rows, context)
-    return None
+    complaint = None
+    if total_rows is not None:
+        complaint = _find_row_complaint(x, total_rows, context)
+    return complaint or find_target_complaint(weight_grad, weight)
 
 
 def _find_row_complaint(x: torch.Tensor, total_rows: int, context: OverlapContext) -> str | None:
-    if not isinstance(total_rows, numbers.Integral):
-        return f"total_rows must be an integer, got {total_rows!r}"
     if total_rows < 0:
         return f"total_rows must not be negative, got {total_rows}"
     expected = shard_range(total_rows, context.group_size, context.group_rank).size

@@ -16,13 +16,13 @@ Window = tuple[int, int]
 
 
 class AttentionInputs(NamedTuple):
-    """The arguments of one call of `query_split_attention`."""
+    """The arguments of one call of `query_split_attention`, by the same names."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    out_weight: torch.Tensor
+    out_bias: torch.Tensor | None
     causal: bool
     window: Window | None
     mask: torch.Tensor | None
@@ -35,24 +35,23 @@ class AttentionInputs(NamedTuple):
         if not torch.is_grad_enabled():
             return ""
         needs_input = any(tensor.requires_grad for tensor in (self.q, self.k, self.v))
-        due = {"input": needs_input, "weight": self.weight.requires_grad}
+        due = {"input": needs_input, "weight": self.out_weight.requires_grad}
         return "+".join(name for name, is_due in due.items() if is_due)
 
     @property
     def key(self) -> tuple:
-        """All that the checks and the problem depend on."""
-        q, k, v, weight = self.q, self.k, self.v, self.weight
+        """All that the checks and the problem depend on; of numbers that vary from call to call, no more than that."""
         tensors = tuple(
             None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
-            for tensor in (q, k, v, weight, self.bias, self.mask)
+            for tensor in (self.q, self.k, self.v, self.out_weight, self.out_bias, self.mask)
         )
-        dropout = (self.dropout > 0, 0 <= self.dropout < 1)
-        return ("query_split_attention", tensors, self.causal, self.window, dropout, self.needs)
+        numbers = (type(self.scale), type(self.dropout), self.dropout > 0, 0 <= self.dropout < 1)
+        return ("query_split_attention", tensors, self.causal, self.window, numbers, self.needs)
 
 
 def state_attention_problem(inputs: AttentionInputs, group_size: int) -> AttentionProblem:
     """The forward pass of a call whose arguments fit together."""
-    q, k, v, weight = inputs.q, inputs.k, inputs.v, inputs.weight
+    q, k, v, weight = inputs.q, inputs.k, inputs.v, inputs.out_weight
     left, right = (None if bound < 0 else bound for bound in inputs.window or (-1, -1))
     if inputs.causal:
         right = 0
@@ -78,7 +77,7 @@ def state_attention_problem(inputs: AttentionInputs, group_size: int) -> Attenti
 
 def find_attention_complaint(inputs: AttentionInputs, device: torch.device) -> str | None:
     """What does not fit together, in one sentence; None if everything does."""
-    q, k, v, weight, bias = inputs.q, inputs.k, inputs.v, inputs.weight, inputs.bias
+    q, k, v, weight, bias = inputs.q, inputs.k, inputs.v, inputs.out_weight, inputs.out_bias
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             return f"{name} must be [S, B, heads, features], got shape {list(tensor.shape)}"
@@ -100,7 +99,7 @@ def find_attention_complaint(inputs: AttentionInputs, device: torch.device) -> s
 
 
 def _find_dtype_complaint(inputs: AttentionInputs, device: torch.device) -> str | None:
-    named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out_weight": inputs.weight, "out_bias": inputs.bias}
+    named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out_weight": inputs.out_weight, "out_bias": inputs.out_bias}
     given = {name: tensor for name, tensor in named.items() if tensor is not None}
     if len({tensor.dtype for tensor in given.values()}) > 1:
         dtypes = ", ".join(f"{name} {str(tensor.dtype).removeprefix('torch.')}" for name, tensor in given.items())

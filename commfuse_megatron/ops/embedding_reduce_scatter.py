@@ -7,14 +7,14 @@ The schedule is that of `linear_reduce_scatter`; a look-up takes the place of th
 a model does: nothing is left to hide its all-gather under, and the gradient is added in one piece, as rounding wants.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from commfuse_megatron.errors import ShapeError
-from commfuse_megatron.ops.arguments import Operation, prepare_backward, remember, require_context
+from commfuse_megatron.ops.arguments import Operation, prepare_backward, remember, require_context, require_fitting
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 from commfuse_megatron.ops.passes import start_gather
 from commfuse_megatron.ops.trial import Scratch
@@ -54,7 +54,7 @@ def embedding_reduce_scatter(
     Raises: as `linear_reduce_scatter`. The plan is chosen by the configuration of a linear's passes.
     """
     require_context("embedding_reduce_scatter", context)
-    forward = _prepare(ids, weight, context)
+    forward = _prepare(ids, weight, first_id, is_deterministic, context)
     call = _Call(forward, first_id, is_deterministic)
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return _forward(forward, *_localize(ids, weight, first_id), weight)
@@ -157,13 +157,19 @@ def _add_up(grad: torch.Tensor, rows: torch.Tensor, num_rows: int, *, is_determi
     return torch.ops.aten.embedding_dense_backward(grad, rows, num_rows, -1, False)
 
 
-def _prepare(ids: torch.Tensor, weight: torch.Tensor, context: OverlapContext) -> PreparedPass:
-    key = (_OPERATION.name, ids.shape, ids.dtype, ids.device, weight.shape, weight.dtype, weight.device)
-    prepared = context.known_calls.get(key)
+def _prepare(
+    ids: torch.Tensor, weight: torch.Tensor, first_id: int, is_deterministic: bool, context: OverlapContext
+) -> PreparedPass:
+    key = prepared = None
+    try:
+        tensors = (ids.shape, ids.dtype, ids.device, weight.shape, weight.dtype, weight.device)
+        key = (_OPERATION.name, *tensors, type(first_id), type(is_deterministic))
+        prepared = context.known_calls.get(key)
+    except Exception:  # of a wrong kind: the checks say which
+        prepared = None
     if prepared is None:
-        complaint = _find_complaint(ids, weight, context)
-        if complaint is not None:
-            context.refuse(ShapeError(f"{_OPERATION.name}: {complaint}"))
+        given = {"ids": ids, "weight": weight, "first_id": first_id, "is_deterministic": is_deterministic}
+        require_fitting(_OPERATION, given, functools.partial(_find_complaint, ids, weight, context), context)
         problem = GemmProblem(
             op=_OPERATION.name,
             pass_name="fprop",
@@ -208,4 +214,4 @@ def _rehearse(problem: GemmProblem, context: OverlapContext) -> Callable[[Prepar
     return lambda p: _gather(p, grad)
 
 
-_OPERATION = Operation("embedding_reduce_scatter", _rehearse)
+_OPERATION = Operation("embedding_reduce_scatter", _rehearse, embedding_reduce_scatter)

@@ -17,7 +17,6 @@ from commfuse_megatron.ops.arguments import (
     prepare,
     prepare_backward,
     require_context,
-    require_fitting_target,
     with_unit_stride,
 )
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
@@ -63,7 +62,8 @@ def linear_reduce_scatter(
 
     Raises:
         ConfigError: `context` is none.
-        ShapeError: the tensors do not fit together, or the ranks bring different problems. Nothing was sent.
+        ShapeError: an argument is of a wrong kind, the tensors do not fit together, or the ranks bring different
+            problems; on all ranks that compare this call. Nothing was sent.
         TransportTimeoutError, TransportError: a peer did not come, here or in an earlier call of a failed context.
 
     Under torch.compile the call stays eager, between two graphs.
@@ -71,9 +71,8 @@ def linear_reduce_scatter(
     Source: CommFuse Alg. 2 and 3, arXiv 2604.24013, 2026.
     """
     require_context("linear_reduce_scatter", context)
-    require_fitting_target("linear_reduce_scatter", weight_grad, weight, context)
-    x, weight, bias = cast_for_autocast(x, weight, bias, context.device.type)
-    forward = prepare(OPERATION, x, weight, bias, None, context)
+    x, weight, bias = cast_for_autocast(context.device.type, x, weight, bias)
+    forward = prepare(OPERATION, x, weight, bias, None, context, weight_grad)
     if not needs_autograd(x, weight, bias):
         return scatter_forward(forward, x, weight, bias)
     return _LinearReduceScatter.apply(x, weight, bias, _Call(forward, weight_grad))
@@ -208,4 +207,4 @@ def _rehearse(problem: GemmProblem, context: OverlapContext) -> Callable[[Prepar
     return lambda p: scatter_backward(p, operands, None)
 
 
-OPERATION = Operation("linear_reduce_scatter", _rehearse)
+OPERATION = Operation("linear_reduce_scatter", _rehearse, linear_reduce_scatter)

@@ -10,15 +10,25 @@ On GPUs the pieces alternate over two streams (`runtime/lanes.py`). The two othe
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from commfuse_megatron.errors import ShapeError, UnsupportedError
+from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels.attention import AttentionKernel, Dropout
-from commfuse_megatron.ops.arguments import Operation, remember, require_context, with_unit_stride
+from commfuse_megatron.ops.arguments import (
+    Operation,
+    cast_for_autocast,
+    find_target_complaint,
+    is_fitting_target,
+    remember,
+    require_context,
+    require_fitting,
+    with_unit_stride,
+)
 from commfuse_megatron.ops.attention_arguments import (
     AttentionInputs,
     find_attention_complaint,
@@ -92,7 +102,8 @@ def query_split_attention(
 
     Raises:
         ConfigError: `context` is none.
-        ShapeError: the tensors do not fit together, or the ranks bring different problems. Nothing was sent.
+        ShapeError: an argument is of a wrong kind, the tensors do not fit together, or the ranks bring different
+            problems; on all ranks that compare this call. Nothing was sent.
         UnsupportedError: `attention.kernel` asks for a kernel that cannot do this. Nothing was sent.
         TransportTimeoutError, TransportError: a peer did not come, here or in an earlier call of a failed context.
 
@@ -101,14 +112,15 @@ def query_split_attention(
     Source: CommFuse Alg. 4, arXiv 2604.24013, 2026.
     """
     require_context("query_split_attention", context)
-    q, k, v, out_weight, out_bias = _cast_for_autocast(q, k, v, out_weight, out_bias, context.device.type)
-    window = None if window is None else cast(tuple[int, int], tuple(window))  # a list, of a file say, is no key
+    q, k, v, out_weight, out_bias = cast_for_autocast(context.device.type, q, k, v, out_weight, out_bias)
+    if isinstance(window, list):  # of a file, say: no key
+        window = cast(tuple[int, int], tuple(window))
     inputs = AttentionInputs(q, k, v, out_weight, out_bias, causal, window, mask, scale, dropout)
+    forward = _prepare(inputs, context, weight_grad)
     if dropout and context.is_capturing:
         raise UnsupportedError(
             "query_split_attention: a CUDA graph would repeat one dropout mask; capture without dropout"
         )
-    forward = _prepare(inputs, context)
     forward.begin()
     call = _Call(forward, weight_grad, q.size(-1) ** -0.5 if scale is None else scale, mask, _draw(dropout, context))
     # The plain kernel's products are to be in fp32, whatever autocast makes of products.
@@ -332,13 +344,19 @@ def _nothing() -> None:
 # -- preparation ------------------------------------------------------------------------------------------------------
 
 
-def _prepare(inputs: AttentionInputs, context: OverlapContext) -> PreparedPass:
+def _prepare(
+    inputs: AttentionInputs, context: OverlapContext, weight_grad: WeightGradTarget | None = None
+) -> PreparedPass:
     """The forward pass of a call, checked; not yet agreed on."""
-    prepared = context.known_calls.get(inputs.key)
+    prepared = None
+    try:
+        if is_fitting_target(weight_grad, inputs.out_weight):
+            prepared = context.known_calls.get(inputs.key)
+    except Exception:  # of a wrong kind: the checks say which
+        prepared = None
     if prepared is None:
-        complaint = find_attention_complaint(inputs, context.device)
-        if complaint is not None:
-            context.refuse(ShapeError(f"query_split_attention: {complaint}"))
+        given = {**inputs._asdict(), "weight_grad": weight_grad}
+        require_fitting(_OPERATION, given, functools.partial(_find_complaint, inputs, weight_grad, context), context)
         problem = state_attention_problem(inputs, context.group_size)
         try:
             _choose_kernel(problem, context)
@@ -354,6 +372,13 @@ def _prepare(inputs: AttentionInputs, context: OverlapContext) -> PreparedPass:
             prepared = remember(context, inputs.key, problem, _OPERATION)
         prepared.attention = _choose_kernel(problem, context)
     return prepared
+
+
+def _find_complaint(
+    inputs: AttentionInputs, weight_grad: WeightGradTarget | None, context: OverlapContext
+) -> str | None:
+    complaint = find_attention_complaint(inputs, context.device)
+    return complaint or find_target_complaint(weight_grad, inputs.out_weight)
 
 
 def _with_all_gradients(problem: AttentionProblem) -> AttentionProblem:
@@ -421,19 +446,6 @@ def _draw(dropout: float, context: OverlapContext) -> Dropout | None:
     return Dropout(dropout, seed)
 
 
-def _cast_for_autocast(*tensors_and_kind: Any) -> tuple[Any, ...]:
-    *tensors, kind = tensors_and_kind
-    if not torch.is_autocast_enabled(kind):
-        return tuple(tensors)
-    dtype = torch.get_autocast_dtype(kind)
-
-    def cast(tensor: torch.Tensor | None) -> torch.Tensor | None:  # autocast leaves float64 alone
-        is_cast = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.to(dtype) if is_cast and tensor is not None else tensor
-
-    return tuple(map(cast, tensors))
-
-
 def _for_kernels(tensor: torch.Tensor) -> torch.Tensor:
     """An operand as kernels load it, 16 bytes at a time: itself, if it is a view into a fused projection, say."""
     per_load = 16 // tensor.element_size()
@@ -483,4 +495,4 @@ def _rehearse(problem: AttentionProblem, context: OverlapContext) -> Callable[[P
     return run
 
 
-_OPERATION = Operation("query_split_attention", _rehearse)
+_OPERATION = Operation("query_split_attention", _rehearse, query_split_attention)

@@ -11,7 +11,7 @@ from commfuse_megatron.plugin.embedding import CommFuseVocabParallelEmbedding
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
 from commfuse_megatron.plugin.norm_linear import CommFuseLayerNormColumnParallelLinear
 
-__all__ = ["ATTENTIONS", "LOCAL", "OUR_LINEARS", "TRANSFORMER_ENGINE", "is_ours"]
+__all__ = ["ATTENTIONS", "LOCAL", "OUR_LINEARS", "TRANSFORMER_ENGINE", "is_ours", "reason_in_tensors"]
 
 #: Megatron's local linears, and its embedding; a built one can be given our class.
 LOCAL: dict[type, type[torch.nn.Module]] = {
@@ -52,7 +52,24 @@ ATTENTIONS: dict[type, type[torch.nn.Module]] = {compat.SelfAttention: CommFuseS
 #: What a spec may name; no spec names the embedding.
 OUR_LINEARS = (CommFuseColumnParallelLinear, CommFuseLayerNormColumnParallelLinear, CommFuseRowParallelLinear)
 
+#: The parameters that each computes with. Buffers none has.
+_PARAMETERS: dict[type, tuple[str, ...]] = {
+    CommFuseColumnParallelLinear: ("weight", "bias"),
+    CommFuseLayerNormColumnParallelLinear: ("layer_norm_weight", "layer_norm_bias", "weight", "bias"),
+    CommFuseRowParallelLinear: ("weight", "bias"),
+    CommFuseVocabParallelEmbedding: ("weight",),
+}
+
 
 def is_ours(module: torch.nn.Module) -> bool:
     """Whether `module` is one of our linears, or our embedding."""
     return type(module) in (*OUR_LINEARS, CommFuseVocabParallelEmbedding)
+
+
+def reason_in_tensors(layer: torch.nn.Module, ours: type) -> str | None:
+    """Why `ours` cannot take the place of the built `layer`: parameters or buffers of an adapter, say; else None."""
+    tensors = (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False))
+    unknown = [name for name, _ in tensors if name not in _PARAMETERS[ours]]
+    if not unknown:
+        return None
+    return f"the layer has parameters or buffers that {ours.__name__} does not know: {', '.join(unknown)}"

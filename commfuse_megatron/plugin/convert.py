@@ -2,20 +2,21 @@
 
 Reaches what specs cannot: embedding, output layer, the down-projections of latent attention, multi-token prediction.
 A local layer is re-classed, so parameters, hooks, names, the optimizer's references and the data-parallel wrapper stay
-as they are; one of Transformer Engine is replaced in the module that holds it (see `takeover`).
+as they are; one of Transformer Engine is replaced in the module that holds it (see `takeover`). The contract that
+bites: a layer that somebody has given tensors of his own is no longer what its class says, and stays.
 """
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
+from torch import distributed as dist
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plugin import arguments
-from commfuse_megatron.plugin.classes import ATTENTIONS, LOCAL, TRANSFORMER_ENGINE, is_ours
+from commfuse_megatron.plugin.classes import ATTENTIONS, LOCAL, TRANSFORMER_ENGINE, is_ours, reason_in_tensors
 from commfuse_megatron.plugin.construction import keep_stock, require_permission
 from commfuse_megatron.plugin.decision import LayerState, state_of
 from commfuse_megatron.plugin.takeover import reason_to_keep, taking_over
@@ -34,10 +35,11 @@ def convert_model(model: Any, config: OverlapConfig | None = None) -> Any:
     Args:
         config: for every layer; None leaves what a layer was built with, else the flags.
 
-    A Transformer Engine linear that has to stay (fp8, experts, ...) keeps its place; `model_report` says why.
+    What has to stay keeps its place, and `model_report` says why: a linear of Transformer Engine under fp8, an expert,
+    any layer with parameters or buffers that ours does not know.
 
     Raises, before anything is converted: ConfigError where a configuration file that the flags name has mistakes;
-    UnsupportedError where a Transformer Engine linear has to stay and the configuration asks to raise then.
+    UnsupportedError where a layer has to stay and the configuration asks to raise then.
     """
     chunks = model if isinstance(model, list | tuple) else [model]
     for chunk in chunks:
@@ -46,11 +48,13 @@ def convert_model(model: Any, config: OverlapConfig | None = None) -> Any:
     if config is None:
         _require_valid_files(chunks)
     places = [place for chunk in chunks for place in _transformer_engine_places(chunk)]
-    kept = [(place.layer, LayerState(config, place.name), place.reason) for place in places if place.reason is not None]
-    for layer, wish, reason in kept:
-        require_permission(wish, layer.config, type(layer), reason)
-    for layer, wish, reason in kept:
-        keep_stock(layer, wish, reason, layer._tp_group)
+    kept = [_Kept(p.layer, p.name, p.layer._tp_group, p.reason) for p in places if p.reason is not None]
+    kept += [each for chunk in chunks for each in _changed_local(chunk)]
+    for layer, name, _, reason in kept:
+        if arguments.is_switched_on(layer.config):
+            require_permission(LayerState(config, name), layer.config, type(layer), reason)
+    for layer, name, group, reason in kept:
+        keep_stock(layer, LayerState(config, name), reason, group)
     replaced = _replace([place for place in places if place.reason is None], config)
     converted = sum(_convert_local(chunk, config) for chunk in chunks)
     logger.info("convert_model: %d local layers converted, %d of Transformer Engine replaced", converted, replaced)
@@ -60,7 +64,7 @@ def convert_model(model: Any, config: OverlapConfig | None = None) -> Any:
 def _convert_local(chunk: torch.nn.Module, config: OverlapConfig | None) -> int:
     converted = 0
     for name, module in chunk.named_modules():
-        if type(module) in LOCAL:
+        if type(module) in LOCAL and reason_in_tensors(module, LOCAL[type(module)]) is None:
             module.__class__ = LOCAL[type(module)]
             converted += 1
         if is_ours(module):
@@ -75,26 +79,44 @@ def _convert_local(chunk: torch.nn.Module, config: OverlapConfig | None) -> int:
     return converted
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Kept(NamedTuple):
+    """A layer that stays, and why."""
+
+    layer: Any
+    name: str
+    group: dist.ProcessGroup
+    reason: str
+
+
+def _changed_local(chunk: torch.nn.Module) -> Iterator[_Kept]:
+    """The local layers of Megatron that somebody has added tensors to."""
+    for name, module in chunk.named_modules():
+        if type(module) in LOCAL:
+            layer: Any = module
+            reason = reason_in_tensors(layer, LOCAL[type(layer)])
+            if reason is not None:
+                yield _Kept(layer, name, layer.tp_group, reason)
+
+
+class _Place(NamedTuple):
     """Where a Transformer Engine linear is held, and why it stays there, if it does."""
 
     layer: Any
+    name: str
     parent: torch.nn.Module | None
     child_name: str
-    name: str
     reason: str | None
 
 
 def _transformer_engine_places(chunk: torch.nn.Module) -> list[_Place]:
     places = []
     if type(chunk) in TRANSFORMER_ENGINE:
-        places.append(_Place(chunk, None, "", "", reason_to_keep(chunk, None, "")))
+        places.append(_Place(chunk, "", None, "", reason_to_keep(chunk, None, "")))
     for prefix, parent in chunk.named_modules():
         for child_name, layer in parent._modules.items():  # under every name, which named_children would not give
             if type(layer) in TRANSFORMER_ENGINE:
                 name = f"{prefix}.{child_name}" if prefix else child_name
-                places.append(_Place(layer, parent, child_name, name, reason_to_keep(layer, parent, child_name)))
+                places.append(_Place(layer, name, parent, child_name, reason_to_keep(layer, parent, child_name)))
     return places
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.plugin import compat
-from commfuse_megatron.plugin.classes import TRANSFORMER_ENGINE
+from commfuse_megatron.plugin.classes import TRANSFORMER_ENGINE, reason_in_tensors
 from commfuse_megatron.plugin.decision import state_of
 from commfuse_megatron.plugin.linear import CommFuseRowParallelLinear
 from commfuse_megatron.plugin.support import Prospect, reason_to_stay
@@ -69,7 +69,7 @@ def _reason_in_contents(layer: Any) -> str | None:
         return "the weight belongs to Megatron-FSDP, which knows the module itself: convert before wrapping"
     if layer._modules or "forward" in vars(layer):
         return "something was built around the layer: it has submodules or a forward of its own"
-    return None
+    return reason_in_tensors(layer, TRANSFORMER_ENGINE[type(layer)])
 
 
 def taking_over(layer: Any, overlap_config: OverlapConfig | None, name: str) -> Any:

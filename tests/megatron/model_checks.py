@@ -14,8 +14,8 @@ import torch
 from megatron.core import parallel_state
 
 from commfuse_megatron import OverlapConfig
-from commfuse_megatron.config import CONFIG_VARIABLE
-from commfuse_megatron.errors import ConfigError
+from commfuse_megatron.config import CONFIG_VARIABLE, FallbackConfig
+from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.plugin import (
     CommFuseColumnParallelLinear,
     CommFuseRowParallelLinear,
@@ -180,6 +180,57 @@ def check_convert_model(group_size: int) -> None:
     assert state_of(stock.output_layer).name == "output_layer"
     with pytest.raises(ConfigError, match="torch module"):
         convert_model("model")
+
+
+def check_conversion_keeps_layers_with_tensors_of_somebody_else(group_size: int) -> None:
+    """Fails without the look at names: such layers were re-classed, and nothing said so."""
+    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
+    stock, ours, off = (_gpt_with_adapters(group_size) for _ in range(3))
+    strict = OverlapConfig(fallback=FallbackConfig(unsupported="raise"))
+    with pytest.raises(UnsupportedError, match=r"embedding.*does not know: scale_of_words"):
+        convert_model(ours, strict)
+    assert not any(type(module).__name__.startswith("CommFuse") for module in ours.modules())
+    off.config.commfuse = False
+    convert_model(off, strict)
+    convert_model(ours)
+    assert type(ours.decoder.layers[0].mlp.linear_fc2) is RowParallelLinear
+    losses = []
+    for model in (stock, ours):
+        losses.append(loss_of(model, tokens))
+        losses[-1].backward()
+    assert abs(losses[0] - losses[1]) <= 1e-13 * losses[0]
+    for (name, expected), found in zip(stock.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, atol=1e-12, rtol=1e-12, msg=name)
+    layers = {layer.name: layer for layer in model_report(ours).layers}
+    kept = {
+        "embedding.word_embeddings": "CommFuseVocabParallelEmbedding does not know: scale_of_words",
+        "decoder.layers.0.mlp.linear_fc1": "CommFuseColumnParallelLinear does not know: calls",
+        "decoder.layers.0.mlp.linear_fc2": "CommFuseRowParallelLinear does not know: adapter.weight",
+    }
+    for name, words in kept.items():
+        assert layers[name].path == "stock"
+        assert words in layers[name].reasons[0]
+    assert {layer.path for name, layer in layers.items() if name not in kept} == {"overlapped"}
+
+
+def _gpt_with_adapters(group_size: int) -> Any:
+    """A stock model: a parameter, a buffer and a module were put into three of its layers, and hooks that use them."""
+    gpt = SmallGPT(dtype=torch.float64, num_layers=1)
+    model = build_gpt(gpt, transformer_config(gpt, group_size), overlap=False)
+    words, mlp = model.embedding.word_embeddings, model.decoder.layers[0].mlp
+    words.scale_of_words = torch.nn.Parameter(torch.full((), 1.5, dtype=torch.float64))
+    words.register_forward_hook(lambda module, _, output: output * module.scale_of_words)
+    mlp.linear_fc1.register_buffer("calls", torch.zeros(()))
+
+    def count(module: Any, _: Any) -> None:
+        module.calls += 1
+
+    mlp.linear_fc1.register_forward_pre_hook(count)
+    features = mlp.linear_fc2.weight.size(1)
+    torch.manual_seed(5)
+    mlp.linear_fc2.adapter = torch.nn.Linear(features, features, bias=False, dtype=torch.float64)
+    mlp.linear_fc2.register_forward_pre_hook(lambda module, inputs: (module.adapter(inputs[0]),))
+    return model
 
 
 def check_spec_carries_config(group_size: int) -> None:

@@ -231,6 +231,22 @@ def check_converted_layers_compute_the_same(group_size: int) -> None:
                 assert_overlapped(ours)
 
 
+def _check_adapters_keep(group_size: int) -> None:
+    """Fails without the look at names: the tensors were lost with the layer that held them."""
+    for stock in OURS:
+        held = torch.nn.ModuleDict({"parameter": te_layer(stock, config(group_size))})
+        held["buffer"] = te_layer(stock, config(group_size))
+        held["parameter"].register_parameter("lora_a", torch.nn.Parameter(torch.zeros(2)))
+        held["buffer"].register_buffer("steps", torch.zeros(()))
+        state = list(held.state_dict())
+        convert_model(held)
+        assert list(held.state_dict()) == state
+        assert [type(layer) for layer in held.values()] == [stock, stock]
+        reasons = [layer.reasons[0] for layer in model_report(held).layers]
+        for reason, name in zip(reasons, ("lora_a", "steps"), strict=True):
+            assert reason.endswith(f"{OURS[stock].__name__} does not know: {name}")
+
+
 def check_conversion_keeps_with_a_reason(group_size: int) -> None:
     model = te_gpt(GPTS[0], group_size, overlap=False)
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True)
@@ -262,6 +278,7 @@ def check_conversion_keeps_with_a_reason(group_size: int) -> None:
     convert_model(held)
     assert type(held["a"]) is CommFuseRowParallelLinear
     assert held["b"] is held["a"]
+    _check_adapters_keep(group_size)
     experts = torch.nn.ModuleList([te_layer(te.TEColumnParallelLinear, config(group_size), is_expert=True)])
     convert_model(experts)
     assert "communicates" in model_report(experts).layers[0].reasons[0]

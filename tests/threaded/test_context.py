@@ -65,7 +65,7 @@ def test_one_rank_with_a_wrong_dtype_raises_everywhere_and_the_context_lives_on(
         ({"x": torch.zeros(4, 2, 5, device="meta")}, r"x is on meta, but this context uses transport gloo"),
         ({"total_rows": 9}, r"must bring [45] rows .*, x has 3"),
         ({"total_rows": -1}, r"total_rows must not be negative"),
-        ({"total_rows": 6.0}, r"total_rows must be an integer, got 6\.0"),
+        ({"total_rows": 6.0}, r"total_rows must be an integer or None, got 6\.0"),
         ({"x": torch.zeros(3, 2, 5).int(), "weight": torch.zeros(4, 5).int()}, r"int32 is not supported"),
     ],
 )
