@@ -56,9 +56,8 @@ def train() -> list[Any]:
         log.close()
     report = model_report(chunks)
     if arguments.rank == 0:
-        print(f"commfuse: {len(report.layers)} layers, {report.overlapped_calls} calls overlapped")
-        for reason in sorted({reason for layer in report.layers for reason in layer.reasons}):
-            print(f"commfuse: stock: {reason}")
+        for line in report.lines():
+            print(f"commfuse: {line}")
         if arguments.report is not None:
             Path(arguments.report).parent.mkdir(parents=True, exist_ok=True)
             Path(arguments.report).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")

@@ -36,7 +36,8 @@ def main() -> None:
             if dist.get_rank() == 0:
                 print(f"loss, stock {stock_loss:.6f}, overlapped {loss.item():.6f}")
                 for layer in report.layers:
-                    print(f"{layer.name:45} {layer.path} ({layer.overlapped_calls} call)")
+                    print(f"{layer.name:45} {layer.path}")
+                print("\n".join(report.lines()))
     dist.destroy_process_group()
 
 
