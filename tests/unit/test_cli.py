@@ -255,7 +255,8 @@ WITH_A_FILE = [
 
 @pytest.mark.parametrize("arguments", WITH_A_FILE, ids=" ".join)
 @pytest.mark.parametrize("content", [None, "folder", b"\xff\x00", b"[1]"])
-def test_files_that_cannot_be_read_are_wrong_usage(arguments, content, tmp_path, capsys):
+def test_files_that_cannot_be_read_are_wrong_usage(arguments, content, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # where folders for results are made
     file = tmp_path / "file"
     if content == "folder":
         file.mkdir()
@@ -269,6 +270,7 @@ def test_files_that_cannot_be_read_are_wrong_usage(arguments, content, tmp_path,
 
 @pytest.mark.parametrize("command", [["trace"], ["trace", "--step"], ["bench"]], ids=" ".join)
 def test_the_environment_names_a_configuration(command, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COMMFUSE_CONFIG", str(tmp_path / "missing.yaml"))
     assert cli.main(command) == 2
     assert "missing.yaml: cannot be read" in capsys.readouterr().err
