@@ -51,8 +51,10 @@ demo: setup  ## train a small Megatron GPT on 2 CPU ranks, stock and overlapped,
 # Two files side by side: many tests wait for one process to start. Not where there is a GPU (see test-gpu).
 TEST_WORKERS ?= $(if $(wildcard /dev/nvidia0),0,2)
 
+# No new workers for those that die: pytest-xdist 3.8 gives a new one the file again, with the test that killed the first,
+# and in the end waits for a worker that has nothing to do.
 test: setup  ## run the test suite
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 
 # The oldest and the newest Megatron-Core that pyproject.toml allows and we have run.
 MEGATRON_VERSIONS := 0.18.2 0.19.2

@@ -16,7 +16,6 @@ import dataclasses
 import os
 import sys
 import time
-import warnings
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from rich.table import Table
 from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig
-from commfuse_megatron.cli.output import make_progress, results, write_json
+from commfuse_megatron.cli.output import make_progress, results, silence_foreign_warnings, write_json
 from commfuse_megatron.verify.convergence import (
     ALLOWED_RATIO,
     OVERLAPPED,
@@ -50,7 +49,7 @@ def main() -> int:
     parser, chosen = parse()
     if not 0 < chosen.exchange_at < chosen.steps:
         parser.error(f"--exchange-at must be between 0 and --steps, got {chosen.exchange_at} of {chosen.steps}")
-    warnings.filterwarnings("ignore", module=r"megatron\.")  # which optional packages Megatron goes without
+    silence_foreign_warnings()
     if chosen.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if chosen.device == "cuda" else "gloo")

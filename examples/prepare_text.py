@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from commfuse_megatron.cli.output import make_progress, why_folder_cannot_be_written
+from commfuse_megatron.cli.output import make_progress, silence_foreign_warnings, why_folder_cannot_be_written
 
 END_OF_DOCUMENT = 256
 VOCABULARY = 257
@@ -62,7 +62,7 @@ def write_dataset(files: list[Path], output: Path, *, max_bytes: int) -> tuple[i
     Reading ends with the document that reaches `max_bytes`. The index is written last: an interrupted run leaves none.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # which optional packages Megatron goes without
+        silence_foreign_warnings()
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
 
     reason = why_folder_cannot_be_written(output.parent)
@@ -72,8 +72,10 @@ def write_dataset(files: list[Path], output: Path, *, max_bytes: int) -> tuple[i
     index.unlink(missing_ok=True)
     builder = IndexedDatasetBuilder(get_bin_path(str(output)), dtype=DType.optimal_dtype(VOCABULARY))
     num_documents = num_bytes = 0
+    to_read = min(max_bytes, sum(file.stat().st_size for file in files))
     with make_progress() as progress:
-        for file in progress.track(files, description="documents"):
+        task = progress.add_task("KiB", total=-(-to_read // 1024))
+        for file in files:
             text = file.read_bytes()
             if not text:
                 continue
@@ -83,6 +85,8 @@ def write_dataset(files: list[Path], output: Path, *, max_bytes: int) -> tuple[i
             builder.add_document(tokens, [tokens.size])
             num_documents += 1
             num_bytes += len(text)
+            # The last document reaches beyond what was to be read.
+            progress.update(task, completed=-(-min(num_bytes, to_read) // 1024))
             if num_bytes >= max_bytes:
                 break
     if not num_documents:

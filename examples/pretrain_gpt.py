@@ -12,13 +12,13 @@ import argparse
 import functools
 import json
 import sys
-import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from commfuse_megatron.cli.output import silence_foreign_warnings
 from commfuse_megatron.testing.pretraining import CPU_FLAGS, cpu_pretraining
 
 
@@ -26,7 +26,7 @@ def main() -> None:
     """Train; with `--cpu` under the shims that let Megatron do so without a GPU."""
     with ExitStack() as stack:
         if "--cpu" in sys.argv[1:]:
-            warnings.filterwarnings("ignore", module=r"megatron\.")  # which optional packages Megatron goes without
+            silence_foreign_warnings()
             sys.argv[1:1] = CPU_FLAGS
             stack.enter_context(cpu_pretraining())
         train()
@@ -56,9 +56,8 @@ def train() -> list[Any]:
         log.close()
     report = model_report(chunks)
     if arguments.rank == 0:
-        print(f"commfuse: {len(report.layers)} layers, {report.overlapped_calls} calls overlapped")
-        for reason in sorted({reason for layer in report.layers for reason in layer.reasons}):
-            print(f"commfuse: stock: {reason}")
+        for line in report.lines():
+            print(f"commfuse: {line}")
         if arguments.report is not None:
             Path(arguments.report).parent.mkdir(parents=True, exist_ok=True)
             Path(arguments.report).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")

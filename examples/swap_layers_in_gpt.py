@@ -6,17 +6,16 @@ On GPUs the same two lines do it (`convert_model`, `model_report`), without `cpu
 unmodified Megatron run on a CPU.
 """
 
-import warnings
-
 import torch
 from torch import distributed as dist
 
+from commfuse_megatron.cli.output import silence_foreign_warnings
 from commfuse_megatron.testing import cpu_megatron
 
 
 def main() -> None:
     """Build, convert, run, report."""
-    warnings.filterwarnings("ignore", module=r"megatron\.")  # which optional packages Megatron goes without
+    silence_foreign_warnings()
     dist.init_process_group("gloo")
     with cpu_megatron():
         from commfuse_megatron.plugin import convert_model, model_report
@@ -36,7 +35,8 @@ def main() -> None:
             if dist.get_rank() == 0:
                 print(f"loss, stock {stock_loss:.6f}, overlapped {loss.item():.6f}")
                 for layer in report.layers:
-                    print(f"{layer.name:45} {layer.path} ({layer.overlapped_calls} call)")
+                    print(f"{layer.name:45} {layer.path}")
+                print("\n".join(report.lines()))
     dist.destroy_process_group()
 
 

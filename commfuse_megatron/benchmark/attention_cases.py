@@ -3,7 +3,7 @@
 import functools
 from dataclasses import dataclass
 
-from commfuse_megatron.benchmark.cases import LinearCase
+from commfuse_megatron.benchmark.cases import LinearCase, too_small
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
 from commfuse_megatron.schedule import Algorithm, Chunk, build_reduce_scatter, simulate
@@ -106,6 +106,8 @@ def attention_case(name: str, M: int, group_size: int, shrink: int = 1) -> Atten
     model = _MODELS[name.split(".")[0]]
     batch = int(name.partition("-")[2].split("x")[0]) if model.tokens else 1
     rows, head_dim = M // batch // shrink, max(1, _HEAD_DIM // shrink)
+    if rows < group_size:
+        raise ConfigError(f"{name}: {too_small(M, rows, group_size, batch * shrink)}")
     if rows % group_size or model.heads % group_size:
         raise ConfigError(
             f"{name}: {rows} rows and {model.heads} heads must be multiples of the group size {group_size}"

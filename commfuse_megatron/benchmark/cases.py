@@ -16,6 +16,7 @@ __all__ = [
     "LinearCase",
     "linear_case",
     "tokens_of",
+    "too_small",
 ]
 
 
@@ -92,6 +93,14 @@ def tokens_of(model: str, asked: tuple[int, ...]) -> tuple[int, ...]:
     return asked if own is None else (own[0] * own[1],)
 
 
+def too_small(M: int, tokens: int, group_size: int, shrink: int) -> str:
+    """What is said of a case where some rank would have nothing."""
+    divided = f" divided by {shrink}" if shrink > 1 else ""
+    if tokens >= group_size:
+        return f"nothing is left of its features,{divided}"
+    return f"M={M}{divided} leaves {tokens} rows for {group_size} ranks, each of which needs one"
+
+
 def linear_case(name: str, M: int, group_size: int, shrink: int = 1) -> LinearCase:
     """The case `name` ("llama-70b.qkv") with M tokens over `group_size` ranks, all sizes divided by `shrink`.
 
@@ -104,6 +113,8 @@ def linear_case(name: str, M: int, group_size: int, shrink: int = 1) -> LinearCa
     is_column = linear in ("qkv", "fc1")
     features = {"qkv": model.qkv, "fc1": model.fc1, "proj": model.attention, "fc2": model.fc2}[linear]
     hidden, features, tokens = model.hidden // shrink, features // shrink, M // shrink
+    if tokens < group_size or min(hidden, features) < 1:
+        raise ConfigError(f"{name}: {too_small(M, tokens, group_size, shrink)}")
     if tokens % group_size or features % group_size:
         raise ConfigError(
             f"{name}: M={tokens} and {features} features must be multiples of the group size {group_size}"

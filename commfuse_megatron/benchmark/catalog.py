@@ -20,8 +20,12 @@ from commfuse_megatron.benchmark.slicing import DataSlicing
 from commfuse_megatron.benchmark.stock import Megatron
 from commfuse_megatron.benchmark.userbuffers import Userbuffers
 from commfuse_megatron.benchmark.variant import Variant
+from commfuse_megatron.errors import ConfigError
 
-__all__ = ["FULL_M", "choose", "for_large", "make_emulated_variants", "make_variants"]
+__all__ = ["BOUNDS", "FULL_M", "begins_so", "choose", "for_large", "make_emulated_variants", "make_variants"]
+
+#: Without these (or what begins so) a case has no rows.
+BOUNDS = ("compute_only", "comm_only collective", "sequential")
 
 #: Where all variants are measured.
 FULL_M = (2048, 8192)
@@ -32,10 +36,13 @@ _PIECES = (2, 4, 8)
 def make_variants(
     device: torch.device, group_size: int, chunks: tuple[int, ...], config_files: Sequence[str] = ()
 ) -> list[Variant]:
-    """One object for everything that can be asked for on `device`; nothing is allocated yet."""
+    """One object for everything that can be asked for on `device`; nothing is allocated yet.
+
+    Raises ConfigError for a file with mistakes, or named like another variant.
+    """
     gemms: tuple[Literal["torch", "persistent"], ...] = ("torch", "persistent") if device.type == "cuda" else ("torch",)
     files = [Ours(Way(path="auto"), OverlapConfig.from_file(file), Path(file).stem) for file in config_files]
-    return [
+    variants: list[Variant] = [
         *(ComputeOnly(gemm) for gemm in gemms),
         CommOnlyCollective(),
         *(CommOnly(backend) for backend in _backends(device)),
@@ -49,6 +56,11 @@ def make_variants(
         AsyncTP(),
         Userbuffers(),
     ]
+    names = [variant.name for variant in variants]
+    taken = [str(file) for file in config_files if names.count(Path(file).stem) > 1]
+    if taken:
+        raise ConfigError(f"a row of {taken[0]} would be called as that of another variant: give the file another name")
+    return variants
 
 
 def make_emulated_variants(device: torch.device) -> list[Variant]:
@@ -70,10 +82,15 @@ def choose(
     """Those for one pass of one case of `op`. prefixes: only names that begin with these words; bounds always."""
 
     def is_asked_for(variant: Variant) -> bool:
-        is_bound = variant.name.startswith(("compute_only", "comm_only", "sequential"))
-        return is_bound or not prefixes or any(f"{variant.name} ".startswith(f"{prefix} ") for prefix in prefixes)
+        is_bound = variant.name.startswith(("comm_only", *BOUNDS))
+        return is_bound or not prefixes or any(begins_so(variant.name, prefix) for prefix in prefixes)
 
     return [v for v in variants if v.serves(op, pass_name) and (is_full or v.is_basic) and is_asked_for(v)]
+
+
+def begins_so(name: str, prefix: str) -> bool:
+    """Whether the first words of a variant's name are `prefix`."""
+    return f"{name} ".startswith(f"{prefix} ")
 
 
 def for_large(variants: Iterable[Variant]) -> list[Variant]:

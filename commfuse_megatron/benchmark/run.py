@@ -23,7 +23,15 @@ from commfuse_megatron.benchmark.attention_cases import (
 )
 from commfuse_megatron.benchmark.attention_emulate import emulated_attention_variants, emulated_attention_work
 from commfuse_megatron.benchmark.cases import CASE_NAMES, LINEARS, PASSES, TOKENS, LinearCase, linear_case, tokens_of
-from commfuse_megatron.benchmark.catalog import FULL_M, choose, for_large, make_emulated_variants, make_variants
+from commfuse_megatron.benchmark.catalog import (
+    BOUNDS,
+    FULL_M,
+    begins_so,
+    choose,
+    for_large,
+    make_emulated_variants,
+    make_variants,
+)
 from commfuse_megatron.benchmark.emulate import make_emulated_work
 from commfuse_megatron.benchmark.operands import Pool, Work, check_results, make_work
 from commfuse_megatron.benchmark.ours import Ours
@@ -33,10 +41,13 @@ from commfuse_megatron.benchmark.timing import Timed, measure, measure_host_us
 from commfuse_megatron.benchmark.variant import Ready, Variant
 from commfuse_megatron.errors import CommFuseError, ConfigError, UnsupportedError, VerificationError
 
-__all__ = ["Outcome", "Piece", "Settings", "grid", "run_grid"]
+__all__ = ["Outcome", "Piece", "Settings", "grid", "require_work", "run_grid"]
 
 # Host time is measured where 30 calls take no longer than about 0.1 s.
 _LONGEST_CALL_FOR_HOST_MS = 3.0
+
+# What is said to be possible where the group that is there is not.
+_SIZES_TO_PROPOSE = (2, 3, 4, 8, 16)
 
 _MOST_UNUSED_BYTES = 16 << 30
 _LEAST_FREE_BYTES = 24 << 30
@@ -121,6 +132,76 @@ def _attention_grid(settings: Settings, sizes: list[tuple[int, bool]]) -> list[P
     ]
 
 
+def require_work(settings: Settings, device: torch.device, group_size: int) -> None:
+    """Raise ConfigError where nothing of the grid can run, or a variant that is asked for is none of its variants.
+
+    Some pieces that cannot run are no error: they are listed as missing.
+    """
+    pieces = grid(settings, group_size)
+    if not pieces:
+        known = ATTENTION_CASE_NAMES if settings.attention else CASE_NAMES
+        asked_for = ", ".join(settings.linears)
+        cases = ", ".join(name for name in known if name.split(".")[0] in settings.models)
+        raise ConfigError(f"there is no {asked_for} among the cases of these models, which are {cases}")
+    possible, reasons = _sort_out(settings, pieces)
+    if not possible:
+        sizes = [str(size) for size in _SIZES_TO_PROPOSE if _sort_out(settings, grid(settings, size))[0]]
+        others = f"; with these options groups of {', '.join(sizes)} can" if sizes else ""
+        more = f"; and {len(reasons) - 2} more" if len(reasons) > 2 else ""
+        raise ConfigError(f"nothing of this can run: {'; '.join(reasons[:2])}{more}{others}")
+    variants = _make_variants(settings, device, group_size)
+    found = [variant.name for piece, case in possible for variant in _choose(variants, settings, case, piece, ())]
+    for prefix in settings.variants:
+        if not any(begins_so(name, prefix) for name in found):
+            names = ", ".join(dict.fromkeys(found))
+            raise ConfigError(f'no variant of these cases is called "{prefix}"; there are {names}')
+
+
+def _sort_out(settings: Settings, pieces: list[Piece]) -> tuple[list[tuple[Piece, LinearCase]], list[str]]:
+    """The pieces that can run, with their cases, and why the others cannot, each reason once."""
+    possible: list[tuple[Piece, LinearCase]] = []
+    reasons: dict[str, None] = {}
+    for piece in pieces:
+        try:
+            possible.append((piece, _make_case(settings, piece)))
+        except ConfigError as error:
+            reasons[str(error)] = None
+    return possible, list(reasons)
+
+
+def _make_case(settings: Settings, piece: Piece) -> LinearCase:
+    make_case = attention_case if settings.attention else linear_case
+    return make_case(piece.name, piece.M, piece.group_size, settings.shrink)
+
+
+def _make_variants(settings: Settings, device: torch.device, group_size: int) -> list[Variant]:
+    if settings.attention and settings.virtual_ranks:
+        return emulated_attention_variants(device)
+    if settings.attention:
+        return attention_variants(device, settings.chunks)
+    if settings.virtual_ranks:
+        return make_emulated_variants(device)
+    return make_variants(device, group_size, settings.chunks, settings.config_files)
+
+
+def _choose(
+    variants: list[Variant], settings: Settings, case: LinearCase, piece: Piece, prefixes: tuple[str, ...]
+) -> list[Variant]:
+    is_full = _is_full(settings, piece)
+    chosen = choose(variants, case.op, piece.pass_name, is_full=is_full, prefixes=prefixes)
+    return for_large(chosen) if _is_paper(piece) else chosen
+
+
+def _is_paper(piece: Piece) -> bool:
+    return piece.name.startswith("paper")
+
+
+def _is_full(settings: Settings, piece: Piece) -> bool:
+    # Of the paper's case all variants run what the paper measured.
+    is_papers_pass = _is_paper(piece) and piece.pass_name == "fprop"
+    return settings.attention or piece.M in FULL_M or piece.is_emulated or is_papers_pass
+
+
 def run_grid(
     pieces: Iterable[Piece],
     group: dist.ProcessGroup,
@@ -159,37 +240,25 @@ class _Runner:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._pool = Pool(device, dtype, seed=group.rank())
         self._tails = TailMeter()
-        if settings.attention and settings.virtual_ranks:
-            self._variants = emulated_attention_variants(device)
-        elif settings.attention:
-            self._variants = attention_variants(device, settings.chunks)
-        elif settings.virtual_ranks:
-            self._variants = make_emulated_variants(device)
-        else:
-            self._variants = make_variants(device, group.size(), settings.chunks, settings.config_files)
+        self._variants = _make_variants(settings, device, group.size())
 
     def run(self, piece: Piece) -> list[Row]:
+        settings = self._settings
         try:
-            make_case = attention_case if self._settings.attention else linear_case
-            case = make_case(piece.name, piece.M, piece.group_size, self._settings.shrink)
+            case = _make_case(settings, piece)
         except ConfigError as error:
             self.outcome.missing.append(f"{piece}: {error}")
             return []
         self._return_memory()
         work = self._work(case, piece)
-        is_paper = piece.name.startswith("paper")
-        # Of the paper's case all variants run what the paper measured.
-        is_full = (
-            self._settings.attention
-            or piece.M in FULL_M
-            or piece.is_emulated
-            or (is_paper and piece.pass_name == "fprop")
-        )
-        chosen = choose(self._variants, case.op, piece.pass_name, is_full=is_full, prefixes=self._settings.variants)
-        chosen = for_large(chosen) if is_paper else chosen
+        is_paper, is_full = _is_paper(piece), _is_full(settings, piece)
+        chosen = _choose(self._variants, settings, case, piece, settings.variants)
         measured = {variant.name: entry for variant in chosen if (entry := self._build(variant, work)) is not None}
+        lacking = [name for name in BOUNDS if not any(found.startswith(name) for found in measured)]
+        if lacking:
+            self.outcome.missing.append(f"{piece}: nothing to compare with: there is no {', no '.join(lacking)}")
+            return []
         timed = {name: Timed(entry.ready.call, entry.ready.before_burst) for name, entry in measured.items()}
-        settings = self._settings
         samples = measure(timed, self._group, rounds=settings.rounds, limit_s=settings.case_s, device=self._device)
         for variant in chosen:
             entry = measured.get(variant.name)

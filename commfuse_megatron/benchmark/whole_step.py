@@ -195,6 +195,7 @@ def _layers(model: Any) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for layer in model_report(model).layers:
         reasons = [reason for reason in layer.reasons if reason != SWITCHED_OFF]  # the stock steps of the same model
+        reasons += layer.sequential_reasons
         found[layer.name] = "; ".join(reasons) or (None if layer.overlapped_calls else "it was not called")
     return found
 

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-from commfuse_megatron.cli.launch import CannotRunError, Rank, choose_num_ranks, launch
-from commfuse_megatron.cli.output import make_progress, results, why_file_cannot_be_written
+from commfuse_megatron.cli.launch import CannotRunError, Rank, choose_num_ranks, is_speaker, launch
+from commfuse_megatron.cli.output import (
+    make_progress,
+    results,
+    silence_foreign_warnings,
+    why_file_cannot_be_written,
+)
+from commfuse_megatron.config import config_file_from_environment
 
 if TYPE_CHECKING:
     from commfuse_megatron.benchmark.rows import Row
@@ -31,6 +37,7 @@ class _Options:
     figure: str | None
     bounds: dict[str, float]
     resumes: bool
+    is_verbose: bool
 
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +55,13 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     add("--passes", nargs="+", choices=PASSES, default=list(PASSES), metavar="P", help="fprop, backward (default both)")
     add("--variants", nargs="+", default=[], metavar="NAME", help="only variants whose names begin so, and the bounds")
     add("--chunks", nargs="+", type=int, default=[1, 2, 4], metavar="m", help="chunks or splits per shard, forced")
-    add("--config", nargs="+", default=[], metavar="FILE", help="configurations of yours, each one more variant")
+    add(
+        "--config",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="configurations of yours, each one more variant (default: $COMMFUSE_CONFIG)",
+    )
     add("--virtual-ranks", nargs="+", type=int, default=[], metavar="V", help="emulate groups of V on two ranks")
     add("--rounds", type=int, default=9, help="samples of every variant (default 9)")
     add("--case-s", type=float, default=1.5, help="about how long the rounds of a case may take (default 1.5)")
@@ -61,21 +74,20 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-    """Run the grid. 0: all that ran was right; 1: a result was wrong, a path not taken or a bound missed."""
+    """Run the grid. 0: all that ran was right; 1: a result was wrong, a path not taken, a bound missed; 2: none ran."""
+    import torch
+
     from commfuse_megatron.benchmark.attention_cases import ATTENTION_MODELS, ATTENTION_TOKENS
     from commfuse_megatron.benchmark.cases import MODELS, TOKENS
-    from commfuse_megatron.benchmark.run import Settings
+    from commfuse_megatron.benchmark.rows import load_report
+    from commfuse_megatron.benchmark.run import Settings, require_work
     from commfuse_megatron.benchmark.summary import parse_bounds
-    from commfuse_megatron.errors import ConfigError
 
     num_ranks = choose_num_ranks(arguments.ranks)
     if num_ranks < 2:
         raise CannotRunError("one rank has nothing to communicate; use --ranks 2 or more")
     _require_sense(arguments, num_ranks)
-    try:
-        bounds = parse_bounds(arguments.check)
-    except ConfigError as error:
-        raise CannotRunError(str(error)) from None
+    bounds = parse_bounds(arguments.check)
     shrink = arguments.shrink or (1 if arguments.device == "cuda" else CPU_SHRINK)
     settings = Settings(
         models=tuple(arguments.models or (ATTENTION_MODELS if arguments.attention else MODELS)),
@@ -84,7 +96,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         passes=tuple(arguments.passes),
         variants=tuple(arguments.variants),
         chunks=tuple(arguments.chunks),
-        config_files=tuple(arguments.config),
+        config_files=_config_files(arguments),
         virtual_ranks=tuple(arguments.virtual_ranks),
         rounds=arguments.rounds if arguments.device == "cuda" else 1,
         case_s=arguments.case_s,
@@ -93,8 +105,20 @@ def run_bench(arguments: argparse.Namespace) -> int:
         commit=arguments.commit,
         attention=arguments.attention,
     )
-    options = _Options(settings, arguments.json, arguments.figure, bounds, arguments.resume)
+    require_work(settings, torch.device(arguments.device), num_ranks)
+    if arguments.resume and is_speaker() and Path(arguments.json).exists():
+        load_report(Path(arguments.json))  # what is no such file is found out now
+    options = _Options(
+        settings, arguments.json, arguments.figure, bounds, arguments.resume, is_verbose=arguments.verbose
+    )
     return launch(_bench_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
+
+
+def _config_files(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The files of `--config`, else the environment's; of attention and emulated groups no variant takes one."""
+    has_place = not arguments.attention and not arguments.virtual_ranks
+    from_environment = config_file_from_environment() if has_place else None
+    return tuple(arguments.config) or ((from_environment,) if from_environment else ())
 
 
 def _require_sense(arguments: argparse.Namespace, num_ranks: int) -> None:
@@ -106,6 +130,8 @@ def _require_sense(arguments: argparse.Namespace, num_ranks: int) -> None:
             raise CannotRunError(f"{option} must be at least 1, got {min(values)}")
     if arguments.virtual_ranks and (num_ranks != 2 or min(arguments.virtual_ranks) < 2):
         raise CannotRunError("--virtual-ranks emulates groups of 2 and more on exactly two ranks: use --ranks 2")
+    if arguments.virtual_ranks and arguments.config:
+        raise CannotRunError("--config: an emulated group runs fixed variants; leave it or --virtual-ranks out")
     _require_models(arguments)
     if arguments.resume and not arguments.json:
         raise CannotRunError("--resume needs the --json FILE to go on with")
@@ -136,6 +162,8 @@ def _require_models(arguments: argparse.Namespace) -> None:
 
 
 def _bench_on_rank(rank: Rank, options: _Options) -> int:
+    if not options.is_verbose:
+        silence_foreign_warnings()
     import torch
     from torch import distributed as dist
 
@@ -185,7 +213,9 @@ def _bench_on_rank(rank: Rank, options: _Options) -> int:
     report.header |= {"missing": outcome.missing, "left_out": outcome.left_out, "failures": outcome.failures}
     report.write()
     # Every rank has the same rows, so all come to the same exit code; the first one says why.
-    return _conclude(report.rows, outcome, options, is_first=rank.is_first)
+    is_empty = bool(pieces) and len(report.rows) == len(kept[0])
+    exit_code = _conclude(report.rows, outcome, options, is_first=rank.is_first)
+    return exit_code or (2 if is_empty else 0)
 
 
 def _conclude(rows: list[Row], outcome: Outcome, options: _Options, *, is_first: bool) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from commfuse_megatron import __version__
 from commfuse_megatron.cli.launch import CannotRunError, RankFailedError, leave_it_to_the_first_rank
 from commfuse_megatron.cli.output import configure_logging, why_file_cannot_be_written, why_folder_cannot_be_written
-from commfuse_megatron.errors import CommFuseError, UnsupportedError
+from commfuse_megatron.errors import CommFuseError, ConfigError, UnsupportedError
 
 __all__ = ["build_parser", "main"]
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RankFailedError as error:
         print(f"commfuse {arguments.command} failed.\n{error}", file=sys.stderr)
         return FAILED
-    except (CannotRunError, UnsupportedError) as error:
+    except (CannotRunError, ConfigError, UnsupportedError) as error:
         leave_it_to_the_first_rank()
         print(f"commfuse {arguments.command} cannot run here: {error}", file=sys.stderr)
         return CANNOT_RUN

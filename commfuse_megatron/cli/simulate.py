@@ -48,7 +48,6 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
 def run_simulate(arguments: argparse.Namespace) -> int:
     """Fit, check, predict, print. 0: done; 2: measurements are missing."""
     from commfuse_megatron.benchmark.predict import cases_of, deviations, predict
-    from commfuse_megatron.errors import ConfigError
 
     if arguments.rows is None:
         raise CannotRunError(
@@ -64,12 +63,9 @@ def run_simulate(arguments: argparse.Namespace) -> int:
             raise CannotRunError(f"--figure {arguments.figure}: {reason}")
     if min(arguments.ranks) < 2:
         raise CannotRunError(f"--ranks must be at least 2, got {min(arguments.ranks)}")
-    try:
-        curves, rows = _read_curves(Path(arguments.rows), arguments.link)
-        names = [f"{model}.{linear}" for model in arguments.models for linear in arguments.linears]
-        cases = cases_of(names, arguments.tokens, arguments.ranks)
-    except ConfigError as error:
-        raise CannotRunError(str(error)) from None
+    curves, rows = _read_curves(Path(arguments.rows), arguments.link)
+    names = [f"{model}.{linear}" for model in arguments.models for linear in arguments.linears]
+    cases = cases_of(names, arguments.tokens, arguments.ranks)
     found = deviations(rows, curves)
     comparisons = _compare(arguments.against, rows, curves)
     predictions: list[list[Prediction]] = []
@@ -129,14 +125,10 @@ def _read_curves(path: Path, link: str | None) -> tuple[Curves, list[Row]]:
 def _compare(path: str | None, rows: list[Row], curves: Curves) -> list[Comparison]:
     from commfuse_megatron.benchmark.against import compare
     from commfuse_megatron.benchmark.rows import load_report
-    from commfuse_megatron.errors import ConfigError
 
     if path is None:
         return []
-    try:
-        comparisons = compare(load_report(Path(path))[1], rows, curves)
-    except ConfigError as error:
-        raise CannotRunError(str(error)) from None
+    comparisons = compare(load_report(Path(path))[1], rows, curves)
     if not comparisons:
         raise CannotRunError(
             f"--against {path}: no forward rows of {curves.device} over {curves.link} that were emulated or can be "

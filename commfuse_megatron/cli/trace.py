@@ -17,7 +17,7 @@ from rich.table import Table
 
 from commfuse_megatron.cli.launch import CannotRunError, Rank, choose_num_ranks, launch
 from commfuse_megatron.cli.output import make_progress, results, write_json
-from commfuse_megatron.config import OverlapConfig
+from commfuse_megatron.config import OverlapConfig, config_file_from_environment
 
 if TYPE_CHECKING:
     from commfuse_megatron.runtime.recorder import Interval
@@ -53,7 +53,9 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--algorithm", choices=("auto", "direct", "ring"), help="default: the configuration's")
     parser.add_argument("--chunks", type=int, metavar="m", help="chunks per shard")
     parser.add_argument("--transport", choices=("auto", "gloo", "nccl", "copy_engine"), help="default auto")
-    parser.add_argument("--config", metavar="FILE", help="YAML configuration that the options above change")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML that the options above change (default: $COMMFUSE_CONFIG)"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default float32, cuda bfloat16")
     parser.add_argument(
         "--output", metavar="DIR", default="trace_output", help="where picture and trace go (default trace_output)"
@@ -118,7 +120,6 @@ def run_trace(arguments: argparse.Namespace) -> int:
 def _problem(arguments: argparse.Namespace, num_ranks: int) -> tuple[str, int, int, int]:
     """(op, M, N, K), N and K of one rank's weight."""
     from commfuse_megatron.benchmark.cases import linear_case
-    from commfuse_megatron.errors import ConfigError
 
     is_small = arguments.device == "cpu"
     M = arguments.tokens or (512 if is_small else 8192)
@@ -127,18 +128,16 @@ def _problem(arguments: argparse.Namespace, num_ranks: int) -> tuple[str, int, i
     if arguments.N or arguments.K:
         raise CannotRunError("--case gives N and K; leave out --N and --K, or --case")
     name = arguments.case or ("llama-70b.qkv" if arguments.op == OPS[0] else "llama-70b.fc2")
-    try:
-        case = linear_case(name, M, num_ranks)
-    except ConfigError as error:
-        raise CannotRunError(str(error)) from error
+    case = linear_case(name, M, num_ranks)
     if arguments.op not in (None, case.op):
         raise CannotRunError(f"--case {name} is a case of {case.op}, not {arguments.op}; leave --op out")
     return case.op, case.M, case.N, case.K
 
 
 def config_of(arguments: argparse.Namespace) -> OverlapConfig:
-    """The configuration of `--config` with what the other options force, in the passes that are traced."""
-    base = OverlapConfig.from_file(arguments.config) if arguments.config else OverlapConfig()
+    """The configuration of `--config`, else the environment's, with what other options force in the traced passes."""
+    file = arguments.config or config_file_from_environment()
+    base = OverlapConfig.from_file(file) if file else OverlapConfig()
     data = base.to_dict()
     passes = {None: ("fprop", "dgrad"), "fprop": ("fprop",), "backward": ("dgrad",)}
     for name in passes[None if arguments.step else arguments.pass_name]:

@@ -138,7 +138,9 @@ def _print(traced: StepTrace, wanted: StepToTrace, rank: Rank, options: _Options
     if left_out is not None:
         console.print(f"left out: {USERBUFFERS}: {escape(left_out)}", soft_wrap=True)
     reasons = {name: reason for name, reason in traced.layers.items() if reason is not None}
-    console.print(f"{len(traced.layers) - len(reasons)} of {len(traced.layers)} layers ran through the plugin")
+    console.print(
+        f"{len(traced.layers) - len(reasons)} of {len(traced.layers)} layers were overlapped in their forward passes"
+    )
     for name, reason in reasons.items():
         console.print(f"    {escape(name)}: {escape(reason)}", soft_wrap=True)
     for op in traced.ops:

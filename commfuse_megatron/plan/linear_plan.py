@@ -34,6 +34,11 @@ class LinearPlan:
         return self.path in ("sliced", "bulk", "query_split", "local")
 
     @property
+    def overlaps(self) -> bool:
+        """Whether transfers run beside what is computed. A "row_parallel" attention leaves that to its projection."""
+        return self.path in ("sliced", "bulk", "async", "query_split")
+
+    @property
     def name(self) -> str:
         """Short and unique among the candidates of one problem, such as "sliced m=2" or "sliced ring m=4"."""
         if self.path not in ("sliced", "query_split"):

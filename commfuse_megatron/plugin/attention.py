@@ -20,12 +20,20 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from commfuse_megatron import ops
+from commfuse_megatron.config import AttentionConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.ops.attention_arguments import AttentionInputs, find_attention_complaint
 from commfuse_megatron.ops.query_split_attention import find_attention_kernel, plan_attention
 from commfuse_megatron.plugin.compat import SelfAttention
 from commfuse_megatron.plugin.core_attention import CoreAttention, describe_core_attention
-from commfuse_megatron.plugin.decision import context_of, label_of, overlap_context, state_of, weight_grad_target
+from commfuse_megatron.plugin.decision import (
+    context_of,
+    count_call,
+    label_of,
+    overlap_context,
+    state_of,
+    weight_grad_target,
+)
 from commfuse_megatron.plugin.linear import CommFuseRowParallelLinear
 from commfuse_megatron.plugin.support import SWITCHED_OFF, unsupported_reason
 
@@ -93,7 +101,11 @@ def attention_unsupported_reason(attention: Any, arguments: dict[str, Any] | Non
         return reason
     path = state_of(projection).config(projection.config).attention.path
     if path in ("row_parallel", "sequential"):
-        return f"attention.path is {path}: Megatron's own attention, then the projection as a layer of its own"
+        asked_for = f"{path}, the default" if path == AttentionConfig.path else path
+        return (
+            f"attention.path is {asked_for}: Megatron's own attention, then the projection as a layer of its own;"
+            " query_split or auto ask for query splits"
+        )
     for what, module in (("core attention", attention.core_attention), ("linear_proj", projection)):
         # What somebody put around it would be passed by.
         if "forward" in vars(module):
@@ -224,6 +236,7 @@ class _Pairing:
             context=context,
             weight_grad=weight_grad_target(projection, projection.weight),
         )
+        count_call(projection, context)
         state_of(self._attention).overlapped_calls += 1
         return output, bias if projection.skip_bias_add else None
 

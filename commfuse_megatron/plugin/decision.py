@@ -25,6 +25,7 @@ from commfuse_megatron.plugin.support import SWITCHED_OFF, unsupported_reason
 __all__ = [
     "LayerState",
     "context_of",
+    "count_call",
     "kept_reason_of",
     "label_of",
     "overlap_context",
@@ -44,12 +45,15 @@ class LayerState:
     overlap_config: the configuration given to `apply_to_spec` or `convert_model`; None reads the flags.
     name: how log lines call the layer. decisions: hash of all that were compared with other ranks.
     kept_reason: why a layer that is none of ours was not replaced.
+    overlapped_calls: forward passes whose transfers ran beside GEMMs. sequential_calls: those that the planner had run
+    one after the other, by its reason. stock_calls: those that took Megatron's own path, by the reason.
     """
 
     overlap_config: OverlapConfig | None = None
     name: str | None = None
     kept_reason: str | None = None
     overlapped_calls: int = 0
+    sequential_calls: dict[str, int] = field(default_factory=dict)
     stock_calls: dict[str, int] = field(default_factory=dict)
     context: OverlapContext | None = None
     decisions: str = ""
@@ -99,7 +103,9 @@ def overlap_context(
     *,
     grad_output_buffer: list | None = None,
 ) -> OverlapContext | None:
-    """The context to overlap this call with, or None where it takes Megatron's own path; counted and logged.
+    """The context to overlap this call with, or None where it takes Megatron's own path, counted and logged.
+
+    Whoever got a context calls `count_call` when the op has returned: only then is its path known.
 
     Raises UnsupportedError instead of returning None where the configuration says so; being switched off is no error.
     Raises ShapeError on all ranks where they decide differently, if the configuration has that checked.
@@ -108,9 +114,7 @@ def overlap_context(
     reason = unsupported_reason(layer, input_, weight=weight, grad_output_buffer=grad_output_buffer)
     _compare_decision(layer, state, reason)
     if reason is None:
-        context = context_of(layer)
-        state.overlapped_calls += 1
-        return context
+        return context_of(layer)
     if reason != SWITCHED_OFF and state.config(layer.config).fallback.unsupported == "raise":
         raise UnsupportedError(f"{label_of(layer)}: {reason}")
     if reason not in state.stock_calls and layer.tp_group.rank() == 0:
@@ -118,6 +122,17 @@ def overlap_context(
         logger.log(level, "%s takes Megatron's own path: %s", label_of(layer), reason)
     state.stock_calls[reason] = state.stock_calls.get(reason, 0) + 1
     return None
+
+
+def count_call(layer: Any, context: OverlapContext) -> None:
+    """Count the forward pass of `layer` that `context` has just run."""
+    state, plan = state_of(layer), context.latest_plan
+    assert plan is not None
+    if plan.overlaps:
+        state.overlapped_calls += 1
+        return
+    reason = f"{plan.path}: {plan.reason}"
+    state.sequential_calls[reason] = state.sequential_calls.get(reason, 0) + 1
 
 
 def _compare_decision(layer: Any, state: LayerState, reason: str | None) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from commfuse_megatron import ops
 from commfuse_megatron.plugin.compat import VocabParallelEmbedding, tell_fsdp
-from commfuse_megatron.plugin.decision import overlap_context
+from commfuse_megatron.plugin.decision import count_call, overlap_context
 
 __all__ = ["CommFuseVocabParallelEmbedding"]
 
@@ -26,13 +26,15 @@ class CommFuseVocabParallelEmbedding(VocabParallelEmbedding):
         context = overlap_context(self, input_, self.weight)
         if context is None:
             return super().forward(input_)
-        return ops.embedding_reduce_scatter(
+        output = ops.embedding_reduce_scatter(
             input_,
             self.weight,
             self.vocab_start_index,
             context=context,
             is_deterministic=bool(self.deterministic_mode),
         )
+        count_call(self, context)
+        return output
 
 
 tell_fsdp("column", CommFuseVocabParallelEmbedding.__name__)

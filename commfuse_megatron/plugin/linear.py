@@ -16,7 +16,7 @@ from commfuse_megatron import OverlapConfig, ops
 from commfuse_megatron.plugin import arguments as flags
 from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear, tell_fsdp
 from commfuse_megatron.plugin.construction import kept_stock, without_fused_kernel
-from commfuse_megatron.plugin.decision import overlap_context, state_of, weight_grad_target
+from commfuse_megatron.plugin.decision import count_call, overlap_context, state_of, weight_grad_target
 from commfuse_megatron.plugin.main_grad import into_main_grad
 
 __all__ = ["CommFuseColumnParallelLinear", "CommFuseRowParallelLinear"]
@@ -69,7 +69,9 @@ class CommFuseColumnParallelLinear(_Constructed, ColumnParallelLinear):
             stock_weight, kwargs = into_main_grad(weight, kwargs)
             return super()._forward_impl(input, stock_weight, *args, **kwargs)
         target = weight_grad_target(self, weight)
-        return ops.all_gather_linear(input, weight, kwargs.get("bias"), context=context, weight_grad=target)
+        output = ops.all_gather_linear(input, weight, kwargs.get("bias"), context=context, weight_grad=target)
+        count_call(self, context)
+        return output
 
 
 class CommFuseRowParallelLinear(_Constructed, RowParallelLinear):
@@ -105,6 +107,7 @@ class CommFuseRowParallelLinear(_Constructed, RowParallelLinear):
         bias = None if self.skip_bias_add else self.bias
         target = weight_grad_target(self, self.weight)
         output = ops.linear_reduce_scatter(input_, self.weight, bias, context=context, weight_grad=target)
+        count_call(self, context)
         return output, (self.bias if self.skip_bias_add else None)
 
 

@@ -24,10 +24,13 @@ __all__ = ["LayerReport", "ModelReport", "model_report"]
 class LayerReport:
     """One linear, embedding or attention.
 
-    path: "overlapped" (of an attention: query-split) or "stock" where all calls agree, "mixed" where they don't, "not
-    called" before the first.
+    Forward passes are counted; what the backward passes of a problem did is in `ModelReport.ops`.
+
+    path: "overlapped" (of an attention: query-split), "sequential" (by our operation, without overlap) or "stock" where
+    all calls agree, "mixed" where they don't, "not called" before the first.
     reasons: why calls took Megatron's path, each once; before the first call, why they will, where that is known; for
         a layer that is none of ours, why it stayed (its calls are not seen).
+    sequential_reasons: why the planner had calls run without overlap, each once.
     """
 
     name: str
@@ -36,6 +39,8 @@ class LayerReport:
     overlapped_calls: int
     stock_calls: int
     reasons: tuple[str, ...]
+    sequential_calls: int = 0
+    sequential_reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +57,30 @@ class ModelReport:
 
     @property
     def overlapped_calls(self) -> int:
-        """Calls of all layers that ran through an overlapped op."""
+        """Calls of all layers whose transfers ran beside what was computed."""
         return sum(layer.overlapped_calls for layer in self.layers)
+
+    @property
+    def sequential_calls(self) -> int:
+        """Calls of all layers that ran through our operations, without overlap."""
+        return sum(layer.sequential_calls for layer in self.layers)
 
     @property
     def stock_calls(self) -> int:
         """Calls of all layers that took Megatron's own path, as far as our classes saw them."""
         return sum(layer.stock_calls for layer in self.layers)
+
+    def lines(self) -> list[str]:
+        """For people: how many calls ran how, then every reason once."""
+        stock = sum(layer.path == "stock" for layer in self.layers)
+        found = [
+            f"{len(self.layers)} layers ({stock} of them stock): {self.overlapped_calls} calls overlapped,"
+            f" {self.sequential_calls} sequential, {self.stock_calls} took Megatron's own path"
+        ]
+        for kind, field in (("sequential", "sequential_reasons"), ("stock", "reasons")):
+            reasons = {reason for layer in self.layers for reason in getattr(layer, field)}
+            found += [f"{kind}: {reason.removeprefix('sequential: ')}" for reason in sorted(reasons)]
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and dicts, for JSON."""
@@ -115,14 +137,18 @@ def _report_of_ours(
 ) -> LayerReport:
     layer = type(module).__name__
     state = state_of(module)
-    stock_calls = sum(state.stock_calls.values())
-    if state.overlapped_calls or stock_calls:
-        path = "mixed" if state.overlapped_calls and stock_calls else "stock" if stock_calls else "overlapped"
+    stock_calls, sequential_calls = sum(state.stock_calls.values()), sum(state.sequential_calls.values())
+    calls = {"overlapped": state.overlapped_calls, "sequential": sequential_calls, "stock": stock_calls}
+    paths = [path for path, count in calls.items() if count]
+    if paths:
+        path = paths[0] if len(paths) == 1 else "mixed"
         reasons = tuple(state.stock_calls)
     else:
         path, reason = "not called", unsupported(module)
         reasons = () if reason is None else (reason,)
-    return LayerReport(name, layer, path, state.overlapped_calls, stock_calls, reasons)
+    return LayerReport(
+        name, layer, path, state.overlapped_calls, stock_calls, reasons, sequential_calls, tuple(state.sequential_calls)
+    )
 
 
 def _reason_not_ours(module: torch.nn.Module) -> str:

@@ -128,6 +128,8 @@ class OverlapContext:
         peers = Peers(self.group_rank, _global_ranks(group))
         self.link = Link(transport, peers, timeout_s, self._recorder)
         self._prepared: dict[Problem, PreparedPass] = {}
+        #: Of the call that began last.
+        self.latest_plan: LinearPlan | None = None
         #: Calls whose arguments were seen before, by everything a check looks at: `ops.arguments` fills and reads it.
         self.known_calls: dict[Hashable, PreparedPass] = {}
         self._gemms: dict[tuple[torch.dtype, bool], SliceGemm] = {}

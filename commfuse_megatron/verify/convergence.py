@@ -198,7 +198,7 @@ class _Runs:
             self._layers[run] = {
                 layer.name: None
                 if layer.path == "overlapped"
-                else f"{layer.path}: {'; '.join(layer.reasons) or 'no reason given'}"
+                else f"{layer.path}: {'; '.join((*layer.reasons, *layer.sequential_reasons)) or 'no reason given'}"
                 for layer in model_report(model).layers
             }
         return curve

@@ -125,7 +125,7 @@ def complaints_of(comparison: Comparison, bounds: list[Bound]) -> list[str]:
     num_steps = len(comparison.stock_loss)
     for layer in comparison.layers:
         if layer["path"] != "overlapped" or layer["overlapped_calls"] != num_steps:
-            reasons = "; ".join(layer["reasons"]) or "no reason given"
+            reasons = "; ".join((*layer["reasons"], *layer["sequential_reasons"])) or "no reason given"
             complaints.append(
                 f"{layer['name']}: {layer['overlapped_calls']} of {num_steps} calls were overlapped"
                 f" (path: {layer['path']}; {reasons})"

@@ -1,5 +1,6 @@
 """Ranks as threads: real gloo groups over one in-process store. Fast enough for the bulk of the tests."""
 
+import os
 import threading
 import time
 import traceback
@@ -11,6 +12,11 @@ import torch
 from torch import distributed as dist
 
 __all__ = ["make_groups", "run_threads"]
+
+# PyTorch 2.11 keeps one record of collectives per process, and a group's first collective enters the group into its map
+# before it takes the lock (FlightRecorder::recordWithResetEnabled). Ranks as threads do that at once; 8 threads
+# with new groups crash within seconds. Read at the first collective of a process; 0 keeps no record.
+os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
 
 # How long the other ranks may go on once one has failed.
 _GRACE_S = 3.0

@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 
 from commfuse_megatron import OverlapConfig
-from commfuse_megatron.config import CONFIG_VARIABLE, FallbackConfig
+from commfuse_megatron.config import CONFIG_VARIABLE, FallbackConfig, LinearConfig, PassConfig
 from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.plugin import (
     CommFuseColumnParallelLinear,
@@ -39,6 +39,9 @@ from tests.megatron.layers import (
     run,
 )
 
+_ONE_AFTER_THE_OTHER = PassConfig(path="sequential")
+SEQUENTIAL = OverlapConfig(linear=LinearConfig(fprop=_ONE_AFTER_THE_OTHER, dgrad=_ONE_AFTER_THE_OTHER))
+
 
 def check_report(group_size: int) -> None:
     model = torch.nn.ModuleDict(
@@ -46,6 +49,7 @@ def check_report(group_size: int) -> None:
             "stock": build("row", RowParallelLinear, config(group_size)),
             "ours": build("row", CommFuseRowParallelLinear, config(group_size)),
             "off": build("column", CommFuseColumnParallelLinear, config(group_size)),
+            "sequential": build("column", CommFuseColumnParallelLinear, config(group_size), overlap_config=SEQUENTIAL),
         }
     )
     model["off"].sequence_parallel = False
@@ -65,6 +69,20 @@ def check_report(group_size: int) -> None:
     model["ours"](x)
     assert model_report(model).layers[1].path == "mixed"
     assert report.to_dict()["layers"][1]["overlapped_calls"] == 1
+    for _ in range(2):
+        model["sequential"](example_input("column", group_size))
+    report = model_report(model)
+    layer = report.layers[3]
+    assert (layer.path, layer.overlapped_calls, layer.stock_calls, layer.sequential_calls) == ("sequential", 0, 0, 2)
+    assert (layer.reasons, layer.sequential_reasons) == ((), ("sequential: forced by the configuration",))
+    assert (report.overlapped_calls, report.sequential_calls, report.stock_calls) == (1, 2, 1)
+    first, *reasons = report.lines()
+    assert first == "4 layers (1 of them stock): 1 calls overlapped, 2 sequential, 1 took Megatron's own path"
+    assert reasons[0] == "sequential: forced by the configuration"
+    assert any("Megatron's own class" in reason for reason in reasons)
+    model["sequential"].sequence_parallel = False
+    model["sequential"](example_input("column", group_size))
+    assert model_report(model).layers[3].path == "mixed"
 
 
 def check_config_file(group_size: int) -> None:

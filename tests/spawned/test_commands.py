@@ -84,6 +84,7 @@ def test_the_benchmark_checks_attention_blocks_on_cpu_ranks(tmp_path: Path) -> N
     data = json.loads(file.read_text(encoding="utf-8"))
     assert data["failures"] == data["missing"] == []
     assert data["left_out"] == {}
+    assert "CUDA_HOME" not in ran.stderr
     assert len({row["case"] for row in data["rows"]}) == 5
     variants = {"sequential", "slicing C=4", "row_parallel gloo", "query_split m=1 gloo", "planned"}
     assert variants <= {row["variant"] for row in data["rows"]}
@@ -105,6 +106,7 @@ def test_the_benchmark_checks_every_variant_on_cpu_ranks(tmp_path: Path) -> None
     }
     assert max(row["max_error"] for row in rows if row["max_error"] is not None) < 1e-5
     assert "left out userbuffers" in ran.stdout
+    assert "CUDA_HOME" not in ran.stderr, "what Megatron's import logs helps nobody here"
     assert "speed" not in ran.stdout.lower()
     assert " ms" not in ran.stdout, "times of a CPU say nothing"
     # Another run goes on where this one ended.
@@ -113,3 +115,10 @@ def test_the_benchmark_checks_every_variant_on_cpu_ranks(tmp_path: Path) -> None
     more = json.loads(file.read_text(encoding="utf-8"))["rows"]
     assert more[: len(rows)] == rows
     assert {(row["emulated"], row["group_size"]) for row in more[len(rows) :]} == {(True, 4)}
+
+
+def test_a_benchmark_without_a_row_does_not_pass(tmp_path: Path) -> None:
+    ran = run_commfuse("bench", "--models", "llama-8b", "--linears", "qkv", "--tokens", "2048", "--budget-s", "0")
+    assert ran.returncode == 2, ran.stdout + ran.stderr
+    assert "missing llama-8b.qkv M=2048 fprop: no time left" in ran.stdout
+    assert "0 rows of 0 cases, 2 missing, 0 failed" in ran.stdout

@@ -18,9 +18,15 @@ Script = Callable[..., tuple[int, str, str]]
 
 
 def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **exported_by_the_readme()}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, env=environment)
+
+
+def exported_by_the_readme() -> dict[str, str]:
+    """What its block on pretraining puts into the environment; of this process's nothing of that kind counts."""
+    text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": ""} | dict(re.findall(r"^    export (\w+)=(\S+)$", text, re.MULTILINE))
 
 
 @pytest.fixture
@@ -53,9 +59,9 @@ def test_the_commands_of_the_readme(tmp_path: Path) -> None:
         ran = run(sys.executable, *launcher, *arguments, folder=tmp_path)
         assert ran.returncode == 0, ran.stderr[-4000:]
         if words is stock:
-            assert "10 layers, 0 calls overlapped" in ran.stdout
+            assert "10 layers (10 of them stock): 0 calls overlapped, 0 sequential" in ran.stdout
         if words is plugin:
-            assert re.search(r"10 layers, [1-9]\d* calls overlapped", ran.stdout)
+            assert re.search(r"10 layers \(0 of them stock\): [1-9]\d* calls overlapped, 0 sequential", ran.stdout)
     assert "gradient norm" in ran.stdout
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     losses = [
@@ -73,8 +79,19 @@ def test_documents_keep_their_bytes(tmp_path: Path, script: Script) -> None:
     exit_code, out, err = script("prepare_text", "texts", "--output", "out/data")
     assert exit_code == 0, err
     assert "2 documents, 14 tokens" in out
+    assert "1/1" in err, "the bar reaches its end"
     tokens = np.fromfile(tmp_path / "out" / "data.bin", dtype=np.uint16).tolist()
     assert tokens == [*"eins \u00fc".encode(), 256, *b"zwei\n", 256]
+
+
+def test_the_bar_ends_where_reading_does(tmp_path: Path, script: Script) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(9):
+        (tmp_path / "texts" / f"{number}.txt").write_bytes(b"x" * 3000)
+    exit_code, out, err = script("prepare_text", "texts", "--output", "data", "--max-mib", str(8 / 1024))
+    assert exit_code == 0, err
+    assert "3 documents, 9,003 tokens" in out
+    assert "8/8" in err
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,21 @@ def test_sizes_that_the_group_does_not_divide_are_missing():
     assert "multiples of the group size" in outcome.missing[0]
 
 
+def test_cases_without_what_they_are_compared_with_are_missing(monkeypatch):
+    def refuse(self, work):
+        raise UnsupportedError("not today")
+
+    monkeypatch.setattr(Sequential, "build", refuse)
+    settings = Settings(
+        models=("llama-8b",), linears=("qkv",), tokens=(2048,), passes=("fprop",), variants=("planned",), shrink=64,
+        rounds=1,
+    )  # fmt: skip
+    for rows, outcome in run_settings(2, settings):
+        assert rows == []
+        assert outcome.missing == ["llama-8b.qkv M=2048 fprop: nothing to compare with: there is no sequential"]
+        assert outcome.left_out == {"sequential": "not today"}
+
+
 @pytest.mark.parametrize("virtual_ranks", [2, 4, 8])
 @pytest.mark.parametrize("linear", ["qkv", "proj"])
 def test_emulated_groups_multiply_what_was_sent(virtual_ranks, linear):

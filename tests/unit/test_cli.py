@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from commfuse_megatron.cli import bench
 from commfuse_megatron.cli import main as cli
 from commfuse_megatron.cli.launch import CannotRunError, RankFailedError
-from commfuse_megatron.errors import UnsupportedError, VerificationError
+from commfuse_megatron.cli.trace import config_of
+from commfuse_megatron.errors import ConfigError, UnsupportedError, VerificationError
 from commfuse_megatron.verify import machine as machine_module
 from commfuse_megatron.verify.machine import Ability, Machine, Setting
 
@@ -42,6 +44,7 @@ def test_wrong_usage_is_exit_code_2(wrong: list[str], capsys: pytest.CaptureFixt
     [
         (CannotRunError("no GPU here"), 2, "commfuse doctor cannot run here: no GPU here"),
         (UnsupportedError("needs matplotlib"), 2, "cannot run here: needs matplotlib"),
+        (ConfigError('unknown key "x"'), 2, 'cannot run here: unknown key "x"'),
         (VerificationError("wrong sum"), 1, "commfuse doctor: VerificationError: wrong sum"),
         (RankFailedError("rank 1 raised\nTraceback"), 1, "commfuse doctor failed.\nrank 1 raised\nTraceback"),
         (KeyboardInterrupt(), 130, "interrupted"),
@@ -195,6 +198,19 @@ def test_results_that_cannot_be_written_are_refused_before_any_work(arguments, m
         (["--models", "paper"], "there are no linears of paper"),
         (["--attention", "--models", "llama-405b"], "there are no attention blocks of llama-405b"),
         (["--attention", "--linears", "qkv"], "--linears: for linears, not for --attention"),
+        (
+            ["--models", "llama-8b", "--tokens", "32"],
+            "M=32 divided by 64 leaves 0 rows for 2 ranks, each of which needs one",
+        ),
+        (["--models", "llama-8b", "--tokens", "64"], "M=64 divided by 64 leaves 1 rows for 2 ranks"),
+        (["--attention", "--models", "llama-8b", "--tokens", "63"], "M=63 divided by 64 leaves 0 rows for 2 ranks"),
+        (["--tokens", "131072", "--shrink", "65536"], "nothing is left of its features, divided by 65536"),
+        (["--attention", "--ranks", "3"], "with these options groups of 2, 4, 8, 16 can"),
+        (["--variants", "planned", "nonsense"], 'is called "nonsense"; there are compute_only, '),
+        (["--variants", "bulk", "--passes", "fprop"], 'no variant of these cases is called "bulk"'),
+        (["--attention", "--variants", "sliced"], "row_parallel gloo, query_split m=1 gloo"),
+        (["--models", "paper-mlp", "--linears", "qkv"], "which are paper-mlp.fc1, paper-mlp.fc2"),
+        (["--virtual-ranks", "4", "--config", "f"], "leave it or --virtual-ranks out"),
     ],
 )
 def test_a_benchmark_that_makes_no_sense_is_refused_before_any_rank_starts(arguments, message, capsys):
@@ -223,5 +239,60 @@ def test_a_benchmark_that_makes_no_sense_is_refused_before_any_rank_starts(argum
     ],
 )
 def test_traces_that_cannot_be_made_are_refused_before_any_work(arguments, message, tmp_path, capsys):
-    assert cli.main(["trace", "--output", str(tmp_path), *arguments]) in (1, 2)
+    assert cli.main(["trace", "--output", str(tmp_path), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+WITH_A_FILE = [
+    ["trace", "--config", "{file}"],
+    ["trace", "--step", "--config", "{file}"],
+    ["bench", "--config", "{file}"],
+    ["bench", "--resume", "--json", "{file}"],
+    ["simulate", "--rows", "{file}"],
+    ["demo", "--text", "{file}"],
+]
+
+
+@pytest.mark.parametrize("arguments", WITH_A_FILE, ids=" ".join)
+@pytest.mark.parametrize("content", [None, "folder", b"\xff\x00", b"[1]"])
+def test_files_that_cannot_be_read_are_wrong_usage(arguments, content, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # where folders for results are made
+    file = tmp_path / "file"
+    if content == "folder":
+        file.mkdir()
+    elif content is not None:
+        file.write_bytes(content)
+    elif "--resume" in arguments:
+        pytest.skip("rows that are not there yet are none")
+    assert cli.main([argument.format(file=file) for argument in arguments]) == 2
+    assert str(file) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["trace"], ["trace", "--step"], ["bench"]], ids=" ".join)
+def test_the_environment_names_a_configuration(command, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COMMFUSE_CONFIG", str(tmp_path / "missing.yaml"))
+    assert cli.main(command) == 2
+    assert "missing.yaml: cannot be read" in capsys.readouterr().err
+
+
+def test_the_environments_configuration_is_the_one_that_options_change(monkeypatch, tmp_path):
+    own, other = tmp_path / "own.yaml", tmp_path / "other.yaml"
+    own.write_text("{linear: {fprop: {path: sliced, chunks_per_shard: 4}}, check_agreement: false}", encoding="utf-8")
+    other.write_text("{check_agreement: true}", encoding="utf-8")
+    monkeypatch.setenv("COMMFUSE_CONFIG", str(own))
+    found = config_of(cli.build_parser().parse_args(["trace", "--algorithm", "ring"]))
+    assert (found.check_agreement, found.linear.fprop.chunks_per_shard) == (False, 4)
+    assert found.linear.fprop.algorithm == "ring"
+    named = config_of(cli.build_parser().parse_args(["trace", "--config", str(other)]))
+    assert (named.check_agreement, named.linear.fprop.chunks_per_shard) == (True, None)
+    assert bench._config_files(cli.build_parser().parse_args(["bench"])) == (str(own),)
+    assert bench._config_files(cli.build_parser().parse_args(["bench", "--config", "x"])) == ("x",)
+    assert bench._config_files(cli.build_parser().parse_args(["bench", "--attention"])) == ()
+
+
+def test_a_configuration_named_like_a_variant_is_refused(tmp_path, capsys):
+    file = tmp_path / "sequential.yaml"
+    file.write_text("{}", encoding="utf-8")
+    assert cli.main(["bench", "--config", str(file)]) == 2
+    assert "give the file another name" in capsys.readouterr().err

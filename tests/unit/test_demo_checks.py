@@ -24,6 +24,7 @@ def comparison(differences: dict[int, float] | None = None, **changes: object) -
     stock = [4.0] * STEPS
     plugin = [loss + (differences or {}).get(step, 0.0) for step, loss in enumerate(stock, 1)]
     layer = {"name": "fc1", "path": "overlapped", "overlapped_calls": STEPS, "stock_calls": 0, "reasons": ()}
+    layer |= {"sequential_calls": 0, "sequential_reasons": ()}
     ops = tuple({"pass_name": name, "calls": STEPS, "path": "sliced"} for name in ("fprop", "backward"))
     good = Comparison(
         stock_loss=tuple(stock), plugin_loss=tuple(plugin), ops=ops, layers=(layer | changes,), recording={}
@@ -72,6 +73,7 @@ def test_every_step_has_one_bound(num_steps: int, dtype: torch.dtype) -> None:
     [
         {"path": "stock", "overlapped_calls": 0, "reasons": ("sequence parallelism is off",)},
         {"path": "mixed", "overlapped_calls": STEPS - 1},
+        {"path": "sequential", "overlapped_calls": 0, "sequential_reasons": ("sequential: forced",)},
         {"path": "not called", "overlapped_calls": 0},
         {"overlapped_calls": STEPS + 1},
     ],

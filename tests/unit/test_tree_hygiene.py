@@ -3,6 +3,7 @@
 The patterns are put together from pieces so that this file does not contain what it looks for.
 """
 
+import os
 import re
 import shutil
 import subprocess
@@ -33,6 +34,11 @@ MACHINE_PATH = re.compile(
     r"(?<![\w.\-])/(?:" + "|".join(["ho" + "me", "ro" + "ot", "wo" + "rk", "Us" + "ers"]) + r")/\w"
 )
 PACKAGE_HOST = re.compile("|".join(["py" + r"pi\.org", "python" + "hosted", "conda" + r"\.anaconda"]))
+
+
+# In Markdown, within backticks or as a link's target: a file by its suffix, or a folder by its slash.
+NAMED = re.compile(r"(?:`|\]\()((?:[\w.-]+/)*(?:[\w-][\w.-]*\.(?:py|md|ya?ml|json|toml|png|svg)|[\w.-]+/))[`:)#]")
+WRITTEN_BY_COMMANDS = {"demo_output/", "trace_output/"}
 
 
 def files_of_the_tree() -> list[Path]:
@@ -91,6 +97,25 @@ def test_texts_are_ascii() -> None:
         if not line.isascii()
     ]
     assert not wrong, f"not ASCII: {wrong}"
+
+
+def test_the_pattern_of_named_files_matches_what_it_is_for() -> None:
+    text = "`a/b.py`, `c.yaml`, `d/e/`, `f.py::test_g`, [h](i/j.md#k), not `torch.mm`, `x.grad`, `m / n` or `p.py --q`"
+    assert NAMED.findall(text) == ["a/b.py", "c.yaml", "d/e/", "f.py", "i/j.md"]
+
+
+def test_files_that_documents_name_exist() -> None:
+    names = {str(path.relative_to(ROOT)) for file in FILES for path in (file, *file.parents) if ROOT in path.parents}
+    wrong = []
+    for file in (file for file in FILES if file.suffix == ".md"):
+        # As seen from the root, the package, the tests (in the support table), or beside the document.
+        folders = ("", "commfuse_megatron", "tests", str(file.parent.relative_to(ROOT)))
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            for named in NAMED.findall(line):
+                possible = {os.path.normpath(os.path.join(folder, named)) for folder in folders}
+                if named not in WRITTEN_BY_COMMANDS and not possible & names:
+                    wrong.append(f"{file.relative_to(ROOT)}:{number}: {named}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_machine_paths_and_no_package_hosts() -> None:
