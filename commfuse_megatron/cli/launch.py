@@ -161,8 +161,9 @@ def launch(body: Body, options: Any, *, num_ranks: int, device_type: str, timeou
         timeout_s: how long the ranks may take to meet, and the timeout of the default group's collectives.
 
     Raises:
-        CannotRunError: the device cannot run here, or a launcher's variables are wrong (before anything starts).
-        RankFailedError: a local rank raised or died. All others are stopped first.
+        CannotRunError: the device cannot run here, or a launcher's variables are wrong (before anything starts); or a
+            local rank found that it cannot run.
+        RankFailedError: a local rank raised anything else or died. All others are stopped first.
     """
     reason = why_device_cannot_run(device_type, num_ranks)
     if reason is not None:
@@ -235,9 +236,10 @@ def _wait_for_all(processes: list[SpawnProcess], pipes: list[Connection]) -> int
     """The largest exit code that the bodies returned; raises RankFailedError as soon as one rank fails.
 
     What the others report soon after is mostly a broken connection, so failures are listed in the order in which they
-    happened, silent deaths first.
+    happened, silent deaths first. Where the first one was that this cannot run here, that is raised: CannotRunError.
     """
     exit_codes: dict[int, int] = {}
+    refusals: dict[int, str] = {}
     failures: list[tuple[float, int, str]] = []
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
     while open_pipes:
@@ -246,7 +248,9 @@ def _wait_for_all(processes: list[SpawnProcess], pipes: list[Connection]) -> int
             assert isinstance(pipe, Connection)
             rank = open_pipes.pop(pipe)
             try:
-                exit_code, failure, failed_at_s = pipe.recv()
+                exit_code, failure, failed_at_s, refusal = pipe.recv()
+                if refusal is not None:
+                    refusals[rank] = refusal
             except EOFError:
                 exit_code, failure, failed_at_s = 0, _cause_of_death(processes[rank]), 0.0
             if failure is None:
@@ -256,7 +260,11 @@ def _wait_for_all(processes: list[SpawnProcess], pipes: list[Connection]) -> int
         if failures and not ready:
             break
     if failures:
-        raise RankFailedError("\n".join(f"rank {rank} {failure}" for _, rank, failure in sorted(failures)))
+        failures.sort()
+        first = failures[0][1]
+        if first in refusals:
+            raise CannotRunError(refusals[first])
+        raise RankFailedError("\n".join(f"rank {rank} {failure}" for _, rank, failure in failures))
     return max(exit_codes.values())
 
 
@@ -322,7 +330,7 @@ def _terminate_as_interrupt() -> Iterator[None]:
 def _run_rank(
     body: Body, options: Any, rank: Rank, port: int, timeout_s: float, report: Connection, log_level: int
 ) -> None:
-    """Run the body and send (exit code, None, 0) or (0, traceback, time of failure) to the starting process."""
+    """Run the body; send (exit code, None, 0, None), or what `_describe` says of a failure, to the starting process."""
     from commfuse_megatron.cli.output import configure_logging
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the starting process stops us
@@ -335,17 +343,25 @@ def _run_rank(
         with _process_group(rank, rank.global_rank, store, timeout_s):
             try:
                 exit_code = body(rank, options)
-            except BaseException:
+            except BaseException as error:
                 # Before the group goes: the others then fail because of us, and should be seen to.
-                report.send((0, f"raised\n{traceback.format_exc()}", time.time()))
+                report.send(_describe(error))
                 return
         sys.stdout.flush()
-        report.send((exit_code, None, 0.0))
-    except BaseException:
+        report.send((exit_code, None, 0.0, None))
+    except BaseException as error:
         with suppress(OSError):  # the starting process has gone, or has heard enough
-            report.send((0, f"raised\n{traceback.format_exc()}", time.time()))
+            report.send(_describe(error))
     finally:
         report.close()
+
+
+def _describe(error: BaseException) -> tuple[int, str, float, str | None]:
+    """(0, traceback, time, why this cannot run here if that is what was raised)."""
+    from commfuse_megatron.errors import ConfigError, UnsupportedError
+
+    is_refusal = isinstance(error, CannotRunError | ConfigError | UnsupportedError)
+    return 0, f"raised\n{traceback.format_exc()}", time.time(), str(error) if is_refusal else None
 
 
 def _end_with_the_starting_process() -> None:

@@ -21,6 +21,7 @@ from commfuse_megatron.cli.launch import (
     is_speaker,
     launch,
 )
+from commfuse_megatron.errors import ConfigError
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -47,6 +48,13 @@ def raise_on_rank_1(rank: Rank, options: None) -> int:
     if rank.global_rank == 1:
         raise ValueError("the reason is here")
     dist.all_reduce(torch.zeros(1))  # never completes: rank 1 does not come
+    return 0
+
+
+def refuse_on_rank_1(rank: Rank, options: None) -> int:
+    if rank.global_rank == 1:
+        raise ConfigError("transport.backend is not for here")
+    dist.all_reduce(torch.zeros(1))
     return 0
 
 
@@ -87,6 +95,12 @@ def test_a_rank_that_raises_ends_the_others_and_shows_its_traceback() -> None:
     assert message.startswith("rank 1 raised\nTraceback"), message
     assert "ValueError: the reason is here" in message
     assert "raise_on_rank_1" in message
+
+
+def test_a_rank_that_cannot_run_here_says_so_and_no_more() -> None:
+    with pytest.raises(CannotRunError) as caught:
+        launch(refuse_on_rank_1, None, num_ranks=2, device_type="cpu")
+    assert str(caught.value) == "transport.backend is not for here"
 
 
 def test_a_rank_that_is_killed_ends_the_others_and_is_named() -> None:

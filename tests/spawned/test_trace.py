@@ -82,7 +82,7 @@ def test_a_whole_step_stock_and_plugin(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     data, trace = outcome(tmp_path, ran.stdout)
     assert "lower bound; results are wrong on purpose" in ran.stdout
-    assert "6 of 6 layers ran through the plugin" in ran.stdout
+    assert "6 of 6 layers were overlapped in their forward passes" in ran.stdout
     assert list(data["variants"]) == ["stock", "plugin", "without communication"]
     free = data["variants"].pop("without communication")
     for variant in data["variants"].values():
