@@ -12,7 +12,7 @@ On GPUs the pieces alternate over two streams (`runtime/lanes.py`). The two othe
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -34,23 +34,14 @@ from commfuse_megatron.ops.attention_arguments import (
     find_attention_complaint,
     state_attention_problem,
 )
-from commfuse_megatron.ops.attention_recordings import new_states, record_query_split, split_states
-from commfuse_megatron.ops.linear_reduce_scatter import OPERATION as PROJECTION
-from commfuse_megatron.ops.linear_reduce_scatter import ScatterOperands, scatter_backward, scatter_forward
-from commfuse_megatron.ops.passes import gather_chunks, scatter_chunks, start_gather, weight_gradient
-from commfuse_megatron.ops.replay import TapeCall, replay
-from commfuse_megatron.ops.split_attention import Heads, InputGradients, SplitAttention
+from commfuse_megatron.ops.attention_passes import AttentionCall, Saved, attention_backward, attention_forward
+from commfuse_megatron.ops.split_attention import Heads
 from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
 from commfuse_megatron.plan.linear_plan import LinearPlan
-from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges, shard_range
+from commfuse_megatron.problem import AttentionProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
-from commfuse_megatron.runtime.executor import AllGatherRun
-from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.prepared import PreparedPass
-from commfuse_megatron.runtime.program import split_rows
-from commfuse_megatron.schedule import Algorithm
-from commfuse_megatron.transport.base import Transfer
 
 __all__ = ["find_attention_kernel", "plan_attention", "query_split_attention"]
 
@@ -122,11 +113,13 @@ def query_split_attention(
             "query_split_attention: a CUDA graph would repeat one dropout mask; capture without dropout"
         )
     forward.begin()
-    call = _Call(forward, weight_grad, q.size(-1) ** -0.5 if scale is None else scale, mask, _draw(dropout, context))
+    call = AttentionCall(
+        forward, weight_grad, q.size(-1) ** -0.5 if scale is None else scale, mask, _draw(dropout, context)
+    )
     # The plain kernel's products are to be in fp32, whatever autocast makes of products.
     with torch.autocast(context.device.type, enabled=False):
         if not forward.problem.needs and not (out_bias is not None and out_bias.requires_grad):
-            return _forward(call, Heads(q, k, v), out_weight, out_bias)[0]
+            return attention_forward(call, Heads(q, k, v), out_weight, out_bias)[0]
         return _QuerySplitAttention.apply(q, k, v, out_weight, out_bias, call)
 
 
@@ -144,23 +137,6 @@ def plan_attention(inputs: AttentionInputs, context: OverlapContext) -> LinearPl
     return _prepare(inputs, context).plan
 
 
-class _Call(NamedTuple):
-    forward: PreparedPass
-    weight_grad: WeightGradTarget | None
-    scale: float
-    mask: torch.Tensor | None
-    dropout: Dropout | None
-    is_rehearsal: bool = False
-
-
-class _Saved(NamedTuple):
-    """What a backward pass needs of its forward pass."""
-
-    heads: Heads
-    attended: torch.Tensor  # [S, B, H, D_v]
-    states: list[tuple[torch.Tensor, ...]]  # by split
-
-
 class _QuerySplitAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -170,9 +146,9 @@ class _QuerySplitAttention(torch.autograd.Function):
         v: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        call: _Call,
+        call: AttentionCall,
     ) -> torch.Tensor:
-        y, saved = _forward(call, Heads(q, k, v), weight, bias)
+        y, saved = attention_forward(call, Heads(q, k, v), weight, bias)
         ctx.call = call._replace(mask=None)
         ctx.has_bias = bias is not None
         ctx.state_sizes = [len(state) for state in saved.states]
@@ -185,7 +161,7 @@ class _QuerySplitAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, weight, mask, attended, *flat = ctx.saved_tensors
         states = [tuple(part) for part in _split_list(flat, ctx.state_sizes)]
-        call: _Call = ctx.call._replace(mask=mask)
+        call: AttentionCall = ctx.call._replace(mask=mask)
         needs_bias = ctx.has_bias and ctx.needs_input_grad[4]
         grad_shard = grad_y.contiguous().flatten(0, -2)
         grads: Heads | None = None
@@ -193,152 +169,14 @@ class _QuerySplitAttention(torch.autograd.Function):
         if call.forward.problem.needs:
             p = _prepare_backward(call.forward)
             p.begin()
-            saved = _Saved(Heads(q, k, v), attended, states)
+            saved = Saved(Heads(q, k, v), attended, states)
             with torch.autocast(grad_shard.device.type, enabled=False):  # as in forward
-                grads, grad_weight = _backward(p, call, saved, grad_shard, with_unit_stride(weight))
+                grads, grad_weight = attention_backward(p, call, saved, grad_shard, with_unit_stride(weight))
         grad_heads = (
             None if grads is None or not is_due else grad
             for grad, is_due in zip(grads or (None,) * 3, ctx.needs_input_grad[:3], strict=True)
         )
         return *grad_heads, grad_weight, grad_shard.sum(0) if needs_bias else None, None
-
-
-# -- both passes, whatever the path -----------------------------------------------------------------------------------
-
-
-def _forward(call: _Call, heads: Heads, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, _Saved]:
-    p = call.forward
-    problem = _attention_of(p)
-    heads = Heads(*map(_for_kernels, heads))
-    bias = None if bias is None else bias.contiguous()
-    attention = _split(call)
-    attended = heads.q.new_empty(*heads.q.shape[:3], problem.value_dim)
-    if p.plan.is_scheduled:
-        return _query_split_forward(p, attention, heads, attended, with_unit_stride(weight), bias)
-    states: list[tuple[torch.Tensor, ...]] = [attention.forward(0, heads, attended) if attended.numel() else ()]
-    y = scatter_forward(_projection_pass(p, call), attended.flatten(2), weight, bias)
-    return y, _Saved(heads, attended, states)
-
-
-def _backward(
-    p: PreparedPass, call: _Call, saved: _Saved, grad_shard: torch.Tensor, weight: torch.Tensor
-) -> tuple[Heads | None, torch.Tensor | None]:
-    """Gradients of heads and weight, as far as they are due. grad_shard: [M_r, N]."""
-    problem = p.problem
-    needs_input, needs_weight = "input" in problem.needs, "weight" in problem.needs
-    attention = _split(call)
-    gradients = InputGradients(saved.heads) if needs_input else None
-    if p.plan.is_scheduled:
-        grad_weight = _query_split_backward(p, attention, saved, grad_shard, gradients, weight, call.weight_grad)
-    else:
-        attended = saved.attended.flatten(2)
-        operands = ScatterOperands(grad_shard, attended, weight, needs_input, needs_weight)
-        grad_attended, grad_weight = scatter_backward(_projection_pass(p, call), operands, call.weight_grad)
-        if gradients is not None and attended.numel():
-            assert grad_attended is not None
-            grad = grad_attended.view(saved.attended.shape)
-            attention.backward(0, saved.heads, saved.attended, saved.states[0], grad, gradients, _nothing)
-    return None if gradients is None else gradients.result(), grad_weight
-
-
-def _query_split_forward(
-    p: PreparedPass,
-    attention: SplitAttention,
-    heads: Heads,
-    attended: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> tuple[torch.Tensor, _Saved]:
-    problem, context = _attention_of(p), p.context
-    y = heads.q.new_empty(p.own_rows, problem.batch, problem.N)
-    states: list[tuple[torch.Tensor, ...]] = [()] * len(attention.splits)
-    with p as link:
-        if attention.is_plain and p.can_replay:
-            q, k, v = heads
-            all_states = new_states(q, problem, attention.splits)
-            key = (attention.scale, q.stride(), k.stride(), v.stride())
-            tape_call = TapeCall(q, attended, weight, y, bias, more=(k, v, all_states), key=key)
-            if replay(p, link, record_query_split, tape_call):
-                if problem.needs:
-                    states = split_states(all_states, problem, attention.splits)
-                return y, _Saved(heads, attended, states)
-        lanes = context.lanes
-        lanes.begin()
-        operands = split_rows(attended.view(problem.M, problem.K), p.scatter.bound.chunk_rows)
-
-        def produce(split: int, target: torch.Tensor, addend: torch.Tensor | None, in_flight: Transfer | None) -> None:
-            mark = link.mark()
-            # What arrived is ordered before this on the current stream only.
-            with lanes.turn(waits_for_current=addend is not None and addend.dim() == 3):
-                if operands[split].numel():
-                    states[split] = attention.forward(split, heads, attended)
-                p.gemm.multiply(operands[split], weight.t(), target, addend, in_flight)
-            link.note_compute(f"attend {split}", mark, None)
-
-        scatter_chunks(p, link, produce, y.flatten(0, -2), bias=bias)
-    return y, _Saved(heads, attended, states)
-
-
-def _query_split_backward(
-    p: PreparedPass,
-    attention: SplitAttention,
-    saved: _Saved,
-    grad_shard: torch.Tensor,
-    gradients: InputGradients | None,
-    weight: torch.Tensor,
-    weight_grad: WeightGradTarget | None,
-) -> torch.Tensor | None:
-    """Fill `gradients`, if they are due; returns the gradient of the weight, if it is."""
-    problem = p.problem
-    attended = saved.attended.view(problem.M, problem.K)
-    with p as link:
-        grad = p.gather.gathered()
-        run = start_gather(p, link, grad_shard, grad, "all-gather of the output gradient")
-        if gradients is None:
-            for index in range(run.num_steps):
-                run.issue(index)
-            run.finish()
-        else:
-            _gather_under_attention(p, link, run, attention, saved, gradients, weight)
-        if "weight" not in problem.needs:
-            return None
-        return weight_gradient(p, grad, attended, weight, weight_grad)
-
-
-def _gather_under_attention(
-    p: PreparedPass,
-    link: Link,
-    run: AllGatherRun,
-    attention: SplitAttention,
-    saved: _Saved,
-    gradients: InputGradients,
-    weight: torch.Tensor,
-) -> None:
-    lanes = p.context.lanes
-    grad_attended = torch.empty_like(saved.attended)
-    rows_of = split_rows(grad_attended.view(p.problem.M, p.problem.K), p.gather.bound.chunk_rows)
-    lanes.begin()
-
-    def consume(split: int, grad_rows: torch.Tensor, in_flight: Transfer | None) -> None:
-        p.gemm.multiply(grad_rows, weight, rows_of[split], None, in_flight)
-        p.gemm.join()
-        if rows_of[split].numel():
-            queries = attention.splits[split]
-            attention.backward(
-                split,
-                saved.heads,
-                saved.attended,
-                saved.states[split],
-                grad_attended[queries.start : queries.stop],
-                gradients,
-                lanes.wait_for_previous,
-            )
-
-    gather_chunks(p, link, run, consume, lanes.turn)
-
-
-def _nothing() -> None:
-    """Nothing to wait for: there is one split."""
 
 
 # -- preparation ------------------------------------------------------------------------------------------------------
@@ -396,62 +234,12 @@ def _choose_kernel(problem: AttentionProblem, context: OverlapContext) -> Attent
     return context.attention_kernels.choose(problem, context.config.attention.kernel)
 
 
-def _projection_pass(p: PreparedPass, call: _Call) -> PreparedPass:
-    """The projection as a linear of its own: planned as any other, or sequential if `p` is."""
-    problem, context = _attention_of(p).projection, p.context
-    key = (p.plan.path, problem)
-    prepared = context.known_calls.get(key)
-    if prepared is None and p.plan.path == "sequential":
-        plan = LinearPlan("sequential", p.plan.reason, Algorithm.DIRECT, 1, keep_gathered_input=False)
-        prepared = context.known_calls[key] = context.make_pass(problem, plan)
-    elif prepared is None:
-        prepared = remember(context, key, problem, PROJECTION)
-    if p.plan.path != "sequential" and not call.is_rehearsal:
-        prepared.begin()
-    return prepared
-
-
-def _split(call: _Call) -> SplitAttention:
-    p = call.forward
-    if call.mask is not None or call.dropout is not None:
-        return _make_split(call)
-    made = p.memo.get(("split", call.scale))
-    if made is None:
-        made = p.memo["split", call.scale] = _make_split(call)
-    return made
-
-
-def _make_split(call: _Call) -> SplitAttention:
-    p = call.forward
-    problem, kernel = _attention_of(p), p.attention
-    assert kernel is not None
-    if p.plan.is_scheduled:
-        shards = chunk_ranges(problem.rows, problem.group_size, p.plan.chunks_per_shard)
-        splits = [chunk for shard in shards for chunk in shard]
-    else:
-        splits = [RowRange(0, problem.rows)]
-    return SplitAttention(problem, kernel, splits, call.scale, call.mask, call.dropout)
-
-
-def _attention_of(p: PreparedPass) -> AttentionProblem:
-    assert isinstance(p.problem, AttentionProblem)
-    return p.problem
-
-
 def _draw(dropout: float, context: OverlapContext) -> Dropout | None:
     if not dropout:
         return None
     # The CPU's generator is usually in the same state on all ranks, but their heads must not drop alike.
     seed = int(torch.randint(1 << 40, ()).item()) * context.group_size + context.group_rank
     return Dropout(dropout, seed)
-
-
-def _for_kernels(tensor: torch.Tensor) -> torch.Tensor:
-    """An operand as kernels load it, 16 bytes at a time: itself, if it is a view into a fused projection, say."""
-    per_load = 16 // tensor.element_size()
-    *outer, last = tensor.stride()
-    is_aligned = last == 1 and not any(stride <= 0 or stride % per_load for stride in outer)
-    return tensor if is_aligned and tensor.data_ptr() % 16 == 0 else tensor.contiguous()
 
 
 def _split_list(flat: list[torch.Tensor], sizes: list[int]) -> list[list[torch.Tensor]]:
@@ -485,12 +273,12 @@ def _rehearse(problem: AttentionProblem, context: OverlapContext) -> Callable[[P
 
     def run(p: PreparedPass) -> None:
         p.attention = kernel
-        call = _Call(p, None, problem.head_dim**-0.5, mask, dropout, is_rehearsal=True)
-        _, saved = _forward(call, heads, weight, None)
+        call = AttentionCall(p, None, problem.head_dim**-0.5, mask, dropout, is_rehearsal=True)
+        _, saved = attention_forward(call, heads, weight, None)
         if problem.needs:
             if p.plan.name not in backward:
                 backward[p.plan.name] = context.make_pass(backward_problem, p.plan)
-            _backward(backward[p.plan.name], call, saved, grad, weight)
+            attention_backward(backward[p.plan.name], call, saved, grad, weight)
 
     return run
 

@@ -63,6 +63,9 @@ class _Bound(NamedTuple):
     generation: int  # of the buffers whose addresses it holds
 
 
+# Layouts and scales that vary from call to call must not fill the memory.
+_MOST_TAPES = 64
+
 _NEVER = -2
 _UNKNOWN = _Bound(None, _NEVER)
 
@@ -95,6 +98,8 @@ def replay(p: PreparedPass, link: Link, record: Callable[["Build", TapeCall], No
             operation = build.tape.finish()
         except Unservable:
             pass
+        if len(tapes) >= _MOST_TAPES:
+            tapes.clear()
         bound = tapes[key] = _Bound(operation, slots.generation if operation is not None else _NEVER)
     if bound.operation is None:
         return False

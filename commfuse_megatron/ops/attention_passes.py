@@ -1,0 +1,235 @@
+"""Both passes of query-split attention, whatever the way: see `query_split_attention`, which plans and calls them.
+
+Knows prepared passes and kernels; must not know autograd.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from commfuse_megatron.kernels.attention import Dropout
+from commfuse_megatron.ops.arguments import remember, with_unit_stride
+from commfuse_megatron.ops.attention_recordings import new_states, record_query_split, split_states
+from commfuse_megatron.ops.linear_reduce_scatter import OPERATION as PROJECTION
+from commfuse_megatron.ops.linear_reduce_scatter import ScatterOperands, scatter_backward, scatter_forward
+from commfuse_megatron.ops.passes import gather_chunks, scatter_chunks, start_gather, weight_gradient
+from commfuse_megatron.ops.replay import TapeCall, replay
+from commfuse_megatron.ops.split_attention import Heads, InputGradients, SplitAttention
+from commfuse_megatron.ops.weight_grad import WeightGradTarget
+from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
+from commfuse_megatron.runtime.executor import AllGatherRun
+from commfuse_megatron.runtime.link import Link
+from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.runtime.program import split_rows
+from commfuse_megatron.schedule import Algorithm
+from commfuse_megatron.transport.base import Transfer
+
+__all__ = ["AttentionCall", "Saved", "attention_backward", "attention_forward"]
+
+
+class AttentionCall(NamedTuple):
+    """One call: its forward pass, and what differs between calls of one problem."""
+
+    forward: PreparedPass
+    weight_grad: WeightGradTarget | None
+    scale: float
+    mask: torch.Tensor | None
+    dropout: Dropout | None
+    is_rehearsal: bool = False
+
+
+class Saved(NamedTuple):
+    """What a backward pass needs of its forward pass."""
+
+    heads: Heads
+    attended: torch.Tensor  # [S, B, H, D_v]
+    states: list[tuple[torch.Tensor, ...]]  # by split
+
+
+def attention_forward(
+    call: AttentionCall, heads: Heads, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, Saved]:
+    """(this rank's rows of the result, what the backward pass needs)."""
+    p = call.forward
+    problem = _attention_of(p)
+    heads = Heads(*map(_for_kernels, heads))
+    bias = None if bias is None else bias.contiguous()
+    attention = _split(call)
+    attended = heads.q.new_empty(*heads.q.shape[:3], problem.value_dim)
+    if p.plan.is_scheduled:
+        return _query_split_forward(p, attention, heads, attended, with_unit_stride(weight), bias)
+    states: list[tuple[torch.Tensor, ...]] = [attention.forward(0, heads, attended) if attended.numel() else ()]
+    y = scatter_forward(_projection_pass(p, call), attended.flatten(2), weight, bias)
+    return y, Saved(heads, attended, states)
+
+
+def attention_backward(
+    p: PreparedPass, call: AttentionCall, saved: Saved, grad_shard: torch.Tensor, weight: torch.Tensor
+) -> tuple[Heads | None, torch.Tensor | None]:
+    """Gradients of heads and weight, as far as they are due. grad_shard: [M_r, N]."""
+    problem = p.problem
+    needs_input, needs_weight = "input" in problem.needs, "weight" in problem.needs
+    attention = _split(call)
+    gradients = InputGradients(saved.heads) if needs_input else None
+    if p.plan.is_scheduled:
+        grad_weight = _query_split_backward(p, attention, saved, grad_shard, gradients, weight, call.weight_grad)
+    else:
+        attended = saved.attended.flatten(2)
+        operands = ScatterOperands(grad_shard, attended, weight, needs_input, needs_weight)
+        grad_attended, grad_weight = scatter_backward(_projection_pass(p, call), operands, call.weight_grad)
+        if gradients is not None and attended.numel():
+            assert grad_attended is not None
+            grad = grad_attended.view(saved.attended.shape)
+            attention.backward(0, saved.heads, saved.attended, saved.states[0], grad, gradients, _nothing)
+    return None if gradients is None else gradients.result(), grad_weight
+
+
+def _query_split_forward(
+    p: PreparedPass,
+    attention: SplitAttention,
+    heads: Heads,
+    attended: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, Saved]:
+    problem, context = _attention_of(p), p.context
+    y = heads.q.new_empty(p.own_rows, problem.batch, problem.N)
+    states: list[tuple[torch.Tensor, ...]] = [()] * len(attention.splits)
+    with p as link:
+        if attention.is_plain and p.can_replay:
+            q, k, v = heads
+            all_states = new_states(q, problem, attention.splits)
+            key = (attention.scale, q.stride(), k.stride(), v.stride())
+            tape_call = TapeCall(q, attended, weight, y, bias, more=(k, v, all_states), key=key)
+            if replay(p, link, record_query_split, tape_call):
+                if problem.needs:
+                    states = split_states(all_states, problem, attention.splits)
+                return y, Saved(heads, attended, states)
+        lanes = context.lanes
+        lanes.begin()
+        operands = split_rows(attended.view(problem.M, problem.K), p.scatter.bound.chunk_rows)
+
+        def produce(split: int, target: torch.Tensor, addend: torch.Tensor | None, in_flight: Transfer | None) -> None:
+            mark = link.mark()
+            # What arrived is ordered before this on the current stream only.
+            with lanes.turn(waits_for_current=addend is not None and addend.dim() == 3):
+                if operands[split].numel():
+                    states[split] = attention.forward(split, heads, attended)
+                p.gemm.multiply(operands[split], weight.t(), target, addend, in_flight)
+            link.note_compute(f"attend {split}", mark, None)
+
+        scatter_chunks(p, link, produce, y.flatten(0, -2), bias=bias)
+    return y, Saved(heads, attended, states)
+
+
+def _query_split_backward(
+    p: PreparedPass,
+    attention: SplitAttention,
+    saved: Saved,
+    grad_shard: torch.Tensor,
+    gradients: InputGradients | None,
+    weight: torch.Tensor,
+    weight_grad: WeightGradTarget | None,
+) -> torch.Tensor | None:
+    """Fill `gradients`, if they are due; returns the gradient of the weight, if it is."""
+    problem = p.problem
+    attended = saved.attended.view(problem.M, problem.K)
+    with p as link:
+        grad = p.gather.gathered()
+        run = start_gather(p, link, grad_shard, grad, "all-gather of the output gradient")
+        if gradients is None:
+            for index in range(run.num_steps):
+                run.issue(index)
+            run.finish()
+        else:
+            _gather_under_attention(p, link, run, attention, saved, gradients, weight)
+        if "weight" not in problem.needs:
+            return None
+        return weight_gradient(p, grad, attended, weight, weight_grad)
+
+
+def _gather_under_attention(
+    p: PreparedPass,
+    link: Link,
+    run: AllGatherRun,
+    attention: SplitAttention,
+    saved: Saved,
+    gradients: InputGradients,
+    weight: torch.Tensor,
+) -> None:
+    lanes = p.context.lanes
+    grad_attended = torch.empty_like(saved.attended)
+    rows_of = split_rows(grad_attended.view(p.problem.M, p.problem.K), p.gather.bound.chunk_rows)
+    lanes.begin()
+
+    def consume(split: int, grad_rows: torch.Tensor, in_flight: Transfer | None) -> None:
+        p.gemm.multiply(grad_rows, weight, rows_of[split], None, in_flight)
+        p.gemm.join()
+        if rows_of[split].numel():
+            queries = attention.splits[split]
+            attention.backward(
+                split,
+                saved.heads,
+                saved.attended,
+                saved.states[split],
+                grad_attended[queries.start : queries.stop],
+                gradients,
+                lanes.wait_for_previous,
+            )
+
+    gather_chunks(p, link, run, consume, lanes.turn)
+
+
+def _nothing() -> None:
+    """Nothing to wait for: there is one split."""
+
+
+def _projection_pass(p: PreparedPass, call: AttentionCall) -> PreparedPass:
+    """The projection as a linear of its own: planned as any other, or sequential if `p` is."""
+    problem, context = _attention_of(p).projection, p.context
+    key = (p.plan.path, problem)
+    prepared = context.known_calls.get(key)
+    if prepared is None and p.plan.path == "sequential":
+        plan = LinearPlan("sequential", p.plan.reason, Algorithm.DIRECT, 1, keep_gathered_input=False)
+        prepared = context.known_calls[key] = context.make_pass(problem, plan)
+    elif prepared is None:
+        prepared = remember(context, key, problem, PROJECTION)
+    if p.plan.path != "sequential" and not call.is_rehearsal:
+        prepared.begin()
+    return prepared
+
+
+def _split(call: AttentionCall) -> SplitAttention:
+    p = call.forward
+    if call.mask is not None or call.dropout is not None:
+        return _make_split(call)
+    made = p.memo.get("split")
+    if made is None or made.scale != call.scale:
+        made = p.memo["split"] = _make_split(call)
+    return made
+
+
+def _make_split(call: AttentionCall) -> SplitAttention:
+    p = call.forward
+    problem, kernel = _attention_of(p), p.attention
+    assert kernel is not None
+    if p.plan.is_scheduled:
+        shards = chunk_ranges(problem.rows, problem.group_size, p.plan.chunks_per_shard)
+        splits = [chunk for shard in shards for chunk in shard]
+    else:
+        splits = [RowRange(0, problem.rows)]
+    return SplitAttention(problem, kernel, splits, call.scale, call.mask, call.dropout)
+
+
+def _attention_of(p: PreparedPass) -> AttentionProblem:
+    assert isinstance(p.problem, AttentionProblem)
+    return p.problem
+
+
+def _for_kernels(tensor: torch.Tensor) -> torch.Tensor:
+    """An operand as kernels load it, 16 bytes at a time: itself, if it is a view into a fused projection, say."""
+    per_load = 16 // tensor.element_size()
+    *outer, last = tensor.stride()
+    is_aligned = last == 1 and not any(stride <= 0 or stride % per_load for stride in outer)
+    return tensor if is_aligned and tensor.data_ptr() % 16 == 0 else tensor.contiguous()
