@@ -13,8 +13,9 @@ import torch
 from commfuse_megatron import OpRecord
 from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin.attention import attention_unsupported_reason
-from commfuse_megatron.plugin.classes import ATTENTIONS, LOCAL, TRANSFORMER_ENGINE, is_ours
+from commfuse_megatron.plugin.classes import ATTENTIONS, LOCAL, OUR_LINEARS, TRANSFORMER_ENGINE
 from commfuse_megatron.plugin.decision import kept_reason_of, state_of
+from commfuse_megatron.plugin.embedding import CommFuseVocabParallelEmbedding
 from commfuse_megatron.plugin.support import unsupported_reason
 
 __all__ = ["LayerReport", "ModelReport", "model_report"]
@@ -96,7 +97,7 @@ def model_report(model: Any) -> ModelReport:
     for chunk in chunks:
         for name, module in _layers(chunk):
             layers.append(_layer_report(name, module))
-            if is_ours(module) and state_of(module).context is not None:
+            if _counts_calls(module) and state_of(module).context is not None:
                 context = state_of(module).context
                 contexts[id(context)] = context
         attentions += [_attention_report(*each) for each in chunk.named_modules() if _is_attention(each[1])]
@@ -110,12 +111,17 @@ def _layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
             yield name, module
 
 
+def _counts_calls(module: torch.nn.Module) -> bool:
+    """Whether `module` is one of our linears, or our embedding, or derives from one."""
+    return isinstance(module, (*OUR_LINEARS, CommFuseVocabParallelEmbedding))
+
+
 _OURS_OR_MEGATRONS = (compat.ColumnParallelLinear, compat.RowParallelLinear, compat.VocabParallelEmbedding)
 
 
 def _layer_report(name: str, module: torch.nn.Module) -> LayerReport:
     layer = type(module).__name__
-    if not is_ours(module):
+    if not _counts_calls(module):
         return LayerReport(name, layer, "stock", 0, 0, (_reason_not_ours(module),))
     return _report_of_ours(name, module, unsupported_reason)
 

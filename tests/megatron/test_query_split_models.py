@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.megatron import attention_checks
+from tests.megatron import attention_checks, attention_wrap_checks
 from tests.megatron.harness import names_of_checks, run_checks, run_megatron
 
 BODIES = "tests.megatron.attention_bodies"
@@ -14,7 +14,8 @@ ALL = [
 ]  # fmt: skip
 RUNS = {2: ALL, 4: ["causal", "layer_norm_and_bias", "one_query_group", "hybrid"]}
 CASES = [(group_size, name) for group_size, names in RUNS.items() for name in names]
-CHECKS = names_of_checks(attention_checks)
+MODULES = (attention_checks, attention_wrap_checks)
+CHECKS = [(module.__name__, name) for module in MODULES for name in names_of_checks(module)]
 
 # Two right programs differ by the order of sums, a few units of 2.2e-16 times the cancellation in a gradient.
 TOLERANCE = 1e-12
@@ -32,7 +33,7 @@ def results() -> dict[int, list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str | None]:
-    return run_checks(2, [(attention_checks.__name__, name) for name in CHECKS])
+    return run_checks(2, CHECKS)
 
 
 @pytest.mark.timeout(400)
@@ -58,6 +59,6 @@ def test_equals_stock_and_is_query_split(results: dict, group_size: int, name: s
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", [name for _, name in CHECKS])
 def test_attention(outcomes: dict[str, str | None], name: str) -> None:
     assert outcomes[name] is None, outcomes[name]

@@ -59,6 +59,30 @@ def test_autocast_rounds_operands_and_nothing_else(path):
     run_threads(2, body)
 
 
+@pytest.mark.parametrize("path", ["query_split", "row_parallel", "sequential"])
+def test_a_backward_pass_inside_autocast_is_that_outside(path):
+    """Fails with backward left inside autocast: its products are then rounded to bfloat16."""
+
+    def body(group, device):
+        operands, grad_y = draw(Case(rows=9, kv_heads=2, dtype=torch.float32), group.rank(), group.size())
+
+        def gradients(*, is_inside):
+            leaves = [t.detach().clone().requires_grad_() for t in operands.values()]
+            with torch.autocast("cpu", torch.bfloat16):
+                y = ops.query_split_attention(*leaves, scale=2.0, context=context)
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_inside):
+                y.backward(grad_y.bfloat16())
+            return [leaf.grad for leaf in leaves]
+
+        with OverlapContext(group, attention_config(path)) as context:
+            for name, found, expected in zip(
+                operands, gradients(is_inside=True), gradients(is_inside=False), strict=True
+            ):
+                assert torch.equal(found, expected), name
+
+    run_threads(2, body)
+
+
 def test_with_dropout_a_call_is_split_alike_with_and_without_gradients(monkeypatch):
     """As a recomputed layer is called: splits draw masks of their own, so gradients would be those of other masks.
 
