@@ -58,17 +58,18 @@ class GlooTransport(Transport):
     @override
     def exchange(self, send: Message | None, receive: Message | None, turn: int = 0) -> Transfer:
         works: list[tuple[Any, int, str]] = []
+        peer = -1
         try:
             if send is not None:
+                peer = send.peer
                 work = self._group.send([send.tensor], send.peer, _wire_tag(send))
                 works.append((work, send.peer, "could not deliver to"))
             if receive is not None:
+                peer = receive.peer
                 work = self._group.recv([receive.tensor], receive.peer, _wire_tag(receive))
                 works.append((work, receive.peer, "got nothing from"))
         except RuntimeError as error:  # the connection to the peer is gone already
-            message = send if receive is None or not works else receive
-            assert message is not None
-            raise TransportError(f"no connection to group rank {message.peer}: {error}") from error
+            raise TransportError(f"no connection to group rank {peer}: {error}") from error
         return _GlooTransfer(works, self._timeout_s)
 
     @override
