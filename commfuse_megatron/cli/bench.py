@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
@@ -107,7 +107,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     )
     require_work(settings, torch.device(arguments.device), num_ranks)
     if arguments.resume and is_speaker() and Path(arguments.json).exists():
-        load_report(Path(arguments.json))  # what is no such file is found out now
+        _require_same_columns(settings, load_report(Path(arguments.json))[0], arguments.json)
     options = _Options(
         settings, arguments.json, arguments.figure, bounds, arguments.resume, is_verbose=arguments.verbose
     )
@@ -161,6 +161,19 @@ def _require_models(arguments: argparse.Namespace) -> None:
         raise CannotRunError(f"{', '.join(given)}: for linears, not for --attention")
 
 
+def _require_same_columns(settings: Settings, header: dict[str, Any], file: str) -> None:
+    """Raise CannotRunError where the cases of `file` were measured with other variants: they would count as done."""
+    before = header.get("settings", {})
+    for name, option in (("variants", "--variants"), ("chunks", "--chunks"), ("config_files", "--config")):
+        found, asked = list(before.get(name, ())), list(getattr(settings, name))
+        if found != asked:
+            was, now = (" ".join(map(str, values)) or "none" for values in (found, asked))
+            raise CannotRunError(
+                f"--resume: {file} was measured with {option} {was}, and this is {option} {now}: go on with the same,"
+                " or write another file"
+            )
+
+
 def _bench_on_rank(rank: Rank, options: _Options) -> int:
     if not options.is_verbose:
         silence_foreign_warnings()
@@ -178,9 +191,10 @@ def _bench_on_rank(rank: Rank, options: _Options) -> int:
     settings = options.settings
     path = None if options.json is None else Path(options.json)
     # All ranks must skip the same pieces, but only the first one's file counts.
-    kept: list[list[Row]] = [[]]
+    kept: list[Any] = [[], []]
     if rank.is_first and options.resumes and path is not None and path.exists():
-        kept[0] = load_report(path)[1]
+        before, kept[0] = load_report(path)
+        kept[1] = before.get("failures", [])
     dist.broadcast_object_list(kept)
     header = run_header(device, rank.world_size, settings.commit or this_commit())
     header["settings"] = asdict(settings)
@@ -209,7 +223,7 @@ def _bench_on_rank(rank: Rank, options: _Options) -> int:
         outcome = run_grid(pieces, group, device, settings, on_rows=add_rows, on_note=note)
     failures: list[list[str] | None] = [None] * rank.world_size
     dist.all_gather_object(failures, outcome.failures)
-    outcome.failures = list(dict.fromkeys(failure for own in failures for failure in own or []))
+    outcome.failures = list(dict.fromkeys(failure for own in [kept[1], *failures] for failure in own or []))
     report.header |= {"missing": outcome.missing, "left_out": outcome.left_out, "failures": outcome.failures}
     report.write()
     # Every rank has the same rows, so all come to the same exit code; the first one says why.

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 __all__ = [
     "CannotRunError",
@@ -199,6 +199,20 @@ def _process_group(rank: Rank, local_rank: int, store: Any, timeout_s: float) ->
 # --- local ranks: the starting process --------------------------------------------------------------------------------
 
 
+class _Report(NamedTuple):
+    """What a local rank says at its end.
+
+    failure: its traceback. refusal: why it cannot run here, where that was it. own_error: what else is surely no
+    consequence of another rank's failure.
+    """
+
+    exit_code: int = 0
+    failure: str | None = None
+    failed_at_s: float = 0.0
+    refusal: str | None = None
+    own_error: str | None = None
+
+
 def _launch_local(body: Body, options: Any, num_ranks: int, device_type: str, timeout_s: float) -> int:
     from torch import distributed as dist
 
@@ -233,13 +247,15 @@ def _launch_local(body: Body, options: Any, num_ranks: int, device_type: str, ti
 
 
 def _wait_for_all(processes: list[SpawnProcess], pipes: list[Connection]) -> int:
-    """The largest exit code that the bodies returned; raises RankFailedError as soon as one rank fails.
+    """The worst exit code that the bodies returned; raises RankFailedError as soon as one rank fails.
 
     What the others report soon after is mostly a broken connection, so failures are listed in the order in which they
-    happened, silent deaths first. Where the first one was that this cannot run here, that is raised: CannotRunError.
+    happened, silent deaths first. Where the first one was that this cannot run here, that is raised, with what else is
+    no consequence: CannotRunError.
     """
     exit_codes: dict[int, int] = {}
     refusals: dict[int, str] = {}
+    own_errors: dict[int, str] = {}
     failures: list[tuple[float, int, str]] = []
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
     while open_pipes:
@@ -248,24 +264,29 @@ def _wait_for_all(processes: list[SpawnProcess], pipes: list[Connection]) -> int
             assert isinstance(pipe, Connection)
             rank = open_pipes.pop(pipe)
             try:
-                exit_code, failure, failed_at_s, refusal = pipe.recv()
-                if refusal is not None:
-                    refusals[rank] = refusal
+                report = pipe.recv()
             except EOFError:
-                exit_code, failure, failed_at_s = 0, _cause_of_death(processes[rank]), 0.0
-            if failure is None:
-                exit_codes[rank] = exit_code
-            else:
-                failures.append((failed_at_s, rank, failure))
+                report = _Report(failure=_cause_of_death(processes[rank]))
+            if report.failure is None:
+                exit_codes[rank] = report.exit_code
+                continue
+            failures.append((report.failed_at_s, rank, report.failure))
+            if report.refusal is not None:
+                refusals[rank] = report.refusal
+            elif report.own_error is not None:
+                own_errors[rank] = report.own_error
         if failures and not ready:
             break
     if failures:
         failures.sort()
         first = failures[0][1]
         if first in refusals:
-            raise CannotRunError(refusals[first])
+            others = [f"rank {rank}: {own_errors[rank]}" for _, rank, _ in failures[1:] if rank in own_errors]
+            raise CannotRunError("\n".join([refusals[first], *others]))
         raise RankFailedError("\n".join(f"rank {rank} {failure}" for _, rank, failure in failures))
-    return max(exit_codes.values())
+    # A check that failed (1) counts for more than a rank that could not run it (2).
+    codes = set(exit_codes.values())
+    return 1 if 1 in codes else max(codes)
 
 
 def _cause_of_death(process: SpawnProcess) -> str:
@@ -348,7 +369,7 @@ def _run_rank(
                 report.send(_describe(error))
                 return
         sys.stdout.flush()
-        report.send((exit_code, None, 0.0, None))
+        report.send(_Report(exit_code))
     except BaseException as error:
         with suppress(OSError):  # the starting process has gone, or has heard enough
             report.send(_describe(error))
@@ -356,12 +377,24 @@ def _run_rank(
         report.close()
 
 
-def _describe(error: BaseException) -> tuple[int, str, float, str | None]:
-    """(0, traceback, time, why this cannot run here if that is what was raised)."""
-    from commfuse_megatron.errors import ConfigError, UnsupportedError
+def _describe(error: BaseException) -> _Report:
+    from commfuse_megatron.errors import (
+        CommFuseError,
+        ConfigError,
+        TransportError,
+        TransportTimeoutError,
+        UnsupportedError,
+    )
 
-    is_refusal = isinstance(error, CannotRunError | ConfigError | UnsupportedError)
-    return 0, f"raised\n{traceback.format_exc()}", time.time(), str(error) if is_refusal else None
+    text, cause = f"{type(error).__name__}: {error}", error.__cause__
+    refusal = own_error = None
+    if isinstance(error, CannotRunError | ConfigError | UnsupportedError):
+        refusal = str(error)
+        if cause is not None and str(cause) not in refusal:
+            refusal += f" ({type(cause).__name__}: {cause})"
+    elif isinstance(error, CommFuseError) and not isinstance(error, TransportError | TransportTimeoutError):
+        own_error = text
+    return _Report(0, f"raised\n{traceback.format_exc()}", time.time(), refusal, own_error)
 
 
 def _end_with_the_starting_process() -> None:

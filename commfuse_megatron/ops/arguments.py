@@ -25,14 +25,25 @@ __all__ = [
     "cast_for_autocast",
     "find_target_complaint",
     "is_fitting_target",
+    "is_unsavable",
     "needs_autograd",
     "prepare",
     "prepare_backward",
     "remember",
     "require_context",
     "require_fitting",
+    "say_unsavable",
     "with_unit_stride",
 ]
+
+# (dtype of a weight, dtype in which its gradient may be added up besides the same)
+_WIDER = {
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.float64),
+    (torch.float16, torch.float64),
+    (torch.float32, torch.float64),
+}
 
 # Shapes that vary from call to call must not fill the memory: with many chunks one of them takes over 100 KB.
 _MOST_KNOWN_CALLS = 1024
@@ -71,6 +82,20 @@ def needs_autograd(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
 
 
+def is_unsavable(*operands: torch.Tensor | None) -> bool:
+    """Whether a backward pass may be asked for that cannot be given its operands: some were made in inference mode."""
+    given = [operand for operand in operands if operand is not None]
+    if not any([operand.is_inference() for operand in given]) or not torch.is_grad_enabled():
+        return False
+    return any(operand.requires_grad for operand in given)
+
+
+def say_unsavable(named: Mapping[str, torch.Tensor]) -> str:
+    """Such as "x was"."""
+    names = [name for name, tensor in named.items() if tensor.is_inference()]
+    return f"{' and '.join(names)} {'were' if len(names) > 1 else 'was'}"
+
+
 def with_unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     """A weight as the kernels take it: rows or columns one after the other, none over another; else a copy."""
     if tensor.is_contiguous():
@@ -82,7 +107,21 @@ def with_unit_stride(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_fitting_target(target: WeightGradTarget | None, weight: torch.Tensor) -> bool:
     """Whether the weight's gradient can be added there, if anywhere; looked at in every call."""
-    return target is None or (target.accumulate.shape == weight.shape and target.accumulate.device == weight.device)
+    if target is None:
+        return True
+    total = target.accumulate
+    return (
+        total.shape == weight.shape
+        and total.device == weight.device
+        and (total.dtype is weight.dtype or (weight.dtype, total.dtype) in _WIDER)
+        and (total.is_contiguous() or not _overlaps_itself(total))
+        and not total.is_inference()
+        and callable(target.result)
+    )
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    return torch._debug_has_internal_overlap(tensor) == 1
 
 
 def find_target_complaint(target: WeightGradTarget | None, weight: torch.Tensor) -> str | None:
@@ -90,10 +129,14 @@ def find_target_complaint(target: WeightGradTarget | None, weight: torch.Tensor)
     if target is None or is_fitting_target(target, weight):
         return None
     found = target.accumulate
-    return (
-        f"weight_grad.accumulate is {list(found.shape)} on {found.device}, but the weight is {list(weight.shape)} on"
-        f" {weight.device}"
-    )
+    if found.shape != weight.shape or found.device != weight.device:
+        there = f"{list(weight.shape)} on {weight.device}"
+        return f"weight_grad.accumulate is {list(found.shape)} on {found.device}, but the weight is {there}"
+    if found.dtype is not weight.dtype and (weight.dtype, found.dtype) not in _WIDER:
+        return f"weight_grad.accumulate must be of the weight's dtype, {weight.dtype}, or wider, got {found.dtype}"
+    if found.is_inference():
+        return "weight_grad.accumulate was made in inference mode: nothing can be added to it outside"
+    return "weight_grad.accumulate has elements that share memory: a gradient cannot be added to it"
 
 
 def require_fitting(
@@ -141,8 +184,11 @@ def prepare(
             weight.shape,
             weight.dtype,
             weight.device,
-            None if bias is None else (bias.shape, bias.dtype, bias.device),
+            None if bias is None else (bias.shape, bias.dtype, bias.device, bias.layout),
             total_rows,
+            x.layout,
+            weight.layout,
+            is_unsavable(x, weight, bias),
         )
         if is_fitting_target(weight_grad, weight):
             prepared = context.known_calls.get(key)
@@ -225,6 +271,8 @@ def _find_complaint(
         return f"all tensors must have one dtype, got {dtypes}"
     if str(x.dtype).removeprefix("torch.") not in DTYPE_BYTES:
         return f"dtype {x.dtype} is not supported; supported are {', '.join(DTYPE_BYTES)}"
+    if is_unsavable(*named.values()):
+        return f"{say_unsavable(named)} made in inference mode, but gradients are asked for: make copies outside of it"
     for name, tensor in named.items():
         if tensor.device != context.device:
             served = f"transport {context.transport_name}, which serves {context.device}"

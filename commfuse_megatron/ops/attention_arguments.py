@@ -4,10 +4,13 @@ As in `arguments`, a check that could fail on one rank alone ends in `context.re
 no context, so that a layer can ask beforehand.
 """
 
+import math
+import reprlib
 from typing import NamedTuple
 
 import torch
 
+from commfuse_megatron.ops.arguments import is_unsavable, say_unsavable
 from commfuse_megatron.problem import DTYPE_BYTES, AttentionProblem
 
 __all__ = ["AttentionInputs", "find_attention_complaint", "state_attention_problem"]
@@ -42,17 +45,20 @@ class AttentionInputs(NamedTuple):
     def key(self) -> tuple:
         """All that the checks and the problem depend on; of numbers that vary from call to call, no more than that."""
         tensors = tuple(
-            None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
+            None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.layout)
             for tensor in (self.q, self.k, self.v, self.out_weight, self.out_bias, self.mask)
         )
-        numbers = (type(self.scale), type(self.dropout), self.dropout > 0, 0 <= self.dropout < 1)
-        return ("query_split_attention", tensors, self.causal, self.window, numbers, self.needs)
+        is_finite = None if self.scale is None else math.isfinite(self.scale)
+        numbers = (type(self.scale), is_finite, type(self.dropout), self.dropout > 0, 0 <= self.dropout < 1)
+        is_lost = is_unsavable(self.q, self.k, self.v, self.out_weight, self.out_bias)
+        return ("query_split_attention", tensors, self.causal, self.window, numbers, self.needs, is_lost)
 
 
 def state_attention_problem(inputs: AttentionInputs, group_size: int) -> AttentionProblem:
     """The forward pass of a call whose arguments fit together."""
     q, k, v, weight = inputs.q, inputs.k, inputs.v, inputs.out_weight
-    left, right = (None if bound < 0 else bound for bound in inputs.window or (-1, -1))
+    # Farther than the sequence is long is no limit, and numbers that no kernel takes.
+    left, right = (None if bound < 0 or bound >= q.size(0) else bound for bound in inputs.window or (-1, -1))
     if inputs.causal:
         right = 0
     has_mask = inputs.mask is not None
@@ -106,6 +112,8 @@ def _find_dtype_complaint(inputs: AttentionInputs, device: torch.device) -> str 
         return f"all tensors must have one dtype, got {dtypes}"
     if str(inputs.q.dtype).removeprefix("torch.") not in DTYPE_BYTES:
         return f"dtype {inputs.q.dtype} is not supported; supported are {', '.join(DTYPE_BYTES)}"
+    if is_unsavable(*given.values()):
+        return f"{say_unsavable(given)} made in inference mode, but gradients are asked for: make copies outside of it"
     if inputs.mask is not None:
         given["mask"] = inputs.mask
     for name, tensor in given.items():
@@ -114,10 +122,19 @@ def _find_dtype_complaint(inputs: AttentionInputs, device: torch.device) -> str 
     return None
 
 
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an integer that is too large
+        return False
+
+
 def _find_mask_complaint(inputs: AttentionInputs) -> str | None:
     window = inputs.window
     if window is not None and (len(window) != 2 or any(not isinstance(n, int) or n < -1 for n in window)):
         return f"window must be (left, right), integers of -1 (unlimited) or more, got {window}"
+    if inputs.scale is not None and not _is_finite(inputs.scale):
+        return f"scale must be a finite number that fits into a float, got {reprlib.repr(inputs.scale)}"
     if not 0 <= inputs.dropout < 1:
         return f"dropout must be at least 0 and below 1, got {inputs.dropout}"
     mask = inputs.mask

@@ -61,6 +61,9 @@ def embedding_reduce_scatter(
     return _EmbeddingReduceScatter.apply(ids, weight, call)
 
 
+_FIRST_IDS = 2**62
+
+
 class _Call(NamedTuple):
     forward: PreparedPass
     first_id: int
@@ -162,14 +165,14 @@ def _prepare(
 ) -> PreparedPass:
     key = prepared = None
     try:
-        tensors = (ids.shape, ids.dtype, ids.device, weight.shape, weight.dtype, weight.device)
-        key = (_OPERATION.name, *tensors, type(first_id), type(is_deterministic))
+        tensors = tuple((tensor.shape, tensor.dtype, tensor.device, tensor.layout) for tensor in (ids, weight))
+        key = (_OPERATION.name, *tensors, type(first_id), abs(first_id) < _FIRST_IDS, type(is_deterministic))
         prepared = context.known_calls.get(key)
     except Exception:  # of a wrong kind: the checks say which
         prepared = None
     if prepared is None:
         given = {"ids": ids, "weight": weight, "first_id": first_id, "is_deterministic": is_deterministic}
-        require_fitting(_OPERATION, given, functools.partial(_find_complaint, ids, weight, context), context)
+        require_fitting(_OPERATION, given, functools.partial(_find_complaint, ids, weight, first_id, context), context)
         problem = GemmProblem(
             op=_OPERATION.name,
             pass_name="fprop",
@@ -185,7 +188,9 @@ def _prepare(
     return prepared
 
 
-def _find_complaint(ids: torch.Tensor, weight: torch.Tensor, context: OverlapContext) -> str | None:
+def _find_complaint(ids: torch.Tensor, weight: torch.Tensor, first_id: int, context: OverlapContext) -> str | None:
+    if abs(first_id) >= _FIRST_IDS:
+        return f"first_id must fit into 63 bits, got {first_id}"
     if ids.dim() != 2:
         return f"ids must be [B, S], got shape {list(ids.shape)}"
     if ids.dtype not in (torch.int64, torch.int32):

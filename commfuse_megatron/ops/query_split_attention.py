@@ -114,7 +114,7 @@ def query_split_attention(
         )
     forward.begin()
     call = AttentionCall(
-        forward, weight_grad, q.size(-1) ** -0.5 if scale is None else scale, mask, _draw(dropout, context)
+        forward, weight_grad, q.size(-1) ** -0.5 if scale is None else float(scale), mask, _draw(dropout, context)
     )
     # The plain kernel's products are to be in fp32, whatever autocast makes of products.
     with torch.autocast(context.device.type, enabled=False):

@@ -112,6 +112,11 @@ def attention_unsupported_reason(attention: Any, arguments: dict[str, Any] | Non
             return f"{what} has a forward of its own in the instance"
         if module._backward_hooks or module._backward_pre_hooks:
             return f"{what} has backward hooks"
+        # They would be shown the placeholder: what core attention returns, and the projection is given.
+        if module._forward_hooks:
+            return f"{what} has forward hooks"
+    if not all(map(_is_of_megatrons_wrapper, projection._forward_pre_hooks.values())):
+        return "linear_proj has forward pre-hooks"
     for owner, reasons in ((attention.config, _SETTINGS), (attention, _FLAGS)):
         for name, reason in reasons.items():
             if getattr(owner, name, None):
@@ -120,6 +125,11 @@ def attention_unsupported_reason(attention: Any, arguments: dict[str, Any] | Non
         return "context parallelism is on: it splits the sequence in its own way"
     given = arguments or {}
     return next((reason for name, reason in _ARGUMENTS.items() if given.get(name) is not None), None)
+
+
+def _is_of_megatrons_wrapper(hook: Any) -> bool:
+    """Whether a hook only waits for gathered parameters, whatever the inputs are."""
+    return getattr(hook, "__module__", "").startswith("megatron.core.distributed.")
 
 
 class _Job(NamedTuple):

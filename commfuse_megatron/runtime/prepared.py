@@ -104,7 +104,7 @@ class PreparedPass:
             and plan.algorithm is Algorithm.DIRECT
             and context.link.recorder is None
             and context.config.kernel.gemm == "auto"
-            and self.problem.rows > 0
+            and min(self.problem.rows, self.problem.batch, self.problem.N, self.problem.K) > 0
             and blas_unavailable_reason(context.device, self._dtype) is None
         )
 

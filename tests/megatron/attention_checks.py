@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.config import AttentionConfig, FallbackConfig
@@ -166,11 +167,13 @@ def check_a_lost_placeholder_is_an_error(group_size: int) -> None:
     attention = attention_of(model)
     seen: list[torch.Tensor] = []
 
-    def copies(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    def copies(module: Any, inputs: Any, output: Any) -> Any:
+        if module is not attention.core_attention:
+            return None
         seen.append(output)
         return output * 1.0
 
-    hook = attention.core_attention.register_forward_hook(copies)
+    hook = register_module_forward_hook(copies)  # of all modules: no attention can see that it is there
     with pytest.raises(UnsupportedError, match="placeholder"):
         run(model)
     assert torch.isnan(seen[0]).all()
@@ -180,10 +183,11 @@ def check_a_lost_placeholder_is_an_error(group_size: int) -> None:
     model.zero_grad(set_to_none=True)
     assert_equal(run(model), run(build(group_size, False)))
 
-    def bypass(*_: Any) -> None:
-        raise RuntimeError("somebody's hook")
+    def bypass(module: Any, *_: Any) -> None:
+        if module is attention.linear_proj:
+            raise RuntimeError("somebody's hook")
 
-    hook = attention.linear_proj.register_forward_pre_hook(bypass)
+    hook = register_module_forward_pre_hook(bypass)
     with pytest.raises(RuntimeError, match="somebody's hook"):
         run(model)
     hook.remove()
@@ -194,8 +198,13 @@ def check_hooks_of_both_modules_run(group_size: int) -> None:
     model = build(group_size)
     attention = attention_of(model)
     called: list[str] = []
+
+    def hook(module: Any, _: Any) -> None:
+        called.append(type(module).__name__)
+
+    hook.__module__ = "megatron.core.distributed.distributed_data_parallel"
     for module in (attention.core_attention, attention.linear_proj):
-        module.register_forward_pre_hook(lambda module, _: called.append(type(module).__name__))
+        module.register_forward_pre_hook(hook)
     run(model)
     assert called == ["DotProductAttention", "CommFuseRowParallelLinear"]
     assert state_of(attention).overlapped_calls == 1

@@ -67,6 +67,21 @@ def hook_forward(module: Any) -> None:
     module.register_forward_hook(lambda _, __, output: scaled(output))
 
 
+def adapt_by_hook(module: Any) -> None:
+    """As an adapter that adds something of its own to what the projection makes of its input."""
+    module.register_forward_hook(lambda _, inputs, output: (output[0] + 0 * inputs[0].sum(), output[1]))
+
+
+def wait_for_parameters(module: Any) -> None:
+    """As Megatron's data-parallel wrapper, which does not look at the input."""
+
+    def hook(*_: Any) -> None:
+        return None
+
+    hook.__module__ = "megatron.core.distributed.distributed_data_parallel"
+    module.register_forward_pre_hook(hook)
+
+
 class Change(NamedTuple):
     """What is done to which part of an attention, and why its calls are not split then; None: they are."""
 
@@ -83,12 +98,16 @@ CHANGES = (
     Change(CORE, hook_before_backward, "core attention has backward hooks"),
     Change(CORE, Scaled, "core attention is a Scaled"),
     Change(CORE, hook_before_forward, None),
+    Change(CORE, hook_forward, "core attention has forward hooks"),
     Change(PROJECTION, patch_forward, "linear_proj has a forward of its own"),
     Change(PROJECTION, derive, "linear_proj is a Derived"),
     Change(PROJECTION, hook_backward, "linear_proj has backward hooks"),
     Change(PROJECTION, hook_before_backward, "linear_proj has backward hooks"),
     Change(PROJECTION, Scaled, "linear_proj is a Scaled"),
-    Change(PROJECTION, hook_forward, None),
+    Change(PROJECTION, hook_forward, "linear_proj has forward hooks"),
+    Change(PROJECTION, hook_before_forward, "linear_proj has forward pre-hooks"),
+    Change(PROJECTION, adapt_by_hook, "linear_proj has forward hooks"),
+    Change(PROJECTION, wait_for_parameters, None),
 )
 
 

@@ -109,10 +109,15 @@ def test_the_benchmark_checks_every_variant_on_cpu_ranks(tmp_path: Path) -> None
     assert "CUDA_HOME" not in ran.stderr, "what Megatron's import logs helps nobody here"
     assert "speed" not in ran.stdout.lower()
     assert " ms" not in ran.stdout, "times of a CPU say nothing"
-    # Another run goes on where this one ended.
+    # Another run goes on where this one ended, and does not forget what had failed.
+    data["failures"] = ["planned: another result"]
+    file.write_text(json.dumps(data), encoding="utf-8")
     again = run_commfuse(*options, "--virtual-ranks", "4", "--resume")
-    assert again.returncode == 0, again.stdout + again.stderr
-    more = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert again.returncode == 1, again.stdout + again.stderr
+    assert "planned: another result" in again.stdout
+    data = json.loads(file.read_text(encoding="utf-8"))
+    assert data["failures"] == ["planned: another result"]
+    more = data["rows"]
     assert more[: len(rows)] == rows
     assert {(row["emulated"], row["group_size"]) for row in more[len(rows) :]} == {(True, 4)}
 

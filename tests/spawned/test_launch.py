@@ -21,7 +21,7 @@ from commfuse_megatron.cli.launch import (
     is_speaker,
     launch,
 )
-from commfuse_megatron.errors import ConfigError
+from commfuse_megatron.errors import ConfigError, ShapeError
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -56,6 +56,17 @@ def refuse_on_rank_1(rank: Rank, options: None) -> int:
         raise ConfigError("transport.backend is not for here")
     dist.all_reduce(torch.zeros(1))
     return 0
+
+
+def fail_each_in_its_own_way(rank: Rank, options: None) -> int:
+    if rank.is_first:
+        time.sleep(0.3)
+        raise ShapeError("theirs is another")
+    raise ConfigError("no such transport") from ValueError("the real cause")
+
+
+def return_two_and_one(rank: Rank, options: None) -> int:
+    return 2 - rank.global_rank
 
 
 def die_on_rank_1(rank: Rank, options: None) -> int:
@@ -101,6 +112,19 @@ def test_a_rank_that_cannot_run_here_says_so_and_no_more() -> None:
     with pytest.raises(CannotRunError) as caught:
         launch(refuse_on_rank_1, None, num_ranks=2, device_type="cpu")
     assert str(caught.value) == "transport.backend is not for here"
+
+
+def test_what_is_no_consequence_of_a_refusal_is_said_with_it() -> None:
+    with pytest.raises(CannotRunError) as caught:
+        launch(fail_each_in_its_own_way, None, num_ranks=2, device_type="cpu")
+    assert str(caught.value).splitlines() == [
+        "no such transport (ValueError: the real cause)",
+        "rank 0: ShapeError: theirs is another",
+    ]
+
+
+def test_a_check_that_failed_counts_for_more_than_one_that_could_not_run() -> None:
+    assert launch(return_two_and_one, None, num_ranks=2, device_type="cpu") == 1
 
 
 def test_a_rank_that_is_killed_ends_the_others_and_is_named() -> None:

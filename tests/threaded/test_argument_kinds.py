@@ -1,8 +1,10 @@
 """One rank brings an argument of a wrong kind: every rank raises at once, and says which rank brought what."""
 
+import fractions
 import inspect
 import re
 import time
+import types
 import typing
 from typing import Any
 
@@ -150,20 +152,92 @@ def test_what_does_as_well_is_taken() -> None:
     run_threads(2, body)
 
 
+def target(**accumulate: Any) -> WeightGradTarget:
+    return WeightGradTarget(torch.zeros(FEATURES, FEATURES, **accumulate), lambda: None)
+
+
+def made_in_inference_mode(*shape: int) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.zeros(shape)
+
+
+GATHER, ATTENTION, EMBEDDING = "all_gather_linear", "query_split_attention", "embedding_reduce_scatter"
+
+
+@pytest.mark.parametrize("needs_gradients", [False, True])
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("op", "name", "value"),
     [
-        ("weight_grad", WeightGradTarget(torch.zeros(FEATURES, FEATURES), None)),
-        ("x", torch.zeros(TOKENS // 2, 1, FEATURES).to_sparse()),
-        ("weight", torch.zeros(FEATURES, FEATURES).to_sparse()),
+        (GATHER, "weight_grad", WeightGradTarget(torch.zeros(FEATURES, FEATURES), None)),  # type: ignore[arg-type]
+        (GATHER, "weight_grad", types.SimpleNamespace(accumulate=torch.zeros(FEATURES, FEATURES))),
+        (GATHER, "weight_grad", target(dtype=torch.int64)),
+        (GATHER, "weight_grad", target(dtype=torch.bfloat16)),
+        (GATHER, "weight_grad", WeightGradTarget(torch.zeros(1, FEATURES).expand(FEATURES, FEATURES), lambda: None)),
+        (GATHER, "weight_grad", WeightGradTarget(made_in_inference_mode(FEATURES, FEATURES), lambda: None)),
+        (GATHER, "x", torch.zeros(TOKENS // 2, 1, FEATURES).to_sparse()),
+        (GATHER, "weight", torch.zeros(FEATURES, FEATURES).to_sparse()),
+        (ATTENTION, "weight_grad", WeightGradTarget(torch.zeros(3, FEATURES, dtype=torch.int64), lambda: None)),
+        (ATTENTION, "q", torch.zeros(TOKENS, 1, 2, FEATURES // 2).to_sparse()),
+        (ATTENTION, "scale", 10**400),
+        (ATTENTION, "scale", float("nan")),
+        (EMBEDDING, "first_id", 2**70),
+        (EMBEDDING, "first_id", -(2**63)),
+        (EMBEDDING, "weight", torch.ones(FEATURES, FEATURES).to_sparse()),
     ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_what_shows_in_new_calls_only(name: str, value: Any) -> None:
+def test_values_that_could_not_be_computed_with(op: str, name: str, value: Any, needs_gradients: bool) -> None:
+    """In new calls, and in calls like a good one before: each once raised on one rank alone, after all had agreed."""
+
     def body(group: Any, device: torch.device) -> None:
-        arguments = good("all_gather_linear", group.rank(), group.size())
+        arguments = good(op, group.rank(), group.size())
+        if needs_gradients:
+            arguments["out_weight" if op == ATTENTION else "weight"].requires_grad_()
+        like_a_good_one = dict(arguments)
+        if name == "weight_grad":
+            shape = arguments["out_weight" if op == ATTENTION else "weight"].shape
+            like_a_good_one["weight_grad"] = WeightGradTarget(torch.zeros(shape), lambda: None)
+        if name == "scale":
+            like_a_good_one["scale"] = 1 if isinstance(value, int) else 1.0
+        given = {**arguments, name: value} if group.rank() else like_a_good_one
         with OverlapContext(group, config()) as context:
-            given = {**arguments, name: value} if group.rank() else arguments
-            expect_refusal("all_gather_linear", name, given, 1, context)
-            check_still_right("all_gather_linear", group, context)
+            expect_refusal(op, name, given, 1, context)
+            OPS[op](**like_a_good_one, context=context)
+            expect_refusal(op, name, given, 1, context)
+            OPS[op](**like_a_good_one, context=context)
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("op", [GATHER, "linear_reduce_scatter", ATTENTION])
+def test_operands_of_inference_mode_cannot_be_trained_with(op: str) -> None:
+    def body(group: Any, device: torch.device) -> None:
+        arguments = good(op, group.rank(), group.size())
+        name = next(iter(arguments))
+        weight = arguments["out_weight" if op == ATTENTION else "weight"]
+        lost = {**arguments, name: made_in_inference_mode(*arguments[name].shape)}
+        with OverlapContext(group, config()) as context:
+            with torch.no_grad():
+                OPS[op](**lost, context=context)
+            OPS[op](**lost, context=context)  # nobody will ask for gradients
+            weight.requires_grad_()
+            expect_refusal(op, name, lost if group.rank() else arguments, 1, context)
+            OPS[op](**arguments, context=context)
+            expect_refusal(op, name, lost if group.rank() else arguments, 1, context)
+
+    run_threads(2, body)
+
+
+def test_numbers_of_any_kind_and_size_that_mean_something_are_taken() -> None:
+    def body(group: Any, device: torch.device) -> None:
+        arguments = good(ATTENTION, group.rank(), group.size())
+        with OverlapContext(group, config()) as context:
+            for mine, theirs in (
+                ({"scale": fractions.Fraction(1, 2)}, {"scale": 0.5}),
+                ({"window": (10**30, 0)}, {}),
+                ({"causal": False, "window": (10**30, TOKENS)}, {"causal": False}),
+            ):
+                found = ops.query_split_attention(**arguments, **mine, context=context)
+                assert torch.equal(found, ops.query_split_attention(**arguments, **theirs, context=context))
 
     run_threads(2, body)

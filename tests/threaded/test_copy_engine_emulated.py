@@ -106,6 +106,21 @@ def test_attention_with_new_data_and_layouts_at_every_call(group_size, m, monkey
     run_threads(group_size, body)
 
 
+@pytest.mark.parametrize("path", ["sliced", "bulk"])
+def test_without_features_or_batch(path, monkeypatch):
+    emulate_copy_engine(monkeypatch)
+
+    def body(group, device):
+        with take_part(group), OverlapContext(group, config_for(path, "direct", 1)) as context:
+            for op in OPS:
+                for N, K in ((0, 4), (4, 0), (0, 0), (8, 8)):
+                    case = Case(op=op, rows=8, N=N, K=K, has_bias=False)
+                    operands = draw(case, group.rank(), group.size(), device)
+                    assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+
+    run_threads(2, body)
+
+
 def test_what_tapes_do_not_serve_goes_step_by_step(monkeypatch):
     emulate_copy_engine(monkeypatch)
 

@@ -268,6 +268,23 @@ def test_files_that_cannot_be_read_are_wrong_usage(arguments, content, tmp_path,
     assert str(file) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--variants", "megatron"], "was measured with --variants sequential, and this is --variants megatron"),
+        ([], "was measured with --variants sequential, and this is --variants none"),
+        (["--variants", "sequential", "--chunks", "1", "2"], "with --chunks 1, and this is --chunks 1 2"),
+    ],
+)
+def test_a_benchmark_goes_on_with_the_same_variants_only(options, words, tmp_path, capsys):
+    """Else its cases would count as done, and what was asked for would never be measured."""
+    file = tmp_path / "rows.json"
+    settings = {"variants": ["sequential"], "chunks": [1], "config_files": []}
+    file.write_text(json.dumps({"settings": settings, "rows": []}), encoding="utf-8")
+    assert cli.main(["bench", "--models", "llama-8b", "--resume", "--json", str(file), *options]) == 2
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [["trace"], ["trace", "--step"], ["bench"]], ids=" ".join)
 def test_the_environment_names_a_configuration(command, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
