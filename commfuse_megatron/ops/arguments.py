@@ -36,14 +36,8 @@ __all__ = [
     "with_unit_stride",
 ]
 
-# (dtype of a weight, dtype in which its gradient may be added up besides the same)
-_WIDER = {
-    (torch.bfloat16, torch.float32),
-    (torch.float16, torch.float32),
-    (torch.bfloat16, torch.float64),
-    (torch.float16, torch.float64),
-    (torch.float32, torch.float64),
-}
+# In which gradients may be added up, whatever the weight is; else in its own dtype.
+_WIDE = (torch.float32, torch.float64)
 
 # Shapes that vary from call to call must not fill the memory: with many chunks one of them takes over 100 KB.
 _MOST_KNOWN_CALLS = 1024
@@ -113,7 +107,7 @@ def is_fitting_target(target: WeightGradTarget | None, weight: torch.Tensor) -> 
     return (
         total.shape == weight.shape
         and total.device == weight.device
-        and (total.dtype is weight.dtype or (weight.dtype, total.dtype) in _WIDER)
+        and (total.dtype is weight.dtype or total.dtype in _WIDE)
         and (total.is_contiguous() or not _overlaps_itself(total))
         and not total.is_inference()
         and callable(target.result)
@@ -132,8 +126,8 @@ def find_target_complaint(target: WeightGradTarget | None, weight: torch.Tensor)
     if found.shape != weight.shape or found.device != weight.device:
         there = f"{list(weight.shape)} on {weight.device}"
         return f"weight_grad.accumulate is {list(found.shape)} on {found.device}, but the weight is {there}"
-    if found.dtype is not weight.dtype and (weight.dtype, found.dtype) not in _WIDER:
-        return f"weight_grad.accumulate must be of the weight's dtype, {weight.dtype}, or wider, got {found.dtype}"
+    if found.dtype is not weight.dtype and found.dtype not in _WIDE:
+        return f"weight_grad.accumulate must be {weight.dtype}, as the weight is, or fp32 or fp64, got {found.dtype}"
     if found.is_inference():
         return "weight_grad.accumulate was made in inference mode: nothing can be added to it outside"
     return "weight_grad.accumulate has elements that share memory: a gradient cannot be added to it"

@@ -12,8 +12,8 @@ __all__ = ["WeightGradTarget"]
 class WeightGradTarget:
     """Add the gradient into a tensor instead of returning it.
 
-    accumulate: [N, K], dtype of the weight or wider; the gradient is added in place, with the product un-rounded where
-    the GEMM can add on the way out.
+    accumulate: [N, K], in the dtype of the weight, fp32 or fp64; the gradient is added in place, with the product
+    un-rounded where the GEMM can add on the way out.
     result: called afterwards; what autograd is given for the weight, often None.
     """
 
