@@ -191,6 +191,8 @@ def _process_group(rank: Rank, local_rank: int, store: Any, timeout_s: float) ->
         world_size=rank.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+    # gloo connects each pair of ranks: one that is done and gone by then would make the other fail.
+    dist.all_reduce(torch.zeros(1))
     yield
     # Not after an error: NCCL would wait for ranks that wait for this one elsewhere, and nobody would see the error.
     dist.destroy_process_group()

@@ -127,6 +127,16 @@ def test_a_check_that_failed_counts_for_more_than_one_that_could_not_run() -> No
     assert launch(return_two_and_one, None, num_ranks=2, device_type="cpu") == 1
 
 
+def test_a_body_starts_when_all_ranks_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that were done and gone by then would make those fail that still connect to it."""
+    calls: list[str] = []
+    for name in ("init_process_group", "all_reduce", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda *_, name=name, **__: calls.append(name))
+    with launch_module._process_group(Rank(0, 2, "cpu"), 0, None, 60.0):
+        calls.append("body")
+    assert calls == ["init_process_group", "all_reduce", "body", "destroy_process_group"]
+
+
 def test_a_rank_that_is_killed_ends_the_others_and_is_named() -> None:
     with pytest.raises(RankFailedError, match=r"^rank 1 was ended by SIGKILL"):
         launch(die_on_rank_1, None, num_ranks=2, device_type="cpu")
