@@ -23,7 +23,7 @@ def as_graph[T](call: Callable[[], T], device: torch.device) -> Callable[[], T]:
             call()
     current.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=aside):  # libraries keep a handle for each stream, made at its first call
         result = call()
 
     def replay() -> T:

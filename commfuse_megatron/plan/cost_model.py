@@ -103,6 +103,7 @@ class _Costs:
             small = int(self.scatters and not self._folds) + int(self.computes_wgrad)
         return (
             host.call_us
+            + (host.autograd_us if self.problem.pass_name == "backward" else 0.0)
             + gemms * host.gemm_us
             + transfers * host.transfer_us
             + collectives * host.collective_us

@@ -64,20 +64,22 @@ class GemmRate:
 class HostTimes:
     """Host time of the parts of a call.
 
-    2 x H200, November 2026: an operation of two GEMMs, one copy and its memory operations takes 55 to 60 us, every
-    further slice about 35, `torch.mm` alone 19.5. A collective through torch.distributed: not measured.
+    By hand between the fastest and the median of what `commfuse bench` found on 2 and 4 H200, November 2026: over NCCL
+    with two ranks m=1 280 to 380 us, m=2 350 to 500, m=4 680 to 890; sequential 165 to 265; a ring of four ranks over
+    the copy engine, m=2, 776 to 800. autograd_us: what PyTorch's engine adds to a backward pass, whoever computes.
     """
 
-    call_us: float = 5.0
-    gemm_us: float = 20.0
-    transfer_us: float = 15.0
-    collective_us: float = 30.0
+    call_us: float = 60.0
+    gemm_us: float = 25.0
+    transfer_us: float = 80.0
+    collective_us: float = 60.0
     small_kernel_us: float = 10.0
+    autograd_us: float = 150.0
 
 
-#: Of calls that are replayed as lists of driver and library calls: 2.5 us per memory operation and 7.4 per copy, as
-#: above. GEMMs and the call itself were not measured and are rather too long here.
-REPLAYED = HostTimes(call_us=30.0, gemm_us=7.0, transfer_us=12.0, small_kernel_us=6.0)
+#: Of calls that are replayed as lists of driver and library calls: with two ranks m=1 133 to 176 us, m=2 180 to 242,
+#: m=4 320; with four ranks, m=1, 238 to 289. Found as above.
+REPLAYED = HostTimes(call_us=110.0, gemm_us=14.0, transfer_us=22.0, small_kernel_us=8.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,15 @@ import torch
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import LinearConfig, PassConfig, PlanConfig, TransportConfig, WgradConfig
 from commfuse_megatron.errors import ShapeError
+from commfuse_megatron.ops.trial import run_trial
+from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import Channel, GemmRate, HostTimes, MachineModel, Traits
 from commfuse_megatron.runtime.calibrate import calibrate
 from commfuse_megatron.runtime.stopwatch import make_stopwatch
+from commfuse_megatron.schedule import Algorithm
 from tests.harness import run_threads
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
+from tests.harness.problems import layer_problem
 
 TRIAL = "commfuse_megatron.ops.trial.make_stopwatch"
 
@@ -33,7 +37,9 @@ def machine(link_gb_s=1.0, **traits) -> MachineModel:
         collective=channel,
         traits=Traits(transport="gloo", **traits),
         source="measured",
-        host=HostTimes(call_us=100.0, gemm_us=0.0, transfer_us=0.0, collective_us=0.0, small_kernel_us=0.0),
+        host=HostTimes(
+            call_us=100.0, gemm_us=0.0, transfer_us=0.0, collective_us=0.0, small_kernel_us=0.0, autograd_us=0.0
+        ),
     )
 
 
@@ -71,6 +77,27 @@ def records_of(group_size, case, body_config, monkeypatch, of_rank, model=None):
             return context.report()
 
     return run_threads(group_size, body)
+
+
+def test_backward_passes_are_timed_as_the_engine_calls_them(monkeypatch):
+    monkeypatch.setattr(TRIAL, lambda device: MadeUpTimes(lambda rank, name: 1.0))
+
+    def body(group, device):
+        tasks = {}
+
+        def rehearse(problem, context):
+            return lambda prepared: tasks.setdefault(problem.pass_name, torch._C._current_graph_task_id())
+
+        plan = LinearPlan("sliced", "", Algorithm.DIRECT, 1, keep_gathered_input=False)
+        with OverlapContext(group, config()) as context:
+            for needs in ("", "input+weight"):
+                problem = layer_problem("8b.qkv", 8, dtype="float32", needs=needs)
+                assert run_trial(rehearse, context, problem, [plan]) == [1.0]
+        return tasks
+
+    for tasks in run_threads(2, body):
+        assert tasks["fprop"] == -1  # no graph is being executed
+        assert tasks["backward"] != -1
 
 
 @pytest.mark.parametrize("op", OPS)
