@@ -1,4 +1,4 @@
-"""Everything there is to measure on one node, within a time budget: checks, the benchmark, the paper's MLP, a step.
+"""Everything there is to measure on one node, within a time budget: checks, benchmarks, the paper's MLP, training.
 
     python examples/measure_node.py --ranks 2 --device cpu --only verify_gloo --output trace_output/measured
     python examples/measure_node.py --ranks 4 --output measured --budget-s 900
@@ -11,6 +11,8 @@ comes from the same node, so that emulation and model can be held against the gr
 
 import argparse
 import os
+import re
+import statistics
 import subprocess
 import sys
 import time
@@ -23,17 +25,38 @@ from rich.table import Table
 # What Megatron sets under tensor parallelism; and multicast, which stays off for all systems alike.
 MEGATRONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "UB_SKIPMC": "1"}
 HEADLINE = ["--models", "llama-8b", "llama-70b", "--tokens", "8192"]
+COMMFUSE = ("-m", "commfuse_megatron")
+EXAMPLES = Path(__file__).resolve().parent
+
+# Layers of an 8B model, tensor parallel by 2, the rest data parallel; Megatron's own overlap of gradients and weights.
+TRAINING = """--tokenizer-type NullTokenizer --vocab-size 257 --tensor-model-parallel-size 2 --sequence-parallel
+    --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope
+    --untie-embeddings-and-output-weights --micro-batch-size 1 --lr 1e-4 --eval-iters 0 --eval-interval 1000
+    --split 95,5,0 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --log-interval 1"""
+TRAINED = {
+    "cuda": """--bf16 --num-layers 4 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+        --group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192
+        --global-batch-size 8 --train-iters 16""",
+    "cpu": """--cpu --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --seq-length 64
+        --max-position-embeddings 64 --global-batch-size 4 --train-iters 4""",
+}
+ITERATION_MS = r"elapsed time per iteration \(ms\): ([\d.]+)"
 
 
 @dataclass(frozen=True)
 class Part:
-    """One command. ranks 0: without torchrun. share: of the budget, at most."""
+    """One command. ranks 0: without torchrun. share: of the budget, at most.
+
+    times: what finds the milliseconds of a step in the output, for the table: the median of the second half.
+    """
 
     name: str
     ranks: int
     arguments: list[str]
     share: float
     environment: dict[str, str] = field(default_factory=dict)
+    program: tuple[str, ...] = COMMFUSE
+    times: str = ""
 
 
 def main() -> int:
@@ -48,10 +71,10 @@ def main() -> int:
     deadline = time.monotonic() + chosen.budget_s
     outcomes = [(part, *run(part, chosen, folder, deadline)) for part in parts]
     table = Table(title=f"{chosen.ranks} ranks, {folder}", title_justify="left")
-    for column in ("part", "outcome", "s", "output"):
+    for column in ("part", "outcome", "s", "ms per step", "output"):
         table.add_column(column, no_wrap=True)
     for part, outcome, seconds in outcomes:
-        table.add_row(part.name, outcome, f"{seconds:.0f}", f"{part.name}.txt")
+        table.add_row(part.name, outcome, f"{seconds:.0f}", step_ms(part, folder), f"{part.name}.txt")
     Console().print(table)
     return 0 if all(outcome == "passed" for _, outcome, _ in outcomes) else 1
 
@@ -87,11 +110,27 @@ def parts_of(chosen: argparse.Namespace, folder: Path) -> list[Part]:
         command = ["bench", *device, *json(name), *budget, *commit, *arguments]
         return Part(name, ranks, command, share, MEGATRONS | environment)
 
+    def training(name: str, *arguments: str) -> Part:
+        words = [*TRAINING.split(), *TRAINED[chosen.device].split(), *arguments]
+        words += ["--data-path", str(folder / "text"), "--data-cache-path", str(folder / "cache")]
+        program = (str(EXAMPLES / "pretrain_gpt.py"),)
+        return Part(name, n, words, 0.12, MEGATRONS, program, ITERATION_MS)
+
+    prepare = (str(EXAMPLES / "prepare_text.py"),)
+    trainings = [
+        Part("text", 0, ["--output", str(folder / "text"), "--max-mib", "4"], 0.1, program=prepare),
+        training("training_stock"),
+        training("training_plugin", "--commfuse"),
+    ]
+    if n % 2:
+        trainings = []  # the model is cut in two
     if chosen.device == "cpu":
         return [
             Part("verify_gloo", n, ["verify", *device, "--dtype", "float32", *json("verify_gloo")], 0.5),
             bench("grid", n, 0.4, "--models", "llama-8b", "--tokens", "1024"),
+            *trainings,
         ]
+    attention = ["--attention", "--passes", "fprop", "--models", "paper", "llama-8b", "llama-70b"]
     paper = ["--models", "paper-mlp", "--passes", "fprop"]
     parts = [
         Part("verify_nccl", n, ["verify", *device, "--transport", "nccl", *json("verify_nccl")], 0.12),
@@ -101,9 +140,11 @@ def parts_of(chosen: argparse.Namespace, folder: Path) -> list[Part]:
             ["verify", *device, "--transport", "copy_engine", *json("verify_copy_engine")],
             0.12,
         ),
-        bench("grid", n, 0.36, "--config", "configs/h100_nvlink.yaml", "--figure", str(folder / "grid.png")),
-        bench("paper_nvlink", n, 0.08, *paper, "--config", "configs/h100_nvlink.yaml"),
+        bench("grid", n, 0.36, "--figure", str(folder / "grid.png")),
+        bench("paper_nvlink", n, 0.08, *paper),
         bench("paper_host", n, 0.08, *paper, "--config", "configs/host_link.yaml", NCCL_P2P_DISABLE="1"),
+        bench("attention_nvlink", n, 0.1, *attention),
+        bench("attention_host", n, 0.1, *attention, NCCL_P2P_DISABLE="1"),
     ]
     if n > 2:
         rows, against = str(folder / "two_ranks_emulating.json"), str(folder / "grid.json")
@@ -117,7 +158,14 @@ def parts_of(chosen: argparse.Namespace, folder: Path) -> list[Part]:
         ]
     step = ["trace", "--step", "--model", "llama-8b", *device, "--transformer-impl", "transformer_engine"]
     parts.append(Part("step", n, [*step, "--output", str(folder), *json("step")], 0.1, MEGATRONS))
-    return parts
+    return [*parts, *trainings]
+
+
+def step_ms(part: Part, folder: Path) -> str:
+    """Of a training run, "" for other parts."""
+    output = folder / f"{part.name}.txt"
+    found = re.findall(part.times, output.read_text(encoding="utf-8")) if part.times and output.exists() else []
+    return f"{statistics.median(map(float, found[len(found) // 2 :])):.1f}" if found else ""
 
 
 def is_wanted(part: Part, chosen: argparse.Namespace) -> bool:
@@ -137,8 +185,9 @@ def run(part: Part, chosen: argparse.Namespace, folder: Path, deadline: float) -
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(part.ranks)] if part.ranks else []
     )
-    command = [sys.executable, *launcher, "-m", "commfuse_megatron", *part.arguments]
-    print(f"{part.name} (at most {limit_s:.0f} s): commfuse {' '.join(part.arguments)}", file=sys.stderr, flush=True)
+    command = [sys.executable, *launcher, *part.program, *part.arguments]
+    shown = "commfuse" if part.program is COMMFUSE else Path(part.program[-1]).name
+    print(f"{part.name} (at most {limit_s:.0f} s): {shown} {' '.join(part.arguments)}", file=sys.stderr, flush=True)
     with (folder / f"{part.name}.txt").open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | part.environment, start_new_session=True
