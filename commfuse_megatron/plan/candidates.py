@@ -39,17 +39,19 @@ def list_candidates(
     *,
     held: Mapping[str, int] | None = None,
     is_link_slow: bool = False,
+    with_rings: bool = True,
 ) -> Candidates:
     """All plans for `problem` that `config` leaves open, with an empty reason; at least one.
 
     Args:
         held: bytes of the buffers that the context has already, by name: they count towards `max_buffer_mib`.
         is_link_slow: transfers take longer than GEMMs, so finer chunks are worth considering.
+        with_rings: whether rings are worth considering where the configuration leaves the algorithm open.
     """
     if isinstance(problem, AttentionProblem):
         plans, note = list_attention_plans(problem, config), ""
     else:
-        plans, note = _list_linear_plans(problem, config, is_link_slow=is_link_slow)
+        plans, note = _list_linear_plans(problem, config, is_link_slow=is_link_slow, with_rings=with_rings)
     limit = config.transport.max_buffer_mib * _MIB
     sizes = {plan: sum(merge_needs(held or {}, buffer_needs(problem, plan)).values()) for plan in plans}
     fitting = [plan for plan in plans if not buffer_needs(problem, plan) or sizes[plan] <= limit]
@@ -64,13 +66,13 @@ def list_candidates(
 
 
 def _list_linear_plans(
-    problem: GemmProblem, config: OverlapConfig, *, is_link_slow: bool
+    problem: GemmProblem, config: OverlapConfig, *, is_link_slow: bool, with_rings: bool
 ) -> tuple[list[LinearPlan], str]:
     chosen = config.linear.fprop if problem.pass_name == "fprop" else config.linear.dgrad
     paths, note = _paths(problem, chosen)
     plans: list[LinearPlan] = []
     for path in paths:
-        for algorithm, chunks in _variants(problem, chosen, path, is_link_slow=is_link_slow):
+        for algorithm, chunks in _variants(problem, chosen, path, is_link_slow=is_link_slow, with_rings=with_rings):
             plans.append(
                 LinearPlan(
                     path=path,
@@ -150,7 +152,7 @@ def _paths(problem: GemmProblem, chosen: PassConfig) -> tuple[list[str], str]:
 
 
 def _variants(
-    problem: GemmProblem, chosen: PassConfig, path: str, *, is_link_slow: bool
+    problem: GemmProblem, chosen: PassConfig, path: str, *, is_link_slow: bool, with_rings: bool
 ) -> list[tuple[Algorithm, int]]:
     """(algorithm, chunks per shard) of one path, from the simplest on."""
     if path != "sliced":
@@ -160,7 +162,8 @@ def _variants(
     if chosen.algorithm != "auto":
         algorithms = [Algorithm(chosen.algorithm)]
     else:
-        algorithms = [Algorithm.DIRECT, *([Algorithm.RING] if problem.group_size > 2 and is_sliced else [])]
+        has_rings = with_rings and problem.group_size > 2 and is_sliced
+        algorithms = [Algorithm.DIRECT, *([Algorithm.RING] if has_rings else [])]
     if chosen.chunks_per_shard is not None:
         chunks: tuple[int, ...] = (chosen.chunks_per_shard,)
     elif not is_sliced:

@@ -28,8 +28,9 @@ __all__ = [
 # Of two that differ by less than this, the simpler one is taken: timings repeat no better.
 _TIE = 0.01
 
-# No prediction is better than this: host times and latencies. A judgement, not measured; small problems are soon timed.
-_UNSURE_US = 20.0
+# No prediction is better than this: host times of one program differ by as much between runs (4 x H200: sequential 0.22
+# and 0.27 ms within one). Small problems are soon timed.
+_UNSURE_US = 40.0
 
 _DEFAULT_ATTENTION = (
     f"attention.path is {AttentionConfig.path}, the default; query_split (forced) or auto (planned) would split queries"

@@ -113,7 +113,10 @@ class Planner:
         may_measure = self._may_measure
         machine = self._machine(problem, may_measure=may_measure)
         slow = not isinstance(problem, AttentionProblem) and is_link_slow(problem, machine)
-        candidates = list_candidates(problem, config, held=self._buffers, is_link_slow=slow)
+        # Replayed, direct schedules won everywhere (4 H200, M 8192): a ring is issued step by step, and each step waits
+        # for what the one before received.
+        rings = not machine.traits.replays
+        candidates = list_candidates(problem, config, held=self._buffers, is_link_slow=slow, with_rings=rings)
         candidates = predict(problem, candidates, machine)
         num_trials = sum(plan.measured_us is not None for _, plan in decided)
         may_try = may_measure and num_trials < _MOST_TRIALS_OF_A_LAYER

@@ -157,3 +157,12 @@ def test_plans_differ_in_name():
     plans = list_candidates(problem, OverlapConfig(), is_link_slow=True).plans
     assert len({plan.name for plan in plans}) == len(plans)
     assert all(not dataclasses.replace(plan, reason="x").predicted_us for plan in plans)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+def test_rings_can_be_left_out_unless_they_are_forced(algorithm):
+    forced = PassConfig(path="sliced", algorithm=algorithm)
+    config = OverlapConfig(linear=LinearConfig(fprop=forced))
+    found = list_candidates(layer_problem("70b.proj", 8192, 4), config, with_rings=False).plans
+    expected = Algorithm.RING if algorithm == "ring" else Algorithm.DIRECT
+    assert {plan.algorithm for plan in found} == {expected}

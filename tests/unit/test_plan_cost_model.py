@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commfuse_megatron import OverlapConfig
+from commfuse_megatron.config import PlanConfig
 from commfuse_megatron.plan.candidates import list_candidates
-from commfuse_megatron.plan.choose import choose_predicted, predict
+from commfuse_megatron.plan.choose import choose_predicted, predict, select_for_trial
 from commfuse_megatron.plan.cost_model import is_link_slow, predict_us
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import (
@@ -102,10 +103,18 @@ def test_with_a_free_link_overlap_costs_no_more_than_the_gemms():
         assert predict_us(backward, plan(path), machine) == pytest.approx(2 * gemm_us, rel=0.1)
 
 
-@pytest.mark.parametrize(("machine", "tokens"), [("copy engine", 8), ("copy engine", 64), ("nccl", 64), ("slow", 8)])
+@pytest.mark.parametrize(("machine", "tokens"), [("nccl", 64), ("slow", 8)])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_decode_stays_sequential(machine, layer, tokens):
     assert choice(layer_problem(layer, tokens), MACHINES[machine]).path == "sequential"
+
+
+@pytest.mark.parametrize("group_size", [2, 4])
+@pytest.mark.parametrize("layer", ["8b.qkv", "8b.proj", "70b.proj"])
+def test_decode_is_timed_where_both_ways_take_little_host_time(layer, group_size):
+    problem = layer_problem(layer, 8 * group_size, group_size)
+    candidates = predict(problem, list_candidates(problem, OverlapConfig(), with_rings=False), COPY_ENGINE)
+    assert {"sequential", "sliced"} <= {plan.path for plan in select_for_trial(candidates, PlanConfig())}
 
 
 @pytest.mark.parametrize("layer", ["70b.qkv", "70b.proj", "70b.fc2", "70b.fc1"])
