@@ -141,17 +141,18 @@ class TransportConfig(_Checked):
     max_buffer_mib: most memory that one context's buffers may take on a rank; a problem that needs more runs
     sequentially, and the report says so.
     timeout_s: how long a transfer, or a peer's word on a new problem, may take before TransportTimeoutError.
-    nccl_channels: most blocks of NCCL's point-to-point kernel, hence SMs it occupies. 2 x H200, November 2026: 64 MiB
-    each way take 0.82 ms with 8 channels, 0.43 with 16, 0.25 with 20 and no less with more; through host memory 2.9 ms
-    with any number from 2.
-    nccl_lanes: communicators that share the messages. More than one helps where one kernel does not fill the link.
+    nccl_channels: most blocks of NCCL's point-to-point kernel, hence SMs it occupies; None: 20, or 2 through host
+    memory. 2 x H200, November 2026: 64 MiB each way take 0.82 ms with 8 channels, 0.43 with 16, 0.25 with 20 and no
+    less with more; through host memory 2.9 ms with any number from 2.
+    nccl_lanes: communicators that share the messages; None: 1, or 2 through host memory, where one does not fill the
+    link (64 MiB in 2.3 ms with two).
     """
 
     backend: Literal["auto", "gloo", "nccl", "copy_engine"] = "auto"
     timeout_s: float = 600.0
     max_buffer_mib: int = 4096
-    nccl_channels: int = 20
-    nccl_lanes: int = 1
+    nccl_channels: int | None = None
+    nccl_lanes: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -159,9 +160,9 @@ class TransportConfig(_Checked):
             raise ConfigError(f"timeout_s must be positive and at most {_LONGEST_TIMEOUT_S:g}, got {self.timeout_s}")
         if self.max_buffer_mib < 1:
             raise ConfigError(f"max_buffer_mib must be at least 1, got {self.max_buffer_mib}")
-        if not 1 <= self.nccl_channels <= 64:
+        if self.nccl_channels is not None and not 1 <= self.nccl_channels <= 64:
             raise ConfigError(f"nccl_channels must be between 1 and 64, got {self.nccl_channels}")
-        if not 1 <= self.nccl_lanes <= 8:
+        if self.nccl_lanes is not None and not 1 <= self.nccl_lanes <= 8:
             raise ConfigError(f"nccl_lanes must be between 1 and 8, got {self.nccl_lanes}")
 
 
@@ -173,14 +174,14 @@ class KernelConfig(_Checked):
     elsewhere; "persistent" and "torch" force one.
     tile_order: "static" deals tiles out beforehand, "stealing" lets blocks fetch the next tile when they are free.
     reserved_sms: SMs that a slice leaves to the transfers; None reserves one for each channel of each lane.
-    regain_sms: give those SMs back to a large slice once the transfer beside it is done. Turn it off where transfers
-    take longer than slices: nothing is left to regain there, and slices would wait for transfers.
+    regain_sms: give those SMs back to a large slice once the transfer beside it is done; None: unless messages go
+    through host memory. Where transfers take longer than slices nothing is left to regain, and slices would wait.
     """
 
     gemm: Literal["auto", "persistent", "torch"] = "auto"
     tile_order: Literal["static", "stealing"] = "static"
     reserved_sms: int | None = None
-    regain_sms: bool = True
+    regain_sms: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

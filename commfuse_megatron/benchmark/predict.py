@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from commfuse_megatron.benchmark.cases import LinearCase, linear_case
 from commfuse_megatron.benchmark.curves import Curves, traffic_of_sum
 from commfuse_megatron.benchmark.rows import Row
-from commfuse_megatron.config import TransportConfig
 from commfuse_megatron.problem import DTYPE_BYTES
 from commfuse_megatron.schedule import Algorithm, Schedule, build_all_gather, build_reduce_scatter, simulate
+from commfuse_megatron.transport.select import DIRECT, THROUGH_HOST_MEMORY
 
 __all__ = ["WAYS", "Deviation", "Prediction", "cases_of", "deviations", "median_error", "predict", "predict_way"]
 
@@ -115,7 +115,8 @@ def predict_way(
     gemm_us = gemm.us(case.M / slices, case.N, case.K)
     slice_us = gemm_us
     if transport == "nccl":  # its kernel holds SMs for as long as it runs
-        taken = TransportConfig().nccl_channels / gemm.sms
+        settings = THROUGH_HOST_MEMORY if curves.link == "host" else DIRECT
+        taken = settings.channels * settings.lanes / gemm.sms
         slice_us += taken * min(message_us, gemm_us / (1 - taken))
     schedule = _schedule(case.gathers, algorithm, case.group_size, chunks_per_shard)
     simulation = simulate(

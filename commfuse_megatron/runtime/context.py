@@ -30,7 +30,7 @@ from commfuse_megatron.runtime.planning import Planner, TryOut
 from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.runtime.slots import Slots
-from commfuse_megatron.transport.select import choose_backend, create_transport, device_of_backend
+from commfuse_megatron.transport.select import choose_backend, choose_nccl_settings, create_transport, device_of_backend
 from commfuse_megatron.transport.stream_memory import StreamEvent
 
 __all__ = ["OpRecord", "OverlapContext"]
@@ -110,7 +110,8 @@ class OverlapContext:
         try:
             private = dist.PrefixStore("transport", store)
             exchange = self._agreement.exchange
-            transport = create_transport(backend, group, private, self.config.transport, exchange)
+            self.nccl = choose_nccl_settings(group, backend, self.config, exchange)
+            transport = create_transport(backend, group, private, self.config.transport, self.nccl, exchange)
         except Exception as error:
             self._agreement.refuse(error, wait=False)
             raise
@@ -383,13 +384,13 @@ class OverlapContext:
     def _gemm(self, dtype: torch.dtype, *, is_beside_transfers: bool) -> SliceGemm:
         key = (dtype, is_beside_transfers)
         if key not in self._gemms:
-            transport = self.config.transport
             self._gemms[key] = SliceGemm(
                 self.config.kernel,
                 self.transport_name if is_beside_transfers else "none",
-                transport.nccl_channels * transport.nccl_lanes,
+                self.nccl.channels * self.nccl.lanes,
                 self.device,
                 dtype,
+                regains_sms=self.nccl.regains_sms,
             )
         return self._gemms[key]
 

@@ -37,7 +37,16 @@ class SliceGemm:
     can_fold: whether `multiply` can add several [M, N] addends in fp32 on the way out.
     """
 
-    def __init__(self, config: KernelConfig, transport: str, channels: int, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self,
+        config: KernelConfig,
+        transport: str,
+        channels: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        regains_sms: bool = False,
+    ) -> None:
         unavailable = persistent_matmul_unavailable_reason(device, dtype)
         if config.gemm == "persistent" and unavailable is not None:
             raise UnsupportedError(f'kernel.gemm is "persistent", but {unavailable}')
@@ -54,7 +63,7 @@ class SliceGemm:
             reserved = channels if config.reserved_sms is None else config.reserved_sms
             self._all_sms = all_sms
             self._budget_sms = max(1, all_sms - reserved) if transport == "nccl" else all_sms
-            if self.is_persistent and config.regain_sms and self._budget_sms < all_sms:
+            if self.is_persistent and regains_sms and self._budget_sms < all_sms:
                 self._regain = _Regain(device, self._budget_sms, all_sms - self._budget_sms)
 
     def multiply(

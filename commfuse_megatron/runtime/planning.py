@@ -182,7 +182,7 @@ class Planner:
         context, config = self._context, self._context.config
         gemm = context.slice_gemm(dtype)
         uses_nccl = context.transport_name == "nccl"
-        channels = config.transport.nccl_channels * config.transport.nccl_lanes
+        channels = context.nccl.channels * context.nccl.lanes
         reserved = channels if config.kernel.reserved_sms is None else config.kernel.reserved_sms
         num_sms = 132
         if context.device.type == "cuda":
@@ -200,7 +200,7 @@ class Planner:
             transport=context.transport_name,
             num_sms=num_sms,
             transfer_sms=reserved if uses_nccl else 0,
-            regains_sms=uses_nccl and config.kernel.regain_sms,
+            regains_sms=uses_nccl and context.nccl.regains_sms,
             overlaps=not uses_nccl or gemm.is_persistent,
             folds_arrivals=folds and is_one_sided,
             replays=replays,

@@ -52,7 +52,7 @@ def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         context,
         "create_transport",
-        lambda backend, group, store, config, exchange: copy_engine.CopyEngineTransport(group, _CPU, exchange),
+        lambda backend, group, store, config, nccl, exchange: copy_engine.CopyEngineTransport(group, _CPU, exchange),
     )
     monkeypatch.setattr(prepared, "blas_unavailable_reason", lambda device, dtype: None)
     monkeypatch.setattr(replay, "_workspaces", lambda device: _Workspaces())

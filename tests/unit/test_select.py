@@ -85,6 +85,29 @@ def test_auto_takes_the_copy_engine_where_no_rank_objects(others, mapping, envir
     assert select.choose_backend(CudaGroup(), TransportConfig(), exchange) == expected
 
 
+@pytest.mark.parametrize(
+    ("other_host", "complaint", "environment", "expected"),
+    [
+        ("here", "", {}, select.DIRECT),
+        ("here", "", {"NCCL_P2P_DISABLE": "1"}, select.THROUGH_HOST_MEMORY),
+        ("here", "device 1 cannot address the memory of device 0", {}, select.THROUGH_HOST_MEMORY),
+        ("there", "device 1 cannot address the memory of device 0", {"NCCL_P2P_DISABLE": "1"}, select.DIRECT),
+    ],
+)
+def test_how_nccl_sends_follows_from_the_link(other_host, complaint, environment, expected, monkeypatch):
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(select, "_everyone", lambda exchange: [("here", "0"), (other_host, "1")])
+    monkeypatch.setattr(select, "_find_obstacle", lambda hosts, gpus, here: "")
+    exchange = lambda text: [text, complaint]  # noqa: E731
+    found = select.choose_nccl_settings(CudaGroup(), "nccl", OverlapConfig(), exchange)
+    assert found == expected
+    chosen = OverlapConfig.from_dict({"transport": {"nccl_lanes": 3}, "kernel": {"regain_sms": False}})
+    found = select.choose_nccl_settings(CudaGroup(), "nccl", chosen, exchange)
+    assert found == select.NcclSettings(expected.channels, 3, regains_sms=False)
+
+
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_auto_exchanges_on_all_ranks_and_takes_gloo_where_one_has_no_gpu(has_gpu, monkeypatch):
     monkeypatch.setattr(select.torch.cuda, "is_available", lambda: has_gpu)
