@@ -40,9 +40,9 @@ def context_for(group: dist.ProcessGroup, config: OverlapConfig) -> OverlapConte
 
 
 def existing_context(group: dist.ProcessGroup, config: OverlapConfig) -> OverlapContext | None:
-    """The same, if it is made and usable; makes none."""
+    """The same, if it is made; makes none."""
     entry = _CONTEXTS.get(group, {}).get(config)
-    return entry.context if entry is not None and entry.context.is_usable else None
+    return None if entry is None else entry.context
 
 
 def open_contexts() -> list[OverlapContext]:

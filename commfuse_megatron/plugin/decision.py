@@ -148,12 +148,12 @@ def count_call(layer: Any, context: OverlapContext) -> None:
 def _compare_decision(layer: Any, input_: torch.Tensor, state: LayerState, reason: str | None) -> None:
     if layer.tp_group.size() == 1:
         return
-    if capture.is_capturing(input_) and existing_context_of(layer) is None:  # none can be made to compare by
-        return
     try:
         if not state.config(layer.config).check_decisions:
             return
     except ConfigError:  # of a layer that is switched off; others have raised when they were built
+        return
+    if capture.is_capturing(input_) and existing_context_of(layer) is None:  # none can be made to compare by
         return
     decision = f"{label_of(layer)}: {reason or 'overlapped'}"
     digest = hashlib.blake2b(f"{state.decisions} {decision}".encode(), digest_size=8).hexdigest()
