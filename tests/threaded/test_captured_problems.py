@@ -1,13 +1,19 @@
-"""What a context knows of problems that a CUDA graph may capture; captures are pretended."""
+"""What a context knows of problems that a CUDA graph may capture, and operations replayed in pieces between others;
+captures are pretended."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
+from commfuse_megatron.config import LinearConfig, PassConfig, TransportConfig
 from commfuse_megatron.errors import ShapeError
 from commfuse_megatron.ops.attention_arguments import AttentionInputs
 from commfuse_megatron.ops.stated import attention_problems, embedding_problems, linear_problems
+from commfuse_megatron.transport.base import MOST_FLAGS
 from tests.harness import run_threads
+from tests.harness.emulated_gpu import emulate_copy_engine, take_part
 
 
 def _operands(op, group_size, *, rows=4):
@@ -94,3 +100,77 @@ def test_what_ran_in_a_capture_alone_counts_as_new(monkeypatch):
         context.link.fail(ShapeError("done"))
 
     run_threads(2, body)
+
+
+class _Graph:
+    """The driver's and cuBLASLt's calls of `body`, on the addresses that it had; `replay` makes them again."""
+
+    def __init__(self, context: OverlapContext, body: Callable) -> None:
+        self._transport = transport = context.link.transport
+        self._calls: list = []
+        replay = transport.replay
+
+        def record(tape, addresses):
+            self._calls.append((tape, addresses))
+            return replay(tape, addresses)
+
+        context.slots.note_capture()  # buffers that are outgrown between replays must stay
+        transport.replay = record
+        try:
+            self.outputs = body()
+        finally:
+            del transport.replay
+        assert self._calls
+
+    def replay(self) -> None:
+        for tape, addresses in self._calls:
+            for step in tape.steps:
+                step(addresses, 0)
+            self._transport._memory.run(0, tape.release)
+
+
+def _whole_numbers(*shape):
+    return torch.randint(-4, 5, shape).float()
+
+
+@pytest.mark.parametrize("path", ["sliced", "bulk"])
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_graphs_of_single_passes_are_replayed_between_eager_calls(group_size, path, monkeypatch):
+    """As Megatron does with its layers: all forward graphs, something eager, the backward graphs in reverse."""
+    emulate_copy_engine(monkeypatch)
+    chosen = PassConfig(path=path, algorithm="direct", chunks_per_shard=1)
+    linear = LinearConfig(fprop=PassConfig(path="sliced", algorithm="direct", chunks_per_shard=2), dgrad=chosen)
+    config = OverlapConfig(linear=linear, transport=TransportConfig(backend="copy_engine"))
+
+    def body(group, device):
+        with take_part(group), OverlapContext(group, config) as context:
+            x, w1 = _whole_numbers(4, 2, 16).requires_grad_(), _whole_numbers(8, 16).requires_grad_()
+            w2, grad_y = _whole_numbers(12, 8).requires_grad_(), _whole_numbers(4, 2, 12)
+            first = _Graph(context, lambda: ops.all_gather_linear(x, w1, context=context))
+            hidden = first.outputs.detach().requires_grad_()
+            second = _Graph(context, lambda: ops.linear_reduce_scatter(hidden, w2, context=context))
+            last = _Graph(context, lambda: torch.autograd.grad(second.outputs, [hidden, w2], grad_y))
+            but_last = _Graph(context, lambda: torch.autograd.grad(first.outputs, [x, w1], last.outputs[0]))
+            for _ in range(3):
+                with torch.no_grad():
+                    for tensor in (x, w1, w2, grad_y):
+                        tensor.copy_(_whole_numbers(*tensor.shape))
+                first.replay()
+                second.replay()
+                beside = _whole_numbers(6, 1, 8).requires_grad_()
+                ops.all_gather_linear(beside, w2, context=context).sum().backward()
+                last.replay()
+                but_last.replay()
+                h = ops.reference.all_gather_linear(x, w1, group=group)
+                y = ops.reference.linear_reduce_scatter(h, w2, group=group)
+                assert torch.equal(y, second.outputs)
+                expected = torch.autograd.grad(y, [w2, x, w1], grad_y)
+                for found, gradient in zip((last.outputs[1], *but_last.outputs), expected, strict=True):
+                    assert torch.equal(found, gradient)
+            group.barrier().wait()  # between operations no flag tells of one
+            flags = context.link.transport._flags.tensor.view(torch.int32)
+            assert not flags[: 2 * group_size * MOST_FLAGS].any()
+            assert flags[2 * group_size * MOST_FLAGS :].all()
+            group.barrier().wait()
+
+    run_threads(group_size, body)
