@@ -33,6 +33,7 @@ __all__ = [
     "require_context",
     "require_fitting",
     "say_unsavable",
+    "state_problem",
     "with_unit_stride",
 ]
 
@@ -193,7 +194,7 @@ def prepare(
         if operation.name == "all_gather_linear":
             given["total_rows"] = total_rows
         require_fitting(operation, given, functools.partial(_find_complaint, operation.name, context, **given), context)
-        problem = _state_problem(operation.name, x, weight, total_rows, context)
+        problem = state_problem(operation.name, x, weight, total_rows, context)
         prepared = remember(context, key, problem, operation)
     prepared.begin()
     return prepared
@@ -222,9 +223,10 @@ def remember(context: OverlapContext, key: Hashable, problem: Problem, operation
     return prepared
 
 
-def _state_problem(
+def state_problem(
     op: str, x: torch.Tensor, weight: torch.Tensor, total_rows: int | None, context: OverlapContext
 ) -> GemmProblem:
+    """The forward pass of a call of a linear whose arguments fit together."""
     if op == "all_gather_linear":
         rows = x.size(0) * context.group_size if total_rows is None else total_rows
     else:

@@ -26,7 +26,7 @@ from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.runtime.program import split_rows
 from commfuse_megatron.transport.base import Transfer
 
-__all__ = ["embedding_reduce_scatter"]
+__all__ = ["embedding_reduce_scatter", "state_look_up"]
 
 
 @torch.compiler.disable
@@ -173,19 +173,23 @@ def _prepare(
     if prepared is None:
         given = {"ids": ids, "weight": weight, "first_id": first_id, "is_deterministic": is_deterministic}
         require_fitting(_OPERATION, given, functools.partial(_find_complaint, ids, weight, first_id, context), context)
-        problem = GemmProblem(
-            op=_OPERATION.name,
-            pass_name="fprop",
-            rows=ids.size(1),
-            batch=ids.size(0),
-            N=weight.size(1),
-            K=1,  # each element of the output is one product with a one-hot vector
-            dtype=str(weight.dtype).removeprefix("torch."),
-            group_size=context.group_size,
-        )
-        prepared = remember(context, key, problem, _OPERATION)
+        prepared = remember(context, key, state_look_up(ids, weight, context.group_size), _OPERATION)
     prepared.begin()
     return prepared
+
+
+def state_look_up(ids: torch.Tensor, weight: torch.Tensor, group_size: int) -> GemmProblem:
+    """The forward pass of a call whose arguments fit together."""
+    return GemmProblem(
+        op=_OPERATION.name,
+        pass_name="fprop",
+        rows=ids.size(1),
+        batch=ids.size(0),
+        N=weight.size(1),
+        K=1,  # each element of the output is one product with a one-hot vector
+        dtype=str(weight.dtype).removeprefix("torch."),
+        group_size=group_size,
+    )
 
 
 def _find_complaint(ids: torch.Tensor, weight: torch.Tensor, first_id: int, context: OverlapContext) -> str | None:

@@ -24,11 +24,14 @@ from commfuse_megatron.config import AttentionConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.ops.attention_arguments import AttentionInputs, find_attention_complaint
 from commfuse_megatron.ops.query_split_attention import find_attention_kernel, plan_attention
+from commfuse_megatron.ops.stated import attention_problems
+from commfuse_megatron.plugin import capture
 from commfuse_megatron.plugin.compat import SelfAttention
-from commfuse_megatron.plugin.core_attention import CoreAttention, describe_core_attention
+from commfuse_megatron.plugin.core_attention import describe_core_attention
 from commfuse_megatron.plugin.decision import (
     context_of,
     count_call,
+    existing_context_of,
     label_of,
     overlap_context,
     state_of,
@@ -135,10 +138,7 @@ def _is_of_megatrons_wrapper(hook: Any) -> bool:
 class _Job(NamedTuple):
     """What core attention was called with, until the projection is."""
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    core: CoreAttention
+    inputs: AttentionInputs
     placeholder: torch.Tensor
 
 
@@ -206,8 +206,18 @@ class _Pairing:
         reason = unsupported_reason(projection, placeholder, weight=projection.weight)
         if reason is not None:
             return reason
-        context = context_of(projection)
-        inputs = AttentionInputs(query, key, value, projection.weight, None, *core[:4], core.dropout)
+        inputs = AttentionInputs(query, key, value, projection.weight, None, *core)
+        is_capturing = capture.is_capturing(query)
+        # What is to be captured stays Megatron's own before, too, so that its projection has run by then.
+        if core.dropout and (is_capturing or getattr(self._attention.config, "cuda_graph_impl", "none") != "none"):
+            return capture.REPEATED_DROPOUT
+        existing = existing_context_of(projection) if is_capturing else context_of(projection)
+        if existing is None:
+            return capture.NO_CONTEXT
+        context = existing
+        problems = attention_problems(inputs, context) if is_capturing else ()
+        if problems and not context.is_planned(problems[0]):
+            return capture.reason_not_to_capture(context, problems) or ""
         complaint = find_attention_complaint(inputs, context.device)  # of mixed dtypes under autocast, say
         if complaint is not None:
             return complaint
@@ -219,7 +229,7 @@ class _Pairing:
         plan = plan_attention(inputs, context)
         if plan.path != "query_split":
             return f"planned as {plan.path}: {plan.reason}"
-        return _Job(query, key, value, core, placeholder)
+        return capture.reason_not_to_capture(context, problems) or _Job(inputs, placeholder)
 
     def _attend_and_project(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         job, projection = self._job, self._projection
@@ -227,22 +237,25 @@ class _Pairing:
             return self._project(input_)
         if input_ is not job.placeholder:
             raise self._lost(f"the projection was called with something else, of shape {list(input_.shape)}")
-        context = overlap_context(projection, input_, projection.weight)
+        inputs = job.inputs
+        context = overlap_context(
+            projection, input_, projection.weight, lambda context: attention_problems(inputs, context)
+        )
         if context is None:
             raise self._lost("the projection changed its mind")
         self._job = None
-        core, bias = job.core, projection.bias
+        bias = projection.bias
         output = ops.query_split_attention(
-            job.query,
-            job.key,
-            job.value,
+            inputs.q,
+            inputs.k,
+            inputs.v,
             projection.weight,
             None if projection.skip_bias_add else bias,
-            core.causal,
-            window=core.window,
-            mask=core.mask,
-            scale=core.scale,
-            dropout=core.dropout,
+            inputs.causal,
+            window=inputs.window,
+            mask=inputs.mask,
+            scale=inputs.scale,
+            dropout=inputs.dropout,
             context=context,
             weight_grad=weight_grad_target(projection, projection.weight),
         )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.plugin import compat
 
-__all__ = ["close_contexts", "context_for", "open_contexts"]
+__all__ = ["close_contexts", "context_for", "existing_context", "open_contexts"]
 
 
 @dataclass(slots=True)
@@ -37,6 +37,12 @@ def context_for(group: dist.ProcessGroup, config: OverlapConfig) -> OverlapConte
         entries = _CONTEXTS.setdefault(group, {})
         entries[config] = entry
     return entries[config].context
+
+
+def existing_context(group: dist.ProcessGroup, config: OverlapConfig) -> OverlapContext | None:
+    """The same, if it is made; makes none."""
+    entry = _CONTEXTS.get(group, {}).get(config)
+    return None if entry is None else entry.context
 
 
 def open_contexts() -> list[OverlapContext]:

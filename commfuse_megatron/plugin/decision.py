@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +18,17 @@ import torch
 from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.ops import WeightGradTarget
-from commfuse_megatron.plugin import arguments
-from commfuse_megatron.plugin.contexts import context_for
+from commfuse_megatron.plugin import arguments, capture
+from commfuse_megatron.plugin.contexts import context_for, existing_context
 from commfuse_megatron.plugin.main_grad import main_grad_target
 from commfuse_megatron.plugin.support import SWITCHED_OFF, unsupported_reason
+from commfuse_megatron.problem import Problem
 
 __all__ = [
     "LayerState",
     "context_of",
     "count_call",
+    "existing_context_of",
     "kept_reason_of",
     "label_of",
     "overlap_context",
@@ -100,6 +103,7 @@ def overlap_context(
     layer: Any,
     input_: torch.Tensor,
     weight: torch.Tensor,
+    problems: Callable[[OverlapContext], Sequence[Problem]],
     *,
     grad_output_buffer: list | None = None,
 ) -> OverlapContext | None:
@@ -107,12 +111,18 @@ def overlap_context(
 
     Whoever got a context calls `count_call` when the op has returned: only then is its path known.
 
+    Args:
+        problems: what the op would state (`ops.stated`); asked for while a CUDA graph is captured only.
+
     Raises UnsupportedError instead of returning None where the configuration says so; being switched off is no error.
     Raises ShapeError on all ranks where they decide differently, if the configuration has that checked.
     """
     state = state_of(layer)
     reason = unsupported_reason(layer, input_, weight=weight, grad_output_buffer=grad_output_buffer)
-    _compare_decision(layer, state, reason)
+    if reason is None and capture.is_capturing(input_):
+        existing = existing_context_of(layer)
+        reason = capture.reason_not_to_capture(existing, () if existing is None else problems(existing))
+    _compare_decision(layer, input_, state, reason)
     if reason is None:
         return context_of(layer)
     if reason != SWITCHED_OFF and state.config(layer.config).fallback.unsupported == "raise":
@@ -135,13 +145,15 @@ def count_call(layer: Any, context: OverlapContext) -> None:
     state.sequential_calls[reason] = state.sequential_calls.get(reason, 0) + 1
 
 
-def _compare_decision(layer: Any, state: LayerState, reason: str | None) -> None:
+def _compare_decision(layer: Any, input_: torch.Tensor, state: LayerState, reason: str | None) -> None:
     if layer.tp_group.size() == 1:
         return
     try:
         if not state.config(layer.config).check_decisions:
             return
     except ConfigError:  # of a layer that is switched off; others have raised when they were built
+        return
+    if capture.is_capturing(input_) and existing_context_of(layer) is None:  # none can be made to compare by
         return
     decision = f"{label_of(layer)}: {reason or 'overlapped'}"
     digest = hashlib.blake2b(f"{state.decisions} {decision}".encode(), digest_size=8).hexdigest()
@@ -159,12 +171,20 @@ def weight_grad_target(layer: Any, weight: torch.Tensor) -> WeightGradTarget | N
 def context_of(layer: Any) -> OverlapContext:
     """The context of an overlapped linear; made, collectively over its group, when first needed."""
     state = state_of(layer)
-    config, context = state.config(layer.config), state.context
-    if getattr(layer.config, "deterministic_mode", False):
-        config = _without_measurements(config)
+    config, context = _context_config(layer, state), state.context
     if context is None or not context.is_usable or context.group is not layer.tp_group or context.config is not config:
         context = state.context = context_for(layer.tp_group, config)
     return context
+
+
+def existing_context_of(layer: Any) -> OverlapContext | None:
+    """The same, if it is made; makes none."""
+    return existing_context(layer.tp_group, _context_config(layer, state_of(layer)))
+
+
+def _context_config(layer: Any, state: LayerState) -> OverlapConfig:
+    config = state.config(layer.config)
+    return _without_measurements(config) if getattr(layer.config, "deterministic_mode", False) else config
 
 
 @functools.lru_cache(maxsize=16)

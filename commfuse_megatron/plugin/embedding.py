@@ -7,6 +7,7 @@ state may be relied upon.
 import torch
 
 from commfuse_megatron import ops
+from commfuse_megatron.ops.stated import embedding_problems
 from commfuse_megatron.plugin.compat import VocabParallelEmbedding, tell_fsdp
 from commfuse_megatron.plugin.decision import count_call, overlap_context
 
@@ -23,12 +24,13 @@ class CommFuseVocabParallelEmbedding(VocabParallelEmbedding):
     @torch.compiler.disable  # what is decided and counted per call is Python, not a graph
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """The vectors of this rank's rows of the sequence."""
-        context = overlap_context(self, input_, self.weight)
+        weight = self.weight
+        context = overlap_context(self, input_, weight, lambda context: embedding_problems(input_, weight, context))
         if context is None:
             return super().forward(input_)
         output = ops.embedding_reduce_scatter(
             input_,
-            self.weight,
+            weight,
             self.vocab_start_index,
             context=context,
             is_deterministic=bool(self.deterministic_mode),

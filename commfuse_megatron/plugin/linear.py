@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from commfuse_megatron import OverlapConfig, ops
+from commfuse_megatron.ops.stated import linear_problems
 from commfuse_megatron.plugin import arguments as flags
 from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear, tell_fsdp
 from commfuse_megatron.plugin.construction import kept_stock, without_fused_kernel
@@ -64,7 +65,13 @@ class CommFuseColumnParallelLinear(_Constructed, ColumnParallelLinear):
 
     @torch.compiler.disable  # what is decided and counted per call is Python, not a graph
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        context = overlap_context(self, input, weight, grad_output_buffer=kwargs.get("grad_output_buffer"))
+        context = overlap_context(
+            self,
+            input,
+            weight,
+            lambda context: linear_problems("all_gather_linear", input, weight, context),
+            grad_output_buffer=kwargs.get("grad_output_buffer"),
+        )
         if context is None:
             stock_weight, kwargs = into_main_grad(weight, kwargs)
             return super()._forward_impl(input, stock_weight, *args, **kwargs)
@@ -101,12 +108,15 @@ class CommFuseRowParallelLinear(_Constructed, RowParallelLinear):
     @torch.compiler.disable
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The output shard [S/R, B, N], and the bias where `skip_bias_add` leaves it to the caller."""
-        context = overlap_context(self, input_, self.weight)
+        weight = self.weight
+        context = overlap_context(
+            self, input_, weight, lambda context: linear_problems("linear_reduce_scatter", input_, weight, context)
+        )
         if context is None:
             return super().forward(input_)
         bias = None if self.skip_bias_add else self.bias
-        target = weight_grad_target(self, self.weight)
-        output = ops.linear_reduce_scatter(input_, self.weight, bias, context=context, weight_grad=target)
+        target = weight_grad_target(self, weight)
+        output = ops.linear_reduce_scatter(input_, weight, bias, context=context, weight_grad=target)
         count_call(self, context)
         return output, (self.bias if self.skip_bias_add else None)
 

@@ -11,16 +11,30 @@ from typing import Any
 import torch
 
 from commfuse_megatron.errors import UnsupportedError
+from commfuse_megatron.plugin.capture import announce_saved
 
 __all__ = ["CommFuseNorm"]
 
-_CLASSES: dict[str, type[torch.nn.Module]] = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+
+class _LayerNorm(torch.nn.LayerNorm):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        announce_saved(input)
+        return super().forward(input)
+
+
+class _RMSNorm(torch.nn.RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        announce_saved(x)
+        return super().forward(x)
+
+
+_CLASSES: dict[str, type[torch.nn.Module]] = {"LayerNorm": _LayerNorm, "RMSNorm": _RMSNorm}
 
 
 class CommFuseNorm:
     """Builds the torch norm that `config.normalization` names; a drop-in for Megatron's `WrappedTorchNorm`.
 
-    The result is a plain `torch.nn.LayerNorm` (parameters `weight`, `bias`) or `torch.nn.RMSNorm` (`weight`), in
+    The result is a `torch.nn.LayerNorm` (parameters `weight`, `bias`) or `torch.nn.RMSNorm` (`weight`), in
     `config.params_dtype`, on the device where Megatron's linears put their weights.
 
     Raises UnsupportedError for options that torch's norms do not have.

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.plugin import compat
+from commfuse_megatron.plugin.capture import announce_saved
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear
 
 __all__ = ["CommFuseLayerNormColumnParallelLinear", "normalized"]
@@ -106,6 +107,7 @@ class CommFuseLayerNormColumnParallelLinear(CommFuseColumnParallelLinear):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The output [S, B, N/R] for the rows x [S/R, B, K], and the bias where `skip_bias_add` leaves it."""
+        announce_saved(x)
         return super().forward(
             normalized(
                 x, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.normalization, self.zero_centered_gamma

@@ -25,7 +25,8 @@ __all__ = ["LayerReport", "ModelReport", "model_report"]
 class LayerReport:
     """One linear, embedding or attention.
 
-    Forward passes are counted; what the backward passes of a problem did is in `ModelReport.ops`.
+    Forward passes are counted; what the backward passes of a problem did is in `ModelReport.ops`. What goes into a CUDA
+    graph is counted when it is captured; replays are not seen.
 
     path: "overlapped" (of an attention: query-split), "sequential" (by our operation, without overlap) or "stock" where
     all calls agree, "mixed" where they don't, "not called" before the first.

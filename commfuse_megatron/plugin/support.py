@@ -21,7 +21,6 @@ SWITCHED_OFF = "config.commfuse is False: switched off"
 _ONE_RANK = "the tensor-parallel group has one rank: there is nothing to hide"
 _GTP = "the weight is sharded over a weight-rematerialisation group (gtp_remat_size > 1)"
 _FLOAT64_ON_GPU = "the tensors are torch.float64 on a GPU: float64 is overlapped on the CPU only"
-_CAPTURING = "a CUDA graph is being captured: not tested yet"
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -52,6 +51,8 @@ def unsupported_reason(
     grad_output_buffer: list | None = None,
 ) -> str | None:
     """Why `layer` runs Megatron's own path, as a sentence, or None where its communication is overlapped.
+
+    While a CUDA graph is captured there is one more reason, see `capture`.
 
     Args:
         layer: a column- or row-parallel linear, or a vocabulary-parallel embedding.
@@ -96,8 +97,6 @@ def _reason_in_embedding(layer: Any, ids: torch.Tensor | None, weight: Any) -> s
         return _not_divisible(ids.size(1), group_size)
     if weight.is_cuda and weight.dtype == torch.float64:
         return _FLOAT64_ON_GPU
-    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
-        return _CAPTURING
     return None
 
 
@@ -189,8 +188,6 @@ def _reason_in_input(layer: Any, input_: torch.Tensor) -> str | None:
     group_size = layer.tp_group.size()
     if _is_row(layer) and input_.size(0) % group_size:
         return _not_divisible(input_.size(0), group_size)
-    if input_.is_cuda and torch.cuda.is_current_stream_capturing():
-        return _CAPTURING
     return None
 
 

@@ -171,6 +171,19 @@ class OverlapContext:
         gemm = self.slice_gemm(dtype) if plan.is_scheduled else self._gemm(dtype, is_beside_transfers=False)
         return PreparedPass(self, problem, plan, gemm)
 
+    def is_planned(self, problem: Problem) -> bool:
+        """Whether `prepare` would neither measure nor ask other ranks."""
+        return problem in self._prepared
+
+    def has_run(self, problem: Problem) -> bool:
+        """Whether a call of `problem` was made outside of CUDA graphs: planned, agreed on, its buffers large enough.
+
+        A graph may then capture further calls: they need nothing of the host and of other ranks. Equal on all ranks,
+        which make the same calls.
+        """
+        prepared = self._prepared.get(problem)
+        return prepared is not None and prepared.is_agreed and prepared.calls > 0
+
     def slice_gemm(self, dtype: torch.dtype) -> SliceGemm:
         """The GEMM that runs beside this context's transfers."""
         return self._gemm(dtype, is_beside_transfers=True)
@@ -184,7 +197,9 @@ class OverlapContext:
     def agree_on(self, prepared: PreparedPass) -> None:
         """Compare a problem with the other ranks', if it is new or every call is to be compared."""
         self.require_usable()
-        if (self._agrees_every_call or not prepared.is_agreed) and self.group_size > 1 and not self.is_capturing:
+        if (self._agrees_every_call or not prepared.is_agreed) and self.group_size > 1:
+            if self.is_capturing:  # what is captured now is agreed on at the first call outside
+                return
             plan = prepared.plan
             self.agree(f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}")
         prepared.is_agreed = True

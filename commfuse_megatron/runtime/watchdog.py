@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from commfuse_megatron.transport.base import Transfer
 
 __all__ = ["Watchdog"]
@@ -49,6 +51,7 @@ class Watchdog:
             self._thread.join()
 
     def _run(self) -> None:
+        _look_on_during_captures()
         poll_s = min(_LONGEST_POLL_S, self._timeout_s / 4)
         oldest: Any = None
         oldest_since = time.monotonic()
@@ -70,3 +73,15 @@ class Watchdog:
         except (IndexError, RuntimeError):
             # IndexError: the context drops entries too. RuntimeError: an aborted communicator cannot be asked any more.
             logger.debug("watchdog: a transfer could not be queried", exc_info=True)
+
+
+def _look_on_during_captures() -> None:
+    """Let this thread ask for events while another thread captures a CUDA graph.
+
+    In CUDA's global mode of capture, PyTorch's default and Megatron's for backward passes, a question of any thread
+    that does not say so breaks the capture.
+    """
+    if torch.cuda.is_initialized():
+        from cuda.bindings import driver  # not at import: the package must not touch CUDA then
+
+        driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)

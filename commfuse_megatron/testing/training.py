@@ -56,16 +56,22 @@ class Training:
     def backward(self, tokens: torch.Tensor) -> float:
         """Forward and backward only; returns the loss.
 
-        The gradients lie in `main_grad`, final over all ranks (in fp16 times the optimizer's loss scale).
+        The gradients lie in `main_grad`, final over all ranks (in fp16 times the optimizer's loss scale). Under
+        `cuda_graph_impl: local` Megatron records the first call and captures its graphs at the end of it, as its
+        schedules do; later calls replay them.
         """
         from megatron.core.distributed import finalize_model_grads
+        from megatron.core.transformer.cuda_graphs import create_cudagraphs
 
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = loss_of(self.wrapped, tokens, with_mask=self._with_mask)
         self.optimizer.scale_loss(loss).backward()
         finalize_model_grads([self.wrapped])
-        return loss.item()
+        found = loss.item()
+        if getattr(self._model.config, "cuda_graph_impl", "none") == "local":
+            create_cudagraphs()
+        return found
 
     def grad_norm(self) -> float:
         """The norm of all gradients of the last step, over the tensor-parallel group, in float64. Collective."""

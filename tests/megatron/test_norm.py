@@ -23,7 +23,7 @@ def test_norm(normalization: str, cls: type, names: list[str], is_sequence_paral
     transformer = config(normalization=normalization, params_dtype=torch.bfloat16)
     transformer.sequence_parallel = is_sequence_parallel
     norm = CommFuseNorm(config=transformer, hidden_size=8, eps=1e-3)
-    assert type(norm) is cls
+    assert isinstance(norm, cls)
     assert norm.eps == 1e-3
     parameters = dict(norm.named_parameters())
     assert list(parameters) == names
