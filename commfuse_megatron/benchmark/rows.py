@@ -148,6 +148,7 @@ class Report:
             return
         lines = ",\n  ".join(json.dumps(row.as_json()) for row in self.rows)
         head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in self.header.items())
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_name(f"{self.path.name}.part")
         unfinished.write_text(f'{{\n{head} "rows": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
         os.replace(unfinished, self.path)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from commfuse_megatron.cli.launch import CannotRunError
-from commfuse_megatron.cli.output import make_progress, results, why_file_cannot_be_written, write_json
+from commfuse_megatron.cli.launch import UsageError
+from commfuse_megatron.cli.output import make_progress, results, write_json
 
 if TYPE_CHECKING:
     from commfuse_megatron.benchmark.against import Comparison
@@ -42,7 +42,7 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     add("--models", nargs="+", choices=models, default=models, metavar="MODEL", help=f"of {', '.join(models)}")
     add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS), metavar="L", help=f"of {', '.join(LINEARS)}")
     add("--tokens", nargs="+", type=int, default=[8192], metavar="M", help="of the whole sequence (default 8192)")
-    add("--figure", metavar="FILE", help="draw the predictions into FILE (.png or .svg)")
+    add("--figure", metavar="FILE", help="draw the predictions into FILE (.png or .svg); missing folders are made")
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
@@ -50,19 +50,13 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     from commfuse_megatron.benchmark.predict import cases_of, deviations, predict
 
     if arguments.rows is None:
-        raise CannotRunError(
+        raise UsageError(
             "no measurements: name a file of rows with --rows FILE. On two or more GPUs of one host,\n"
             "  torchrun --nproc-per-node 2 -m commfuse_megatron bench --device cuda --json FILE\n"
             "measures the curves of GEMMs, messages and host time that predictions start from."
         )
-    if arguments.figure:
-        from commfuse_megatron.tracing.figure import missing_matplotlib
-
-        reason = why_file_cannot_be_written(arguments.figure) or missing_matplotlib()
-        if reason is not None:
-            raise CannotRunError(f"--figure {arguments.figure}: {reason}")
     if min(arguments.ranks) < 2:
-        raise CannotRunError(f"--ranks must be at least 2, got {min(arguments.ranks)}")
+        raise UsageError(f"--ranks must be at least 2, got {min(arguments.ranks)}")
     curves, rows = _read_curves(Path(arguments.rows), arguments.link)
     names = [f"{model}.{linear}" for model in arguments.models for linear in arguments.linears]
     cases = cases_of(names, arguments.tokens, arguments.ranks)
@@ -130,7 +124,7 @@ def _compare(path: str | None, rows: list[Row], curves: Curves) -> list[Comparis
         return []
     comparisons = compare(load_report(Path(path))[1], rows, curves)
     if not comparisons:
-        raise CannotRunError(
+        raise UsageError(
             f"--against {path}: no forward rows of {curves.device} over {curves.link} that were emulated or can be "
             "predicted; rows of other machines and links are not compared"
         )
