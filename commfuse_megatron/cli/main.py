@@ -51,8 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _require_writable(arguments: argparse.Namespace) -> None:
     """Before any work is done: results that cannot be written are found out now. Makes nothing yet."""
-    checks = {"json": why_file_cannot_be_written, "figure": why_file_cannot_be_written}
-    for option, why_not in {**checks, "output": why_folder_cannot_be_written}.items():
+    checks = (
+        ("json", why_file_cannot_be_written),
+        ("figure", why_file_cannot_be_written),
+        ("output", why_folder_cannot_be_written),
+    )
+    for option, why_not in checks:
         place = getattr(arguments, option, None)
         reason = why_not(place) if place else None
         if reason is not None:

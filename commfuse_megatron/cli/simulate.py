@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
 from rich.table import Table
 
 from commfuse_megatron.cli.launch import UsageError
@@ -109,7 +110,8 @@ def _read_curves(path: Path, link: str | None) -> tuple[Curves, list[Row]]:
     if bandwidth_gb_s is None:
         return curves, rows
     if "nccl" not in curves.messages:
-        raise ConfigError(f"--link {link}: {path} has no rows of the nccl transport, which serves such links")
+        why = curves.left_out.get("nccl", "it has no rows of it")
+        raise ConfigError(f"--link {link}: nccl serves such links, and {path} gives no curve for it: {why}")
     # GEMMs, latencies and host time as measured; only the link is another. No measured row can check that.
     slow = {"nccl": dataclasses.replace(curves.messages["nccl"], bandwidth_gb_s=bandwidth_gb_s)}
     collective = dataclasses.replace(curves.collective, bandwidth_gb_s=bandwidth_gb_s)
@@ -166,6 +168,8 @@ def _print_curves(curves: Curves) -> None:
         console.print("final sums of reduce-scatters: no tails in the rows, counted as free")
     else:
         console.print(f"final sums of reduce-scatters: {1e-3 / curves.sum_us_per_byte:.0f} GB/s, from measured tails")
+    for name, reason in curves.left_out.items():
+        console.print(f"[yellow]left out[/] {escape(f'transport {name}: {reason}')}")
     for name in curves.messages:
         if name not in curves.hosts:
             console.print(f"host time, {name}: too few rows, counted as free")
@@ -236,6 +240,8 @@ def _say(ms: float | None, error: float | None) -> tuple[str, str]:
 
 
 def _print_predictions(predictions: Sequence[Sequence[Prediction]], curves: Curves) -> None:
+    from commfuse_megatron.benchmark.predict import LIMITS
+
     title = f"predicted, not measured: forward pass, ms per call, {curves.device}, link {curves.link}"
     table = Table(title=title, title_justify="left")
     table.add_column("case", no_wrap=True)
@@ -258,6 +264,15 @@ def _print_predictions(predictions: Sequence[Sequence[Prediction]], curves: Curv
             best.variant,
             best.limit,
         )
-    results().print(table)
+    console = results()
+    console.print(table)
+    console.print(
+        "compute: one un-split GEMM; comm: transfers alone; best: the fastest way; of ideal: the longer of compute and"
+        " comm / best\nlimited by, what the best way's time is made of:"
+    )
+    limits = {ways[0].limit for ways in predictions}
+    for limit, meaning in LIMITS.items():
+        if limit in limits:
+            console.print(f"  - {limit}: {meaning}")
     if "copy_engine" in curves.messages and any(ways[0].group_size > RANKS_OF_A_NODE for ways in predictions):
-        results().print("the copy engine and this link beyond one node assume that all ranks share one NVLink domain")
+        console.print("the copy engine and this link beyond one node assume that all ranks share one NVLink domain")
