@@ -31,12 +31,10 @@ def main() -> None:
             convert_model(model)
             loss = loss_of(model, tokens)
             loss.backward()
-            report = model_report(model)
+            report = model_report(model)  # of every layer what became of it, and why
             if dist.get_rank() == 0:
                 print(f"loss, stock {stock_loss:.6f}, overlapped {loss.item():.6f}")
-                for layer in report.layers:
-                    print(f"{layer.name:45} {layer.path}")
-                print("\n".join(report.lines()))
+                print(report)
     dist.destroy_process_group()
 
 

@@ -129,8 +129,9 @@ def _print(comparison: Comparison, recipe: Recipe, rank: Rank, complaints: list[
     for grid in _grids(comparison, rank.world_size):
         console.print(escape(grid) + "\n", soft_wrap=True)
     console.print(_op_table(comparison))
-    num_calls = sum(layer["overlapped_calls"] for layer in comparison.layers)
-    console.print(f"{len(comparison.layers)} layers, {num_calls} calls overlapped")
+    forward = sum(layer["overlapped_calls"] for layer in comparison.layers)
+    backward = sum(op["calls"] for op in comparison.ops if op["pass_name"] == "backward" and op["path"] == "sliced")
+    console.print(f"{len(comparison.layers)} layers, overlapped in {forward} forward and {backward} backward passes")
     for complaint in complaints:
         console.print(f"[red]failed:[/] {escape(complaint)}")
 

@@ -19,7 +19,7 @@ PROMISED = {
     "overlap_linears.py": "equal the sequential program's",
     "trace_a_step.py": "rank 1: 4 operations",
     "check_training.py": "stock after plugin",
-    "swap_layers_in_gpt.py": "output_layer                                  overlapped",
+    "swap_layers_in_gpt.py": "output_layer                            overlapped\n",
 }
 #: Run by `test_pretraining_examples.py`: one needs what the other writes.
 IN_A_ROW = {"prepare_text.py", "pretrain_gpt.py", "compare_curves.py"}
