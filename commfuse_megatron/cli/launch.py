@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -31,6 +32,7 @@ __all__ = [
     "is_speaker",
     "launch",
     "leave_it_to_the_first_rank",
+    "require_launcher",
     "why_device_cannot_run",
 ]
 
@@ -100,6 +102,18 @@ def _read_launcher() -> dict[str, int] | None:
             values = f"{rank}={numbers[rank]} and {size}={numbers[size]}"
             raise UsageError(f"the environment has {values}; ranks count from 0; {advice}")
     return numbers
+
+
+def require_launcher() -> None:
+    """For scripts that are ranks: exit with 2, saying how to start them, where no launcher has started this one."""
+    try:
+        if _read_launcher() is not None:
+            return
+        reason = f"the ranks are missing; start it with: torchrun --nproc-per-node 2 {shlex.join(sys.argv)}"
+    except UsageError as error:
+        reason = str(error)
+    print(f"{os.path.basename(sys.argv[0])}: error: {reason}", file=sys.stderr)
+    sys.exit(2)
 
 
 def is_speaker() -> bool:
