@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_megatron.cli import bench
+from commfuse_megatron.cli import bench, verify_megatron
 from commfuse_megatron.cli import main as cli
-from commfuse_megatron.cli.launch import CannotRunError, RankFailedError, UsageError
+from commfuse_megatron.cli.launch import CannotRunError, Rank, RankFailedError, UsageError
 from commfuse_megatron.cli.trace import config_of
 from commfuse_megatron.errors import ConfigError, UnsupportedError, VerificationError
 from commfuse_megatron.verify import machine as machine_module
 from commfuse_megatron.verify.machine import Ability, Machine, Setting
+from commfuse_megatron.verify.megatron_models import ModelResult
 
 
 def subcommands() -> list[str]:
@@ -144,6 +145,32 @@ def test_a_transport_of_other_devices_is_refused_before_any_rank_starts(transpor
 def test_models_that_cannot_be_verified_are_refused_before_any_rank_starts(words, complaint, capsys):
     assert cli.main(["verify", *words]) == 2
     require_usage_error(capsys, "verify", complaint)
+
+
+@pytest.mark.parametrize(
+    ("stock", "end"),
+    [
+        ({}, "on Megatron's own path.\n1 equal to stock"),
+        ({"it is off": 2}, "on Megatron's own path, because\n  - it is off\n1 equal to stock"),
+    ],
+)
+def test_the_legend_of_verified_models_is_a_whole_sentence(stock, end, capsys):
+    """Fails without the look at the reasons: it ended in "because" where nothing was stock."""
+    result = ModelResult(
+        name="dense",
+        layout="TP2",
+        loss_error=0.0,
+        gradient_error=0.0,
+        gradient="",
+        num_gradients=3,
+        parameter_error=None,
+        parameter="",
+        overlapped=4,
+        backward=4,
+        stock=stock,
+    )
+    verify_megatron._print([result], [], Rank(0, 2, "cpu"))
+    assert end in capsys.readouterr().out
 
 
 def a_machine(*, has_gloo: bool = True, is_config_wrong: bool = False) -> Machine:
