@@ -24,7 +24,15 @@ from rich.table import Table
 from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig
-from commfuse_megatron.cli.output import make_progress, results, silence_foreign_warnings, write_json
+from commfuse_megatron.cli.launch import require_launcher
+from commfuse_megatron.cli.output import (
+    make_progress,
+    results,
+    silence_foreign_warnings,
+    why_file_cannot_be_written,
+    write_json,
+)
+from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.verify.convergence import (
     ALLOWED_RATIO,
     OVERLAPPED,
@@ -49,13 +57,21 @@ def main() -> int:
     parser, chosen = parse()
     if not 0 < chosen.exchange_at < chosen.steps:
         parser.error(f"--exchange-at must be between 0 and --steps, got {chosen.exchange_at} of {chosen.steps}")
+    reason = None if chosen.json is None else why_file_cannot_be_written(chosen.json)
+    if reason is not None:
+        parser.error(f"--json {chosen.json}: {reason}")
+    try:
+        config = OVERLAPPED if chosen.config is None else OverlapConfig.from_file(chosen.config)
+    except ConfigError as error:
+        parser.error(f"--config: {error}")
+    require_launcher()
     silence_foreign_warnings()
     if chosen.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if chosen.device == "cuda" else "gloo")
     is_first = dist.get_rank() == 0
     start_s = time.perf_counter()
-    tasks = tasks_of(chosen)
+    tasks = tasks_of(chosen, config)
     found: dict[str, Convergence] = {}
     with make_progress(is_shown=is_first) as progress:
         bar = progress.add_task("training", total=sum(task.num_runs_steps for task in tasks.values()))
@@ -70,7 +86,7 @@ def main() -> int:
     return 1 if any(complaints.values()) else 0
 
 
-def tasks_of(chosen: argparse.Namespace) -> dict[str, Task]:
+def tasks_of(chosen: argparse.Namespace, config: OverlapConfig) -> dict[str, Task]:
     """What is trained, by name."""
     dtype, reference = DTYPES[chosen.device]
     impl = chosen.transformer_impl or ("transformer_engine" if chosen.device == "cuda" else "local")
@@ -82,7 +98,7 @@ def tasks_of(chosen: argparse.Namespace) -> dict[str, Task]:
         "transformer_impl": impl,
         "num_steps": chosen.steps,
         "exchange_at": chosen.exchange_at,
-        "config": OVERLAPPED if chosen.config is None else OverlapConfig.from_file(chosen.config),
+        "config": config,
         **SIZES[chosen.device],
     }
     patterns = {"gpt": None, "hybrid": chosen.pattern}
@@ -168,7 +184,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         help="step after which checkpoints are written (default: 25)",
     )
     parser.add_argument("--config", metavar="FILE", help="OverlapConfig of the plugin's runs; default: sliced, always")
-    parser.add_argument("--json", metavar="FILE", help="write curves, distances and layers")
+    parser.add_argument("--json", metavar="FILE", help="write curves, distances and layers; missing folders are made")
     return parser, parser.parse_args()
 
 

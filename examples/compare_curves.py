@@ -146,7 +146,9 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument(
         "runs", nargs="+", metavar="[NAME=]FILE", help="loss logs; the first is what others are held to"
     )
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the curves (needs matplotlib)")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw the curves (needs matplotlib); folders are made"
+    )
     parser.add_argument("--limit", type=float, metavar="X", help="exit with 1 if losses differ by more than X")
     return parser, parser.parse_args()
 

@@ -84,7 +84,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--ranks", type=int, default=2, metavar="N", help="of the group (default 2)")
-    add("--output", default="measured", metavar="DIR", help="where files go (default measured)")
+    add("--output", default="measured", metavar="DIR", help="where files go; made if missing (default measured)")
     add("--budget-s", type=float, default=900, metavar="S", help="time for everything (default 900)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only that everything runs")
     add("--only", nargs="+", default=[], metavar="PART", help="these parts")

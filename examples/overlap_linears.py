@@ -5,10 +5,13 @@
 Shows the shapes, the report, and that output and gradients equal the sequential program's.
 """
 
+import argparse
+
 import torch
 from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
+from commfuse_megatron.cli.launch import require_launcher
 
 SEQUENCE, BATCH, HIDDEN, FFN = 96, 2, 128, 576  # sequence and FFN are divisible by 2, 3, 4, 6 and 8 ranks
 
@@ -20,6 +23,8 @@ def mlp(x_shard_m: torch.Tensor, up: torch.Tensor, down: torch.Tensor, first, se
 
 def main() -> None:
     """Run the MLP both ways on this rank and compare."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    require_launcher()
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     rank, group_size = dist.get_rank(), dist.get_world_size()

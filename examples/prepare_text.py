@@ -68,6 +68,7 @@ def write_dataset(files: list[Path], output: Path, *, max_bytes: int) -> tuple[i
     reason = why_folder_cannot_be_written(output.parent)
     if reason is not None:
         raise OSError(reason)
+    output.parent.mkdir(parents=True, exist_ok=True)
     index = Path(get_idx_path(str(output)))
     index.unlink(missing_ok=True)
     builder = IndexedDatasetBuilder(get_bin_path(str(output)), dtype=DType.optimal_dtype(VOCABULARY))
@@ -111,7 +112,13 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         default=[Path(sysconfig.get_paths()["stdlib"])],
         help="text to read; default: the sources of the standard library",
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="PREFIX",
+        help="writes PREFIX.bin and PREFIX.idx; folders are made",
+    )
     parser.add_argument(
         "--suffix", nargs="+", default=[".py", ".txt", ".md"], help="files to take from folders (default: .py .txt .md)"
     )

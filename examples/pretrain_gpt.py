@@ -18,12 +18,15 @@ from typing import Any
 
 import torch
 
-from commfuse_megatron.cli.output import silence_foreign_warnings
+from commfuse_megatron.cli.launch import require_launcher
+from commfuse_megatron.cli.output import silence_foreign_warnings, why_file_cannot_be_written
 from commfuse_megatron.testing.pretraining import CPU_FLAGS, cpu_pretraining
 
 
 def main() -> None:
     """Train; with `--cpu` under the shims that let Megatron do so without a GPU."""
+    if not {"-h", "--help"} & set(sys.argv[1:]):
+        require_launcher()
     with ExitStack() as stack:
         if "--cpu" in sys.argv[1:]:
             silence_foreign_warnings()
@@ -45,6 +48,11 @@ def train() -> list[Any]:
     arguments = parse_and_validate_args(
         extra_args_provider=add_script_arguments, args_defaults={"tokenizer_type": "NullTokenizer"}
     )
+    for option in ("loss_log", "report"):
+        file = getattr(arguments, option)
+        reason = None if file is None else why_file_cannot_be_written(file)
+        if reason is not None:
+            raise SystemExit(f"pretrain_gpt.py: --{option.replace('_', '-')} {file}: {reason}")
     log = None
     # As with TensorBoard, the last rank logs: with pipeline parallelism it is the one that has the loss.
     if arguments.loss_log is not None and arguments.rank == arguments.world_size - 1:
@@ -70,8 +78,10 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     from commfuse_megatron.plugin import add_arguments
 
     group = add_arguments(parser).add_argument_group("pretrain_gpt.py")
-    group.add_argument("--loss-log", metavar="FILE", help="losses and gradient norms of every step as lines of JSON")
-    group.add_argument("--report", metavar="FILE", help="what became of every linear, as JSON")
+    group.add_argument(
+        "--loss-log", metavar="FILE", help="losses and gradient norms of every step as lines of JSON; folders are made"
+    )
+    group.add_argument("--report", metavar="FILE", help="what became of every linear, as JSON; folders are made")
     group.add_argument(
         "--cpu", action="store_true", help="train on CPU ranks over gloo; implies " + " ".join(CPU_FLAGS)
     )

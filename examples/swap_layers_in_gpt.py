@@ -6,15 +6,20 @@ On GPUs the same two lines do it (`convert_model`, `model_report`), without `cpu
 unmodified Megatron run on a CPU.
 """
 
+import argparse
+
 import torch
 from torch import distributed as dist
 
+from commfuse_megatron.cli.launch import require_launcher
 from commfuse_megatron.cli.output import silence_foreign_warnings
 from commfuse_megatron.testing import cpu_megatron
 
 
 def main() -> None:
     """Build, convert, run, report."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    require_launcher()
     silence_foreign_warnings()
     dist.init_process_group("gloo")
     with cpu_megatron():
@@ -31,12 +36,10 @@ def main() -> None:
             convert_model(model)
             loss = loss_of(model, tokens)
             loss.backward()
-            report = model_report(model)
+            report = model_report(model)  # of every layer what became of it, and why
             if dist.get_rank() == 0:
                 print(f"loss, stock {stock_loss:.6f}, overlapped {loss.item():.6f}")
-                for layer in report.layers:
-                    print(f"{layer.name:45} {layer.path}")
-                print("\n".join(report.lines()))
+                print(report)
     dist.destroy_process_group()
 
 

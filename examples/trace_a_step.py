@@ -6,10 +6,13 @@ Writes a trace for ui.perfetto.dev and, with matplotlib, a picture into trace_ou
 share their contexts: `tracing.record(plugin.contexts.open_contexts)` records those.
 """
 
+import argparse
+
 import torch
 from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops, tracing
+from commfuse_megatron.cli.launch import require_launcher
 from commfuse_megatron.runtime.meter import measure_calls, measure_overlap
 
 SEQUENCE, BATCH, HIDDEN, FFN = 480, 2, 256, 1152  # sequence and FFN are divisible by 2, 3, 4, 6 and 8 ranks
@@ -18,6 +21,8 @@ WARM_UP_STEPS = 2
 
 def main() -> None:
     """Train a tensor-parallel MLP for a few steps and record the last one."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    require_launcher()
     dist.init_process_group("gloo")
     rank, group_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)

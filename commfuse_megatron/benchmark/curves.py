@@ -8,7 +8,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -73,7 +73,7 @@ class Curves:
     """One machine and one link. By the GEMM's name ("torch", "persistent") and by the transport's.
 
     collective: of the group's own collectives, per step of a ring. sum_us_per_byte: of the sum that ends a direct
-    reduce-scatter; None: not measured, counted as free.
+    reduce-scatter; None: not measured, counted as free. left_out: transport -> why its rows give no curve.
     """
 
     device: str
@@ -83,10 +83,15 @@ class Curves:
     collective: MessageCurve
     hosts: dict[str, HostCurve]
     sum_us_per_byte: float | None
+    left_out: dict[str, str] = field(default_factory=dict)
 
 
 def fit_curves(rows: Sequence[Row], *, device: str, link: str, sms: int = _SMS_OF_HOPPER) -> Curves:
-    """Curves through the forward rows of linears on one device and link. Raises ConfigError naming what is missing."""
+    """Curves through the forward rows of linears on one device and link.
+
+    A transport whose rows give no curve is left out. Raises ConfigError, saying how to measure what is missing, where
+    there is no GEMM, no collective or no transport.
+    """
     here = (device, link, "fprop")
     chosen = [row for row in rows if (row.device, row.link, row.pass_name) == here and row.is_linear]
     gemms = {}
@@ -95,17 +100,24 @@ def fit_curves(rows: Sequence[Row], *, device: str, link: str, sms: int = _SMS_O
         if points:
             gemms[name] = _fit_gemm(points, sms)
     if not gemms:
-        raise ConfigError(f"no `compute_only` rows of {device}, link {link}, forward pass")
-    backends = sorted({row.transport for row in chosen if _is_transfer(row)})
-    messages = {
-        backend: _fit_messages([r for r in chosen if _is_transfer(r) and r.transport == backend])
-        for backend in backends
-    }
+        raise _missing("no `compute_only` rows of linears", device, link)
+    messages, left_out = {}, {}
+    for backend in sorted({row.transport for row in chosen if _is_transfer(row)}):
+        try:
+            messages[backend] = _fit_messages([r for r in chosen if _is_transfer(r) and r.transport == backend])
+        except ConfigError as error:
+            left_out[backend] = str(error)
     collectives = [row for row in chosen if row.variant == "comm_only collective" and not row.emulated]
-    if not messages or not collectives:
-        raise ConfigError(f"no `comm_only` rows of {device}, link {link}, forward pass")
-    hosts = {backend: curve for backend in backends if (curve := _fit_host(chosen, backend)) is not None}
-    return Curves(device, link, gemms, messages, _fit_messages(collectives), hosts, _sum_us_per_byte(chosen))
+    if not collectives:
+        raise _missing("no `comm_only collective` rows", device, link)
+    if not messages:
+        raise _missing("; ".join(left_out.values()) or "no `comm_only` rows of a transport", device, link)
+    try:
+        collective = _fit_messages(collectives)
+    except ConfigError as error:
+        raise _missing(str(error), device, link) from None
+    hosts = {backend: curve for backend in messages if (curve := _fit_host(chosen, backend)) is not None}
+    return Curves(device, link, gemms, messages, collective, hosts, _sum_us_per_byte(chosen), left_out)
 
 
 def fit_terms(terms: Sequence[Sequence[float]], times_us: Sequence[float]) -> list[float]:
@@ -127,6 +139,16 @@ def fit_terms(terms: Sequence[Sequence[float]], times_us: Sequence[float]) -> li
                     best[index] = factor
                 best_error = error
     return best
+
+
+def _missing(what: str, device: str, link: str) -> ConfigError:
+    """The error that says what the rows lack, and how to measure rows that do not."""
+    slow = "NCCL_P2P_DISABLE=1 " if link == "host" else ""
+    return ConfigError(
+        f"{what} ({device}, link {link}, forward pass). This measures all that is needed, whatever its --variants:\n"
+        f"  {slow}torchrun --nproc-per-node 2 -m commfuse_megatron bench --device cuda --passes fprop"
+        " --tokens 1024 2048 8192 --json FILE"
+    )
 
 
 def traffic_of_sum(row_bytes: float, rows: float, group_size: int) -> float:
@@ -171,8 +193,10 @@ def _shard_bytes(row: Row) -> float:
 def _fit_messages(rows: Sequence[Row]) -> MessageCurve:
     points = [(_shard_bytes(row), row.median_ms * 1e3 / (row.group_size - 1)) for row in rows]
     latency_us, per_byte_us = fit_terms([(1.0, size) for size, _ in points], [us for _, us in points])
-    if per_byte_us <= 0:
-        raise ConfigError(f"{rows[0].variant}: {len(rows)} rows do not show a bandwidth; measure larger M too")
+    if per_byte_us <= 0 or len({size for size, _ in points}) < 2:
+        raise ConfigError(
+            f"{len(rows)} `{rows[0].variant}` rows do not show a bandwidth: messages of other sizes are needed"
+        )
     errors = [abs((latency_us + size * per_byte_us) / us - 1) for size, us in points]
     return MessageCurve(latency_us, 1e-3 / per_byte_us, len(points), statistics.median(errors))
 

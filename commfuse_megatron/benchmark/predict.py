@@ -17,10 +17,28 @@ from commfuse_megatron.problem import DTYPE_BYTES
 from commfuse_megatron.schedule import Algorithm, Schedule, build_all_gather, build_reduce_scatter, simulate
 from commfuse_megatron.transport.select import DIRECT, THROUGH_HOST_MEMORY
 
-__all__ = ["WAYS", "Deviation", "Prediction", "cases_of", "deviations", "median_error", "predict", "predict_way"]
+__all__ = [
+    "LIMITS",
+    "WAYS",
+    "Deviation",
+    "Prediction",
+    "cases_of",
+    "deviations",
+    "median_error",
+    "predict",
+    "predict_way",
+]
 
 #: (algorithm, chunks per shard) of the sliced paths that are predicted.
 WAYS = ((Algorithm.DIRECT, 1), (Algorithm.DIRECT, 2), (Algorithm.DIRECT, 4), (Algorithm.RING, 2))
+
+#: What decides a predicted time, and what that means.
+LIMITS = {
+    "GEMMs": "those of the slices, which take longer than one un-split GEMM; the transfers are hidden under them",
+    "transfers": "what the GEMMs do not hide of them",
+    "launches": "the host, which cannot launch so many slices any faster",
+    "nothing hidden": "the sequential program is the fastest: collective, then GEMM",
+}
 
 _DTYPE = "bfloat16"
 # Which GEMM our slices run beside a transport.
@@ -29,7 +47,7 @@ _GEMM_OF_TRANSPORT = {"nccl": "persistent", "copy_engine": "torch"}
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One forward pass of one case over `group_size` ranks, one way. limit: what decides the time."""
+    """One forward pass of one case over `group_size` ranks, one way. limit: the key in `LIMITS` of what decides."""
 
     case: str
     op: str
@@ -77,7 +95,7 @@ def predict(case: LinearCase, curves: Curves) -> list[Prediction]:
     """The sequential program and all `WAYS` over every transport, the fastest first."""
     compute_us = min(gemm.us(case.M, case.N, case.K) for gemm in curves.gemms.values())
     sequential_us = _sequential_us(case, curves)
-    found = [("sequential", "nccl", sequential_us, "collective")]
+    found = [("sequential", "nccl", sequential_us, "nothing hidden")]
     for transport in curves.messages:
         for algorithm, chunks in WAYS:
             ring = " ring" if algorithm is Algorithm.RING else ""
@@ -128,9 +146,9 @@ def predict_way(
     us = simulation.total_us + _sum_us(case, curves, transport, algorithm, chunks_per_shard)
     host = curves.hosts.get(transport)
     if host is not None and host.us(slices) > us:
-        return host.us(slices), "host"
+        return host.us(slices), "launches"
     is_hidden = simulation.exposed_comm_us <= 0.01 * simulation.total_us
-    return us, "compute" if is_hidden else "communication"
+    return us, "GEMMs" if is_hidden else "transfers"
 
 
 def deviations(rows: Iterable[Row], curves: Curves) -> list[Deviation]:

@@ -15,7 +15,7 @@ On the CPU the times only show that the code runs: none of these is given there.
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -129,6 +129,10 @@ class Row:
         return cls(pass_name=data["pass"], **values)
 
 
+#: What every row in a file has, under the names of the report format.
+_KEYS = tuple("pass" if f.name == "pass_name" else f.name for f in fields(Row) if f.default is MISSING)
+
+
 class Report:
     """The JSON file of a run: its header and its rows, written anew after every case, so that nothing is lost."""
 
@@ -148,6 +152,7 @@ class Report:
             return
         lines = ",\n  ".join(json.dumps(row.as_json()) for row in self.rows)
         head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in self.header.items())
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_name(f"{self.path.name}.part")
         unfinished.write_text(f'{{\n{head} "rows": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
         os.replace(unfinished, self.path)
@@ -155,11 +160,19 @@ class Report:
 
 def load_report(path: Path) -> tuple[dict[str, Any], list[Row]]:
     """Header and rows of a file that `Report` wrote. Raises ConfigError for anything else."""
+    what = f"{path} is no file that `commfuse bench --json` wrote"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        rows = [Row.from_json(row) for row in data.pop("rows")]
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: not a file of `commfuse bench`: {error!r}") from error
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise ConfigError(f"{what}: not JSON: {error}") from error
+    if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
+        raise ConfigError(f'{what}: it has no list "rows"')
+    rows = []
+    for number, row in enumerate(data.pop("rows"), 1):
+        missing = [key for key in _KEYS if not isinstance(row, dict) or key not in row]
+        if missing:
+            raise ConfigError(f"{what}: row {number} of its rows has no {', '.join(missing)}")
+        rows.append(Row.from_json(row))
     return data, rows

@@ -9,13 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from commfuse_megatron.cli.launch import CannotRunError, Rank, choose_num_ranks, is_speaker, launch
-from commfuse_megatron.cli.output import (
-    make_progress,
-    results,
-    silence_foreign_warnings,
-    why_file_cannot_be_written,
-)
+from commfuse_megatron.cli.launch import Rank, UsageError, choose_num_ranks, is_speaker, launch
+from commfuse_megatron.cli.output import make_progress, results, silence_foreign_warnings
 from commfuse_megatron.config import config_file_from_environment
 
 if TYPE_CHECKING:
@@ -67,7 +62,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     add("--case-s", type=float, default=1.5, help="about how long the rounds of a case may take (default 1.5)")
     add("--budget-s", type=float, metavar="S", help="start no case that would not be done S seconds from the start")
     add("--shrink", type=int, metavar="F", help=f"divide all sizes by F (default 1; {CPU_SHRINK} on the CPU)")
-    add("--figure", metavar="FILE", help="draw the rows into FILE (.png or .svg)")
+    add("--figure", metavar="FILE", help="draw the rows into FILE (.png or .svg); missing folders are made")
     add("--resume", action="store_true", help="keep the rows of --json FILE and run what is not in there")
     add("--check", nargs="+", default=[], metavar="NAME=MOST", help="exit 1 if a figure is larger, e.g. ideal=1.1")
     add("--commit", help="recorded in the rows (default: asked from git)")
@@ -85,7 +80,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
     num_ranks = choose_num_ranks(arguments.ranks)
     if num_ranks < 2:
-        raise CannotRunError("one rank has nothing to communicate; use --ranks 2 or more")
+        raise UsageError("one rank has nothing to communicate; use --ranks 2 or more")
     _require_sense(arguments, num_ranks)
     bounds = parse_bounds(arguments.check)
     shrink = arguments.shrink or (1 if arguments.device == "cuda" else CPU_SHRINK)
@@ -127,22 +122,16 @@ def _require_sense(arguments: argparse.Namespace, num_ranks: int) -> None:
     numbers |= {"--shrink": [arguments.shrink or 1], "--virtual-ranks": arguments.virtual_ranks}
     for option, values in numbers.items():
         if any(value < 1 for value in values):
-            raise CannotRunError(f"{option} must be at least 1, got {min(values)}")
+            raise UsageError(f"{option} must be at least 1, got {min(values)}")
     if arguments.virtual_ranks and (num_ranks != 2 or min(arguments.virtual_ranks) < 2):
-        raise CannotRunError("--virtual-ranks emulates groups of 2 and more on exactly two ranks: use --ranks 2")
+        raise UsageError("--virtual-ranks emulates groups of 2 and more on exactly two ranks: use --ranks 2")
     if arguments.virtual_ranks and arguments.config:
-        raise CannotRunError("--config: an emulated group runs fixed variants; leave it or --virtual-ranks out")
+        raise UsageError("--config: an emulated group runs fixed variants; leave it or --virtual-ranks out")
     _require_models(arguments)
     if arguments.resume and not arguments.json:
-        raise CannotRunError("--resume needs the --json FILE to go on with")
+        raise UsageError("--resume needs the --json FILE to go on with")
     if arguments.device == "cpu" and (arguments.check or arguments.figure):
-        raise CannotRunError("times from a CPU are neither compared nor drawn: --check and --figure need --device cuda")
-    if arguments.figure:
-        from commfuse_megatron.tracing.figure import missing_matplotlib
-
-        reason = why_file_cannot_be_written(arguments.figure) or missing_matplotlib()
-        if reason is not None:
-            raise CannotRunError(f"--figure {arguments.figure}: {reason}")
+        raise UsageError("times from a CPU are neither compared nor drawn: --check and --figure need --device cuda")
 
 
 def _require_models(arguments: argparse.Namespace) -> None:
@@ -153,22 +142,22 @@ def _require_models(arguments: argparse.Namespace) -> None:
     unknown = [model for model in arguments.models or () if model not in known]
     if unknown:
         what = "attention blocks" if arguments.attention else "linears"
-        raise CannotRunError(f"there are no {what} of {', '.join(unknown)}; known are {', '.join(known)}")
+        raise UsageError(f"there are no {what} of {', '.join(unknown)}; known are {', '.join(known)}")
     of_linears = {"--linears": arguments.linears != list(LINEARS), "--config": arguments.config}
     of_linears |= {"--check": arguments.check, "--figure": arguments.figure}
     given = [option for option, value in of_linears.items() if value]
     if arguments.attention and given:
-        raise CannotRunError(f"{', '.join(given)}: for linears, not for --attention")
+        raise UsageError(f"{', '.join(given)}: for linears, not for --attention")
 
 
 def _require_same_columns(settings: Settings, header: dict[str, Any], file: str) -> None:
-    """Raise CannotRunError where the cases of `file` were measured with other variants: they would count as done."""
+    """Raise UsageError where the cases of `file` were measured with other variants: they would count as done."""
     before = header.get("settings", {})
     for name, option in (("variants", "--variants"), ("chunks", "--chunks"), ("config_files", "--config")):
         found, asked = list(before.get(name, ())), list(getattr(settings, name))
         if found != asked:
             was, now = (" ".join(map(str, values)) or "none" for values in (found, asked))
-            raise CannotRunError(
+            raise UsageError(
                 f"--resume: {file} was measured with {option} {was}, and this is {option} {now}: go on with the same,"
                 " or write another file"
             )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from commfuse_megatron.cli.launch import CannotRunError, Rank, choose_num_ranks, launch
+from commfuse_megatron.cli.launch import CannotRunError, Rank, UsageError, choose_num_ranks, launch
 from commfuse_megatron.cli.output import make_progress, results, silence_foreign_warnings, write_json
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ class _Options:
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
-    """Train, compare, print, draw. 0: the losses agree and every call was overlapped; 1: not; 2: cannot run here."""
+    """Train, compare, print, draw. 0: the losses agree and every call was overlapped; 1: not."""
     if arguments.steps < 1:
-        raise CannotRunError(f"--steps must be at least 1, got {arguments.steps}")
+        raise UsageError(f"--steps must be at least 1, got {arguments.steps}")
     num_ranks = choose_num_ranks(arguments.ranks)
     if num_ranks not in RANKS:
-        raise CannotRunError(f"the demo's model can be cut for {', '.join(map(str, RANKS))} ranks, not {num_ranks}")
+        raise UsageError(f"the demo's model can be cut for {', '.join(map(str, RANKS))} ranks, not {num_ranks}")
     if util.find_spec("megatron") is None:
         raise CannotRunError("Megatron-Core is not installed: pip install megatron-core")
     options = _Options(
@@ -68,11 +68,9 @@ def _read_text(file: str | None) -> bytes:
             with Path(file).open("rb") as opened:  # which may be a device without an end
                 text = opened.read(MOST_TEXT_BYTES)
     except OSError as error:
-        raise CannotRunError(f"the text cannot be read: {error}") from error
+        raise UsageError(f"the text cannot be read: {error}") from error
     if len(text) < LEAST_TEXT_BYTES:
-        raise CannotRunError(
-            f"--text {file} has {len(text)} bytes; the demo needs at least {LEAST_TEXT_BYTES} to train on"
-        )
+        raise UsageError(f"--text {file} has {len(text)} bytes; the demo needs at least {LEAST_TEXT_BYTES} to train on")
     return text
 
 
@@ -131,8 +129,9 @@ def _print(comparison: Comparison, recipe: Recipe, rank: Rank, complaints: list[
     for grid in _grids(comparison, rank.world_size):
         console.print(escape(grid) + "\n", soft_wrap=True)
     console.print(_op_table(comparison))
-    num_calls = sum(layer["overlapped_calls"] for layer in comparison.layers)
-    console.print(f"{len(comparison.layers)} layers, {num_calls} calls overlapped")
+    forward = sum(layer["overlapped_calls"] for layer in comparison.layers)
+    backward = sum(op["calls"] for op in comparison.ops if op["pass_name"] == "backward" and op["path"] == "sliced")
+    console.print(f"{len(comparison.layers)} layers, overlapped in {forward} forward and {backward} backward passes")
     for complaint in complaints:
         console.print(f"[red]failed:[/] {escape(complaint)}")
 

@@ -23,17 +23,21 @@ _TOKENS = 8192
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Print the tables. 0: overlapped operations can run here; 1: a setting is wrong; 2: no transport can run here."""
+    """Print the tables. 0: overlapped operations can run here; 2: no transport can.
+
+    Raises ConfigError, when all is printed and written, if a setting is wrong: every other command would refuse it.
+    """
     with status("looking at this machine"):
         machine = inspect_machine()
     if is_speaker():
         _print(machine)
         if arguments.json:
             write_json(arguments.json, machine.to_dict() | {"buffers": _buffers(_group_size(machine))})
+    wrong = [f"{setting.name} is wrong: {setting.meaning}" for setting in machine.settings if setting.is_wrong]
+    if wrong:
+        raise ConfigError("; ".join(wrong))
     transports = [ability for ability in machine.abilities if ability.name.endswith("transport")]
-    if not any(ability.will_run for ability in transports):
-        return 2
-    return 1 if any(setting.is_wrong for setting in machine.settings) else 0
+    return 0 if any(ability.will_run for ability in transports) else 2
 
 
 def _print(machine: Machine) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -26,10 +27,12 @@ __all__ = [
     "CannotRunError",
     "Rank",
     "RankFailedError",
+    "UsageError",
     "choose_num_ranks",
     "is_speaker",
     "launch",
     "leave_it_to_the_first_rank",
+    "require_launcher",
     "why_device_cannot_run",
 ]
 
@@ -46,7 +49,11 @@ Body = Callable[["Rank", Any], int]
 
 
 class CannotRunError(Exception):
-    """The command cannot run here; the message says what is missing. Becomes exit code 2."""
+    """This machine cannot run it; the message says what is missing. Becomes exit code 2."""
+
+
+class UsageError(Exception):
+    """What was asked for makes no sense on any machine; the message says what does. Becomes exit code 2."""
 
 
 class RankFailedError(Exception):
@@ -70,7 +77,7 @@ class Rank:
 def _read_launcher() -> dict[str, int] | None:
     """The numbers that a launcher such as torchrun has put into this rank's environment; None without a launcher.
 
-    Raises CannotRunError where they are incomplete or contradict each other.
+    Raises UsageError where they are incomplete or contradict each other.
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
@@ -78,7 +85,7 @@ def _read_launcher() -> dict[str, int] | None:
     missing = [name for name in _MEETING_POINT if name not in os.environ]
     if missing:
         given = [name for name in _MEETING_POINT if name in os.environ]
-        raise CannotRunError(
+        raise UsageError(
             f"the environment is that of half a launcher: it has {', '.join(given)}, not {', '.join(missing)}; {advice}"
         )
     numbers: dict[str, int] = {}
@@ -89,19 +96,31 @@ def _read_launcher() -> dict[str, int] | None:
         try:
             numbers[name] = int(text)
         except ValueError:
-            raise CannotRunError(f"the environment has {name}={text!r}, which is not an integer; {advice}") from None
+            raise UsageError(f"the environment has {name}={text!r}, which is not an integer; {advice}") from None
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if rank in numbers and size in numbers and not 0 <= numbers[rank] < numbers[size]:
             values = f"{rank}={numbers[rank]} and {size}={numbers[size]}"
-            raise CannotRunError(f"the environment has {values}; ranks count from 0; {advice}")
+            raise UsageError(f"the environment has {values}; ranks count from 0; {advice}")
     return numbers
+
+
+def require_launcher() -> None:
+    """For scripts that are ranks: exit with 2, saying how to start them, where no launcher has started this one."""
+    try:
+        if _read_launcher() is not None:
+            return
+        reason = f"the ranks are missing; start it with: torchrun --nproc-per-node 2 {shlex.join(sys.argv)}"
+    except UsageError as error:
+        reason = str(error)
+    print(f"{os.path.basename(sys.argv[0])}: error: {reason}", file=sys.stderr)
+    sys.exit(2)
 
 
 def is_speaker() -> bool:
     """Whether this process speaks for all: the first rank does, and everyone where a launcher's variables are wrong."""
     try:
         return (_read_launcher() or {"RANK": 0})["RANK"] == 0
-    except CannotRunError:
+    except UsageError:
         return True
 
 
@@ -118,16 +137,16 @@ def leave_it_to_the_first_rank() -> None:
 def choose_num_ranks(requested: int | None) -> int:
     """The number of ranks that a command will run on.
 
-    Raises CannotRunError if `--ranks` contradicts the launcher, or the launcher's variables each other.
+    Raises UsageError if `--ranks` contradicts the launcher, or the launcher's variables each other.
     """
     if requested is not None and requested < 1:
-        raise CannotRunError(f"--ranks must be at least 1, got {requested}")
+        raise UsageError(f"--ranks must be at least 1, got {requested}")
     numbers = _read_launcher()
     if numbers is None:
         return requested or DEFAULT_RANKS
     world_size = numbers["WORLD_SIZE"]
     if requested not in (None, world_size):
-        raise CannotRunError(f"--ranks {requested} under a launcher that started {world_size} ranks; leave --ranks out")
+        raise UsageError(f"--ranks {requested} under a launcher that started {world_size} ranks; leave --ranks out")
     return world_size
 
 
@@ -161,8 +180,8 @@ def launch(body: Body, options: Any, *, num_ranks: int, device_type: str, timeou
         timeout_s: how long the ranks may take to meet, and the timeout of the default group's collectives.
 
     Raises:
-        CannotRunError: the device cannot run here, or a launcher's variables are wrong (before anything starts); or a
-            local rank found that it cannot run.
+        CannotRunError: the device cannot run here (before anything starts), or a local rank found that it cannot run.
+        UsageError: a launcher's variables are wrong (before anything starts), or a local rank found a wrong option.
         RankFailedError: a local rank raised anything else or died. All others are stopped first.
     """
     reason = why_device_cannot_run(device_type, num_ranks)
@@ -204,14 +223,14 @@ def _process_group(rank: Rank, local_rank: int, store: Any, timeout_s: float) ->
 class _Report(NamedTuple):
     """What a local rank says at its end.
 
-    failure: its traceback. refusal: why it cannot run here, where that was it. own_error: what else is surely no
-    consequence of another rank's failure.
+    failure: its traceback. refusal: what to raise in its place, where it did not fail but refused. own_error: what else
+    is surely no consequence of another rank's failure.
     """
 
     exit_code: int = 0
     failure: str | None = None
     failed_at_s: float = 0.0
-    refusal: str | None = None
+    refusal: CannotRunError | UsageError | None = None
     own_error: str | None = None
 
 
@@ -252,11 +271,11 @@ def _wait_for_all(processes: list[SpawnProcess], pipes: list[Connection]) -> int
     """The worst exit code that the bodies returned; raises RankFailedError as soon as one rank fails.
 
     What the others report soon after is mostly a broken connection, so failures are listed in the order in which they
-    happened, silent deaths first. Where the first one was that this cannot run here, that is raised, with what else is
-    no consequence: CannotRunError.
+    happened, silent deaths first. Where the first one was a refusal, that is raised, with what else is no consequence:
+    CannotRunError or UsageError.
     """
     exit_codes: dict[int, int] = {}
-    refusals: dict[int, str] = {}
+    refusals: dict[int, CannotRunError | UsageError] = {}
     own_errors: dict[int, str] = {}
     failures: list[tuple[float, int, str]] = []
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -284,7 +303,7 @@ def _wait_for_all(processes: list[SpawnProcess], pipes: list[Connection]) -> int
         first = failures[0][1]
         if first in refusals:
             others = [f"rank {rank}: {own_errors[rank]}" for _, rank, _ in failures[1:] if rank in own_errors]
-            raise CannotRunError("\n".join([refusals[first], *others]))
+            raise type(refusals[first])("\n".join([str(refusals[first]), *others]))
         raise RankFailedError("\n".join(f"rank {rank} {failure}" for _, rank, failure in failures))
     # A check that failed (1) counts for more than a rank that could not run it (2).
     codes = set(exit_codes.values())
@@ -389,11 +408,13 @@ def _describe(error: BaseException) -> _Report:
     )
 
     text, cause = f"{type(error).__name__}: {error}", error.__cause__
-    refusal = own_error = None
-    if isinstance(error, CannotRunError | ConfigError | UnsupportedError):
-        refusal = str(error)
-        if cause is not None and str(cause) not in refusal:
-            refusal += f" ({type(cause).__name__}: {cause})"
+    refusal: CannotRunError | UsageError | None = None
+    own_error = None
+    if isinstance(error, CannotRunError | UsageError | ConfigError | UnsupportedError):
+        why = str(error)
+        if cause is not None and str(cause) not in why:
+            why += f" ({type(cause).__name__}: {cause})"
+        refusal = UsageError(why) if isinstance(error, UsageError | ConfigError) else CannotRunError(why)
     elif isinstance(error, CommFuseError) and not isinstance(error, TransportError | TransportTimeoutError):
         own_error = text
     return _Report(0, f"raised\n{traceback.format_exc()}", time.time(), refusal, own_error)

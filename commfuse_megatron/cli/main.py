@@ -1,22 +1,23 @@
 """The command line of `commfuse`: subcommands, their options, exit codes. Imports a subcommand's code when it runs.
 
-Exit codes: 0 passed, 1 a check failed or a rank ended with an error, 2 cannot run here (or wrong usage), 130
-interrupted.
+Exit codes: 0 passed, 1 a check failed or a rank ended with an error, 2 wrong usage or cannot run here, 130 interrupted.
+"Cannot run here" is said of this machine only; what would be wrong on any other, too, is an error of usage.
 """
 
 import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from commfuse_megatron import __version__
-from commfuse_megatron.cli.launch import CannotRunError, RankFailedError, leave_it_to_the_first_rank
+from commfuse_megatron.cli.launch import CannotRunError, RankFailedError, UsageError, leave_it_to_the_first_rank
 from commfuse_megatron.cli.output import configure_logging, why_file_cannot_be_written, why_folder_cannot_be_written
 from commfuse_megatron.errors import CommFuseError, ConfigError, UnsupportedError
 
 __all__ = ["build_parser", "main"]
 
-PASSED, FAILED, CANNOT_RUN, INTERRUPTED = 0, 1, 2, 130
+PASSED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,24 +34,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RankFailedError as error:
         print(f"commfuse {arguments.command} failed.\n{error}", file=sys.stderr)
         return FAILED
-    except (CannotRunError, ConfigError, UnsupportedError) as error:
+    except (UsageError, ConfigError) as error:
+        leave_it_to_the_first_rank()
+        if isinstance(error, UsageError):  # of a mistake in a file the options say nothing
+            arguments.parser.print_usage(sys.stderr)
+        print(f"commfuse {arguments.command}: error: {error}", file=sys.stderr)
+        return REFUSED
+    except (CannotRunError, UnsupportedError) as error:
         leave_it_to_the_first_rank()
         print(f"commfuse {arguments.command} cannot run here: {error}", file=sys.stderr)
-        return CANNOT_RUN
+        return REFUSED
     except CommFuseError as error:
         print(f"commfuse {arguments.command}: {type(error).__name__}: {error}", file=sys.stderr)
         return FAILED
 
 
 def _require_writable(arguments: argparse.Namespace) -> None:
-    """Before any work is done: results that cannot be written are found out now."""
-    reason = why_file_cannot_be_written(arguments.json) if arguments.json else None
-    if reason is not None:
-        raise CannotRunError(f"--json {arguments.json}: {reason}")
-    output = getattr(arguments, "output", None)
-    reason = why_folder_cannot_be_written(output) if output else None
-    if reason is not None:
-        raise CannotRunError(f"--output {output}: {reason}")
+    """Before any work is done: results that cannot be written are found out now. Makes nothing yet."""
+    checks = (
+        ("json", why_file_cannot_be_written),
+        ("figure", why_file_cannot_be_written),
+        ("output", why_folder_cannot_be_written),
+    )
+    for option, why_not in checks:
+        place = getattr(arguments, option, None)
+        reason = why_not(place) if place else None
+        if reason is not None:
+            raise UsageError(f"--{option} {place}: {reason}")
+    if getattr(arguments, "figure", None):
+        from commfuse_megatron.tracing.figure import missing_matplotlib
+
+        missing = missing_matplotlib()
+        if missing is not None:
+            raise CannotRunError(f"--figure {arguments.figure}: {missing}")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -58,10 +74,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="commfuse",
         description="Tensor-parallel communication of Megatron-Core hidden under partial GEMMs.",
-        epilog="exit codes: 0 passed, 1 a check failed, 2 cannot run here (the message says what is missing)",
+        epilog="exit codes: 0 passed, 1 a check failed, 2 wrong usage or cannot run here; the message says why",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
     _add_demo(commands)
     _add_verify(commands)
     _add_trace(commands)
@@ -71,8 +87,24 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _CommandParser(argparse.ArgumentParser):
+    """A subcommand's: what it does not know is its own error, with its own usage, said by one rank."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        """Nothing unknown is left to the parser above."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Under a launcher all ranks read the same command line."""
+        leave_it_to_the_first_rank()
+        super().error(message)
+
+
 def _add_command(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    commands: "argparse._SubParsersAction[_CommandParser]",
     name: str,
     run: Callable[[argparse.Namespace], int],
     *,
@@ -86,13 +118,13 @@ def _add_command(
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the results to FILE")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to FILE; missing folders are made")
     parser.add_argument("-v", "--verbose", action="store_true", help="more logs on stderr")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 
-def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_demo(commands: "argparse._SubParsersAction[_CommandParser]") -> None:
     def run(arguments: argparse.Namespace) -> int:
         from commfuse_megatron.cli.demo import run_demo
 
@@ -118,11 +150,14 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         " Python standard library's sources)",
     )
     parser.add_argument(
-        "--output", metavar="DIR", default="demo_output", help="where picture and trace go (default demo_output)"
+        "--output",
+        metavar="DIR",
+        default="demo_output",
+        help="where picture and trace go; made if missing (default demo_output)",
     )
 
 
-def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_doctor(commands: "argparse._SubParsersAction[_CommandParser]") -> None:
     def run(arguments: argparse.Namespace) -> int:
         from commfuse_megatron.cli.doctor import run_doctor
 
@@ -137,14 +172,14 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
 
 
-def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_verify(commands: "argparse._SubParsersAction[_CommandParser]") -> None:
     def run(arguments: argparse.Namespace) -> int:
         if arguments.megatron:
             from commfuse_megatron.cli.verify_megatron import run_verify_megatron
 
             return run_verify_megatron(arguments)
         if arguments.only:
-            raise CannotRunError("--only names configurations of --megatron")
+            raise UsageError("--only names configurations of --megatron")
         from commfuse_megatron.cli.verify import run_verify
 
         return run_verify(arguments)
@@ -177,7 +212,7 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
 
 
-def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_bench(commands: "argparse._SubParsersAction[_CommandParser]") -> None:
     from commfuse_megatron.cli.bench import add_bench_options, run_bench
 
     parser = _add_command(
@@ -192,7 +227,7 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_bench_options(parser)
 
 
-def _add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_simulate(commands: "argparse._SubParsersAction[_CommandParser]") -> None:
     from commfuse_megatron.cli.simulate import add_simulate_options, run_simulate
 
     parser = _add_command(
@@ -205,7 +240,7 @@ def _add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     add_simulate_options(parser)
 
 
-def _add_trace(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_trace(commands: "argparse._SubParsersAction[_CommandParser]") -> None:
     from commfuse_megatron.cli.trace import add_trace_options, run_trace
 
     parser = _add_command(

@@ -81,7 +81,7 @@ def silence_foreign_warnings() -> None:
 
 
 def why_file_cannot_be_written(path: str | Path) -> str | None:
-    """Why `write_json` would fail on `path`; None if it will not. Makes the folder."""
+    """Why no file could be written to `path`, in folders that are made then; None if it can. Makes nothing."""
     path = Path(path)
     if path.is_dir():
         return "is a folder; name a file"
@@ -91,19 +91,18 @@ def why_file_cannot_be_written(path: str | Path) -> str | None:
 
 
 def why_folder_cannot_be_written(path: str | Path) -> str | None:
-    """Why nothing can be written into the folder `path`; None if it can. Makes the folder."""
-    path = Path(path)
+    """Why nothing could be written into the folder `path`, which is made then; None if it can. Makes nothing."""
+    existing = Path(path)
+    while not os.path.lexists(existing) and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        return f"the folder cannot be made: {existing} is none"
     try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return f"the folder cannot be made: {error.strerror or error}"
-    try:
-        with tempfile.TemporaryFile(
-            dir=path
-        ):  # asking for permission proves nothing for root or on special file systems
+        # Asking for permission proves nothing for root or on special file systems.
+        with tempfile.TemporaryFile(dir=existing):
             return None
     except OSError as error:
-        return f"the folder {path} is not writable: {error.strerror or error}"
+        return f"the folder {existing} is not writable: {error.strerror or error}"
 
 
 def write_json(path: str | Path, data: Any) -> None:

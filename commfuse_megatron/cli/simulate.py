@@ -13,10 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
 from rich.table import Table
 
-from commfuse_megatron.cli.launch import CannotRunError
-from commfuse_megatron.cli.output import make_progress, results, why_file_cannot_be_written, write_json
+from commfuse_megatron.cli.launch import UsageError
+from commfuse_megatron.cli.output import make_progress, results, write_json
 
 if TYPE_CHECKING:
     from commfuse_megatron.benchmark.against import Comparison
@@ -42,7 +43,7 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     add("--models", nargs="+", choices=models, default=models, metavar="MODEL", help=f"of {', '.join(models)}")
     add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS), metavar="L", help=f"of {', '.join(LINEARS)}")
     add("--tokens", nargs="+", type=int, default=[8192], metavar="M", help="of the whole sequence (default 8192)")
-    add("--figure", metavar="FILE", help="draw the predictions into FILE (.png or .svg)")
+    add("--figure", metavar="FILE", help="draw the predictions into FILE (.png or .svg); missing folders are made")
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
@@ -50,19 +51,13 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     from commfuse_megatron.benchmark.predict import cases_of, deviations, predict
 
     if arguments.rows is None:
-        raise CannotRunError(
+        raise UsageError(
             "no measurements: name a file of rows with --rows FILE. On two or more GPUs of one host,\n"
             "  torchrun --nproc-per-node 2 -m commfuse_megatron bench --device cuda --json FILE\n"
             "measures the curves of GEMMs, messages and host time that predictions start from."
         )
-    if arguments.figure:
-        from commfuse_megatron.tracing.figure import missing_matplotlib
-
-        reason = why_file_cannot_be_written(arguments.figure) or missing_matplotlib()
-        if reason is not None:
-            raise CannotRunError(f"--figure {arguments.figure}: {reason}")
     if min(arguments.ranks) < 2:
-        raise CannotRunError(f"--ranks must be at least 2, got {min(arguments.ranks)}")
+        raise UsageError(f"--ranks must be at least 2, got {min(arguments.ranks)}")
     curves, rows = _read_curves(Path(arguments.rows), arguments.link)
     names = [f"{model}.{linear}" for model in arguments.models for linear in arguments.linears]
     cases = cases_of(names, arguments.tokens, arguments.ranks)
@@ -115,7 +110,8 @@ def _read_curves(path: Path, link: str | None) -> tuple[Curves, list[Row]]:
     if bandwidth_gb_s is None:
         return curves, rows
     if "nccl" not in curves.messages:
-        raise ConfigError(f"--link {link}: {path} has no rows of the nccl transport, which serves such links")
+        why = curves.left_out.get("nccl", "it has no rows of it")
+        raise ConfigError(f"--link {link}: nccl serves such links, and {path} gives no curve for it: {why}")
     # GEMMs, latencies and host time as measured; only the link is another. No measured row can check that.
     slow = {"nccl": dataclasses.replace(curves.messages["nccl"], bandwidth_gb_s=bandwidth_gb_s)}
     collective = dataclasses.replace(curves.collective, bandwidth_gb_s=bandwidth_gb_s)
@@ -130,7 +126,7 @@ def _compare(path: str | None, rows: list[Row], curves: Curves) -> list[Comparis
         return []
     comparisons = compare(load_report(Path(path))[1], rows, curves)
     if not comparisons:
-        raise CannotRunError(
+        raise UsageError(
             f"--against {path}: no forward rows of {curves.device} over {curves.link} that were emulated or can be "
             "predicted; rows of other machines and links are not compared"
         )
@@ -172,6 +168,8 @@ def _print_curves(curves: Curves) -> None:
         console.print("final sums of reduce-scatters: no tails in the rows, counted as free")
     else:
         console.print(f"final sums of reduce-scatters: {1e-3 / curves.sum_us_per_byte:.0f} GB/s, from measured tails")
+    for name, reason in curves.left_out.items():
+        console.print(f"[yellow]left out[/] {escape(f'transport {name}: {reason}')}")
     for name in curves.messages:
         if name not in curves.hosts:
             console.print(f"host time, {name}: too few rows, counted as free")
@@ -242,6 +240,8 @@ def _say(ms: float | None, error: float | None) -> tuple[str, str]:
 
 
 def _print_predictions(predictions: Sequence[Sequence[Prediction]], curves: Curves) -> None:
+    from commfuse_megatron.benchmark.predict import LIMITS
+
     title = f"predicted, not measured: forward pass, ms per call, {curves.device}, link {curves.link}"
     table = Table(title=title, title_justify="left")
     table.add_column("case", no_wrap=True)
@@ -264,6 +264,15 @@ def _print_predictions(predictions: Sequence[Sequence[Prediction]], curves: Curv
             best.variant,
             best.limit,
         )
-    results().print(table)
+    console = results()
+    console.print(table)
+    console.print(
+        "compute: one un-split GEMM; comm: transfers alone; best: the fastest way; of ideal: the longer of compute and"
+        " comm / best\nlimited by, what the best way's time is made of:"
+    )
+    limits = {ways[0].limit for ways in predictions}
+    for limit, meaning in LIMITS.items():
+        if limit in limits:
+            console.print(f"  - {limit}: {meaning}")
     if "copy_engine" in curves.messages and any(ways[0].group_size > RANKS_OF_A_NODE for ways in predictions):
-        results().print("the copy engine and this link beyond one node assume that all ranks share one NVLink domain")
+        console.print("the copy engine and this link beyond one node assume that all ranks share one NVLink domain")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from commfuse_megatron.cli.launch import CannotRunError, Rank, choose_num_ranks, launch
+from commfuse_megatron.cli.launch import Rank, UsageError, choose_num_ranks, launch
 from commfuse_megatron.cli.output import make_progress, results, write_json
 from commfuse_megatron.config import OverlapConfig, config_file_from_environment
 
@@ -58,7 +58,10 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default float32, cuda bfloat16")
     parser.add_argument(
-        "--output", metavar="DIR", default="trace_output", help="where picture and trace go (default trace_output)"
+        "--output",
+        metavar="DIR",
+        default="trace_output",
+        help="where picture and trace go; made if missing (default trace_output)",
     )
     parser.add_argument("--name", metavar="NAME", help="of the files (default: from what is traced)")
     one = parser.add_argument_group("one operation (the default)")
@@ -84,20 +87,20 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_trace(arguments: argparse.Namespace) -> int:
-    """Trace what is asked for. 0: done; 2: it cannot run here."""
+    """Trace what is asked for. 0: done."""
     if arguments.step:
         from commfuse_megatron.cli.trace_step import run_trace_step
 
         return run_trace_step(arguments)
     num_ranks = choose_num_ranks(arguments.ranks)
     if arguments.profiler and arguments.device != "cuda":
-        raise CannotRunError("--profiler looks at GPU kernels; use it with --device cuda")
+        raise UsageError("--profiler looks at GPU kernels; use it with --device cuda")
     if arguments.path == "bulk" and arguments.pass_name == "fprop":
-        raise CannotRunError("--path bulk is a way of the backward pass; add --pass backward")
+        raise UsageError("--path bulk is a way of the backward pass; add --pass backward")
     for name in ("calls", "tokens", "N", "K"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise CannotRunError(f"--{name} must be at least 1, got {value}")
+            raise UsageError(f"--{name} must be at least 1, got {value}")
     op, M, N, K = _problem(arguments, num_ranks)
     options = _Options(
         op=op,
@@ -126,11 +129,11 @@ def _problem(arguments: argparse.Namespace, num_ranks: int) -> tuple[str, int, i
     if arguments.case is None and (arguments.N or arguments.K or is_small):
         return arguments.op or OPS[1], M, arguments.N or 512, arguments.K or 512
     if arguments.N or arguments.K:
-        raise CannotRunError("--case gives N and K; leave out --N and --K, or --case")
+        raise UsageError("--case gives N and K; leave out --N and --K, or --case")
     name = arguments.case or ("llama-70b.qkv" if arguments.op == OPS[0] else "llama-70b.fc2")
     case = linear_case(name, M, num_ranks)
     if arguments.op not in (None, case.op):
-        raise CannotRunError(f"--case {name} is a case of {case.op}, not {arguments.op}; leave --op out")
+        raise UsageError(f"--case {name} is a case of {case.op}, not {arguments.op}; leave --op out")
     return case.op, case.M, case.N, case.K
 
 

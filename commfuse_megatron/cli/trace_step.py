@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from commfuse_megatron.cli.launch import CannotRunError, Rank, choose_num_ranks, launch
+from commfuse_megatron.cli.launch import CannotRunError, Rank, UsageError, choose_num_ranks, launch
 from commfuse_megatron.cli.output import make_progress, results, silence_foreign_warnings, write_json
 from commfuse_megatron.cli.trace import config_of, hardware, machine_line, shown_ranks
 from commfuse_megatron.config import OverlapConfig
@@ -42,24 +42,24 @@ class _Options:
 
 
 def run_trace_step(arguments: argparse.Namespace) -> int:
-    """Time and trace. 0: done; 1: the plugin overlapped nothing; 2: it cannot run here."""
+    """Time and trace. 0: done; 1: the plugin overlapped nothing."""
     num_ranks = choose_num_ranks(arguments.ranks)
     if util.find_spec("megatron") is None:
         raise CannotRunError("Megatron-Core is not installed: pip install megatron-core")
     if arguments.op or arguments.case or arguments.N or arguments.K:
-        raise CannotRunError("--step traces a whole model; leave out --op, --case, --N and --K")
+        raise UsageError("--step traces a whole model; leave out --op, --case, --N and --K")
     is_demo = arguments.model == "demo"
     if not is_demo and arguments.device == "cpu":
-        raise CannotRunError(f"--model {arguments.model} is for GPUs; use --model demo, or --device cuda")
+        raise UsageError(f"--model {arguments.model} is for GPUs; use --model demo, or --device cuda")
     sequence = arguments.seq or (1024 if arguments.device == "cuda" else 256) * (1 if is_demo else 8)
     if sequence % num_ranks:
-        raise CannotRunError(f"--seq {sequence} must be a multiple of the {num_ranks} ranks")
+        raise UsageError(f"--seq {sequence} must be a multiple of the {num_ranks} ranks")
     if num_ranks not in (2, 4, 8):
-        raise CannotRunError(f"the models can be cut for 2, 4 or 8 ranks, not {num_ranks}")
+        raise UsageError(f"the models can be cut for 2, 4 or 8 ranks, not {num_ranks}")
     for name in ("seq", "layers", "batch", "rounds"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise CannotRunError(f"--{name} must be at least 1, got {value}")
+            raise UsageError(f"--{name} must be at least 1, got {value}")
     options = _Options(
         model=arguments.model,
         num_layers=arguments.layers or (2 if is_demo else 4),

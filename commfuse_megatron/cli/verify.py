@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from commfuse_megatron.cli.launch import CannotRunError, Rank, choose_num_ranks, launch
+from commfuse_megatron.cli.launch import Rank, UsageError, choose_num_ranks, launch
 from commfuse_megatron.cli.output import make_progress, results, write_json
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     """Run all cases on all ranks. 0: every case is right and took the path it asked for, on every rank; 1: not."""
     if arguments.transport != "auto" and (arguments.transport == "gloo") != (arguments.device == "cpu"):
         other = "cpu" if arguments.transport == "gloo" else "cuda"
-        raise CannotRunError(f"--transport {arguments.transport} carries tensors of --device {other} only")
+        raise UsageError(f"--transport {arguments.transport} carries tensors of --device {other} only")
     num_ranks = choose_num_ranks(arguments.ranks)
     options = _Options(arguments.json, arguments.dtype, arguments.transport)
     return launch(_verify_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 from dataclasses import dataclass
+from importlib import util
 
 from rich.markup import escape
 from rich.table import Table
 
-from commfuse_megatron.cli.launch import CannotRunError, Rank, choose_num_ranks, launch
+from commfuse_megatron.cli.launch import CannotRunError, Rank, UsageError, choose_num_ranks, launch
 from commfuse_megatron.cli.output import make_progress, results, silence_foreign_warnings, write_json
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.verify.megatron_cases import choose_configurations
@@ -28,14 +29,16 @@ class _Options:
 def run_verify_megatron(arguments: argparse.Namespace) -> int:
     """Run the configurations on all ranks. 0: all equal stock and were overlapped as expected; 1: not."""
     if arguments.device != "cpu":
-        raise CannotRunError("--megatron compares in float64, which is overlapped on the CPU only: use --device cpu")
+        raise UsageError("--megatron compares in float64, which is overlapped on the CPU only: use --device cpu")
     if arguments.dtype is not None or arguments.transport not in ("auto", "gloo"):
-        raise CannotRunError("--megatron compares in float64 over gloo: leave --dtype and --transport out")
+        raise UsageError("--megatron compares in float64 over gloo: leave --dtype and --transport out")
     num_ranks = choose_num_ranks(arguments.ranks)
+    if util.find_spec("megatron") is None:
+        raise CannotRunError("Megatron-Core is not installed: pip install megatron-core")
     try:
         choose_configurations(num_ranks, arguments.only)
     except ConfigError as error:
-        raise CannotRunError(f"--megatron: {error}") from None
+        raise UsageError(f"--megatron: {error}") from None
     options = _Options(arguments.json, arguments.only, arguments.verbose)
     return launch(_verify_on_rank, options, num_ranks=num_ranks, device_type="cpu")
 
@@ -92,8 +95,10 @@ def _print(found: list[ModelResult], failed: list[ModelResult], rank: Rank) -> N
             "[green]equal[/]" if result.passed else "[red]FAILED[/]",
         )
     console.print(table)
-    console.print("overlapped: calls in forward + backward passes; stock: calls on Megatron's own path, because")
-    for reason in dict.fromkeys(reason for result in found for reason in result.stock):
+    reasons = list(dict.fromkeys(reason for result in found for reason in result.stock))
+    legend = "overlapped: calls in forward + backward passes; stock: forward calls on Megatron's own path"
+    console.print(f"{legend}, because" if reasons else f"{legend}.")
+    for reason in reasons:
         console.print(f"  - {escape(reason)}")
     for result in failed:
         console.print(f"[red]failed[/] {result.name}")

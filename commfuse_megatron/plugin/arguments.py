@@ -14,7 +14,11 @@ __all__ = ["add_arguments", "adopt_flags", "config_file", "is_switched_on", "rea
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--commfuse` / `--no-commfuse` and `--commfuse-config FILE`; usable as Megatron's `extra_args_provider`."""
+    """Add `--commfuse` / `--no-commfuse` and `--commfuse-config FILE`; usable as Megatron's `extra_args_provider`.
+
+    Help texts that the parser has and argparse cannot print are corrected: Megatron's `--help` works.
+    """
+    compat.make_help_printable(parser)
     group = parser.add_argument_group("commfuse", "tensor-parallel communication hidden under partial GEMMs")
     group.add_argument(
         "--commfuse",

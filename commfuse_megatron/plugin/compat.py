@@ -4,9 +4,11 @@ Read against 0.18.2 and 0.19.x. The rest of the plugin imports Megatron's names 
 versions or may be missing. Knows nothing of our own classes.
 """
 
+import argparse
 import functools
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -60,6 +62,7 @@ __all__ = [
     "is_transformer_engine_linear",
     "layers_of_stage",
     "let_wheel_start",
+    "make_help_printable",
     "megatron_groups",
     "model_config_from_arguments",
     "pretrain",
@@ -203,6 +206,13 @@ def training_arguments() -> Any | None:
 
 #: A list of model chunks -> the same list; called after construction, before the data-parallel wrapper.
 ModelHook = Callable[[list[Any]], list[Any]]
+
+
+def make_help_printable(parser: argparse.ArgumentParser) -> None:
+    """Escape what argparse would take for a format: some help texts of Megatron's have a lone %, so `--help` raises."""
+    for action in parser._actions:
+        if action.help is not None:
+            action.help = re.sub(r"%%|%(?!\(\w+\)[a-z])", "%%", action.help)
 
 
 def let_wheel_start() -> None:

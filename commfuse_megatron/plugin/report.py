@@ -49,6 +49,8 @@ class LayerReport:
 class ModelReport:
     """Linears and embeddings of a model in the order of its modules, records of the contexts they used, attentions.
 
+    Printed, it lists all of them with their paths and reasons, and counts forward passes last.
+
     Where an attention was query-split, its projection's call counts as overlapped too. An attention that was not may be
     followed by an overlapped projection.
     """
@@ -73,16 +75,34 @@ class ModelReport:
         return sum(layer.stock_calls for layer in self.layers)
 
     def lines(self) -> list[str]:
-        """For people: how many calls ran how, then every reason once."""
-        stock = sum(layer.path == "stock" for layer in self.layers)
-        found = [
-            f"{len(self.layers)} layers ({stock} of them stock): {self.overlapped_calls} calls overlapped,"
-            f" {self.sequential_calls} sequential, {self.stock_calls} took Megatron's own path"
-        ]
+        """For people: how many forward passes ran how, then every reason once."""
+        found = [self._summary()]
         for kind, field in (("sequential", "sequential_reasons"), ("stock", "reasons")):
             reasons = {reason for layer in self.layers for reason in getattr(layer, field)}
             found += [f"{kind}: {reason.removeprefix('sequential: ')}" for reason in sorted(reasons)]
         return found
+
+    def __str__(self) -> str:
+        listed = [*self.layers, *self.attentions]
+        width = max((len(each.name) for each in listed), default=0)
+        rows = []
+        for each in listed:
+            why = "; ".join((*each.sequential_reasons, *each.reasons))
+            rows.append(f"{each.name:{width}}  {each.path}" + (f": {why}" if why else ""))
+        return "\n".join([*rows, self._summary()])
+
+    def _summary(self) -> str:
+        stock = [layer for layer in self.layers if layer.path == "stock"]
+        # Ours are called stock after the first call that they counted.
+        unseen = sum(layer.stock_calls == 0 for layer in stock)
+        whole = f"{len(self.layers)} layers ({len(stock)} of them stock)"
+        if unseen and unseen == len(self.layers):
+            return f"{whole}: none of our classes, so calls were not counted"
+        more = f"; those of {unseen} layers, none of our classes, were not counted" if unseen else ""
+        return (
+            f"{whole}: {self.overlapped_calls} forward passes overlapped, {self.sequential_calls} sequential,"
+            f" {self.stock_calls} on Megatron's own path{more}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and dicts, for JSON."""

@@ -8,7 +8,9 @@ is installed.
 
 import contextlib
 import importlib.util
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -28,6 +30,8 @@ _MISSING = object()
 def cpu_megatron(*, without: Collection[str] = ()) -> Iterator[None]:
     """Run Megatron-Core on the CPU inside the with-block: build models, forward, backward, DDP, optimizer steps.
 
+    Warnings that Apex, Transformer Engine or a CUDA runtime is missing are not shown in there; all others are.
+
     Args:
         without: names from `SHIMS` to leave out, which brings their wall back.
 
@@ -37,6 +41,7 @@ def cpu_megatron(*, without: Collection[str] = ()) -> Iterator[None]:
     if unknown:
         raise ConfigError(f"no shim is called {', '.join(unknown)}; there are {', '.join(SHIMS)}")
     with ExitStack() as stack:
+        stack.enter_context(_no_word_of_missing_gpu_packages())
         for name, shim in SHIMS.items():
             if name not in without:
                 stack.enter_context(shim())
@@ -81,6 +86,20 @@ def _hide_transformer_engine() -> Iterator[None]:
 def _current_device() -> AbstractContextManager[None]:
     """Wall: buffers and weights are allocated on `torch.cuda.current_device()`."""
     return _replaced(torch.cuda, current_device=lambda: _CPU)
+
+
+@contextmanager
+def _no_word_of_missing_gpu_packages() -> Iterator[None]:
+    """Megatron warns some ten times of what a CPU has no use for, and of what `_hide_transformer_engine` has hidden."""
+    extensions = logging.getLogger("torch.utils.cpp_extension")  # which says that there is no CUDA runtime
+    level = extensions.level
+    extensions.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r"(Transformer Engine and )?Apex (is|are) not installed")
+            yield
+    finally:
+        extensions.setLevel(level)
 
 
 class _Stream:

@@ -256,7 +256,7 @@ def _complaint_about(configuration: Configuration, layer: Any, times: int) -> st
         return "was overlapped, and should not have been"
     expected = times * _uses(configuration.recomputed, layer.name) * _uses(configuration.repeated, layer.name)
     if layer.overlapped_calls != expected:
-        return f"{layer.overlapped_calls} calls were overlapped, expected {expected}"
+        return f"{layer.overlapped_calls} forward passes were overlapped, expected {expected}"
     return None
 
 
@@ -286,7 +286,7 @@ def _judge(configuration: Configuration, everyones: list[_Found]) -> ModelResult
     if not num_gradients and not configuration.forward_only:
         complaints.append("there are no gradients")
     if bool(overlapped) == configuration.is_all_stock:
-        complaints.append(f"{overlapped} calls were overlapped")
+        complaints.append(f"{overlapped} forward passes were overlapped")
     return ModelResult(
         name=configuration.name,
         layout=configuration.describe_layout(len(everyones)),

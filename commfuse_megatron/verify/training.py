@@ -127,7 +127,7 @@ def complaints_of(comparison: Comparison, bounds: list[Bound]) -> list[str]:
         if layer["path"] != "overlapped" or layer["overlapped_calls"] != num_steps:
             reasons = "; ".join((*layer["reasons"], *layer["sequential_reasons"])) or "no reason given"
             complaints.append(
-                f"{layer['name']}: {layer['overlapped_calls']} of {num_steps} calls were overlapped"
+                f"{layer['name']}: {layer['overlapped_calls']} of {num_steps} forward passes were overlapped"
                 f" (path: {layer['path']}; {reasons})"
             )
     expected = num_steps * len(comparison.layers)

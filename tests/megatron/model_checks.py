@@ -77,12 +77,35 @@ def check_report(group_size: int) -> None:
     assert (layer.reasons, layer.sequential_reasons) == ((), ("sequential: forced by the configuration",))
     assert (report.overlapped_calls, report.sequential_calls, report.stock_calls) == (1, 2, 1)
     first, *reasons = report.lines()
-    assert first == "4 layers (1 of them stock): 1 calls overlapped, 2 sequential, 1 took Megatron's own path"
+    assert first == (
+        "4 layers (1 of them stock): 1 forward passes overlapped, 2 sequential, 1 on Megatron's own path;"
+        " those of 1 layers, none of our classes, were not counted"
+    )
+    printed = str(report).splitlines()
+    assert [line.split()[:2] for line in printed[:3]] == [["stock", "stock:"], ["ours", "mixed:"], ["off", "not"]]
+    assert printed[3:] == ["sequential  sequential: sequential: forced by the configuration", first]
     assert reasons[0] == "sequential: forced by the configuration"
     assert any("Megatron's own class" in reason for reason in reasons)
     model["sequential"].sequence_parallel = False
     model["sequential"](example_input("column", group_size))
     assert model_report(model).layers[3].path == "mixed"
+
+
+def check_report_of_a_stock_model(group_size: int) -> None:
+    """Calls that nobody counted are not said to be none; those of layers that are switched off are counted."""
+    model = torch.nn.ModuleDict({"row": build("row", RowParallelLinear, config(group_size))})
+    model["row"](example_input("row", group_size))
+    first, reason = model_report(model).lines()
+    assert first == "1 layers (1 of them stock): none of our classes, so calls were not counted"
+    assert "Megatron's own class" in reason
+    switched_off = config(group_size)
+    switched_off.commfuse = False
+    model = torch.nn.ModuleDict({"row": build("row", CommFuseRowParallelLinear, switched_off)})
+    model["row"](example_input("row", group_size))
+    assert str(model_report(model)).splitlines() == [
+        "row  stock: config.commfuse is False: switched off",
+        "1 layers (1 of them stock): 0 forward passes overlapped, 0 sequential, 1 on Megatron's own path",
+    ]
 
 
 def check_config_file(group_size: int) -> None:

@@ -1,11 +1,14 @@
 """The shims for Megatron on the CPU: each removes its wall, and all of it comes back."""
 
 import importlib.machinery
+import importlib.util
 import sys
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.models import backends
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import token_dispatcher
 
@@ -48,6 +51,29 @@ def test_a_shim_can_be_left_out(name: str) -> None:
     with cpu_megatron(without=[name]):
         assert not alone & changed(before)
     assert changed(before) == set()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("apex") is not None, reason="Apex is installed")
+def test_that_gpu_packages_are_missing_is_not_said_and_all_else_is() -> None:
+    """Fails without the filter: Megatron warns of Apex and Transformer Engine some ten times."""
+
+    def import_again() -> None:
+        spec = importlib.util.spec_from_file_location("backends_again", backends.__file__)
+        assert spec is not None
+        assert spec.loader is not None
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        warnings.warn("another thing is not installed", stacklevel=1)
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        import_again()
+        assert [str(each.message).split()[0] for each in seen] == ["Apex", "another"]
+        del seen[:]
+        with cpu_megatron():
+            import_again()
+        assert [str(each.message).split()[0] for each in seen] == ["another"]
+        import_again()
+        assert len(seen) == 3, "it is over with the block"
 
 
 def test_unknown_shim() -> None:

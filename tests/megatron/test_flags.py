@@ -36,6 +36,15 @@ def test_only_given_flags_are_copied(words: tuple[str, ...], expected: dict) -> 
     assert vars(config) == expected
 
 
+def test_help_is_printed_where_texts_of_other_options_hold_a_lone_percent_sign() -> None:
+    """Fails without the correction: some of Megatron's do, and --help raised ValueError."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--share", default=7, help="a share (50%) of %(default)s%, not 5%% of it")
+    assert "a share (50%) of 7%, not 5% of it" in add_arguments(parser).format_help()
+    compat.make_help_printable(parser)
+    assert "a share (50%) of 7%, not 5% of it" in parser.format_help(), "correcting it again changes nothing"
+
+
 def test_flags_of_a_script_without_ours() -> None:
     config = SimpleNamespace()
     arguments.set_flags(config, argparse.Namespace(lr=1.0))

@@ -62,7 +62,7 @@ def test_faults_are_found(outcomes: dict) -> None:
         wrong = "\n".join(found["a gradient that is off by 1e-11"])
         assert "gradient of" in wrong
         assert "losses" not in wrong
-        assert "0 calls were overlapped" in "\n".join(found["an operation that never ran"])
+        assert "0 forward passes were overlapped" in "\n".join(found["an operation that never ran"])
         wrong = "\n".join(found["a shard of another rank"])
         assert "losses differ" in wrong
         assert "gradient of" in wrong

@@ -3,12 +3,15 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests.megatron.pretraining_runs import load_example
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
@@ -19,7 +22,7 @@ PROMISED = {
     "overlap_linears.py": "equal the sequential program's",
     "trace_a_step.py": "rank 1: 4 operations",
     "check_training.py": "stock after plugin",
-    "swap_layers_in_gpt.py": "output_layer                                  overlapped",
+    "swap_layers_in_gpt.py": f"{'output_layer':43}  overlapped\n",
 }
 #: Run by `test_pretraining_examples.py`: one needs what the other writes.
 IN_A_ROW = {"prepare_text.py", "pretrain_gpt.py", "compare_curves.py"}
@@ -27,6 +30,11 @@ IN_A_ROW = {"prepare_text.py", "pretrain_gpt.py", "compare_curves.py"}
 
 def test_every_example_is_run() -> None:
     assert {script.name for script in SCRIPTS} == PROMISED.keys() | IN_A_ROW
+
+
+def is_a_rank(script: Path) -> bool:
+    """Whether a launcher starts it."""
+    return "init_process_group(" in script.read_text("utf-8") or script.name == "pretrain_gpt.py"
 
 
 def command_of(script: Path) -> list[str]:
@@ -40,6 +48,58 @@ def command_of(script: Path) -> list[str]:
         [sys.executable, "-m", "torch.distributed.run", "--standalone"] if program == "torchrun" else [sys.executable]
     )
     return [*launcher, *arguments]
+
+
+RANKS = [script.stem for script in SCRIPTS if is_a_rank(script)]
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_a_rank_without_a_launcher_says_in_one_line_how_to_start_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails without the check: a traceback of torch's rendezvous."""
+    for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(sys, "argv", [f"examples/{name}.py"])
+    with pytest.raises(SystemExit) as ended:
+        load_example(name).main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"start it with: torchrun --nproc-per-node 2 examples/{name}.py")
+
+
+@pytest.mark.filterwarnings("ignore")  # of what Megatron imports
+@pytest.mark.parametrize("name", [script.stem for script in SCRIPTS])
+def test_every_example_has_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails without parsers, and where a help text of Megatron's holds a lone %."""
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        load_example(name).main()
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: {name}.py [-h]")
+
+
+def test_what_the_command_lines_write_is_ignored() -> None:
+    """Results of a newcomer's first steps are not offered to be committed."""
+    if shutil.which("git") is None or not (EXAMPLES.parent / ".git").exists():
+        pytest.skip("no git checkout")
+    documents = [EXAMPLES.parent / "README.md", *EXAMPLES.iterdir(), *(EXAMPLES.parent / "docs").rglob("*.md")]
+    options = "json|output|loss-log|report|picture|figure|data-cache-path|data-path|save"
+    written = {
+        place.rstrip("`.,)")
+        for document in documents
+        if document.is_file()
+        for place in re.findall(rf"--(?:{options}) ([a-z][\w./-]*)", document.read_text(encoding="utf-8"))
+    } | {"demo_output/x", "trace_output/x", "measured/x"}
+    assert {"rows.json", "check.json", "stock.jsonl", "curves.png", "text/stdlib"} <= written
+    kept = {place for place in written if not is_ignored(place) and not is_ignored(f"{place}/x")}
+    assert kept == {"docs/figures"}, "which holds the pictures in the tree; traces are written beside them"
+    assert is_ignored("docs/figures/x.json")
+
+
+def is_ignored(place: str) -> bool:
+    command = ["git", "check-ignore", "--quiet", "--no-index", place]
+    return subprocess.run(command, cwd=EXAMPLES.parent, timeout=20).returncode == 0
 
 
 def test_the_readme_lists_every_example() -> None:

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_megatron.cli import bench
+from commfuse_megatron.cli import bench, verify_megatron
 from commfuse_megatron.cli import main as cli
-from commfuse_megatron.cli.launch import CannotRunError, RankFailedError
+from commfuse_megatron.cli.launch import CannotRunError, Rank, RankFailedError, UsageError
 from commfuse_megatron.cli.trace import config_of
 from commfuse_megatron.errors import ConfigError, UnsupportedError, VerificationError
 from commfuse_megatron.verify import machine as machine_module
 from commfuse_megatron.verify.machine import Ability, Machine, Setting
+from commfuse_megatron.verify.megatron_models import ModelResult
 
 
 def subcommands() -> list[str]:
@@ -31,12 +32,34 @@ def test_every_help_has_an_example(command: str, capsys: pytest.CaptureFixture[s
     assert f"example:\n  commfuse {command}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("wrong", [[], ["nonsense"], ["doctor", "--nonsense"]])
-def test_wrong_usage_is_exit_code_2(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "usage"),
+    [
+        ([], "commfuse [-h]"),
+        (["nonsense"], "commfuse [-h]"),
+        (["--nonsense", "doctor"], "commfuse [-h]"),
+        (["doctor", "--nonsense"], "commfuse doctor [-h]"),
+        (["trace", "--path", "nonsense"], "commfuse trace [-h]"),
+        (["verify", "nonsense"], "commfuse verify [-h]"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2_with_the_usage_of_what_was_called(
+    wrong: list[str], usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails without the subcommands' own parser class: unknown options are then the top-level parser's."""
     with pytest.raises(SystemExit) as ended:
         cli.main(wrong)
     assert ended.value.code == 2
-    assert "usage: commfuse" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"usage: {usage}")
+
+
+def require_usage_error(capsys, command: str, message: str, *, with_usage: bool = True) -> None:
+    """Of what makes no sense anywhere it is not said that it cannot run *here*."""
+    err = capsys.readouterr().err
+    assert "cannot run here" not in err
+    assert f"commfuse {command}: error: " in err
+    assert message in err
+    assert err.startswith(f"usage: commfuse {command} [-h]") or not with_usage, err
 
 
 @pytest.mark.parametrize(
@@ -44,7 +67,8 @@ def test_wrong_usage_is_exit_code_2(wrong: list[str], capsys: pytest.CaptureFixt
     [
         (CannotRunError("no GPU here"), 2, "commfuse doctor cannot run here: no GPU here"),
         (UnsupportedError("needs matplotlib"), 2, "cannot run here: needs matplotlib"),
-        (ConfigError('unknown key "x"'), 2, 'cannot run here: unknown key "x"'),
+        (ConfigError('unknown key "x"'), 2, 'commfuse doctor: error: unknown key "x"'),
+        (UsageError("--x goes with --y"), 2, "commfuse doctor: error: --x goes with --y"),
         (VerificationError("wrong sum"), 1, "commfuse doctor: VerificationError: wrong sum"),
         (RankFailedError("rank 1 raised\nTraceback"), 1, "commfuse doctor failed.\nrank 1 raised\nTraceback"),
         (KeyboardInterrupt(), 130, "interrupted"),
@@ -104,7 +128,7 @@ def test_the_doctor_sees_this_machine(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(("transport", "device"), [("nccl", "cpu"), ("copy_engine", "cpu"), ("gloo", "cuda")])
 def test_a_transport_of_other_devices_is_refused_before_any_rank_starts(transport, device, capsys):
     assert cli.main(["verify", "--transport", transport, "--device", device]) == 2
-    assert f"--transport {transport} carries tensors of" in capsys.readouterr().err
+    require_usage_error(capsys, "verify", f"--transport {transport} carries tensors of")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +144,33 @@ def test_a_transport_of_other_devices_is_refused_before_any_rank_starts(transpor
 )
 def test_models_that_cannot_be_verified_are_refused_before_any_rank_starts(words, complaint, capsys):
     assert cli.main(["verify", *words]) == 2
-    assert complaint in capsys.readouterr().err
+    require_usage_error(capsys, "verify", complaint)
+
+
+@pytest.mark.parametrize(
+    ("stock", "end"),
+    [
+        ({}, "on Megatron's own path.\n1 equal to stock"),
+        ({"it is off": 2}, "on Megatron's own path, because\n  - it is off\n1 equal to stock"),
+    ],
+)
+def test_the_legend_of_verified_models_is_a_whole_sentence(stock, end, capsys):
+    """Fails without the look at the reasons: it ended in "because" where nothing was stock."""
+    result = ModelResult(
+        name="dense",
+        layout="TP2",
+        loss_error=0.0,
+        gradient_error=0.0,
+        gradient="",
+        num_gradients=3,
+        parameter_error=None,
+        parameter="",
+        overlapped=4,
+        backward=4,
+        stock=stock,
+    )
+    verify_megatron._print([result], [], Rank(0, 2, "cpu"))
+    assert end in capsys.readouterr().out
 
 
 def a_machine(*, has_gloo: bool = True, is_config_wrong: bool = False) -> Machine:
@@ -132,20 +182,23 @@ def a_machine(*, has_gloo: bool = True, is_config_wrong: bool = False) -> Machin
             Ability(name="gloo transport", needs="", missing=None if has_gloo else "absent"),
             Ability(name="nccl transport", needs="", missing="pip install 'x[y]'"),
         ),
-        settings=(Setting(name="COMMFUSE_CONFIG", value="f", meaning="", is_wrong=is_config_wrong),),
+        settings=(Setting(name="COMMFUSE_CONFIG", value="f", meaning="no such key", is_wrong=is_config_wrong),),
     )
 
 
 @pytest.mark.parametrize(
     ("machine", "exit_code"),
-    [(a_machine(), 0), (a_machine(is_config_wrong=True), 1), (a_machine(has_gloo=False), 2)],
+    [(a_machine(), 0), (a_machine(is_config_wrong=True), 2), (a_machine(has_gloo=False), 2)],
 )
 def test_exit_codes_of_the_doctor(
     machine: Machine, exit_code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("commfuse_megatron.cli.doctor.inspect_machine", lambda: machine)
     assert cli.main(["doctor"]) == exit_code
-    assert "x[y]" in capsys.readouterr().out, "brackets are text, not markup"
+    out, err = capsys.readouterr()
+    assert "x[y]" in out, "brackets are text, not markup"
+    assert "buffers of one context" in out, "all is shown, whatever is wrong"
+    assert ("commfuse doctor: error: COMMFUSE_CONFIG is wrong: no such key" in err) == machine.settings[0].is_wrong
 
 
 def test_a_wrong_configuration_file_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -182,7 +235,30 @@ def test_results_that_cannot_be_written_are_refused_before_any_work(arguments, m
     file.write_text("")
     names = {"folder": str(tmp_path), "file": str(file)}
     assert cli.main([argument.format(**names) for argument in arguments]) == 2
-    assert message.format(**names) in capsys.readouterr().err
+    require_usage_error(capsys, arguments[0], message.format(**names))
+
+
+@pytest.mark.parametrize("option", ["--json", "--figure", "--output"])
+def test_folders_are_made_for_results_only(option, tmp_path, capsys):
+    """Fails without the look that makes nothing: a command that is refused left empty folders behind."""
+    place = str(tmp_path / "some" / "missing" / "x.png")
+    command = {"--json": ["demo"], "--figure": ["simulate"], "--output": ["trace"]}[option]
+    wrong = {"demo": ["--steps", "0"], "simulate": [], "trace": ["--calls", "0"]}[command[0]]
+    assert cli.main([*command, option, place, *wrong]) == 2
+    require_usage_error(capsys, command[0], "error: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_says_that_folders_are_made():
+    (commands,) = [a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    helps = {
+        (name, action.dest): action.help
+        for name, parser in commands.choices.items()
+        for action in parser._actions
+        if action.dest in ("json", "output", "figure")
+    }
+    assert len(helps) >= len(commands.choices) + 4
+    assert [key for key, text in helps.items() if "made" not in text] == []
 
 
 @pytest.mark.parametrize(
@@ -215,7 +291,11 @@ def test_results_that_cannot_be_written_are_refused_before_any_work(arguments, m
 )
 def test_a_benchmark_that_makes_no_sense_is_refused_before_any_rank_starts(arguments, message, capsys):
     assert cli.main(["bench", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    require_usage_error(capsys, "bench", message, with_usage=False)
+
+
+#: What an option gives to a configuration, and what `linear_case` says, is worded by them.
+OF_THE_CONFIGURATION = ('unknown case "llama-9b.fc2"', "chunks_per_shard must be at least 1")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +320,7 @@ def test_a_benchmark_that_makes_no_sense_is_refused_before_any_rank_starts(argum
 )
 def test_traces_that_cannot_be_made_are_refused_before_any_work(arguments, message, tmp_path, capsys):
     assert cli.main(["trace", "--output", str(tmp_path), *arguments]) == 2
-    assert message in capsys.readouterr().err
+    require_usage_error(capsys, "trace", message, with_usage=message not in OF_THE_CONFIGURATION)
 
 
 WITH_A_FILE = [
@@ -265,7 +345,7 @@ def test_files_that_cannot_be_read_are_wrong_usage(arguments, content, tmp_path,
     elif "--resume" in arguments:
         pytest.skip("rows that are not there yet are none")
     assert cli.main([argument.format(file=file) for argument in arguments]) == 2
-    assert str(file) in capsys.readouterr().err
+    require_usage_error(capsys, arguments[0], str(file), with_usage=False)
 
 
 @pytest.mark.parametrize(

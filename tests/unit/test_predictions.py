@@ -8,7 +8,7 @@ import pytest
 from commfuse_megatron.benchmark.attention_cases import attention_case
 from commfuse_megatron.benchmark.cases import linear_case
 from commfuse_megatron.benchmark.curves import fit_curves, fit_terms, traffic_of_sum
-from commfuse_megatron.benchmark.predict import WAYS, deviations, predict, predict_way
+from commfuse_megatron.benchmark.predict import LIMITS, WAYS, deviations, predict, predict_way
 from commfuse_megatron.benchmark.rows import Report, Row, load_report
 from commfuse_megatron.cli import main as cli
 from commfuse_megatron.errors import ConfigError
@@ -116,12 +116,12 @@ def test_a_larger_group_is_cut_into_more_slices_until_their_launches_decide():
     curves = fit_curves(measured_rows(), device="NVIDIA H200", link="nvlink")
     small = linear_case("llama-8b.proj", 1024, 64)
     us, limit = predict_way(small, curves, "copy_engine", Algorithm.DIRECT, 1)
-    assert limit == "host"
+    assert limit == "launches"
     assert us == pytest.approx(HOST_CALL_US + 64 * HOST_SLICE_US)
     large = linear_case("llama-70b.fc2", 8192, 8)
     us, limit = predict_way(large, curves, "copy_engine", Algorithm.DIRECT, 1)
     sum_us = SUM_US_PER_BYTE * traffic_of_sum(8192 * 2, 1024, 8)
-    assert (limit, us) == ("compute", pytest.approx(8 * gemm_us(1024, 8192, 28672 // 8) + sum_us))
+    assert (limit, us) == ("GEMMs", pytest.approx(8 * gemm_us(1024, 8192, 28672 // 8) + sum_us))
     ways = predict(large, curves)
     assert len(ways) == 1 + len(WAYS)
     assert [way.ms for way in ways] == sorted(way.ms for way in ways)
@@ -132,10 +132,70 @@ def test_curves_without_rows_do_not_exist():
     rows = measured_rows()
     with pytest.raises(ConfigError, match="no `compute_only` rows"):
         fit_curves([row for row in rows if row.path not in ("compute", "slices")], device="NVIDIA H200", link="nvlink")
-    with pytest.raises(ConfigError, match="no `comm_only` rows"):
-        fit_curves([row for row in rows if row.path != "transfers"], device="NVIDIA H200", link="nvlink")
-    with pytest.raises(ConfigError, match="link host"):
+    for wanted, message in (
+        (lambda row: row.path != "transfers", "no `comm_only collective` rows"),
+        (lambda row: row.transport != "copy_engine", "no `comm_only` rows of a transport"),
+        (lambda row: row.M == 8192 or row.path != "transfers", "`comm_only copy_engine` rows do not show a bandwidth"),
+        (lambda row: row.M == 8192 or row.variant != "comm_only collective", "`comm_only collective` rows do not show"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            fit_curves([row for row in one_width(rows) if wanted(row)], device="NVIDIA H200", link="nvlink")
+        assert "\n  torchrun --nproc-per-node 2 -m commfuse_megatron bench --device cuda" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"link host.*\n  NCCL_P2P_DISABLE=1 torchrun"):
         fit_curves(rows, device="NVIDIA H200", link="host")
+
+
+def one_width(rows: list[Row]) -> list[Row]:
+    """Those of linears of one width: one size of message for each M."""
+    return [row for row in rows if row.case.startswith("llama-70b")]
+
+
+def test_a_transport_without_a_curve_is_left_out(rows_file: Path, capsys: pytest.CaptureFixture[str]):
+    """Fails without going on: one transport's rows of one size stopped the others' predictions."""
+    header, rows = load_report(rows_file)
+    kept = [row for row in one_width(rows) if row.variant != "comm_only nccl" or row.M == 8192]
+    Report(rows_file, header, kept).write()
+    out = rows_file.with_name("out.json")
+    options = ["simulate", "--rows", str(rows_file), "--ranks", "8", "--models", "llama-70b", "--json", str(out)]
+    assert cli.main(options) == 0
+    text = capsys.readouterr().out
+    assert "left out transport nccl: 2 `comm_only nccl` rows do not show a bandwidth" in text
+    data = json.loads(out.read_text())
+    assert set(data["curves"]["messages"]) == {"copy_engine"}
+    assert {way["transport"] for way in data["predictions"] if way["variant"] != "sequential"} == {"copy_engine"}
+    assert cli.main([*options, "--link", "25"]) == 2
+    assert "nccl serves such links" in capsys.readouterr().err
+
+
+def test_what_limits_a_prediction_is_explained(rows_file: Path, capsys: pytest.CaptureFixture[str]):
+    options = ["--rows", str(rows_file), "--ranks", "8", "64", "--models", "llama-8b", "llama-70b"]
+    assert cli.main(["simulate", *options, "--json", str(rows_file.with_name("out.json"))]) == 0
+    out = capsys.readouterr().out
+    predictions = json.loads(rows_file.with_name("out.json").read_text())["predictions"]
+    # Sorted by case, the fastest first: only those are in the table.
+    best = {(way["case"], way["group_size"]): way["limit"] for way in reversed(predictions)}
+    assert len(set(best.values())) > 1
+    for limit, meaning in LIMITS.items():
+        assert (f"  - {limit}: {meaning}" in out) == (limit in best.values())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"a": 1}, 'it has no list "rows"'),
+        ({"rows": 3}, 'it has no list "rows"'),
+        ([], 'it has no list "rows"'),
+        ({"rows": [{"pass": "fprop", "M": 1}]}, "row 1 of its rows has no case, op, N, K, "),
+        ({"rows": [1]}, "row 1 of its rows has no case, op, pass, "),
+    ],
+)
+def test_a_file_of_something_else_is_named_in_words(content, message, tmp_path: Path, capsys):
+    """Fails without the look at what is there: it said KeyError('rows')."""
+    (tmp_path / "x.json").write_text(json.dumps(content))
+    assert cli.main(["simulate", "--rows", str(tmp_path / "x.json")]) == 2
+    err = capsys.readouterr().err
+    assert f"x.json is no file that `commfuse bench --json` wrote: {message}" in err
+    assert "Error" not in err
 
 
 @pytest.fixture

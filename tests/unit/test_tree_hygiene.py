@@ -118,6 +118,13 @@ def test_files_that_documents_name_exist() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_command_for_the_figure_in_the_readme_draws_that_figure() -> None:
+    readme, tracing = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/tracing.md"))
+    (figure,) = re.findall(r"!\[[^]]*\]\((.*)\.png\)", readme)
+    command = tracing.split("## The README's figure")[1].split("##")[0]
+    assert re.findall(r"--output (\S+) --name (\S+)", command) == [tuple(figure.rsplit("/", 1))]
+
+
 def test_no_machine_paths_and_no_package_hosts() -> None:
     wrong = [
         f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
