@@ -88,7 +88,7 @@ class Link:
         """Run a bound operation over the copy engine, all but its release."""
         transport = self.transport
         assert isinstance(transport, CopyEngineTransport)
-        transfer = transport.replay(operation, addresses)
+        transfer = transport.replay(operation, addresses, is_capturing=self.is_capturing)
         if self._watchdog is not None and operation.keys and not self.is_capturing:
             self._watchdog.watch(transfer, operation)
 

@@ -37,6 +37,7 @@ from commfuse_megatron.transport.stream_memory import (
     StreamMemory,
     batch,
 )
+from commfuse_megatron.transport.tape_graphs import TapeGraphs
 
 __all__ = ["CopyEngineTransport", "Key"]
 
@@ -68,11 +69,12 @@ class _MappedWindow(Window):
 class _Operation:
     """The batches between two releases."""
 
-    __slots__ = ("done", "granted", "is_done", "keys", "release")
+    __slots__ = ("done", "granted", "is_done", "is_released", "keys", "release")
 
     def __init__(self) -> None:
         self.keys: list[Key] = []
         self.release: Batch | None = None  # of a replayed operation
+        self.is_released = False  # by a graph
         self.granted: set[int] = set()
         self.done: StreamEvent | None = None
         self.is_done = False
@@ -134,9 +136,17 @@ class CopyEngineTransport(Transport):
     is_one_sided = True
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, exchange: Callable[[str], list[str]] | None = None
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        exchange: Callable[[str], list[str]] | None = None,
+        *,
+        launches_graphs: bool = True,
     ) -> None:
-        """Collective over `group`. exchange: hands one string of every rank to all; None: they never lack memory."""
+        """Collective over `group`. exchange: hands one string of every rank to all; None: they never lack memory.
+
+        launches_graphs: replayed calls whose addresses were seen before are launched as one CUDA graph each.
+        """
         _leave_multicast_alone()
         self._group = group
         self._exchange = exchange
@@ -145,6 +155,8 @@ class CopyEngineTransport(Transport):
         self._memory = StreamMemory()
         self._stream = OwnStream(device, is_high_priority=True)
         self._issued, self._copied = StreamEvent(), StreamEvent()
+        self._graph_stream = OwnStream(device, is_high_priority=False) if launches_graphs else None
+        self._graphs = TapeGraphs(self._graph_stream, self._stream, self._memory.run) if self._graph_stream else None
         # full [sender, flag], sent [receiver, flag], free [receiver]
         self._flags = self._map((2 * MOST_FLAGS + 1) * self._size * _FLAG_BYTES, self._clear_flags)
         self._page = FlagPage(self._flags.tensor.view(torch.int32))
@@ -185,7 +197,8 @@ class CopyEngineTransport(Transport):
             keys = tuple(operation.keys)
             release = self._releases.get(keys) or self._make_release(keys)
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        self._memory.run(stream, release)
+        if not operation.is_released:
+            self._memory.run(stream, release)
         self._operation = _Operation()
         if is_capturing:  # a forked stream must join again before the capture ends
             self._copied.record(self._stream.handle)
@@ -196,13 +209,19 @@ class CopyEngineTransport(Transport):
         self._in_flight.append(operation)
         return done
 
-    def replay(self, tape: BoundOperation, addresses: tuple[int, ...]) -> Transfer:
-        """Run a bound operation on the current stream, but for its release; the result stands for all its batches."""
+    def replay(self, tape: BoundOperation, addresses: tuple[int, ...], *, is_capturing: bool) -> Transfer:
+        """Run a bound operation on the current stream; `release` is still due. The result stands for all its batches.
+
+        is_capturing: somebody else's graph is being captured.
+        """
         operation = self._operation
         operation.release = tape.release
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        for step in tape.steps:
-            step(addresses, stream)
+        if self._graphs is not None and not is_capturing and self._graphs.run(tape, addresses, stream):
+            operation.is_released = True
+        else:
+            for step in tape.steps:
+                step(addresses, stream)
         return _CopyTransfer(self, tape.keys[0] if tape.keys else (-1, -1, -1, -1), operation, None)
 
     @override
@@ -214,6 +233,8 @@ class CopyEngineTransport(Transport):
     @override
     def close(self) -> None:
         self._stream.destroy()
+        if self._graph_stream is not None:
+            self._graph_stream.destroy()
         self._page.destroy()
 
     # -- sending and waiting ------------------------------------------------------------------------------------------
@@ -258,6 +279,12 @@ class CopyEngineTransport(Transport):
         event = StreamEvent()
         record, follow = event.record, event.wait
         return lambda at, stream: record(stream), lambda at, stream: follow(stream)
+
+    def bind_copies_mark(self) -> tuple[Step, Step]:
+        """Mark where the copy stream has come; let another stream go on from there."""
+        event, copies = StreamEvent(), self._stream.handle
+        record, follow = event.record, event.wait
+        return lambda at, stream: record(copies), lambda at, stream: follow(stream)
 
     def bind_take(self, peer: int) -> Step:
         """The copy stream goes on when `peer` lets it write."""

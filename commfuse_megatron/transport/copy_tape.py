@@ -8,10 +8,13 @@ head, on whichever stream, holds up the kernels behind it. So what the copy stre
 kernel of the current stream, beside which it is to run: measured, a first GEMM otherwise starts when the first
 transfer is over. The contract that bites: a wait must not be submitted before the push of its own batch, else two
 ranks wait for each other's pushes, which are behind the waits.
+
+In a CUDA graph it is the driver who orders what is independent. So a tape keeps its steps a second time, in which each
+wait depends on the push of its own batch; see `transport.tape_graphs`.
 """
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commfuse_megatron.transport.base import Place
 from commfuse_megatron.transport.stream_memory import Batch
@@ -40,12 +43,15 @@ class BoundOperation(NamedTuple):
     """A finished tape: the steps, the batches whose flags the release clears, and what the caller notes of arrivals.
 
     release: what ends the operation: the last wait, if nothing comes after it, and the release of all `keys`.
+    captured: the steps for a graph. graphs: by the addresses of a call, how often it was made, or its graph.
     """
 
     steps: tuple[Step, ...]
     keys: tuple["Key", ...]
     notes: tuple[tuple["Key", object], ...]
     release: Batch
+    captured: tuple[Step, ...]
+    graphs: dict[tuple[int, ...], Any]
 
 
 class CopyTape:
@@ -58,9 +64,13 @@ class CopyTape:
         self._transport = transport
         self._granted: set[int] = set()
         self._pending: list[Step] = []  # of the copy stream, for behind the next kernel
+        self._pending_captured: list[Step] = []
         self._pending_keys: set[Key] = set()
         self._lane: int | None = None
         self.steps: list[Step] = []
+        self._captured: list[Step] = []
+        self._pushed: dict[Key, Step] = {}  # what makes a wait in a graph depend on the push of the same batch
+        self._last_pushed: Step | None = None
         self.keys: list[Key] = []
         self._last_wait: tuple[int, tuple[Key, ...]] = (-1, ())  # how many steps there were after it, and its keys
         self.notes: list[tuple[Key, object]] = []
@@ -93,25 +103,29 @@ class CopyTape:
         """What is pushed from here on was computed by what comes before."""
         mark, follow = self._transport.bind_order()
         self._add(mark)
-        self._pending.append(follow)
+        self._add_pending(follow)
 
     def push(self, peer: int, place: Place, source: Ref, size_bytes: int) -> None:
         """Copy into the peer's window, beside the next kernel."""
         if peer not in self._granted:
             self._granted.add(peer)
-            self._pending.append(self._transport.bind_take(peer))
-        self._pending.append(self._transport.bind_push(peer, place, source, size_bytes))
+            self._add_pending(self._transport.bind_take(peer))
+        self._add_pending(self._transport.bind_push(peer, place, source, size_bytes))
 
     def issued(self, batch: Iterable["Key"]) -> None:
         """Tell of a batch {send, receive} after its push: to wait for it, it and all before it must be submitted."""
+        batch = tuple(batch)
         if self._pending:
             self._pending_keys.update(batch)
+            self._mark()
+        if self._last_pushed is not None:
+            self._pushed.update(dict.fromkeys(batch, self._last_pushed))
 
     def copy(self, target: Ref, source: Ref, size_bytes: int, flag: int) -> "Key":
         """Copy within this device, beside the next kernel; returns what to wait for."""
-        self._pending.append(self._transport.bind_copy(target, source, size_bytes, flag))
+        self._add_pending(self._transport.bind_copy(target, source, size_bytes, flag))
         key = self._transport.key_of_copy(flag)
-        self._pending_keys.add(key)
+        self.issued((key,))
         self.keys.append(key)
         return key
 
@@ -129,6 +143,8 @@ class CopyTape:
         if keys:
             if not self._pending_keys.isdisjoint(keys):
                 self._submit()
+            for pushed in dict.fromkeys(self._pushed[key] for key in keys if key in self._pushed):
+                self._captured.append(self._on_lane(pushed))
             self._add(self._transport.bind_wait(keys))
             if self._lane is None:
                 self._last_wait = (len(self.steps), keys)
@@ -136,19 +152,35 @@ class CopyTape:
     def finish(self) -> BoundOperation:
         """The tape, bound."""
         self._submit()
-        steps, keys = self.steps, tuple(self.keys)
+        steps, captured, keys = self.steps, self._captured, tuple(self.keys)
         length, awaited = self._last_wait
         if length == len(steps):  # one call of the driver for both
-            steps = steps[:-1]
+            steps, captured = steps[:-1], captured[:-1]
         else:
             awaited = ()
-        return BoundOperation(tuple(steps), keys, tuple(self.notes), self._transport.bind_release(keys, awaited))
+        release = self._transport.bind_release(keys, awaited)
+        return BoundOperation(tuple(steps), keys, tuple(self.notes), release, tuple(captured), {})
 
     def _add(self, step: Step) -> None:
+        step = self._on_lane(step)
+        self.steps.append(step)
+        self._captured.append(step)
+
+    def _add_pending(self, step: Step) -> None:
+        self._pending.append(step)
+        self._pending_captured.append(step)
+
+    def _mark(self) -> None:
+        mark, self._last_pushed = self._transport.bind_copies_mark()
+        self._pending_captured.append(mark)
+
+    def _on_lane(self, step: Step) -> Step:
         lane = self._lane
-        self.steps.append(step if lane is None else lambda at, stream: step(at, lane))
+        return step if lane is None else lambda at, stream: step(at, lane)
 
     def _submit(self) -> None:
         self.steps += self._pending
+        self._captured += self._pending_captured
         self._pending.clear()
+        self._pending_captured.clear()
         self._pending_keys.clear()

@@ -5,14 +5,14 @@ the call. The contract that bites: such a wait is invisible to CUDA, so nothing 
 the flag must never be submitted behind the wait.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from commfuse_megatron.errors import TransportError
 
-__all__ = ["Batch", "FlagPage", "MemoryOp", "OwnStream", "StreamEvent", "StreamMemory", "batch"]
+__all__ = ["Batch", "FlagPage", "MemoryOp", "OwnStream", "StreamEvent", "StreamGraph", "StreamMemory", "batch"]
 
 # The driver takes fewer than 256 operations at once.
 _MOST_OPS = 255
@@ -165,3 +165,33 @@ class OwnStream:
     def destroy(self) -> None:
         """Give the stream up; work on it is completed first."""
         self._driver.cuStreamDestroy(self.handle)
+
+
+class StreamGraph:
+    """What a stream of our own is told once, launched again on any stream by one call."""
+
+    def __init__(self, stream: OwnStream, tell: Callable[[], None]) -> None:
+        """tell: makes the calls; nothing runs. Raises what it raises, or TransportError."""
+        driver = self._driver = _driver()
+        self._exec: Any = None
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        _check(driver.cuStreamBeginCapture(stream.handle, mode)[0], "cuStreamBeginCapture")
+        try:
+            tell()
+        finally:
+            status, graph = driver.cuStreamEndCapture(stream.handle)
+        _check(status, "cuStreamEndCapture")
+        status, self._exec = driver.cuGraphInstantiate(graph, 0)
+        driver.cuGraphDestroy(graph)
+        _check(status, "cuGraphInstantiate")
+        self._launch = driver.cuGraphLaunch
+
+    def launch(self, stream: int) -> None:
+        """Enqueue all of it."""
+        status = self._launch(self._exec, stream)[0]
+        if status:
+            _check(status, "cuGraphLaunch")
+
+    def __del__(self) -> None:
+        if self._exec is not None:  # one that is running is freed when it is done
+            self._driver.cuGraphExecDestroy(self._exec)

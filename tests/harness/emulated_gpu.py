@@ -19,7 +19,7 @@ from commfuse_megatron.kernels.blas import Matrix
 from commfuse_megatron.ops import recordings, replay
 from commfuse_megatron.runtime import context, prepared
 from commfuse_megatron.runtime.lanes import Lanes
-from commfuse_megatron.transport import copy_engine
+from commfuse_megatron.transport import copy_engine, tape_graphs
 
 __all__ = ["emulate_copy_engine", "take_part"]
 
@@ -42,6 +42,8 @@ def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symmetric_memory, "rendezvous", lambda tensor, name: _Mapping(tensor))
     for name, stand_in in (("StreamMemory", _Memory), ("OwnStream", _Stream), ("StreamEvent", _Event)):
         monkeypatch.setattr(copy_engine, name, stand_in)
+    monkeypatch.setattr(tape_graphs, "StreamEvent", _Event)
+    monkeypatch.setattr(tape_graphs, "StreamGraph", _Graph)
     monkeypatch.setattr(copy_engine, "FlagPage", _Page)
     monkeypatch.setattr(copy_engine, "batch", tuple)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
@@ -49,17 +51,17 @@ def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream(device))
     monkeypatch.setattr(context, "choose_backend", lambda *arguments: "copy_engine")
     monkeypatch.setattr(context, "device_of_backend", lambda backend: _CPU)
-    monkeypatch.setattr(
-        context,
-        "create_transport",
-        lambda backend, group, store, config, nccl, exchange: copy_engine.CopyEngineTransport(group, _CPU, exchange),
-    )
+    monkeypatch.setattr(context, "create_transport", _create_transport)
     monkeypatch.setattr(prepared, "blas_unavailable_reason", lambda device, dtype: None)
     monkeypatch.setattr(replay, "_workspaces", lambda device: _Workspaces())
     monkeypatch.setattr(replay, "BlasMatmul", _Matmul)
     monkeypatch.setattr(recordings, "bind_sum", _bind_sum)
     monkeypatch.setattr(MathAttention, "bind_forward", _bind_attention)
     monkeypatch.setattr(Lanes, "handles", lambda lanes: (2, 3))
+
+
+def _create_transport(backend, group, store, config, nccl, exchange) -> copy_engine.CopyEngineTransport:
+    return copy_engine.CopyEngineTransport(group, _CPU, exchange, launches_graphs=config.cuda_graphs)
 
 
 def _aligned(size: int) -> torch.Tensor:
@@ -125,6 +127,16 @@ class _Event:
 
     def query(self) -> bool:
         return True
+
+
+class _Graph:
+    """Makes the calls again: what they were told is all that a graph keeps."""
+
+    def __init__(self, stream: _Stream, tell) -> None:
+        self._tell = tell
+
+    def launch(self, stream: int) -> None:
+        self._tell()
 
 
 class _Page:

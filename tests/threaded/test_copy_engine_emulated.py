@@ -16,6 +16,7 @@ from commfuse_megatron.ops import (
 from commfuse_megatron.ops import (
     reference as references,
 )
+from commfuse_megatron.transport import tape_graphs
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from tests.harness import run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
@@ -72,6 +73,43 @@ def test_linears_with_new_data_at_every_call(group_size, path, algorithm, m, mon
             assert all(tape.operation is not None for tape in tapes)
 
     run_threads(group_size, body)
+
+
+@pytest.mark.parametrize("group_size", [2, 4])
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize(("path", "m"), [("sliced", 1), ("sliced", 2), ("bulk", 1)])
+def test_calls_with_the_same_addresses_become_graphs_and_see_new_data(group_size, cuda_graphs, path, m, monkeypatch):
+    emulate_copy_engine(monkeypatch)
+    monkeypatch.setattr(tape_graphs, "_STEPWISE", 0)  # malloc repeats itself less than the allocator for GPUs
+    chosen = config_for(path, "direct", m)
+    chosen = dataclasses.replace(chosen, transport=dataclasses.replace(chosen.transport, cuda_graphs=cuda_graphs))
+
+    def body(group, device):
+        with take_part(group), OverlapContext(group, chosen) as context:
+            for op, operation in zip(OPS, (all_gather_linear, linear_reduce_scatter), strict=True):
+                case = Case(op=op, rows=16, N=16, K=8, has_bias=True)
+                kept = draw(case, group.rank(), group.size(), device)
+                out = [torch.empty(0)]
+                for seed in range(12):
+                    operands = draw(dataclasses.replace(case, seed=seed), group.rank(), group.size(), device)
+                    with torch.no_grad():
+                        kept.x.copy_(operands.x)
+                        kept.weight.copy_(operands.weight)
+                    assert_equal(overlapped(case, kept, context), reference(case, kept, group))
+                    with torch.no_grad():
+                        out[0] = torch.empty(0)  # the last result's memory is free for the next one
+                        out[0] = operation(kept.x, kept.weight, kept.bias, context=context)
+                    assert torch.equal(out[0], getattr(references, op)(kept.x, kept.weight, kept.bias, group=group))
+            found = [
+                made
+                for p in context._prepared.values()
+                for t in p.tapes.values()
+                for made in t.operation.graphs.values()
+            ]
+            return sum(made.__class__ is not int for made in found)
+
+    for graphs in run_threads(group_size, body):
+        assert bool(graphs) == cuda_graphs
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])

@@ -20,6 +20,9 @@ class Transport:
     def bind_order(self):
         return self.step("mark"), self.step("follow")
 
+    def bind_copies_mark(self):
+        return self.step("mark copies"), self.step("follow copies")
+
     def bind_take(self, peer):
         return self.step(f"take {peer}")
 
@@ -98,3 +101,55 @@ def test_nothing_is_left_out_at_the_end(tape, transport):
     tape.push(1, None, HERE, 8)
     tape.issued([SENT])
     assert run(tape, transport) == ["mark", "follow", "take 1", "push 1", "release "]
+
+
+def captured(tape, transport):
+    for step in tape.finish().captured:
+        step((0,), 0)
+    return transport.log
+
+
+def test_in_a_graph_a_wait_depends_on_the_push_of_its_batch_and_no_later_one(tape, transport):
+    tape.order()
+    tape.push(1, None, HERE, 8)
+    tape.issued([SENT])
+    tape.issued([ARRIVED])
+    tape.compute(transport.step("kernel"))
+    tape.push(2, None, HERE, 8)
+    tape.issued([LATER])
+    tape.wait(ARRIVED)
+    tape.compute(transport.step("kernel"))
+    tape.wait(LATER, SENT)
+    tape.compute(transport.step("kernel"))
+    first = ["mark", "kernel", "follow", "take 1", "push 1", "mark copies", "mark copies"]
+    second = ["follow copies", "wait arrived", "kernel", "take 2", "push 2", "mark copies"]
+    third = ["follow copies", "follow copies", "wait later sent", "kernel"]
+    assert captured(tape, transport) == [*first, *second, *third]
+
+
+def test_in_a_graph_a_batch_without_a_push_depends_on_the_pushes_before_it(tape, transport):
+    tape.order()
+    tape.push(1, None, HERE, 8)
+    tape.issued([SENT])
+    tape.compute(transport.step("kernel"))
+    tape.issued([ARRIVED])  # nothing is pending any more
+    tape.wait(ARRIVED)
+    tape.compute(transport.step("kernel"))
+    expected = [
+        "mark",
+        "kernel",
+        "follow",
+        "take 1",
+        "push 1",
+        "mark copies",
+        "follow copies",
+        "wait arrived",
+        "kernel",
+    ]
+    assert captured(tape, transport) == expected
+
+
+def test_a_wait_that_the_release_makes_is_in_no_list(tape, transport):
+    tape.compute(transport.step("kernel"))
+    tape.wait(tape.copy(HERE, HERE, 8, flag=0))
+    assert captured(tape, transport) == ["kernel", "copy", "mark copies", "follow copies"]

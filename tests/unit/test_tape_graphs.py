@@ -1,0 +1,103 @@
+"""When a call of a tape is made step by step, when as a graph: by how often its addresses were seen."""
+
+import pytest
+
+from commfuse_megatron.transport import tape_graphs
+from commfuse_megatron.transport.copy_tape import BoundOperation
+from commfuse_megatron.transport.tape_graphs import TapeGraphs
+
+HERE, THERE = (0, 16), (0, 32)
+
+
+class Event:
+    def record(self, stream):
+        pass
+
+    def wait(self, stream):
+        pass
+
+
+class Graph:
+    """Tells at once, and what it was told again at every launch."""
+
+    refusal: Exception | None = None
+
+    def __init__(self, stream, tell):
+        if self.refusal is not None:
+            raise self.refusal
+        self.tell = tell
+
+    def launch(self, stream):
+        LOG.append(f"launch on {stream}")
+
+
+class Stream:
+    handle = 7
+
+
+LOG: list[str] = []
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    LOG.clear()
+    monkeypatch.setattr(tape_graphs, "StreamEvent", Event)
+    monkeypatch.setattr(tape_graphs, "StreamGraph", Graph)
+    monkeypatch.setattr(Graph, "refusal", None)
+    return TapeGraphs(Stream(), Stream(), lambda stream, batch: LOG.append(f"{batch} on {stream}"))
+
+
+def tape():
+    def step(at, stream):
+        LOG.append(f"step on {stream}")
+
+    return BoundOperation((step,), (), (), "release", (step,), {})
+
+
+def test_a_call_becomes_a_graph_when_it_was_seen_three_times(graphs):
+    one = tape()
+    assert [graphs.run(one, HERE, 0) for _ in range(2)] == [False, False]
+    assert LOG == []
+    assert graphs.run(one, HERE, 0)
+    assert LOG == ["step on 7", "release on 7"]
+    assert graphs.run(one, HERE, 3)
+    assert graphs.run(one, HERE, 4)
+    assert LOG[2:] == ["launch on 3", "launch on 4"]
+
+
+def test_other_addresses_and_other_tapes_are_other_calls(graphs):
+    one, other = tape(), tape()
+    for _ in range(3):
+        graphs.run(one, HERE, 0)
+    assert not graphs.run(one, THERE, 0)
+    assert not graphs.run(other, HERE, 0)
+
+
+def test_what_the_driver_refuses_is_made_step_by_step_from_then_on(graphs, monkeypatch, caplog):
+    monkeypatch.setattr(Graph, "refusal", RuntimeError("not permitted"))
+    one = tape()
+    for _ in range(3):
+        graphs.run(one, HERE, 0)
+    assert [graphs.run(one, HERE, 0) for _ in range(3)] == [False] * 3
+    assert caplog.text.count("not permitted") == 1
+
+
+def test_graphs_are_limited_in_number(graphs, monkeypatch):
+    monkeypatch.setattr(tape_graphs, "_MOST_GRAPHS", 2)
+    one = tape()
+    for number in range(4):
+        for _ in range(4):
+            graphs.run(one, (number,), 0)
+    assert sum(isinstance(found, Graph) for found in one.graphs.values()) == 2
+    assert not graphs.run(one, (3,), 0)
+
+
+def test_addresses_that_do_not_return_are_forgotten_and_graphs_are_not(graphs, monkeypatch):
+    monkeypatch.setattr(tape_graphs, "_MOST_SEEN", 8)
+    one = tape()
+    for _ in range(4):
+        graphs.run(one, HERE, 0)
+    for number in range(100):
+        graphs.run(one, (number,), 0)
+    assert len(one.graphs) <= 8
+    assert isinstance(one.graphs[HERE], Graph)
