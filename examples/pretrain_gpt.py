@@ -25,7 +25,9 @@ from commfuse_megatron.testing.pretraining import CPU_FLAGS, cpu_pretraining
 
 def main() -> None:
     """Train; with `--cpu` under the shims that let Megatron do so without a GPU."""
-    if not {"-h", "--help"} & set(sys.argv[1:]):
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        silence_foreign_warnings()
+    else:
         require_launcher()
     with ExitStack() as stack:
         if "--cpu" in sys.argv[1:]:

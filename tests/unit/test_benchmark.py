@@ -174,7 +174,7 @@ def test_rows_of_earlier_versions_can_be_read():
 def test_files_that_are_no_reports_are_refused(tmp_path: Path, text):
     file = tmp_path / "rows.json"
     file.write_text(text)
-    with pytest.raises(ConfigError, match="not a file of `commfuse bench`"):
+    with pytest.raises(ConfigError, match="is no file that `commfuse bench --json` wrote"):
         load_report(file)
 
 
