@@ -76,8 +76,8 @@ def sum_partials(
 
 def bind_sum(
     own: torch.Tensor, partials: torch.Tensor, *, bias: torch.Tensor | None, out: torch.Tensor
-) -> Callable[[int, int | None, int], None] | None:
-    """`sum_partials` for tensors like these: `f(own address, bias address, out address)`, on the current stream.
+) -> Callable[[int, int, int | None, int], None] | None:
+    """`sum_partials` for tensors like these: `f(handle of the stream, own address, bias address, out address)`.
 
     The addresses must be as aligned as these tensors', and `partials` is kept by its address alone. None where no
     kernel of ours does it.
@@ -86,7 +86,7 @@ def bind_sum(
     if plan.kind is None:
         return None
     partials_at = partials.data_ptr()
-    return lambda own_at, bias_at, out_at: plan.launch(own_at, partials_at, bias_at, out_at)
+    return lambda stream, own_at, bias_at, out_at: plan.launch_on(stream, own_at, partials_at, bias_at, out_at)
 
 
 def _sum_in_torch(
@@ -138,13 +138,17 @@ class _Plan:
 
     def launch(self, *addresses: int | None) -> None:
         """Launch on the current stream of the current device, which is the tensors' device."""
+        self.launch_on(raw_stream(self.device_index), *addresses)
+
+    def launch_on(self, stream: int, *addresses: int | None) -> None:
+        """Launch on a stream, by its handle."""
         launcher = self.launcher
         if launcher is None:
             assert self.kind is not None
             with _load_lock:  # ranks may be threads
                 compiled = _load_once(self.device_index, self.kind)
             launcher = self.launcher = make_launcher(compiled, self.num_blocks, (None,) * 4, self.tail)
-        launcher(raw_stream(self.device_index), *addresses)
+        launcher(stream, *addresses)
 
 
 _plans: dict[Any, _Plan] = {}

@@ -227,12 +227,12 @@ class Scatter(_Messages):
             start += rows
 
 
-def _sum_step(add: Callable[[int, int | None, int], None], own: Ref, bias: Ref, has_bias: bool) -> Step:
+def _sum_step(add: Callable[[int, int, int | None, int], None], own: Ref, bias: Ref, has_bias: bool) -> Step:
     slot, offset = own
     bias_slot = bias.slot
 
     def step(at: tuple[int, ...], stream: int) -> None:
-        add(at[slot] + offset, at[bias_slot] if has_bias else None, at[slot] + offset)
+        add(stream, at[slot] + offset, at[bias_slot] if has_bias else None, at[slot] + offset)
 
     return step
 

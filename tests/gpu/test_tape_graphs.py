@@ -1,4 +1,4 @@
-"""Calls of the copy engine that became CUDA graphs: new data at the same addresses, late ranks, any number of queues."""
+"""Calls of the copy engine that became CUDA graphs: new data at the same addresses, late ranks, hardware queues."""
 
 import os
 

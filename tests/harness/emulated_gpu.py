@@ -46,7 +46,7 @@ def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tape_graphs, "StreamGraph", _Graph)
     monkeypatch.setattr(copy_engine, "FlagPage", _Page)
     monkeypatch.setattr(copy_engine, "batch", tuple)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", _current_stream, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream(device))
     monkeypatch.setattr(context, "choose_backend", lambda *arguments: "copy_engine")
@@ -58,6 +58,11 @@ def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recordings, "bind_sum", _bind_sum)
     monkeypatch.setattr(MathAttention, "bind_forward", _bind_attention)
     monkeypatch.setattr(Lanes, "handles", lambda lanes: (2, 3))
+
+
+def _current_stream(index: int) -> int:
+    assert not getattr(_local, "is_in_graph", False), "a step of a graph asked for the current stream"
+    return 0
 
 
 def _create_transport(backend, group, store, config, nccl, exchange) -> copy_engine.CopyEngineTransport:
@@ -136,7 +141,11 @@ class _Graph:
         self._tell = tell
 
     def launch(self, stream: int) -> None:
-        self._tell()
+        _local.is_in_graph = True
+        try:
+            self._tell()
+        finally:
+            _local.is_in_graph = False
 
 
 class _Page:
@@ -206,7 +215,7 @@ def _bind_sum(own: torch.Tensor, partials: torch.Tensor, *, bias: torch.Tensor |
     rows = Matrix((own.size(0), own.size(1)), (own.size(1), 1), own.dtype)
     row = Matrix((1, own.size(1)), (own.size(1), 1), own.dtype)
 
-    def add(own_at: int, bias_at: int | None, out_at: int) -> None:
+    def add(stream: int, own_at: int, bias_at: int | None, out_at: int) -> None:
         total = _view(rows, own_at).double() + partials.double().sum(0)
         if bias_at is not None:
             total += _view(row, bias_at)
