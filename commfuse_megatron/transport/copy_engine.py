@@ -141,11 +141,11 @@ class CopyEngineTransport(Transport):
         device: torch.device,
         exchange: Callable[[str], list[str]] | None = None,
         *,
-        launches_graphs: bool = True,
+        cuda_graphs: int = 0,
     ) -> None:
         """Collective over `group`. exchange: hands one string of every rank to all; None: they never lack memory.
 
-        launches_graphs: replayed calls whose addresses were seen before are launched as one CUDA graph each.
+        cuda_graphs: so many replayed calls whose addresses were seen before are launched as one CUDA graph each.
         """
         _leave_multicast_alone()
         self._group = group
@@ -155,8 +155,11 @@ class CopyEngineTransport(Transport):
         self._memory = StreamMemory()
         self._stream = OwnStream(device, is_high_priority=True)
         self._issued, self._copied = StreamEvent(), StreamEvent()
-        self._graph_stream = OwnStream(device, is_high_priority=False) if launches_graphs else None
-        self._graphs = TapeGraphs(self._graph_stream, self._stream, self._memory.run) if self._graph_stream else None
+        self._graph_stream: OwnStream | None = None
+        self._graphs: TapeGraphs | None = None
+        if cuda_graphs:
+            self._graph_stream = OwnStream(device, is_high_priority=False)
+            self._graphs = TapeGraphs(self._graph_stream, self._stream, self._memory.run, cuda_graphs)
         # full [sender, flag], sent [receiver, flag], free [receiver]
         self._flags = self._map((2 * MOST_FLAGS + 1) * self._size * _FLAG_BYTES, self._clear_flags)
         self._page = FlagPage(self._flags.tensor.view(torch.int32))

@@ -10,6 +10,7 @@ own batch (`CopyTape` keeps such steps), which it needs anyway before the operat
 """
 
 import logging
+import weakref
 from collections.abc import Callable
 
 from commfuse_megatron.transport.copy_tape import BoundOperation
@@ -22,8 +23,6 @@ logger = logging.getLogger(__name__)
 # How often a call is made step by step before it is worth a graph: addresses that come once or twice may not return.
 _STEPWISE = 2
 _NEVER = -1
-# Of one transport.
-_MOST_GRAPHS = 1024
 # Of one tape: addresses that never came again must not fill the memory.
 _MOST_SEEN = 4096
 
@@ -34,14 +33,16 @@ class TapeGraphs:
     Args:
         stream, copies: our own, for what goes to the current stream and for copies.
         run: enqueues a batch of memory operations.
+        most: graphs at a time; who comes first has one.
     """
 
-    def __init__(self, stream: OwnStream, copies: OwnStream, run: Callable[[int, Batch], None]) -> None:
+    def __init__(self, stream: OwnStream, copies: OwnStream, run: Callable[[int, Batch], None], most: int) -> None:
         self._stream, self._copies, self._run = stream, copies, run
         self._handle = int(stream.handle)
         self._before, self._after = StreamEvent(), StreamEvent()
         self._fork, self._join = StreamEvent(), StreamEvent()
-        self._made = 0
+        self._most = most
+        self._alive: weakref.WeakSet[StreamGraph] = weakref.WeakSet()
 
     def run(self, tape: BoundOperation, addresses: tuple[int, ...], stream: int) -> bool:
         """Make the whole call, its release included; False, and nothing done, where it is to be made step by step."""
@@ -62,6 +63,8 @@ class TapeGraphs:
             self._rehearse(tape, addresses, stream)
             known[addresses] = found + 1
             return True
+        if len(self._alive) >= self._most:
+            return False
         graph = self._capture(tape, addresses)
         known[addresses] = _NEVER if graph is None else graph
         if graph is not None:
@@ -78,9 +81,7 @@ class TapeGraphs:
         self._after.wait(stream)
 
     def _capture(self, tape: BoundOperation, addresses: tuple[int, ...]) -> StreamGraph | None:
-        """None where there are too many already, or the driver refuses."""
-        if self._made >= _MOST_GRAPHS:
-            return None
+        """None where the driver refuses."""
 
         def tell() -> None:
             self._fork.record(self._handle)
@@ -91,9 +92,10 @@ class TapeGraphs:
             self._join.record(self._copies.handle)
             self._join.wait(self._handle)
 
-        self._made += 1
         try:
-            return StreamGraph(self._stream, tell)
+            graph = StreamGraph(self._stream, tell)
         except Exception as error:  # nothing was run, and the call can be made without
             logger.warning("a call is not launched as a CUDA graph: %s", error)
             return None
+        self._alive.add(graph)
+        return graph

@@ -66,7 +66,7 @@ def _current_stream(index: int) -> int:
 
 
 def _create_transport(backend, group, store, config, nccl, exchange) -> copy_engine.CopyEngineTransport:
-    return copy_engine.CopyEngineTransport(group, _CPU, exchange, launches_graphs=config.cuda_graphs)
+    return copy_engine.CopyEngineTransport(group, _CPU, exchange, cuda_graphs=config.cuda_graphs)
 
 
 def _aligned(size: int) -> torch.Tensor:

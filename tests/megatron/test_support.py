@@ -11,6 +11,7 @@ from commfuse_megatron.plugin import (
     CommFuseColumnParallelLinear,
     CommFuseRowParallelLinear,
     CommFuseVocabParallelEmbedding,
+    capture,
     unsupported_reason,
 )
 from commfuse_megatron.plugin.support import Prospect, reason_to_stay
@@ -247,3 +248,10 @@ def test_embedding_with_a_reduce_scatter_of_its_own() -> None:
     layer = make_embedding(use_inference_optimized_reduce_scatter=True)
     assert unsupported_reason(layer) is None, "in training it is not used"
     assert "inference_optimized" in (unsupported_reason(layer.eval()) or "")
+
+
+def test_layers_over_nccl_are_not_captured():
+    context = SimpleNamespace(transport_name="nccl", has_run=lambda problem: True)
+    assert capture.reason_not_to_capture(context, ()) == capture.OVER_NCCL
+    context.transport_name = "copy_engine"
+    assert capture.reason_not_to_capture(context, ()) is None

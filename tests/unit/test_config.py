@@ -62,6 +62,7 @@ def test_every_shipped_file_loads_and_is_listed(path):
         ),
         ("linear:\n  fprop:\n    chunks_per_shard: 0\n", "linear.fprop.chunks_per_shard must be at least 1, got 0"),
         ("transport:\n  timeout_s: -1\n", "transport.timeout_s must be positive and at most 1e+09, got -1"),
+        ("transport:\n  cuda_graphs: -1\n", "transport.cuda_graphs must not be negative, got -1"),
         ("transport:\n  nccl_channels: 65\n", "transport.nccl_channels must be between 1 and 64, got 65"),
         ("kernel:\n  reserved_sms: -1\n", "kernel.reserved_sms must not be negative, got -1"),
         ("check_agreement: maybe\n", "check_agreement must be bool or null; got 'maybe'"),

@@ -18,14 +18,13 @@ class Event:
 
 
 class Graph:
-    """Tells at once, and what it was told again at every launch."""
+    """Keeps nothing, as the driver's does not."""
 
     refusal: Exception | None = None
 
     def __init__(self, stream, tell):
         if self.refusal is not None:
             raise self.refusal
-        self.tell = tell
 
     def launch(self, stream):
         LOG.append(f"launch on {stream}")
@@ -44,7 +43,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(tape_graphs, "StreamEvent", Event)
     monkeypatch.setattr(tape_graphs, "StreamGraph", Graph)
     monkeypatch.setattr(Graph, "refusal", None)
-    return TapeGraphs(Stream(), Stream(), lambda stream, batch: LOG.append(f"{batch} on {stream}"))
+    return TapeGraphs(Stream(), Stream(), lambda stream, batch: LOG.append(f"{batch} on {stream}"), 2)
 
 
 def tape():
@@ -82,14 +81,17 @@ def test_what_the_driver_refuses_is_made_step_by_step_from_then_on(graphs, monke
     assert caplog.text.count("not permitted") == 1
 
 
-def test_graphs_are_limited_in_number(graphs, monkeypatch):
-    monkeypatch.setattr(tape_graphs, "_MOST_GRAPHS", 2)
-    one = tape()
+def test_graphs_are_limited_in_number_until_their_tape_is_forgotten(graphs):
+    one, other = tape(), tape()
     for number in range(4):
-        for _ in range(4):
+        for _ in range(5):
             graphs.run(one, (number,), 0)
     assert sum(isinstance(found, Graph) for found in one.graphs.values()) == 2
     assert not graphs.run(one, (3,), 0)
+    del one
+    for _ in range(4):
+        graphs.run(other, HERE, 0)
+    assert isinstance(other.graphs[HERE], Graph)
 
 
 def test_addresses_that_do_not_return_are_forgotten_and_graphs_are_not(graphs, monkeypatch):
