@@ -172,8 +172,8 @@ class StreamGraph:
 
     def __init__(self, stream: OwnStream, tell: Callable[[], None]) -> None:
         """tell: makes the calls; nothing runs. Raises what it raises, or TransportError."""
-        driver = self._driver = _driver()
         self._exec: Any = None
+        driver = self._driver = _driver()
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         _check(driver.cuStreamBeginCapture(stream.handle, mode)[0], "cuStreamBeginCapture")
         try:

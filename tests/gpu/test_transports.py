@@ -114,11 +114,12 @@ def test_a_hundred_runs_are_bit_identical(backend):
     run_spawned(2, _identical_runs, backend, backend="nccl")
 
 
-def _late_peer(group, device, backend):
+def _late_peer(group, device, backend, calls_before):
     context = OverlapContext(group, linear_config(backend, transport=TransportConfig(timeout_s=3.0)))
     x = torch.ones(64, 1, 64, device=device, dtype=torch.bfloat16)
     weight = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
-    ops.all_gather_linear(x, weight, context=context)
+    for _ in range(calls_before):  # over the copy engine the fourth is captured, and later ones are launched as graphs
+        ops.all_gather_linear(x, weight, context=context)
     torch.cuda.synchronize()
     if group.rank() == 0:
         began = time.monotonic()
@@ -133,9 +134,10 @@ def _late_peer(group, device, backend):
     dist.barrier()
 
 
+@pytest.mark.parametrize("calls_before", [1, 6])
 @BACKENDS
-def test_the_watchdog_frees_the_stream_and_names_the_missing_rank(backend):
-    run_spawned(2, _late_peer, backend, backend="nccl")
+def test_the_watchdog_frees_the_stream_and_names_the_missing_rank(backend, calls_before):
+    run_spawned(2, _late_peer, backend, calls_before, backend="nccl")
 
 
 def _captured(group, device, backend, path):
