@@ -37,6 +37,7 @@ def main() -> None:
         parser.error(str(error))
     print(render(schedules[chosen.chunks]), end="\n\n")
     total_us = COMPUTE_US + TRANSFER_US if chosen.ranks > 1 else COMPUTE_US
+    print(f"assumed: a GEMM of {COMPUTE_US:.0f} us on each rank, {TRANSFER_US:.0f} us of transfers, no cost per step")
     print(f"sequential: {total_us:.0f} us")
     for schedule in schedules.values():
         validate(schedule)  # raises ScheduleError with the grid and the failing step marked

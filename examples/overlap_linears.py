@@ -55,10 +55,7 @@ def main() -> None:
     if rank == 0:
         print(f"output {list(y_shard_m.shape)} per rank; output and gradients equal the sequential program's")
         for record in report:
-            print(
-                f"{record.op:22} {record.pass_name:9} M {record.M} N {record.N} K {record.K}: {record.path}, "
-                f"{record.algorithm}, {record.transport}, {record.calls} call"
-            )
+            print(record)
     dist.destroy_process_group()
 
 

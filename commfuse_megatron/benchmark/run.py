@@ -154,7 +154,9 @@ def require_work(settings: Settings, device: torch.device, group_size: int) -> N
     for prefix in settings.variants:
         if not any(begins_so(name, prefix) for name in found):
             names = ", ".join(dict.fromkeys(found))
-            raise ConfigError(f'no variant of these cases is called "{prefix}"; there are {names}')
+            is_full = settings.attention or any(_is_full(settings, piece) for piece, _ in possible)
+            more = "" if is_full else f" (and more at M {' and '.join(map(str, FULL_M))})"
+            raise ConfigError(f'no variant of these cases is called "{prefix}"; there are {names}{more}')
 
 
 def _sort_out(settings: Settings, pieces: list[Piece]) -> tuple[list[tuple[Piece, LinearCase]], list[str]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from commfuse_megatron.cli.launch import Rank, UsageError, choose_num_ranks, is_speaker, launch
-from commfuse_megatron.cli.output import make_progress, results, silence_foreign_warnings
+from commfuse_megatron.cli.output import make_progress, results, say_count, silence_foreign_warnings
 from commfuse_megatron.config import config_file_from_environment
 
 if TYPE_CHECKING:
@@ -218,7 +218,15 @@ def _bench_on_rank(rank: Rank, options: _Options) -> int:
     # Every rank has the same rows, so all come to the same exit code; the first one says why.
     is_empty = bool(pieces) and len(report.rows) == len(kept[0])
     exit_code = _conclude(report.rows, outcome, options, is_first=rank.is_first)
-    return exit_code or (2 if is_empty else 0)
+    not_run = [name for name in map(_name_of, settings.config_files) if name not in {r.variant for r in report.rows}]
+    if not_run and pieces and rank.is_first:
+        results().print(f"[red]not run[/] {escape(', '.join(not_run))}: see what was left out", soft_wrap=True)
+    return exit_code or (2 if is_empty or (not_run and pieces) else 0)
+
+
+def _name_of(config_file: str) -> str:
+    """Of the variant that a user's configuration is."""
+    return Path(config_file).stem
 
 
 def _conclude(rows: list[Row], outcome: Outcome, options: _Options, *, is_first: bool) -> int:
@@ -267,4 +275,7 @@ def _print(rows: list[Row], outcome: Outcome) -> None:
     for failure in outcome.failures:
         console.print(f"[red]failed[/] {escape(failure)}")
     cases = len({row.problem for row in rows})
-    console.print(f"{len(rows)} rows of {cases} cases, {len(outcome.missing)} missing, {len(outcome.failures)} failed")
+    console.print(
+        f"{say_count(len(rows), 'row')} of {say_count(cases, 'case')}, {len(outcome.missing)} missing,"
+        f" {say_count(len(outcome.left_out), 'variant')} left out, {len(outcome.failures)} failed"
+    )

@@ -208,7 +208,10 @@ def _add_verify(commands: "argparse._SubParsersAction[_CommandParser]") -> None:
         help="compare models instead: loss and every gradient against stock Megatron, float64, 2 or 4 CPU ranks",
     )
     parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="with --megatron: these configurations (default: all; see the table)"
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        help="with --megatron: these configurations (default: all; an unknown name lists them)",
     )
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "configure_logging",
     "make_progress",
     "results",
+    "say_count",
     "silence_foreign_warnings",
     "status",
     "why_file_cannot_be_written",
@@ -32,6 +33,11 @@ def _console(stream: TextIO, *, stderr: bool) -> Console:
     """A console that does not squeeze tables into 80 columns when it writes to a file or a pipe."""
     fixed = None if stream.isatty() or "COLUMNS" in os.environ else WIDTH_WITHOUT_TERMINAL
     return Console(stderr=stderr, width=fixed, highlight=False)
+
+
+def say_count(count: int, what: str) -> str:
+    """ "1 rank", "2 ranks"."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def results() -> Console:

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from commfuse_megatron.cli.launch import Rank, UsageError, choose_num_ranks, launch
-from commfuse_megatron.cli.output import make_progress, results, write_json
+from commfuse_megatron.cli.output import make_progress, results, say_count, write_json
 from commfuse_megatron.config import OverlapConfig, config_file_from_environment
 
 if TYPE_CHECKING:
@@ -196,7 +196,9 @@ def _print(traced: LinearTrace, wanted: LinearToTrace, rank: Rank, options: _Opt
     console = results()
     source = "kernels seen by the profiler" if options.is_profiled else "recorded by the runtime"
     console.print(f"{_what(traced, options)}; {machine_line(rank, traced.record.transport, options.dtype)}")
-    console.print(f"{traced.record.reason}; {source}; microseconds per call, means over {wanted.calls} calls")
+    console.print(
+        f"{traced.record.reason}; {source}; microseconds per call, means over {say_count(wanted.calls, 'call')}"
+    )
     table = Table(
         title="exposed: a transfer runs and nothing computes; tail: after the last GEMM", title_justify="left"
     )
@@ -286,5 +288,5 @@ def machine_line(rank: Rank, transport: str, dtype: str) -> str:
     import torch
 
     if rank.device_type == "cpu":
-        return f"{rank.world_size} ranks on the CPU, {transport}, {dtype}"
+        return f"{say_count(rank.world_size, 'rank')} on the CPU, {transport}, {dtype}"
     return f"{rank.world_size} x {torch.cuda.get_device_name()}, {transport}, {dtype}"

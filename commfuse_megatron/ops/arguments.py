@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from commfuse_megatron.errors import ConfigError, ShapeError
 from commfuse_megatron.ops.kinds import find_kind_complaint
@@ -23,16 +24,16 @@ from commfuse_megatron.runtime.prepared import PreparedPass
 __all__ = [
     "Operation",
     "cast_for_autocast",
+    "complain_of_hidden_trait",
     "find_target_complaint",
     "is_fitting_target",
-    "is_unsavable",
+    "hidden_trait_of",
     "needs_autograd",
     "prepare",
     "prepare_backward",
     "remember",
     "require_context",
     "require_fitting",
-    "say_unsavable",
     "state_problem",
     "with_unit_stride",
 ]
@@ -77,17 +78,38 @@ def needs_autograd(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
 
 
-def is_unsavable(*operands: torch.Tensor | None) -> bool:
-    """Whether a backward pass may be asked for that cannot be given its operands: some were made in inference mode."""
+def hidden_trait_of(*operands: torch.Tensor | None) -> str:
+    """What is not told by shapes and types and keeps operands from being used; "" if nothing, as nearly always.
+
+    "unsavable": a backward pass may be asked for, and some were made in inference mode. "negated": some are negative by
+    a mark beside their memory. "transformed": a transform of torch.func, or forward-mode differentiation, looks on.
+    """
     given = [operand for operand in operands if operand is not None]
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return "transformed"
+    if any([operand.is_neg() for operand in given]):
+        return "negated"
     if not any([operand.is_inference() for operand in given]) or not torch.is_grad_enabled():
-        return False
-    return any(operand.requires_grad for operand in given)
+        return ""
+    return "unsavable" if any(operand.requires_grad for operand in given) else ""
 
 
-def say_unsavable(named: Mapping[str, torch.Tensor]) -> str:
+def complain_of_hidden_trait(named: Mapping[str, torch.Tensor]) -> str | None:
+    """The same in a sentence; None if nothing keeps the operands from being used."""
+    trait = hidden_trait_of(*named.values())
+    if trait == "transformed":
+        return "torch.func transforms and forward-mode differentiation are not supported"
+    if trait == "negated":
+        return f"{_say_which(named, torch.Tensor.is_neg)} lazily negated: pass resolve_neg() of it"
+    if trait == "unsavable":
+        which = _say_which(named, torch.Tensor.is_inference)
+        return f"{which} made in inference mode, but gradients are asked for: make copies outside of it"
+    return None
+
+
+def _say_which(named: Mapping[str, torch.Tensor], is_meant: Callable[[torch.Tensor], bool]) -> str:
     """Such as "x was"."""
-    names = [name for name, tensor in named.items() if tensor.is_inference()]
+    names = [name for name, tensor in named.items() if is_meant(tensor)]
     return f"{' and '.join(names)} {'were' if len(names) > 1 else 'was'}"
 
 
@@ -183,7 +205,7 @@ def prepare(
             total_rows,
             x.layout,
             weight.layout,
-            is_unsavable(x, weight, bias),
+            hidden_trait_of(x, weight, bias),
         )
         if is_fitting_target(weight_grad, weight):
             prepared = context.known_calls.get(key)
@@ -267,8 +289,9 @@ def _find_complaint(
         return f"all tensors must have one dtype, got {dtypes}"
     if str(x.dtype).removeprefix("torch.") not in DTYPE_BYTES:
         return f"dtype {x.dtype} is not supported; supported are {', '.join(DTYPE_BYTES)}"
-    if is_unsavable(*named.values()):
-        return f"{say_unsavable(named)} made in inference mode, but gradients are asked for: make copies outside of it"
+    complaint = complain_of_hidden_trait(named)
+    if complaint is not None:
+        return complaint
     for name, tensor in named.items():
         if tensor.device != context.device:
             served = f"transport {context.transport_name}, which serves {context.device}"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from commfuse_megatron.ops.arguments import is_unsavable, say_unsavable
+from commfuse_megatron.ops.arguments import complain_of_hidden_trait, hidden_trait_of
 from commfuse_megatron.problem import DTYPE_BYTES, AttentionProblem
 
 __all__ = ["AttentionInputs", "find_attention_complaint", "state_attention_problem"]
@@ -50,8 +50,8 @@ class AttentionInputs(NamedTuple):
         )
         is_finite = None if self.scale is None else math.isfinite(self.scale)
         numbers = (type(self.scale), is_finite, type(self.dropout), self.dropout > 0, 0 <= self.dropout < 1)
-        is_lost = is_unsavable(self.q, self.k, self.v, self.out_weight, self.out_bias)
-        return ("query_split_attention", tensors, self.causal, self.window, numbers, self.needs, is_lost)
+        trait = hidden_trait_of(self.q, self.k, self.v, self.out_weight, self.out_bias)
+        return ("query_split_attention", tensors, self.causal, self.window, numbers, self.needs, trait)
 
 
 def state_attention_problem(inputs: AttentionInputs, group_size: int) -> AttentionProblem:
@@ -112,8 +112,9 @@ def _find_dtype_complaint(inputs: AttentionInputs, device: torch.device) -> str 
         return f"all tensors must have one dtype, got {dtypes}"
     if str(inputs.q.dtype).removeprefix("torch.") not in DTYPE_BYTES:
         return f"dtype {inputs.q.dtype} is not supported; supported are {', '.join(DTYPE_BYTES)}"
-    if is_unsavable(*given.values()):
-        return f"{say_unsavable(given)} made in inference mode, but gradients are asked for: make copies outside of it"
+    complaint = complain_of_hidden_trait(given)
+    if complaint is not None:
+        return complaint
     if inputs.mask is not None:
         given["mask"] = inputs.mask
     for name, tensor in given.items():

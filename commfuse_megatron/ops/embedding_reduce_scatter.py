@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from commfuse_megatron.ops.arguments import Operation, prepare_backward, remember, require_context, require_fitting
+from commfuse_megatron.ops.arguments import (
+    Operation,
+    complain_of_hidden_trait,
+    hidden_trait_of,
+    prepare_backward,
+    remember,
+    require_context,
+    require_fitting,
+)
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 from commfuse_megatron.ops.passes import start_gather
 from commfuse_megatron.ops.trial import Scratch
@@ -166,7 +174,8 @@ def _prepare(
     key = prepared = None
     try:
         tensors = tuple((tensor.shape, tensor.dtype, tensor.device, tensor.layout) for tensor in (ids, weight))
-        key = (_OPERATION.name, *tensors, type(first_id), abs(first_id) < _FIRST_IDS, type(is_deterministic))
+        numbers = (type(first_id), abs(first_id) < _FIRST_IDS, type(is_deterministic))
+        key = (_OPERATION.name, *tensors, *numbers, hidden_trait_of(ids, weight))
         prepared = context.known_calls.get(key)
     except Exception:  # of a wrong kind: the checks say which
         prepared = None
@@ -207,7 +216,7 @@ def _find_complaint(ids: torch.Tensor, weight: torch.Tensor, first_id: int, cont
         if tensor.device != context.device:
             served = f"transport {context.transport_name}, which serves {context.device}"
             return f"{name} is on {tensor.device}, but this context uses {served}"
-    return None
+    return complain_of_hidden_trait({"ids": ids, "weight": weight})
 
 
 def _rehearse(problem: GemmProblem, context: OverlapContext) -> Callable[[PreparedPass], object]:

@@ -78,17 +78,22 @@ class ModelReport:
         """For people: how many forward passes ran how, then every reason once."""
         found = [self._summary()]
         for kind, field in (("sequential", "sequential_reasons"), ("stock", "reasons")):
-            reasons = {reason for layer in self.layers for reason in getattr(layer, field)}
-            found += [f"{kind}: {reason.removeprefix('sequential: ')}" for reason in sorted(reasons)]
+            names: dict[str, list[str]] = {}
+            for layer in self.layers:
+                for reason in getattr(layer, field):
+                    names.setdefault(reason.removeprefix("sequential: "), []).append(layer.name)
+            found += [f"{kind}: {reason} ({_some(names[reason])})" for reason in sorted(names)]
         return found
 
     def __str__(self) -> str:
         listed = [*self.layers, *self.attentions]
         width = max((len(each.name) for each in listed), default=0)
         rows = []
-        for each in listed:
-            why = "; ".join((*each.sequential_reasons, *each.reasons))
-            rows.append(f"{each.name:{width}}  {each.path}" + (f": {why}" if why else ""))
+        for title, group in (("", self.layers), ("self-attentions, apart from their linears:", self.attentions)):
+            rows += [title] if title and group else []
+            for each in group:
+                why = "; ".join((*each.sequential_reasons, *each.reasons))
+                rows.append(f"{each.name:{width}}  {each.path}" + (f": {why}" if why else ""))
         return "\n".join([*rows, self._summary()])
 
     def _summary(self) -> str:
@@ -97,8 +102,8 @@ class ModelReport:
         unseen = sum(layer.stock_calls == 0 for layer in stock)
         whole = f"{len(self.layers)} layers ({len(stock)} of them stock)"
         if unseen and unseen == len(self.layers):
-            return f"{whole}: none of our classes, so calls were not counted"
-        more = f"; those of {unseen} layers, none of our classes, were not counted" if unseen else ""
+            return f"{whole}: Megatron's own classes, whose calls are not counted"
+        more = f"; calls of {unseen} layers of Megatron's own classes are not counted" if unseen else ""
         return (
             f"{whole}: {self.overlapped_calls} forward passes overlapped, {self.sequential_calls} sequential,"
             f" {self.stock_calls} on Megatron's own path{more}"
@@ -107,6 +112,10 @@ class ModelReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and dicts, for JSON."""
         return dataclasses.asdict(self)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def model_report(model: Any) -> ModelReport:

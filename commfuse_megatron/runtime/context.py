@@ -67,6 +67,15 @@ class OpRecord:
     attention: str | None = None
     attention_reason: str = ""
 
+    def __str__(self) -> str:
+        how = self.path if self.path != "sliced" else f"sliced, {self.algorithm}, m={self.chunks_per_shard}"
+        kernel = "" if self.attention is None else f", {self.attention} attention"
+        problem = f"{self.op} {self.pass_name}, M {self.M} N {self.N} K {self.K} {self.dtype}"
+        return (
+            f"{problem}: {how}, {self.transport}{kernel},"
+            f" {self.calls} call{'' if self.calls == 1 else 's'} ({self.reason})"
+        )
+
 
 class OverlapContext:
     """Transport, buffers, plans and report for the overlapped operations of `group`.

@@ -37,7 +37,7 @@ from commfuse_megatron.transport.stream_memory import (
     StreamMemory,
     batch,
 )
-from commfuse_megatron.transport.tape_graphs import TapeGraphs
+from commfuse_megatron.transport.tape_graphs import TapeGraphs, borrow_stream, give_stream_back
 
 __all__ = ["CopyEngineTransport", "Key"]
 
@@ -158,7 +158,7 @@ class CopyEngineTransport(Transport):
         self._graph_stream: OwnStream | None = None
         self._graphs: TapeGraphs | None = None
         if cuda_graphs:
-            self._graph_stream = OwnStream(device, is_high_priority=False)
+            self._graph_stream = borrow_stream(device)
             self._graphs = TapeGraphs(self._graph_stream, self._stream, self._memory.run, cuda_graphs)
         # full [sender, flag], sent [receiver, flag], free [receiver]
         self._flags = self._map((2 * MOST_FLAGS + 1) * self._size * _FLAG_BYTES, self._clear_flags)
@@ -237,7 +237,7 @@ class CopyEngineTransport(Transport):
     def close(self) -> None:
         self._stream.destroy()
         if self._graph_stream is not None:
-            self._graph_stream.destroy()
+            give_stream_back(self._device, self._graph_stream)
         self._page.destroy()
 
     # -- sending and waiting ------------------------------------------------------------------------------------------
@@ -408,14 +408,21 @@ class CopyEngineTransport(Transport):
         flags = self._page.read()
         return all(int(flags[(at - base) // _FLAG_BYTES]) == _SET for at in self._own_flags(key))
 
+    def _is_idle(self) -> bool:
+        """Whether nothing of this transport is under way, as far as can be told."""
+        last = self._in_flight[-1].done if self._in_flight else None
+        try:
+            return self._stream.torch.query() and (last is None or last.query())
+        except RuntimeError:  # a stream that is being captured must not be asked
+            return False
+
     def _let_go(self) -> None:
         """Set every flag, again and again, until nothing of this transport waits any more."""
         deadline = time.monotonic() + _ABORT_LIMIT_S
         idle_rounds = 0
         while time.monotonic() < deadline and idle_rounds < _ABORT_IDLE_ROUNDS:
             self._page.set_all()
-            last = self._in_flight[-1].done if self._in_flight else None
-            is_idle = self._stream.torch.query() and (last is None or last.query())
+            is_idle = self._is_idle()
             idle_rounds = idle_rounds + 1 if is_idle else 0
             time.sleep(_ABORT_ROUND_S)
         if idle_rounds < _ABORT_IDLE_ROUNDS:

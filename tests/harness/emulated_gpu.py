@@ -43,6 +43,8 @@ def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, stand_in in (("StreamMemory", _Memory), ("OwnStream", _Stream), ("StreamEvent", _Event)):
         monkeypatch.setattr(copy_engine, name, stand_in)
     monkeypatch.setattr(tape_graphs, "StreamEvent", _Event)
+    monkeypatch.setattr(tape_graphs, "OwnStream", _Stream)
+    monkeypatch.setattr(tape_graphs, "_spare_streams", {})
     monkeypatch.setattr(tape_graphs, "StreamGraph", _Graph)
     monkeypatch.setattr(copy_engine, "FlagPage", _Page)
     monkeypatch.setattr(copy_engine, "batch", tuple)

@@ -79,12 +79,12 @@ def check_report(group_size: int) -> None:
     first, *reasons = report.lines()
     assert first == (
         "4 layers (1 of them stock): 1 forward passes overlapped, 2 sequential, 1 on Megatron's own path;"
-        " those of 1 layers, none of our classes, were not counted"
+        " calls of 1 layers of Megatron's own classes are not counted"
     )
     printed = str(report).splitlines()
     assert [line.split()[:2] for line in printed[:3]] == [["stock", "stock:"], ["ours", "mixed:"], ["off", "not"]]
     assert printed[3:] == ["sequential  sequential: sequential: forced by the configuration", first]
-    assert reasons[0] == "sequential: forced by the configuration"
+    assert reasons[0] == "sequential: forced by the configuration (sequential)"
     assert any("Megatron's own class" in reason for reason in reasons)
     model["sequential"].sequence_parallel = False
     model["sequential"](example_input("column", group_size))
@@ -96,8 +96,9 @@ def check_report_of_a_stock_model(group_size: int) -> None:
     model = torch.nn.ModuleDict({"row": build("row", RowParallelLinear, config(group_size))})
     model["row"](example_input("row", group_size))
     first, reason = model_report(model).lines()
-    assert first == "1 layers (1 of them stock): none of our classes, so calls were not counted"
+    assert first == "1 layers (1 of them stock): Megatron's own classes, whose calls are not counted"
     assert "Megatron's own class" in reason
+    assert reason.endswith(" (row)")
     switched_off = config(group_size)
     switched_off.commfuse = False
     model = torch.nn.ModuleDict({"row": build("row", CommFuseRowParallelLinear, switched_off)})

@@ -59,7 +59,7 @@ def test_the_commands_of_the_readme(tmp_path: Path) -> None:
         ran = run(sys.executable, *launcher, *arguments, folder=tmp_path)
         assert ran.returncode == 0, ran.stderr[-4000:]
         if words is stock:
-            assert "10 layers (10 of them stock): none of our classes, so calls were not counted" in ran.stdout
+            assert "10 layers (10 of them stock): Megatron's own classes, whose calls are not counted" in ran.stdout
         if words is plugin:
             assert re.search(
                 r"10 layers \(0 of them stock\): [1-9]\d* forward passes overlapped, 0 sequential", ran.stdout

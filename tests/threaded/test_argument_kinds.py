@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.errors import ShapeError
@@ -241,3 +242,49 @@ def test_numbers_of_any_kind_and_size_that_mean_something_are_taken() -> None:
                 assert torch.equal(found, ops.query_split_attention(**arguments, **theirs, context=context))
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_lazily_negated_operand_is_refused_not_sent_with_the_wrong_sign(op: str) -> None:
+    name = "out_weight" if op == ATTENTION else "weight"
+
+    def body(group: Any, device: torch.device) -> None:
+        arguments = good(op, group.rank(), group.size())
+        negated = {**arguments, name: torch._neg_view(arguments[name])}
+        with OverlapContext(group, config()) as context:
+            OPS[op](**arguments, context=context)
+            expect_refusal(op, name, negated if group.rank() else arguments, 1, context)
+            OPS[op](**{**negated, name: negated[name].resolve_neg()}, context=context)
+
+    run_threads(2, body)
+
+
+def in_forward_mode(call: Any, x: torch.Tensor) -> None:
+    with forward_ad.dual_level():
+        call(forward_ad.make_dual(x, x))
+
+
+#: By name: how many ranks take part (the level of forward mode is one for all threads), and how it calls.
+TRANSFORMS = {
+    "vmap": (2, lambda call, x: torch.vmap(call)(torch.stack([x, x]))),
+    "jvp": (1, lambda call, x: torch.func.jvp(call, (x,), (x,))),
+    "forward_ad": (1, in_forward_mode),
+}
+
+
+@pytest.mark.parametrize("op", [GATHER, "linear_reduce_scatter", ATTENTION])
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own use
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_are_refused_and_the_context_stays_usable(op: str, transform: str) -> None:
+    group_size, run = TRANSFORMS[transform]
+
+    def body(group: Any, device: torch.device) -> None:
+        arguments = good(op, group.rank(), group.size())
+        name = next(iter(arguments))
+        with OverlapContext(group, config()) as context:
+            OPS[op](**arguments, context=context)
+            with pytest.raises(ShapeError, match="transforms and forward-mode differentiation are not supported"):
+                run(lambda x: OPS[op](**{**arguments, name: x}, context=context), arguments[name])
+            OPS[op](**arguments, context=context)
+
+    run_threads(group_size, body)

@@ -110,9 +110,9 @@ class _Graph:
         self._calls: list = []
         replay = transport.replay
 
-        def record(tape, addresses):
+        def record(tape, addresses, *, is_capturing):
             self._calls.append((tape, addresses))
-            return replay(tape, addresses)
+            return replay(tape, addresses, is_capturing=True)
 
         context.slots.note_capture()  # buffers that are outgrown between replays must stay
         transport.replay = record

@@ -103,3 +103,13 @@ def test_addresses_that_do_not_return_are_forgotten_and_graphs_are_not(graphs, m
         graphs.run(one, (number,), 0)
     assert len(one.graphs) <= 8
     assert isinstance(one.graphs[HERE], Graph)
+
+
+def test_streams_of_closed_contexts_serve_later_ones(monkeypatch):
+    monkeypatch.setattr(tape_graphs, "OwnStream", lambda device, *, is_high_priority: object())
+    monkeypatch.setattr(tape_graphs, "_spare_streams", {})
+    first, second = tape_graphs.borrow_stream("cuda:0"), tape_graphs.borrow_stream("cuda:0")
+    assert first is not second
+    tape_graphs.give_stream_back("cuda:0", first)
+    assert tape_graphs.borrow_stream("cuda:1") is not first
+    assert tape_graphs.borrow_stream("cuda:0") is first
