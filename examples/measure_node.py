@@ -1,6 +1,6 @@
 """Everything there is to measure on one node, within a time budget: checks, benchmarks, the paper's MLP, training.
 
-    python examples/measure_node.py --ranks 2 --device cpu --only verify_gloo --output trace_output/measured
+    python examples/measure_node.py --ranks 2 --device cpu --only grid --output trace_output/measured
     python examples/measure_node.py --ranks 4 --output measured --budget-s 900
 
 Each part is a command of `commfuse` under torchrun, with a time limit of its own; its output and its rows go into files

@@ -133,3 +133,9 @@ def test_no_machine_paths_and_no_package_hosts() -> None:
         if MACHINE_PATH.search(line) or PACKAGE_HOST.search(line)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """Two of one name are one module to pytest where their folders are no packages."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
