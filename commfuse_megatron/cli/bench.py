@@ -14,6 +14,8 @@ from commfuse_megatron.cli.output import make_progress, results, say_count, sile
 from commfuse_megatron.config import config_file_from_environment
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from commfuse_megatron.benchmark.rows import Row
     from commfuse_megatron.benchmark.run import Outcome, Piece, Settings
 
@@ -218,15 +220,16 @@ def _bench_on_rank(rank: Rank, options: _Options) -> int:
     # Every rank has the same rows, so all come to the same exit code; the first one says why.
     is_empty = bool(pieces) and len(report.rows) == len(kept[0])
     exit_code = _conclude(report.rows, outcome, options, is_first=rank.is_first)
-    not_run = [name for name in map(_name_of, settings.config_files) if name not in {r.variant for r in report.rows}]
-    if not_run and pieces and rank.is_first:
+    not_run = configurations_without_rows(settings.config_files, report.rows) if pieces else []
+    if not_run and rank.is_first:
         results().print(f"[red]not run[/] {escape(', '.join(not_run))}: see what was left out", soft_wrap=True)
-    return exit_code or (2 if is_empty or (not_run and pieces) else 0)
+    return exit_code or (2 if is_empty or not_run else 0)
 
 
-def _name_of(config_file: str) -> str:
-    """Of the variant that a user's configuration is."""
-    return Path(config_file).stem
+def configurations_without_rows(config_files: Iterable[str], rows: Iterable[Row]) -> list[str]:
+    """Names of a user's configurations, as in the rows, of which nothing ran."""
+    found = {row.variant for row in rows}
+    return [name for name in (Path(file).stem for file in config_files) if name not in found]
 
 
 def _conclude(rows: list[Row], outcome: Outcome, options: _Options, *, is_first: bool) -> int:

@@ -18,6 +18,7 @@ from commfuse_megatron.benchmark.table import overview_table, rows_table
 from commfuse_megatron.benchmark.tail import tail_us
 from commfuse_megatron.benchmark.timing import _summary
 from commfuse_megatron.benchmark.variant import link_name, require_own_link
+from commfuse_megatron.cli.bench import configurations_without_rows
 from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.runtime.recorder import Interval
 
@@ -253,3 +254,9 @@ def test_what_would_not_use_a_slow_link_is_left_out_there(monkeypatch):
     require_own_link(CUDA, "nccl")
     with pytest.raises(UnsupportedError, match="which copy_engine does not use"):
         require_own_link(CUDA, "copy_engine")
+
+
+def test_a_configuration_of_which_nothing_ran_is_found():
+    rows = [a_row(variant="mine"), a_row(variant="planned")]
+    assert configurations_without_rows(["configs/mine.yaml", "other/yours.yaml"], rows) == ["yours"]
+    assert configurations_without_rows([], rows) == []

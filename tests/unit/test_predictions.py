@@ -168,12 +168,24 @@ def test_a_transport_without_a_curve_is_left_out(rows_file: Path, capsys: pytest
 
 
 def test_what_limits_a_prediction_is_explained(rows_file: Path, capsys: pytest.CaptureFixture[str]):
-    options = ["--rows", str(rows_file), "--ranks", "8", "64", "--models", "llama-8b", "llama-70b"]
+    options = [
+        "--rows",
+        str(rows_file),
+        "--ranks",
+        "2",
+        "8",
+        "--tokens",
+        "1024",
+        "8192",
+        "--models",
+        "llama-8b",
+        "llama-70b",
+    ]
     assert cli.main(["simulate", *options, "--json", str(rows_file.with_name("out.json"))]) == 0
     out = capsys.readouterr().out
     predictions = json.loads(rows_file.with_name("out.json").read_text())["predictions"]
     # Sorted by case, the fastest first: only those are in the table.
-    best = {(way["case"], way["group_size"]): way["limit"] for way in reversed(predictions)}
+    best = {(way["case"], way["M"], way["group_size"]): way["limit"] for way in reversed(predictions)}
     assert len(set(best.values())) > 1
     for limit, meaning in LIMITS.items():
         assert (f"  - {limit}: {meaning}" in out) == (limit in best.values())
