@@ -20,7 +20,8 @@ NO_CONTEXT = (
     "a CUDA graph is being captured and no layer of this group has been overlapped before: run it once outside first"
 )
 
-#: One operation, forward and backward in one graph, is captured and replayed right; Megatron's backward graphs are not.
+#: One operation, forward and backward in one graph, is captured and replayed right. Of Megatron's graphs, one forward
+#: and one backward for each layer, the first was not captured within 40 s.
 OVER_NCCL = (
     "a CUDA graph is being captured and messages go over NCCL: capturing Megatron's layers then did not come to an end"
     " on 2 x H200; over the copy engine it does"

@@ -16,8 +16,6 @@ import functools
 import gc
 import importlib.util
 import sys
-import time
-import traceback
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -28,6 +26,7 @@ from torch import distributed as dist
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.config import AttentionConfig, LinearConfig, PassConfig, TransportConfig
 from tests.harness import run_spawned
+from tests.harness.outcomes import outcome_on_all_ranks
 
 LENGTH, BATCH, NUM_STEPS, WARM_UP = 128, 2, 6, 2
 HANGS_AFTER_S = 60.0
@@ -322,20 +321,11 @@ def _check_all(group, device, names):
                 found[name] = "not run: a check before it failed"
                 continue
             body, *arguments = CHECKS[name]
-            error, began = None, time.monotonic()
             faulthandler.dump_traceback_later(HANGS_AFTER_S)
             try:
-                body(device, *arguments)
-            except Exception:
-                error = f"rank {group.rank()}: {traceback.format_exc()}"
-                sys.stderr.write(f"{name}: {error}\n")  # the other rank may be waiting for this one
+                found[name] = outcome_on_all_ranks(name, functools.partial(body, device, *arguments))
             finally:
                 faulthandler.cancel_dump_traceback_later()
-            errors = [None] * group.size()
-            dist.all_gather_object(errors, error)
-            found[name] = "\n".join(filter(None, errors)) or None
-            if group.rank() == 0:
-                sys.stderr.write(f"{name}: {found[name] or 'passed'} ({time.monotonic() - began:.1f} s)\n")
     return found
 
 

@@ -4,19 +4,17 @@ Stock and ours get the same weights and the same batches. Ours is built from a s
 Transformer Engine takes long to import, so one group of processes makes all checks.
 """
 
+import functools
 import importlib.util
-import sys
-import time
-import traceback
 from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.config import LinearConfig, PassConfig
 from tests.harness import run_spawned
+from tests.harness.outcomes import outcome_on_all_ranks
 
 SLICED = PassConfig(path="sliced", algorithm="direct", chunks_per_shard=1)
 OVERLAP = OverlapConfig(linear=LinearConfig(fprop=SLICED, dgrad=SLICED))
@@ -243,16 +241,7 @@ def _check_all(group, device):
         if body is _fp8 and torch.cuda.get_device_capability() < (8, 9):
             found[name] = "skip: FP8 needs compute capability 8.9"
             continue
-        error, began = None, time.monotonic()
-        try:
-            body(group, device, *arguments)
-        except Exception:
-            error = f"rank {group.rank()}: {traceback.format_exc()}"
-        errors = [None] * group.size()
-        dist.all_gather_object(errors, error)
-        found[name] = "\n".join(filter(None, errors)) or None
-        if group.rank() == 0:
-            sys.stderr.write(f"{name}: {found[name] or 'passed'} ({time.monotonic() - began:.1f} s)\n")
+        found[name] = outcome_on_all_ranks(name, functools.partial(body, group, device, *arguments))
     return found
 
 
