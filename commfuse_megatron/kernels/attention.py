@@ -12,7 +12,7 @@ import torch
 
 from commfuse_megatron.problem import VisibleKeys
 
-__all__ = ["MASKED_SCORE", "AttentionKernel", "BoundForward", "Dropout", "MathAttention", "SplitMask"]
+__all__ = ["MASKED_SCORE", "AttentionKernel", "BoundBackward", "BoundForward", "Dropout", "MathAttention", "SplitMask"]
 
 #: What takes the place of a score that a mask tensor hides: Megatron's number, so that a query that sees nothing gets
 #: the mean of all values there as here.
@@ -39,6 +39,9 @@ class SplitMask(NamedTuple):
 
 #: A forward call on addresses: (handle of the stream, q, k, v, out, state).
 BoundForward = Callable[[int, int, int, int, int, int], None]
+
+#: A backward call on addresses: (handle of the stream, q, k, v, out, state, grad_out, grad_q, grad_k, grad_v).
+BoundBackward = Callable[[int, int, int, int, int, int, int, int, int, int], None]
 
 
 class AttentionKernel(Protocol):
@@ -78,6 +81,18 @@ class AttentionKernel(Protocol):
         """`forward` without dropout for tensors like these, on addresses; None where it cannot be had.
 
         The state is one tensor, fp32 [B, H, S_q, 1], which the caller allocates.
+        """
+
+    def bind_backward(
+        self,
+        grad_out: torch.Tensor,
+        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        mask: SplitMask,
+        scale: float,
+    ) -> BoundBackward | None:
+        """`backward` of what `bind_forward` bound, on addresses; None where it cannot be had.
+
+        The gradients are contiguous, in the dtype of the operands.
         """
 
 
@@ -144,6 +159,16 @@ class MathAttention:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, mask: SplitMask, scale: float
     ) -> BoundForward | None:
         """None: PyTorch's functions take tensors."""
+        return None
+
+    def bind_backward(
+        self,
+        grad_out: torch.Tensor,
+        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        mask: SplitMask,
+        scale: float,
+    ) -> BoundBackward | None:
+        """None, as for `bind_forward`."""
         return None
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from commfuse_megatron.kernels.attention import BoundForward, Dropout, MathAttention, SplitMask
+from commfuse_megatron.kernels.attention import BoundBackward, BoundForward, Dropout, MathAttention, SplitMask
 from commfuse_megatron.kernels.cudnn_graph import CudnnGraph
 from commfuse_megatron.problem import AttentionProblem, RowRange, VisibleKeys, chunk_ranges
 
@@ -163,15 +163,43 @@ class CudnnAttention:
         if q.size(0) == k.size(0) == 1:
             return self._of_one_key.backward(grad_out, operands, state, mask, scale, dropout)
         (stats,) = state
-        layouts = tuple(map(_layout, (q, k, v, out, grad_out)))
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        key = ("backward", layouts, q.dtype, mask.band.left, mask.band.right, scale, is_deterministic)
-        graph = self._find(
-            key, lambda: self._build_backward(layouts, q.dtype, mask.band, scale, is_deterministic=is_deterministic)
-        )
+        graph = self._backward_graph(grad_out, operands, mask, scale)
         grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
         self._execute(graph, (q, k, v, out, stats, grad_out, grad_q, grad_k, grad_v))
         return grad_q, grad_k, grad_v
+
+    def bind_backward(
+        self,
+        grad_out: torch.Tensor,
+        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        mask: SplitMask,
+        scale: float,
+    ) -> BoundBackward | None:
+        """See `AttentionKernel`. Deterministic if PyTorch is told to be now."""
+        q, k, _, _ = operands
+        if q.size(0) == k.size(0) == 1:
+            return None
+        graph = self._backward_graph(grad_out, operands, mask, scale)
+
+        def run(stream: int, *addresses: int) -> None:
+            workspace_at = self._workspace_at(stream, graph.workspace_bytes)
+            graph.run(addresses, workspace_at, self._handle_of(stream))
+
+        return run
+
+    def _backward_graph(
+        self,
+        grad_out: torch.Tensor,
+        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        mask: SplitMask,
+        scale: float,
+    ) -> CudnnGraph:
+        layouts = tuple(map(_layout, (*operands, grad_out)))
+        dtype, band, is_deterministic = grad_out.dtype, mask.band, torch.are_deterministic_algorithms_enabled()
+        key = ("backward", layouts, dtype, band.left, band.right, scale, is_deterministic)
+        return self._find(
+            key, lambda: self._build_backward(layouts, dtype, band, scale, is_deterministic=is_deterministic)
+        )
 
     def _find(self, key: tuple, build: Callable[[], CudnnGraph]) -> CudnnGraph:
         graph = self._graphs.get(key)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from commfuse_megatron.kernels.attention import BoundForward, Dropout, SplitMask
+from commfuse_megatron.kernels.attention import BoundBackward, BoundForward, Dropout, SplitMask
 from commfuse_megatron.problem import AttentionProblem
 
 __all__ = ["FlashAttention", "flash_attention_unavailable_reason"]
@@ -103,6 +103,16 @@ class FlashAttention:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, mask: SplitMask, scale: float
     ) -> BoundForward | None:
         """None: PyTorch's functions take tensors."""
+        return None
+
+    def bind_backward(
+        self,
+        grad_out: torch.Tensor,
+        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        mask: SplitMask,
+        scale: float,
+    ) -> BoundBackward | None:
+        """None, as for `bind_forward`."""
         return None
 
 

@@ -76,17 +76,15 @@ def sum_partials(
 
 def bind_sum(
     own: torch.Tensor, partials: torch.Tensor, *, bias: torch.Tensor | None, out: torch.Tensor
-) -> Callable[[int, int, int | None, int], None] | None:
-    """`sum_partials` for tensors like these: `f(handle of the stream, own address, bias address, out address)`.
+) -> Callable[[int, int, int, int | None, int], None] | None:
+    """`sum_partials` for tensors like these: `f(handle of the stream, addresses of own, partials, bias, out)`.
 
-    The addresses must be as aligned as these tensors', and `partials` is kept by its address alone. None where no
-    kernel of ours does it.
+    The addresses must be as aligned as these tensors'. None where no kernel of ours does it.
     """
     plan = _make_plan(own, partials, bias, out)
     if plan.kind is None:
         return None
-    partials_at = partials.data_ptr()
-    return lambda stream, own_at, bias_at, out_at: plan.launch_on(stream, own_at, partials_at, bias_at, out_at)
+    return plan.launch_on
 
 
 def _sum_in_torch(

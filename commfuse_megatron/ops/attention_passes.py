@@ -9,7 +9,13 @@ import torch
 
 from commfuse_megatron.kernels.attention import Dropout
 from commfuse_megatron.ops.arguments import remember, with_unit_stride
-from commfuse_megatron.ops.attention_recordings import new_states, record_query_split, split_states
+from commfuse_megatron.ops.attention_recordings import (
+    new_slabs,
+    new_states,
+    record_query_split,
+    record_query_split_backward,
+    split_states,
+)
 from commfuse_megatron.ops.linear_reduce_scatter import OPERATION as PROJECTION
 from commfuse_megatron.ops.linear_reduce_scatter import ScatterOperands, scatter_backward, scatter_forward
 from commfuse_megatron.ops.passes import gather_chunks, scatter_chunks, start_gather, weight_gradient
@@ -40,11 +46,14 @@ class AttentionCall(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a backward pass needs of its forward pass."""
+    """What a backward pass needs of its forward pass.
+
+    states: by split, as kernels return them; or all in one tensor, as a tape left them.
+    """
 
     heads: Heads
     attended: torch.Tensor  # [S, B, H, D_v]
-    states: list[tuple[torch.Tensor, ...]]  # by split
+    states: list[tuple[torch.Tensor, ...]] | torch.Tensor
 
 
 def attention_forward(
@@ -71,6 +80,12 @@ def attention_backward(
     problem = p.problem
     needs_input, needs_weight = "input" in problem.needs, "weight" in problem.needs
     attention = _split(call)
+    if isinstance(saved.states, torch.Tensor):
+        if needs_input and p.can_replay:
+            found = _replayed_backward(p, attention, saved, grad_shard, weight, call.weight_grad)
+            if found is not None:
+                return found
+        saved = saved._replace(states=split_states(saved.states, _attention_of(p), attention.splits))
     gradients = InputGradients(saved.heads) if needs_input else None
     if p.plan.is_scheduled:
         grad_weight = _query_split_backward(p, attention, saved, grad_shard, gradients, weight, call.weight_grad)
@@ -81,7 +96,8 @@ def attention_backward(
         if gradients is not None and attended.numel():
             assert grad_attended is not None
             grad = grad_attended.view(saved.attended.shape)
-            attention.backward(0, saved.heads, saved.attended, saved.states[0], grad, gradients, _nothing)
+            (state,) = saved.states
+            attention.backward(0, saved.heads, saved.attended, state, grad, gradients, _nothing)
     return None if gradients is None else gradients.result(), grad_weight
 
 
@@ -103,9 +119,7 @@ def _query_split_forward(
             key = (attention.scale, q.stride(), k.stride(), v.stride())
             tape_call = TapeCall(q, attended, weight, y, bias, more=(k, v, all_states), key=key)
             if replay(p, link, record_query_split, tape_call):
-                if problem.needs:
-                    states = split_states(all_states, problem, attention.splits)
-                return y, Saved(heads, attended, states)
+                return y, Saved(heads, attended, all_states)
         lanes = context.lanes
         lanes.begin()
         operands = split_rows(attended.view(problem.M, problem.K), p.scatter.bound.chunk_rows)
@@ -121,6 +135,41 @@ def _query_split_forward(
 
         scatter_chunks(p, link, produce, y.flatten(0, -2), bias=bias)
     return y, Saved(heads, attended, states)
+
+
+def _replayed_backward(
+    p: PreparedPass,
+    attention: SplitAttention,
+    saved: Saved,
+    grad_shard: torch.Tensor,
+    weight: torch.Tensor,
+    weight_grad: WeightGradTarget | None,
+) -> tuple[Heads, torch.Tensor | None] | None:
+    """The whole pass from a tape: gradients of heads and weight; None where there is none for these layouts."""
+    (q, k, v), states = saved.heads, saved.states
+    assert isinstance(states, torch.Tensor)
+    grad_weight = None
+    if "weight" in p.problem.needs:
+        grad_weight = torch.empty_like(weight) if weight_grad is None else weight_grad.accumulate
+    gradients = Heads(*(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in saved.heads))
+    slabs = (new_slabs(k, len(attention.splits)), new_slabs(v, len(attention.splits)))
+    key = (attention.scale, q.stride(), k.stride(), v.stride(), torch.are_deterministic_algorithms_enabled())
+    tape_call = TapeCall(
+        grad_shard,
+        saved.attended,
+        weight,
+        torch.empty_like(saved.attended),
+        grad_weight,
+        grad_weight is not None and weight_grad is not None,
+        more=(k, v, states, *gradients, *slabs, q),
+        key=key,
+    )
+    with p as link:
+        if not replay(p, link, record_query_split_backward, tape_call):
+            return None
+    if grad_weight is not None and weight_grad is not None:
+        grad_weight = weight_grad.result()
+    return gradients, grad_weight
 
 
 def _query_split_backward(
@@ -160,6 +209,8 @@ def _gather_under_attention(
 ) -> None:
     lanes = p.context.lanes
     grad_attended = torch.empty_like(saved.attended)
+    states = saved.states
+    assert not isinstance(states, torch.Tensor)
     rows_of = split_rows(grad_attended.view(p.problem.M, p.problem.K), p.gather.bound.chunk_rows)
     lanes.begin()
 
@@ -172,7 +223,7 @@ def _gather_under_attention(
                 split,
                 saved.heads,
                 saved.attended,
-                saved.states[split],
+                states[split],
                 grad_attended[queries.start : queries.stop],
                 gradients,
                 lanes.wait_for_previous,

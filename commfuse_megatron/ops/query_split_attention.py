@@ -151,8 +151,9 @@ class _QuerySplitAttention(torch.autograd.Function):
         y, saved = attention_forward(call, Heads(q, k, v), weight, bias)
         ctx.call = call._replace(mask=None)
         ctx.has_bias = bias is not None
-        ctx.state_sizes = [len(state) for state in saved.states]
-        states = [tensor for state in saved.states for tensor in state]
+        found = saved.states
+        ctx.state_sizes = None if isinstance(found, torch.Tensor) else [len(state) for state in found]
+        states = [found] if isinstance(found, torch.Tensor) else [tensor for state in found for tensor in state]
         ctx.save_for_backward(*saved.heads, weight, call.mask, saved.attended, *states)
         return y
 
@@ -160,7 +161,8 @@ class _QuerySplitAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, weight, mask, attended, *flat = ctx.saved_tensors
-        states = [tuple(part) for part in _split_list(flat, ctx.state_sizes)]
+        is_one = ctx.state_sizes is None
+        states = flat[0] if is_one else [tuple(part) for part in _split_list(flat, ctx.state_sizes)]
         call: AttentionCall = ctx.call._replace(mask=mask)
         needs_bias = ctx.has_bias and ctx.needs_input_grad[4]
         grad_shard = grad_y.contiguous().flatten(0, -2)

@@ -14,6 +14,7 @@ from commfuse_megatron.transport.copy_engine import Key
 from commfuse_megatron.transport.copy_tape import Ref, Step
 
 __all__ = [
+    "Gather",
     "Scatter",
     "matrix_of",
     "multiply_scattered",
@@ -21,6 +22,8 @@ __all__ = [
     "record_gather_backward",
     "record_scatter",
     "record_scatter_backward",
+    "record_weight_gradient",
+    "sum_step",
 ]
 
 
@@ -46,7 +49,7 @@ class _Messages:
         return keys
 
 
-class _Gather(_Messages):
+class Gather(_Messages):
     """The messages of a direct all-gather, and where each chunk lies."""
 
     def __init__(self, build: Build, shard: Ref, features: int) -> None:
@@ -122,7 +125,7 @@ class _Gather(_Messages):
 
 def _multiply_gathered(
     build: Build,
-    gather: _Gather,
+    gather: Gather,
     weight: Matrix,
     refs: tuple[Ref, Ref],
     bias: Ref | None,
@@ -223,16 +226,24 @@ class Scatter(_Messages):
                 add = bind_sum(part, self._program.arrived_chunks[index], bias=bias, out=part)
                 if add is None:
                     raise Unservable
-                self._tape.compute(_sum_step(add, out_ref.plus(start * self.row_bytes), bias_ref, bias is not None))
+                own_ref = out_ref.plus(start * self.row_bytes)
+                arrived_ref = Ref(ZERO, self._program.arrived_chunks[index].data_ptr())
+                self._tape.compute(
+                    sum_step(add, (own_ref, arrived_ref, own_ref), bias_ref if bias is not None else None)
+                )
             start += rows
 
 
-def _sum_step(add: Callable[[int, int, int | None, int], None], own: Ref, bias: Ref, has_bias: bool) -> Step:
-    slot, offset = own
-    bias_slot = bias.slot
+def sum_step(
+    add: Callable[[int, int, int, int | None, int], None], refs: tuple[Ref, Ref, Ref], bias: Ref | None = None
+) -> Step:
+    """A step that makes a bound sum. refs: own, partials, out."""
+    (own, own_at), (partials, partials_at), (out, out_at) = refs
+    bias_slot = None if bias is None else bias.slot
 
     def step(at: tuple[int, ...], stream: int) -> None:
-        add(stream, at[slot] + offset, at[bias_slot] if has_bias else None, at[slot] + offset)
+        bias_at = None if bias_slot is None else at[bias_slot]
+        add(stream, at[own] + own_at, at[partials] + partials_at, bias_at, at[out] + out_at)
 
     return step
 
@@ -298,7 +309,7 @@ def record_gather(build: Build, call: TapeCall) -> None:
     """`all_gather_linear` forward: first x [own rows, K], last bias [N] or None -> out [M, N]."""
     problem = build.p.problem
     build.tape.order()
-    gather = _Gather(build, Ref(FIRST, 0), problem.K)
+    gather = Gather(build, Ref(FIRST, 0), problem.K)
     refs = (Ref(WEIGHT, 0), Ref(OUT, 0))
     bias = None if call.last is None else Ref(LAST, 0)
     _multiply_gathered(build, gather, matrix_of(call.weight, transposed=True), refs, bias)
@@ -321,12 +332,12 @@ def record_gather_backward(build: Build, call: TapeCall) -> None:
     """`all_gather_linear` backward: first grad [M, N], second x [own rows, K] -> out grad_x, last grad_weight."""
     problem, is_bulk = build.p.problem, build.p.is_bulk
     build.tape.order()
-    gather = _Gather(build, Ref(SECOND, 0), problem.K)
+    gather = Gather(build, Ref(SECOND, 0), problem.K)
     scatter = Scatter(build, problem.K)
 
     def multiply_weight_gradient() -> None:
         gather.complete()
-        _record_weight_gradient(build, call, (Ref(FIRST, 0), gather.window))
+        record_weight_gradient(build, call, (Ref(FIRST, 0), gather.window))
 
     weight, refs = matrix_of(call.weight, transposed=False), (Ref(FIRST, 0), Ref(WEIGHT, 0), Ref(OUT, 0))
     gather.issue_all()
@@ -345,17 +356,17 @@ def record_scatter_backward(build: Build, call: TapeCall) -> None:
     """`linear_reduce_scatter` backward: first grad [own rows, N], second x [M, K] -> out grad_x, last grad_weight."""
     problem, is_bulk = build.p.problem, build.p.is_bulk
     build.tape.order()
-    gather = _Gather(build, Ref(FIRST, 0), problem.N)
+    gather = Gather(build, Ref(FIRST, 0), problem.N)
     gather.issue_all()
     refs = (Ref(WEIGHT, 0), Ref(OUT, 0))
     weight = matrix_of(call.weight, transposed=False)
     _multiply_gathered(build, gather, weight, refs, None, is_bulk=is_bulk, after_first=gather.copy_own)
     gather.complete()
-    _record_weight_gradient(build, call, (gather.window, Ref(SECOND, 0)))
+    record_weight_gradient(build, call, (gather.window, Ref(SECOND, 0)))
     build.tape.wait(*gather.remaining())
 
 
-def _record_weight_gradient(build: Build, call: TapeCall, refs: tuple[Ref, Ref]) -> None:
+def record_weight_gradient(build: Build, call: TapeCall, refs: tuple[Ref, Ref]) -> None:
     """last [N, K] = (or += where the call accumulates) grad.t() [N, M] @ x [M, K], which lie at `refs`."""
     problem, grad_weight = build.p.problem, call.last
     shapes = (Matrix((problem.N, problem.M), (1, problem.N), build.dtype), build.rows(problem.M, problem.K))

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.kernels.attention import BoundForward, MathAttention, SplitMask
+from commfuse_megatron.kernels.attention import BoundBackward, BoundForward, MathAttention, SplitMask
 from commfuse_megatron.kernels.blas import Matrix
-from commfuse_megatron.ops import recordings, replay
+from commfuse_megatron.ops import attention_recordings, recordings, replay
 from commfuse_megatron.runtime import context, prepared
 from commfuse_megatron.runtime.lanes import Lanes
 from commfuse_megatron.transport import copy_engine, tape_graphs
@@ -58,7 +58,9 @@ def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "_workspaces", lambda device: _Workspaces())
     monkeypatch.setattr(replay, "BlasMatmul", _Matmul)
     monkeypatch.setattr(recordings, "bind_sum", _bind_sum)
+    monkeypatch.setattr(attention_recordings, "bind_sum", _bind_sum)
     monkeypatch.setattr(MathAttention, "bind_forward", _bind_attention)
+    monkeypatch.setattr(MathAttention, "bind_backward", _bind_attention_backward)
     monkeypatch.setattr(Lanes, "handles", lambda lanes: (2, 3))
 
 
@@ -207,6 +209,24 @@ def _bind_attention(
     return run
 
 
+def _bind_attention_backward(
+    kernel: MathAttention, grad_out: torch.Tensor, operands: tuple[torch.Tensor, ...], mask: SplitMask, scale: float
+) -> BoundBackward:
+    loaded = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (*operands, grad_out)]
+    stored = [(t.shape, torch.empty(t.shape, device="meta").stride(), t.dtype) for t in operands[:3]]
+
+    def run(stream: int, q_at, k_at, v_at, out_at, state_at, grad_out_at, *gradients_at: int) -> None:
+        assert stream in (2, 3)
+        assert ctypes.c_float.from_address(state_at).value == 1.0  # what the forward pass left
+        addresses = (q_at, k_at, v_at, out_at, grad_out_at)
+        *views, grad = [_like(*like, at) for like, at in zip(loaded, addresses, strict=True)]
+        found = kernel.backward(grad, tuple(views), (), mask, scale, None)
+        for like, at, gradient in zip(stored, gradients_at, found, strict=True):
+            _like(*like, at).copy_(gradient)
+
+    return run
+
+
 def _like(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, address: int) -> torch.Tensor:
     count = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
     memory = (ctypes.c_byte * (count * dtype.itemsize)).from_address(address)
@@ -217,8 +237,12 @@ def _bind_sum(own: torch.Tensor, partials: torch.Tensor, *, bias: torch.Tensor |
     rows = Matrix((own.size(0), own.size(1)), (own.size(1), 1), own.dtype)
     row = Matrix((1, own.size(1)), (own.size(1), 1), own.dtype)
 
-    def add(stream: int, own_at: int, bias_at: int | None, out_at: int) -> None:
-        total = _view(rows, own_at).double() + partials.double().sum(0)
+    like = (partials.shape, partials.stride(), partials.dtype)
+
+    def add(stream: int, own_at: int, partials_at: int, bias_at: int | None, out_at: int) -> None:
+        total = _view(rows, own_at).double()
+        if like[0][0]:
+            total += _like(*like, partials_at).double().sum(0)
         if bias_at is not None:
             total += _view(row, bias_at)
         _view(rows, out_at).copy_(total)

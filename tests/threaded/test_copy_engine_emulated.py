@@ -140,6 +140,8 @@ def test_attention_with_new_data_and_layouts_at_every_call(group_size, m, monkey
             tapes = [tape for p in passes for tape in p.tapes.values()]
             assert bool(tapes) == (group_size > 1)
             assert all(tape.operation is not None for tape in tapes)
+            if group_size > 1:
+                assert {p.problem.pass_name for p in passes if p.tapes} == {"fprop", "backward"}
 
     run_threads(group_size, body)
 
