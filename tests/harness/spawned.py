@@ -3,8 +3,7 @@
 Importing PyTorch and Megatron takes a process 7 s, forking one that has imported them 0.05 s (2 cores, 11/2026). So
 rank r of every group is forked from one process, the r-th source, which imports and never runs a test. Each rank number
 has a source of its own since ranks of users differ in hash seeds and addresses: an order of a set in which all ranks
-must agree has hung groups before. With a GPU, ranks are started anew: a process that has asked for CUDA must not be
-forked.
+must agree has hung groups before. A process that has asked for CUDA must not be forked: see `gpu_ranks`.
 """
 
 import atexit
@@ -24,10 +23,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from torch import distributed as dist
 
 from commfuse_megatron.testing import cpu_pretraining
+from tests.harness.gpu_ranks import run_on_gpu_ranks
 
 __all__ = ["run_spawned"]
 
@@ -37,7 +36,7 @@ def run_spawned(world_size: int, body: Callable[..., Any], *args: Any, backend: 
     with tempfile.TemporaryDirectory() as folder:
         job = (world_size, backend, folder, body, args)
         if torch.cuda.is_available():
-            mp.spawn(_enter, job, nprocs=world_size, join=True)
+            run_on_gpu_ranks(*job)
         else:
             _fork_ranks(job)
         return [torch.load(f"{folder}/result-{rank}", weights_only=False) for rank in range(world_size)]
@@ -45,13 +44,9 @@ def run_spawned(world_size: int, body: Callable[..., Any], *args: Any, backend: 
 
 def _enter(rank: int, world_size: int, backend: str, folder: str, body: Callable[..., Any], args: tuple) -> None:
     torch.set_num_threads(1)
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-    result = body(dist.group.WORLD, device, *args)
+    result = body(dist.group.WORLD, torch.device("cpu"), *args)
     torch.save(result, f"{folder}/result-{rank}")
     dist.barrier()
     # Not after an error: NCCL may wait here for ranks that are waiting elsewhere, and the error would never be seen.
