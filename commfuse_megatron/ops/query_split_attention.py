@@ -280,6 +280,7 @@ def _rehearse(problem: AttentionProblem, context: OverlapContext) -> Callable[[P
         if problem.needs:
             if p.plan.name not in backward:
                 backward[p.plan.name] = context.make_pass(backward_problem, p.plan)
+                backward[p.plan.name].attention = kernel
             attention_backward(backward[p.plan.name], call, saved, grad, weight)
 
     return run

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,7 +26,7 @@ __all__ = ["run_on_gpu_ranks"]
 
 # A rank that fails breaks the connections of the others, one of which may say so first.
 _CONSEQUENCES_S = 1.0
-_ENDS_WITHIN_S = 30.0
+_END_WITHIN_S = 10.0
 
 # By what they were started with; at most one group at a time, since every rank keeps device memory.
 _ranks: dict[tuple, "_Ranks"] = {}
@@ -70,7 +71,7 @@ class _Ranks:
         store = f"{self._folder.name}/store"
         for rank in range(world_size):
             pipe, far_end = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(rank, world_size, backend, store, far_end), daemon=True)
+            process = spawn.Process(target=_serve, args=(rank, world_size, backend, store, far_end))
             process.start()
             far_end.close()
             self._processes.append(process)
@@ -101,8 +102,9 @@ class _Ranks:
         """Let them destroy their group; who does not is killed."""
         for pipe in self._pipes:
             pipe.close()
+        deadline = time.monotonic() + _END_WITHIN_S
         for process in self._processes:
-            process.join(_ENDS_WITHIN_S)
+            process.join(max(0.0, deadline - time.monotonic()))
         self.kill()
 
     def kill(self) -> None:

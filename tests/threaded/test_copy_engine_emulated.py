@@ -1,6 +1,7 @@
 """The copy engine's flags, windows and tapes on the CPU: contract, every path, new data at every call."""
 
 import dataclasses
+import importlib
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from commfuse_megatron.ops import (
 from commfuse_megatron.ops import (
     reference as references,
 )
+from commfuse_megatron.ops.trial import run_trial
 from commfuse_megatron.transport import tape_graphs
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from tests.harness import run_threads
@@ -144,6 +146,26 @@ def test_attention_with_new_data_and_layouts_at_every_call(group_size, m, monkey
                 assert {p.problem.pass_name for p in passes if p.tapes} == {"fprop", "backward"}
 
     run_threads(group_size, body)
+
+
+@pytest.mark.parametrize("path", ["query_split", "row_parallel"])
+def test_trials_of_attention_run_as_calls_do(path, monkeypatch):
+    emulate_copy_engine(monkeypatch)
+    config = OverlapConfig(attention=AttentionConfig(path=path), transport=TransportConfig(backend="copy_engine"))
+    operation = importlib.import_module("commfuse_megatron.ops.query_split_attention")._OPERATION
+
+    def body(group, device):
+        with take_part(group), OverlapContext(group, config) as context:
+            case = AttentionCase(rows=24, head_dim=8, value_dim=8, N=16, dtype=torch.float32)
+            operands, grad_y = draw_attention(case, group.rank(), group.size())
+            run(operands, grad_y, query_split_attention, context=context)
+            (forward,) = (p for p in context.known_calls.values() if p.problem.op == "query_split_attention")
+            assert forward.problem.needs
+            times = run_trial(operation.rehearse, context, forward.problem, [forward.plan])
+            assert len(times) == 1
+            assert times[0] > 0
+
+    run_threads(2, body)
 
 
 @pytest.mark.parametrize("path", ["sliced", "bulk"])
