@@ -83,7 +83,7 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
         "--transformer-impl", choices=("local", "transformer_engine"), default="local", help="attention and norms"
     )
     step.add_argument("--fusions", action="store_true", help="Megatron's fused activation, dropout and rotary kernels")
-    step.add_argument("--rounds", type=int, default=5, metavar="n", help="timed steps of each variant (default 5)")
+    step.add_argument("--rounds", type=int, default=9, metavar="n", help="timed steps of each variant (default 9)")
 
 
 def run_trace(arguments: argparse.Namespace) -> int:
