@@ -36,8 +36,10 @@ from commfuse_megatron.transport.stream_memory import (
     StreamEvent,
     StreamMemory,
     batch,
+    borrow_stream,
+    give_stream_back,
 )
-from commfuse_megatron.transport.tape_graphs import TapeGraphs, borrow_stream, give_stream_back
+from commfuse_megatron.transport.tape_graphs import TapeGraphs
 
 __all__ = ["CopyEngineTransport", "Key"]
 

@@ -5,6 +5,7 @@ the call. The contract that bites: such a wait is invisible to CUDA, so nothing 
 the flag must never be submitted behind the wait.
 """
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,7 +13,18 @@ import torch
 
 from commfuse_megatron.errors import TransportError
 
-__all__ = ["Batch", "FlagPage", "MemoryOp", "OwnStream", "StreamEvent", "StreamGraph", "StreamMemory", "batch"]
+__all__ = [
+    "Batch",
+    "FlagPage",
+    "MemoryOp",
+    "OwnStream",
+    "StreamEvent",
+    "StreamGraph",
+    "StreamMemory",
+    "batch",
+    "borrow_stream",
+    "give_stream_back",
+]
 
 # The driver takes fewer than 256 operations at once.
 _MOST_OPS = 255
@@ -165,6 +177,26 @@ class OwnStream:
     def destroy(self) -> None:
         """Give the stream up; work on it is completed first."""
         self._driver.cuStreamDestroy(self.handle)
+
+
+# What libraries keep for a stream, they keep for good: contexts that are closed leave theirs to later ones.
+_spare_streams: dict[torch.device, list[OwnStream]] = {}
+_streams_lock = threading.Lock()
+
+
+def borrow_stream(device: torch.device) -> OwnStream:
+    """A stream of usual priority that nobody else uses until it is given back."""
+    with _streams_lock:
+        spare = _spare_streams.get(device)
+        if spare:
+            return spare.pop()
+    return OwnStream(device, is_high_priority=False)
+
+
+def give_stream_back(device: torch.device, stream: OwnStream) -> None:
+    """Leave it to others. What is on it must have been done."""
+    with _streams_lock:
+        _spare_streams.setdefault(device, []).append(stream)
 
 
 class StreamGraph:

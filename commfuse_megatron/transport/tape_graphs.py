@@ -10,16 +10,13 @@ own batch (`CopyTape` keeps such steps), which it needs anyway before the operat
 """
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable
-
-import torch
 
 from commfuse_megatron.transport.copy_tape import BoundOperation
 from commfuse_megatron.transport.stream_memory import Batch, OwnStream, StreamEvent, StreamGraph
 
-__all__ = ["TapeGraphs", "borrow_stream", "give_stream_back"]
+__all__ = ["TapeGraphs"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,26 +25,6 @@ _STEPWISE = 2
 _NEVER = -1
 # Of one tape: addresses that never came again must not fill the memory.
 _MOST_SEEN = 4096
-
-
-# What libraries keep for a stream, they keep for good: contexts that are closed leave theirs to later ones.
-_spare_streams: dict[torch.device, list[OwnStream]] = {}
-_streams_lock = threading.Lock()
-
-
-def borrow_stream(device: torch.device) -> OwnStream:
-    """A stream that nobody else uses, for `TapeGraphs`."""
-    with _streams_lock:
-        spare = _spare_streams.get(device)
-        if spare:
-            return spare.pop()
-    return OwnStream(device, is_high_priority=False)
-
-
-def give_stream_back(device: torch.device, stream: OwnStream) -> None:
-    """Leave it to others."""
-    with _streams_lock:
-        _spare_streams.setdefault(device, []).append(stream)
 
 
 class TapeGraphs:

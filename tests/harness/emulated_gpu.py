@@ -19,7 +19,7 @@ from commfuse_megatron.kernels.blas import Matrix
 from commfuse_megatron.ops import attention_recordings, recordings, replay
 from commfuse_megatron.runtime import context, prepared
 from commfuse_megatron.runtime.lanes import Lanes
-from commfuse_megatron.transport import copy_engine, tape_graphs
+from commfuse_megatron.transport import copy_engine, stream_memory, tape_graphs
 
 __all__ = ["emulate_copy_engine", "take_part"]
 
@@ -43,8 +43,8 @@ def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, stand_in in (("StreamMemory", _Memory), ("OwnStream", _Stream), ("StreamEvent", _Event)):
         monkeypatch.setattr(copy_engine, name, stand_in)
     monkeypatch.setattr(tape_graphs, "StreamEvent", _Event)
-    monkeypatch.setattr(tape_graphs, "OwnStream", _Stream)
-    monkeypatch.setattr(tape_graphs, "_spare_streams", {})
+    monkeypatch.setattr(stream_memory, "OwnStream", _Stream)
+    monkeypatch.setattr(stream_memory, "_spare_streams", {})
     monkeypatch.setattr(tape_graphs, "StreamGraph", _Graph)
     monkeypatch.setattr(copy_engine, "FlagPage", _Page)
     monkeypatch.setattr(copy_engine, "batch", tuple)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from commfuse_megatron.transport import tape_graphs
+from commfuse_megatron.transport import stream_memory, tape_graphs
 from commfuse_megatron.transport.copy_tape import BoundOperation
 from commfuse_megatron.transport.tape_graphs import TapeGraphs
 
@@ -106,10 +106,10 @@ def test_addresses_that_do_not_return_are_forgotten_and_graphs_are_not(graphs, m
 
 
 def test_streams_of_closed_contexts_serve_later_ones(monkeypatch):
-    monkeypatch.setattr(tape_graphs, "OwnStream", lambda device, *, is_high_priority: object())
-    monkeypatch.setattr(tape_graphs, "_spare_streams", {})
-    first, second = tape_graphs.borrow_stream("cuda:0"), tape_graphs.borrow_stream("cuda:0")
+    monkeypatch.setattr(stream_memory, "OwnStream", lambda device, *, is_high_priority: object())
+    monkeypatch.setattr(stream_memory, "_spare_streams", {})
+    first, second = stream_memory.borrow_stream("cuda:0"), stream_memory.borrow_stream("cuda:0")
     assert first is not second
-    tape_graphs.give_stream_back("cuda:0", first)
-    assert tape_graphs.borrow_stream("cuda:1") is not first
-    assert tape_graphs.borrow_stream("cuda:0") is first
+    stream_memory.give_stream_back("cuda:0", first)
+    assert stream_memory.borrow_stream("cuda:1") is not first
+    assert stream_memory.borrow_stream("cuda:0") is first
