@@ -1,6 +1,7 @@
 """`commfuse trace`: one overlapped linear, call by call, as a trace for Perfetto, a picture and a table.
 
-`commfuse trace --step`, a whole Megatron step, is in `cli/trace_step.py`.
+`commfuse trace --attention`, one attention block, is in `cli/trace_attention.py`; `commfuse trace --step`, a whole
+Megatron step, in `cli/trace_step.py`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +25,19 @@ if TYPE_CHECKING:
     from commfuse_megatron.runtime.recorder import Interval
     from commfuse_megatron.tracing.linear import LinearToTrace, LinearTrace
 
-__all__ = ["add_trace_options", "config_of", "hardware", "machine_line", "run_trace", "shown_ranks"]
+__all__ = [
+    "add_trace_options",
+    "config_of",
+    "hardware",
+    "machine_line",
+    "refuse_given",
+    "require_positive",
+    "run_trace",
+    "shown_ranks",
+]
 
 OPS = ("all_gather_linear", "linear_reduce_scatter")
+ATTENTION_PATHS = ("sequential", "row_parallel", "query_split")
 MOST_RANKS_DRAWN = 4
 
 
@@ -49,7 +61,7 @@ class _Options:
 def add_trace_options(parser: argparse.ArgumentParser) -> None:
     """What `commfuse trace` takes besides ranks and device. Imports no torch."""
     paths = ("auto", "sliced", "bulk", "async", "sequential")
-    parser.add_argument("--path", choices=paths, help="way of the traced passes (default: the configuration's)")
+    parser.add_argument("--path", choices=paths, help="way of the traced linears (default: the configuration's)")
     parser.add_argument("--algorithm", choices=("auto", "direct", "ring"), help="default: the configuration's")
     parser.add_argument("--chunks", type=int, metavar="m", help="chunks per shard")
     parser.add_argument("--transport", choices=("auto", "gloo", "nccl", "copy_engine"), help="default auto")
@@ -64,19 +76,45 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
         help="where picture and trace go; made if missing (default trace_output)",
     )
     parser.add_argument("--name", metavar="NAME", help="of the files (default: from what is traced)")
+    parser.add_argument(
+        "--seq",
+        type=int,
+        metavar="S",
+        help="sequence of a block (default 8192) or a step (default 256 on cpu; on cuda 1024, llama 8192)",
+    )
     one = parser.add_argument_group("one operation (the default)")
     one.add_argument("--op", choices=("all_gather_linear", "linear_reduce_scatter"), help="default: that of the case")
     one.add_argument("--pass", dest="pass_name", choices=("fprop", "backward"), default="fprop", help="default fprop")
-    one.add_argument("--case", metavar="CASE", help="a linear of a known model, e.g. llama-70b.fc2 (cuda: the default)")
+    one.add_argument(
+        "--case",
+        metavar="CASE",
+        help="a linear of a known model, e.g. llama-70b.fc2 (cuda: the default), or an attention block of one",
+    )
     one.add_argument("--tokens", type=int, metavar="M", help="of the full sequence (default 512 on cpu, 8192 on cuda)")
     one.add_argument("--N", type=int, help="output features of one rank's weight (default 512)")
     one.add_argument("--K", type=int, help="input features of one rank's weight (default 512)")
     one.add_argument("--calls", type=int, default=5, metavar="n", help="recorded calls (default 5)")
     one.add_argument("--profiler", action="store_true", help="look at kernels and copies by stream (cuda only)")
-    step = parser.add_argument_group("a whole step")
+    block = parser.add_argument_group("one attention block (also --pass, --case, --calls, --profiler and --seq)")
+    block.add_argument(
+        "--attention",
+        action="store_true",
+        help="attention with its projection; --path, --algorithm and --chunks are of row_parallel's projection",
+    )
+    block.add_argument(
+        "--paths",
+        nargs="+",
+        choices=ATTENTION_PATHS,
+        metavar="P",
+        help=f"of {', '.join(ATTENTION_PATHS)} (default all, in this order)",
+    )
+    block.add_argument(
+        "--splits", type=int, metavar="m", help="splits per shard of query_split (default: the configuration's)"
+    )
+    block.add_argument("--shrink", type=int, metavar="F", help="divide all sizes by F (default 1; 64 on the CPU)")
+    step = parser.add_argument_group("a whole step (also --seq)")
     step.add_argument("--step", action="store_true", help="forward and backward of a Megatron GPT, stock and plugin")
     step.add_argument("--model", choices=("demo", "llama-8b", "llama-70b"), default="demo", help="default demo")
-    step.add_argument("--seq", type=int, metavar="S", help="sequence (default 256 on cpu; on cuda 1024, llama 8192)")
     step.add_argument("--layers", type=int, metavar="L", help="default 2, llama 4")
     step.add_argument("--batch", type=int, default=1, metavar="B", help="default 1")
     step.add_argument(
@@ -88,19 +126,23 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
 
 def run_trace(arguments: argparse.Namespace) -> int:
     """Trace what is asked for. 0: done."""
+    if not arguments.attention:
+        refuse_given(arguments, ("paths", "splits", "shrink"), "of an attention block; add --attention, or leave out")
     if arguments.step:
         from commfuse_megatron.cli.trace_step import run_trace_step
 
         return run_trace_step(arguments)
-    num_ranks = choose_num_ranks(arguments.ranks)
     if arguments.profiler and arguments.device != "cuda":
         raise UsageError("--profiler looks at GPU kernels; use it with --device cuda")
     if arguments.path == "bulk" and arguments.pass_name == "fprop":
         raise UsageError("--path bulk is a way of the backward pass; add --pass backward")
-    for name in ("calls", "tokens", "N", "K"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name} must be at least 1, got {value}")
+    if arguments.attention:
+        from commfuse_megatron.cli.trace_attention import run_trace_attention
+
+        return run_trace_attention(arguments)
+    num_ranks = choose_num_ranks(arguments.ranks)
+    refuse_given(arguments, ("seq",), "of --attention and --step; one linear has --tokens: leave out")
+    require_positive(arguments, ("calls", "tokens", "N", "K"))
     op, M, N, K = _problem(arguments, num_ranks)
     options = _Options(
         op=op,
@@ -137,6 +179,22 @@ def _problem(arguments: argparse.Namespace, num_ranks: int) -> tuple[str, int, i
     return case.op, case.M, case.N, case.K
 
 
+def refuse_given(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Raise UsageError where one of these options is given: another value than its default."""
+    default = arguments.parser.get_default
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) != default(name)]
+    if given:
+        raise UsageError(f"{why} {', '.join(given)}")
+
+
+def require_positive(arguments: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raise UsageError where one of these options is given and below 1."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} must be at least 1, got {value}")
+
+
 def config_of(arguments: argparse.Namespace) -> OverlapConfig:
     """The configuration of `--config`, else the environment's, with what other options force in the traced passes."""
     file = arguments.config or config_file_from_environment()
@@ -153,7 +211,7 @@ def config_of(arguments: argparse.Namespace) -> OverlapConfig:
             data["linear"][name]["chunks_per_shard"] = arguments.chunks
     if arguments.transport:
         data["transport"]["backend"] = arguments.transport
-    if arguments.path == "sequential" and not arguments.step:
+    if arguments.path == "sequential" and not arguments.step and not arguments.attention:
         data["kernel"]["gemm"] = "torch"  # plain collective, plain GEMM
     return OverlapConfig.from_dict(data, source="these options")
 

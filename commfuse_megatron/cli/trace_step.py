@@ -15,7 +15,7 @@ from rich.table import Table
 
 from commfuse_megatron.cli.launch import CannotRunError, Rank, UsageError, choose_num_ranks, launch
 from commfuse_megatron.cli.output import make_progress, results, silence_foreign_warnings, write_json
-from commfuse_megatron.cli.trace import config_of, hardware, machine_line, shown_ranks
+from commfuse_megatron.cli.trace import config_of, hardware, machine_line, require_positive, shown_ranks
 from commfuse_megatron.config import OverlapConfig
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def run_trace_step(arguments: argparse.Namespace) -> int:
     num_ranks = choose_num_ranks(arguments.ranks)
     if util.find_spec("megatron") is None:
         raise CannotRunError("Megatron-Core is not installed: pip install megatron-core")
-    if arguments.op or arguments.case or arguments.N or arguments.K:
-        raise UsageError("--step traces a whole model; leave out --op, --case, --N and --K")
+    if arguments.op or arguments.case or arguments.N or arguments.K or arguments.attention:
+        raise UsageError("--step traces a whole model; leave out --op, --case, --N, --K and --attention")
     is_demo = arguments.model == "demo"
     if not is_demo and arguments.device == "cpu":
         raise UsageError(f"--model {arguments.model} is for GPUs; use --model demo, or --device cuda")
@@ -56,10 +56,7 @@ def run_trace_step(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--seq {sequence} must be a multiple of the {num_ranks} ranks")
     if num_ranks not in (2, 4, 8):
         raise UsageError(f"the models can be cut for 2, 4 or 8 ranks, not {num_ranks}")
-    for name in ("seq", "layers", "batch", "rounds"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name} must be at least 1, got {value}")
+    require_positive(arguments, ("seq", "layers", "batch", "rounds"))
     options = _Options(
         model=arguments.model,
         num_layers=arguments.layers or (2 if is_demo else 4),

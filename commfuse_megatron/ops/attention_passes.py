@@ -3,6 +3,8 @@
 Knows prepared passes and kernels; must not know autograd.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -68,7 +70,10 @@ def attention_forward(
     attended = heads.q.new_empty(*heads.q.shape[:3], problem.value_dim)
     if p.plan.is_scheduled:
         return _query_split_forward(p, attention, heads, attended, with_unit_stride(weight), bias)
-    states: list[tuple[torch.Tensor, ...]] = [attention.forward(0, heads, attended) if attended.numel() else ()]
+    states: list[tuple[torch.Tensor, ...]] = [()]
+    if attended.numel():
+        with _recorded_alone(p, "attend"):
+            states = [attention.forward(0, heads, attended)]
     y = scatter_forward(_projection_pass(p, call), attended.flatten(2), weight, bias)
     return y, Saved(heads, attended, states)
 
@@ -97,7 +102,8 @@ def attention_backward(
             assert grad_attended is not None
             grad = grad_attended.view(saved.attended.shape)
             (state,) = saved.states
-            attention.backward(0, saved.heads, saved.attended, state, grad, gradients, _nothing)
+            with _recorded_alone(p, "attend backward"):
+                attention.backward(0, saved.heads, saved.attended, state, grad, gradients, _nothing)
     return None if gradients is None else gradients.result(), grad_weight
 
 
@@ -125,13 +131,15 @@ def _query_split_forward(
         operands = split_rows(attended.view(problem.M, problem.K), p.scatter.bound.chunk_rows)
 
         def produce(split: int, target: torch.Tensor, addend: torch.Tensor | None, in_flight: Transfer | None) -> None:
-            mark = link.mark()
             # What arrived is ordered before this on the current stream only.
             with lanes.turn(waits_for_current=addend is not None and addend.dim() == 3):
+                mark = link.mark()  # on the lane, as all of this
                 if operands[split].numel():
                     states[split] = attention.forward(split, heads, attended)
+                    link.note_compute(f"attend {split}", mark, None)
+                    mark = link.mark()
                 p.gemm.multiply(operands[split], weight.t(), target, addend, in_flight)
-            link.note_compute(f"attend {split}", mark, None)
+                link.note_compute(f"multiply {split}", mark, None)
 
         scatter_chunks(p, link, produce, y.flatten(0, -2), bias=bias)
     return y, Saved(heads, attended, states)
@@ -214,10 +222,13 @@ def _gather_under_attention(
     rows_of = split_rows(grad_attended.view(p.problem.M, p.problem.K), p.gather.bound.chunk_rows)
     lanes.begin()
 
-    def consume(split: int, grad_rows: torch.Tensor, in_flight: Transfer | None) -> None:
+    def consume(step: int, split: int, grad_rows: torch.Tensor, in_flight: Transfer | None) -> None:
+        mark = link.mark()
         p.gemm.multiply(grad_rows, weight, rows_of[split], None, in_flight)
         p.gemm.join()
+        link.note_compute(f"multiply {split}", mark, step)
         if rows_of[split].numel():
+            mark = link.mark()
             queries = attention.splits[split]
             attention.backward(
                 split,
@@ -228,8 +239,25 @@ def _gather_under_attention(
                 gradients,
                 lanes.wait_for_previous,
             )
+            link.note_compute(f"attend backward {split}", mark, step)
 
-    gather_chunks(p, link, run, consume, lanes.turn)
+    gather_chunks(p, run, consume, lanes.turn)
+
+
+@contextmanager
+def _recorded_alone(p: PreparedPass, name: str) -> Iterator[None]:
+    """Record what is in the with-block, if anything is recorded, as a call of its own: it lies outside any `with p`.
+
+    By the name of the operation only: the block's transfers are the projection's, whose record says what they cost.
+    """
+    recorder = p.context.link.recorder
+    if recorder is None:
+        yield
+        return
+    recorder.begin_call(f"{p.problem.op}.{p.problem.pass_name}")
+    mark = recorder.now()
+    yield
+    recorder.add_compute(name, mark, None)
 
 
 def _nothing() -> None:

@@ -21,8 +21,9 @@ from commfuse_megatron.transport.base import Transfer
 
 __all__ = ["gather_chunks", "gather_matmul", "matmul_scatter", "scatter_chunks", "start_gather", "weight_gradient"]
 
-#: Takes one gathered chunk: (flat chunk, its rows, the last transfer in flight).
-Consume = Callable[[int, torch.Tensor, Transfer | None], None]
+#: Takes what one step of a gather brought, and notes what it computes: (step, flat chunk, its rows, the last transfer
+#: in flight).
+Consume = Callable[[int, int, torch.Tensor, Transfer | None], None]
 
 
 def start_gather(p: PreparedPass, link: Link, shard: torch.Tensor, gathered: torch.Tensor, label: str) -> AllGatherRun:
@@ -62,15 +63,16 @@ def gather_matmul(
     outs = split_rows(out, run.bound.chunk_rows)
     multiply = p.gemm.multiply
 
-    def consume(chunk: int, rows: torch.Tensor, in_flight: Transfer | None) -> None:
+    def consume(step: int, chunk: int, rows: torch.Tensor, in_flight: Transfer | None) -> None:
+        mark = link.mark()
         multiply(rows, b, outs[chunk], bias, in_flight)
+        link.note_compute(f"multiply {chunk}", mark, step)
 
-    gather_chunks(p, link, run, consume)
+    gather_chunks(p, run, consume)
 
 
 def gather_chunks(
     p: PreparedPass,
-    link: Link,
     run: AllGatherRun,
     consume: Consume,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -84,9 +86,7 @@ def gather_chunks(
         with around():
             arrived = run.chunk(index)
             if arrived is not None:
-                mark = link.mark()
-                consume(*arrived)
-                link.note_compute(f"multiply {arrived[0]}", mark, index)
+                consume(index, *arrived)
     p.gemm.join()
     run.finish()
 

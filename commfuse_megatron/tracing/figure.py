@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER, Span, exposed_spans, measure_overlap
 from commfuse_megatron.tracing.arrivals import sender_of
-from commfuse_megatron.tracing.lanes import assign_lanes
+from commfuse_megatron.tracing.lanes import assign_lanes, lanes_by_label
 
 if TYPE_CHECKING:
     from commfuse_megatron.runtime.recorder import Interval
@@ -29,6 +29,7 @@ WIDTH_IN = 12.0
 CHARS_PER_WIDTH = 190  # of 7-point text across the axes; estimated, used only to leave out labels that do not fit
 LEAST_WITH_EDGE = 0.003  # of the width; the white edges of narrower ones would hide them
 TITLE_CHARS = 130  # of 10-point text across the axes; estimated, used only to break lines
+MOST_LABELLED_ROWS = 3  # of one rank's track; more would be too thin to look at
 MOST_ARRIVALS = 60  # marks of one rank in one panel; more would be a smear
 
 
@@ -194,8 +195,10 @@ def _compute_colors(intervals: Sequence[Interval]) -> dict[str, str]:
 
 
 def _draw_lane(axes: Any, intervals: list[Interval], y: float, window_us: Span, colors: dict[str, str]) -> None:
-    """Draw one rank's intervals of one track around height `y`, in sub-rows where they overlap."""
-    lanes = assign_lanes(intervals)
+    """Draw one rank's intervals of one track around height `y`: a sub-row per stream, else where they overlap."""
+    lanes = [lane for _, rows in lanes_by_label(intervals) for lane in rows]
+    if len(lanes) > MOST_LABELLED_ROWS:
+        lanes = assign_lanes(intervals)
     height = LANE_HEIGHT / max(1, len(lanes))
     for row, lane in enumerate(lanes):
         top = y + LANE_HEIGHT / 2 - row * height

@@ -32,7 +32,8 @@ _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 _NCCL = re.compile(r"nccl\w*?(?:DevKernel|Kernel)_?(\w+)", re.IGNORECASE)
-_ATTENTION = re.compile(r"flash|fmha|sdpa|attention|softmax", re.IGNORECASE)
+# The last two surround the backward kernel of cuDNN and of flash attention.
+_ATTENTION = re.compile(r"flash|fmha|sdpa|attention|softmax|dot_do_o|convert_dq", re.IGNORECASE)
 _GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|matmul|splitk|cublas", re.IGNORECASE)
 _BETWEEN_DEVICES = re.compile(r"PtoP|Peer", re.IGNORECASE)
 _WITHIN_DEVICE = re.compile(r"DtoD|Device -> Device", re.IGNORECASE)
@@ -53,32 +54,41 @@ class Profile:
         ]
 
 
-def profile_calls(calls: Sequence[Callable[[], object]], *, prepare: Callable[[int], object]) -> Profile:
+def profile_calls(
+    calls: Sequence[Callable[[], object]], *, prepare: Callable[[int], object], are_apart: bool = False
+) -> Profile:
     """Run the calls one after the other under the profiler; the intervals of call n (from 1) carry that number.
 
     Args:
         prepare: run before each call with its number, e.g. to meet the other ranks before the first one: profilers do
             not start at the same moment. What it launches is not part of the profile.
+        are_apart: end every call by waiting for the device, so that its work is known by when it ran. `prepare` must
+            wait for what it launches, too.
     """
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         for number, call in enumerate(calls, 1):
             prepare(number)
             with record_function(f"{_CALL}{number}"):
                 call()
+                if are_apart:
+                    torch.cuda.synchronize()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
         trace = json.loads(file.read_text(encoding="utf-8", errors="replace"), strict=False)
-    return Profile(int(trace.get("baseTimeNanoseconds", 0)), tuple(intervals_of_trace(trace)))
+    return Profile(int(trace.get("baseTimeNanoseconds", 0)), tuple(intervals_of_trace(trace, are_apart=are_apart)))
 
 
-def intervals_of_trace(trace: dict[str, Any]) -> list[Interval]:
+def intervals_of_trace(trace: dict[str, Any], *, are_apart: bool = False) -> list[Interval]:
     """The device's work inside annotated calls, from a profiler trace in the Chrome format; oldest first.
 
     Work belongs to the call during which it was launched. The launches of copies by the driver's own functions are not
     in the trace: they belong to the first call whose other work ends after the copy began, since a call starts nothing
     before the one before it is done, and always ends by computing with, or after, what it copied.
+
+    are_apart: the device was idle before and at the end of every call: work belongs to the call during which it ran,
+    whoever launched it.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     calls = sorted(
@@ -93,7 +103,10 @@ def intervals_of_trace(trace: dict[str, Any]) -> list[Interval]:
     }
     work = sorted((event for event in events if event.get("cat") in _DEVICE_WORK), key=lambda event: event["ts"])
     kernel_streams = {_stream(event) for event in work if event["cat"] == "kernel" and not _is_communication(event)}
-    launches = [launched_us.get(event.get("args", {}).get("correlation")) for event in work]
+    if are_apart:
+        launches: list[float | None] = [event["ts"] + event["dur"] / 2 for event in work]
+    else:
+        launches = [launched_us.get(event.get("args", {}).get("correlation")) for event in work]
     slots = [None if at_us is None else _slot_at(calls, at_us) for at_us in launches]
     slot_end_us: dict[int, float] = {}
     for event, slot in zip(work, slots, strict=True):

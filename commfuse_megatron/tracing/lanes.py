@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from commfuse_megatron.runtime.recorder import Interval
 
-__all__ = ["assign_lanes"]
+__all__ = ["assign_lanes", "lanes_by_label"]
 
 
 def assign_lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:
@@ -22,3 +22,12 @@ def assign_lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:
         else:
             lanes.append([interval])
     return lanes
+
+
+def lanes_by_label(intervals: Iterable[Interval]) -> list[tuple[str, list[list[Interval]]]]:
+    """(label, rows) of every lane or stream that the intervals name, each in rows of its own."""
+    by_label: dict[str, list[Interval]] = {}
+    for interval in intervals:
+        by_label.setdefault(interval.lane, []).append(interval)
+    # "stream 7" before "stream 20"
+    return [(label, assign_lanes(by_label[label])) for label in sorted(by_label, key=lambda label: (len(label), label))]

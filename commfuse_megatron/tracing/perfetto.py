@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER, measure_overlap
 from commfuse_megatron.tracing.arrivals import find_arrivals
-from commfuse_megatron.tracing.lanes import assign_lanes
+from commfuse_megatron.tracing.lanes import lanes_by_label
 
 if TYPE_CHECKING:
     from commfuse_megatron.runtime.recorder import Interval
@@ -78,13 +78,9 @@ def _rows_of_rank(
     """Rows with their slices; notes in `places` where each interval went (by its id)."""
     for track in (COMPUTE, TRANSFER):
         row = _FIRST_ROW[track]
-        members = [i for i in intervals if i.track == track]
-        by_lane: dict[str, list[Interval]] = {}
-        for interval in members:
-            by_lane.setdefault(interval.lane, []).append(interval)
-        for label, own in sorted(by_lane.items()):
+        for label, lanes in lanes_by_label(i for i in intervals if i.track == track):
             name = _ROW_NAME[track] + (f", {label}" if label else "")
-            for number, lane in enumerate(assign_lanes(own), 1):
+            for number, lane in enumerate(lanes, 1):
                 yield _metadata(process, row, "thread_name", name=name if number == 1 else f"{name} {number}")
                 yield _metadata(process, row, "thread_sort_index", sort_index=row)
                 for interval in lane:

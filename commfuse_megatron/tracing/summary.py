@@ -13,7 +13,7 @@ from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER, Overlap, measure_
 if TYPE_CHECKING:
     from commfuse_megatron.runtime.recorder import Interval
 
-__all__ = ["Summary", "drop_nested", "is_gemm", "summarize", "worst_of"]
+__all__ = ["Summary", "drop_nested", "is_attention", "is_gemm", "summarize", "worst_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,11 @@ def is_gemm(interval: Interval) -> bool:
     return interval.track == COMPUTE and (
         interval.name.startswith(("multiply", "wgrad", "dgrad")) or "GEMM" in interval.name
     )
+
+
+def is_attention(interval: Interval) -> bool:
+    """Whether an interval is (part of) attention without its projection, by the same names."""
+    return interval.track == COMPUTE and interval.name.startswith(("attend", "attention"))
 
 
 def summarize(intervals: Iterable[Interval], *, as_one_call: bool = False) -> Summary:

@@ -1,0 +1,261 @@
+"""`commfuse trace --attention`: one attention block, way below way on one scale of time: picture, trace and table."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from commfuse_megatron.cli.bench import CPU_SHRINK
+from commfuse_megatron.cli.launch import Rank, UsageError, choose_num_ranks, launch
+from commfuse_megatron.cli.output import make_progress, results, say_count, silence_foreign_warnings, write_json
+from commfuse_megatron.cli.trace import (
+    ATTENTION_PATHS,
+    config_of,
+    hardware,
+    machine_line,
+    refuse_given,
+    require_positive,
+    shown_ranks,
+)
+from commfuse_megatron.config import OverlapConfig
+
+if TYPE_CHECKING:
+    from commfuse_megatron.benchmark.attention_cases import AttentionCase
+    from commfuse_megatron.tracing.attention import BlockTrace
+
+__all__ = ["run_trace_attention"]
+
+DEFAULT_CASE = "llama-8b.attention"
+DEFAULT_ROWS = 8192
+
+_OF_LINEARS = ("op", "tokens", "N", "K")
+_OF_STEPS = ("step", "model", "layers", "batch", "transformer_impl", "fusions", "rounds")
+_OF_PROJECTIONS = ("path", "algorithm", "chunks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    case: AttentionCase
+    pass_name: str
+    dtype: str
+    configs: dict[str, OverlapConfig]
+    calls: int
+    is_profiled: bool
+    output: str
+    name: str
+    json: str | None
+    is_verbose: bool
+
+
+def run_trace_attention(arguments: argparse.Namespace) -> int:
+    """Trace every way that is asked for. 0: done."""
+    num_ranks = choose_num_ranks(arguments.ranks)
+    if num_ranks < 2:
+        raise UsageError("one rank has nothing to communicate; use --ranks 2 or more")
+    refuse_given(arguments, (*_OF_LINEARS, *_OF_STEPS), "--attention traces one attention block; leave out")
+    require_positive(arguments, ("calls", "seq", "splits", "shrink"))
+    paths = arguments.paths or ATTENTION_PATHS
+    if len(set(paths)) < len(paths):
+        raise UsageError(f"--paths {' '.join(paths)}: name each one once")
+    if "row_parallel" not in paths:
+        refuse_given(arguments, _OF_PROJECTIONS, "no path is row_parallel, whose projection is meant: leave out")
+    if "query_split" not in paths:
+        refuse_given(arguments, ("splits",), "no path is query_split: leave out")
+    case = _case(arguments, num_ranks)
+    options = _Options(
+        case=case,
+        pass_name=arguments.pass_name,
+        dtype=arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32"),
+        configs={path: _config(arguments, path) for path in paths},
+        calls=arguments.calls,
+        is_profiled=arguments.profiler,
+        output=arguments.output,
+        name=arguments.name or f"{case.name}_{arguments.pass_name}",
+        json=arguments.json,
+        is_verbose=arguments.verbose,
+    )
+    return launch(_trace_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
+
+
+def _case(arguments: argparse.Namespace, num_ranks: int) -> AttentionCase:
+    from commfuse_megatron.benchmark.attention_cases import attention_case, attention_tokens
+
+    name = arguments.case or DEFAULT_CASE
+    asked = arguments.seq or DEFAULT_ROWS
+    (M,) = attention_tokens(name, (asked,))
+    case = attention_case(name, M, num_ranks, arguments.shrink or (1 if arguments.device == "cuda" else CPU_SHRINK))
+    if arguments.seq and attention_tokens(name, (0,)) != (0,):
+        raise UsageError(f"--case {name} has a sequence of its own; leave out --seq")
+    return case
+
+
+def _config(arguments: argparse.Namespace, path: str) -> OverlapConfig:
+    """The configuration, its attention forced to `path`."""
+    data = config_of(arguments).to_dict()
+    data["attention"]["path"] = path
+    if path != "query_split":
+        data["attention"]["splits_per_shard"] = None
+    elif arguments.splits is not None:
+        data["attention"]["splits_per_shard"] = arguments.splits
+    if path == "sequential":
+        data["kernel"]["gemm"] = "torch"  # plain collective, plain GEMM
+    return OverlapConfig.from_dict(data, source="these options")
+
+
+def _trace_on_rank(rank: Rank, options: _Options) -> int:
+    if not options.is_verbose:
+        silence_foreign_warnings()
+    import torch
+    from torch import distributed as dist
+
+    from commfuse_megatron.tracing.attention import BlockToTrace, trace_block
+
+    device = torch.device("cuda", torch.cuda.current_device()) if rank.device_type == "cuda" else torch.device("cpu")
+    group = dist.group.WORLD
+    assert group is not None
+    case = options.case
+    wanted = BlockToTrace(
+        pass_name=options.pass_name,  # type: ignore[arg-type]
+        rows=case.rows,
+        batch=case.batch,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        N=case.N,
+        dtype=getattr(torch, options.dtype),
+        calls=options.calls,
+        is_profiled=options.is_profiled,
+    )
+    traced: dict[str, BlockTrace] = {}
+    with make_progress(is_shown=rank.is_first) as progress:
+        task = progress.add_task("tracing", total=len(options.configs) * (wanted.warm_up + wanted.calls))
+        for path, config in options.configs.items():
+            traced[path] = trace_block(wanted, config, group, device, on_call=lambda: progress.advance(task))
+    if rank.is_first:
+        _print(traced, rank, options)
+        _write_files(traced, rank, options)
+    return 0
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def _print(traced: dict[str, BlockTrace], rank: Rank, options: _Options) -> None:
+    from commfuse_megatron.tracing.attention import attention_us
+    from commfuse_megatron.tracing.summary import worst_of
+
+    console = results()
+    source = "kernels seen by the profiler" if options.is_profiled else "recorded by the runtime"
+    console.print(f"{_what(options)}; {_machine_line(traced, rank, options)}", soft_wrap=True)
+    console.print(
+        f"{source}; milliseconds of the call of median duration among {say_count(options.calls, 'call')}, the largest"
+        " of all ranks",
+        soft_wrap=True,
+    )
+    table = Table(title=f"one attention block, {options.pass_name}", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for column in ("duration", "shortest", "longest", "attention", "GEMM", "transfers", "exposed", "hidden"):
+        table.add_column(column, justify="right")
+    for trace in traced.values():
+        worst = worst_of(list(trace.summaries.values()))
+        attention = max(map(attention_us, trace.typical.values()))
+        times_us = (
+            trace.duration_us, min(trace.durations_us), max(trace.durations_us), attention, worst.gemm_us,
+            worst.transfer_us, worst.exposed_us,
+        )  # fmt: skip
+        table.add_row(
+            trace.record.path, *(f"{us / 1e3:.3f}" for us in times_us), f"{100 * worst.hidden_fraction:.0f} %"
+        )
+    console.print(table)
+    for trace in traced.values():
+        way = f"{_way(trace)}: {trace.record.reason}; kernel {trace.record.attention}"
+        if trace.projection is not None:
+            way += f"; projection: {trace.projection.reason}"
+        console.print(f"    {escape(way)}", soft_wrap=True)
+
+
+def _write_files(traced: dict[str, BlockTrace], rank: Rank, options: _Options) -> None:
+    from commfuse_megatron.tracing.figure import draw_runs, missing_matplotlib
+    from commfuse_megatron.tracing.perfetto import write_perfetto
+
+    console = results()
+    folder = Path(options.output)
+    recordings = {path: trace.typical for path, trace in traced.items()}
+    file = write_perfetto(folder / f"{options.name}.json", recordings)
+    console.print(f"trace     {escape(str(file))} (open it in ui.perfetto.dev)", soft_wrap=True)
+    reason = missing_matplotlib()
+    if reason is None:
+        picture = draw_runs(
+            folder / f"{options.name}.png",
+            {
+                f"{_way(trace)}: {trace.duration_us / 1e3:.2f} ms": shown_ranks(recordings[path])
+                for path, trace in traced.items()
+            },
+            title=_what(options),
+            caption=f"{_machine_line(traced, rank, options)}, {time.strftime('%B %Y')}",
+        )
+        console.print(f"picture   {escape(str(picture))}", soft_wrap=True)
+    else:
+        console.print(f"no picture: {escape(reason)}", soft_wrap=True)
+    if options.json:
+        write_json(options.json, _to_dict(traced, rank, options))
+
+
+def _what(options: _Options) -> str:
+    case = options.case
+    shrink = f" / {case.shrink}" if case.shrink > 1 else ""
+    return (
+        f"{case.name}{shrink}, {options.pass_name}: sequence {case.rows}, batch {case.batch}, {case.heads} heads"
+        f" ({case.kv_heads} of keys and values) of {case.head_dim} per rank, projected to {case.N} features"
+    )
+
+
+def _way(trace: BlockTrace) -> str:
+    record, projection = trace.record, trace.projection
+    if record.path == "query_split":
+        return f"{record.path}, {say_count(record.chunks_per_shard, 'split')} per shard"
+    if projection is None:
+        return record.path
+    pieces = f" {projection.algorithm}, {projection.chunks_per_shard} per shard" if projection.path == "sliced" else ""
+    return f"{record.path}, projection {projection.path}{pieces}"
+
+
+def _machine_line(traced: dict[str, BlockTrace], rank: Rank, options: _Options) -> str:
+    """Of the transports that carried something: the sequential way has the collective of PyTorch's."""
+    own = [trace.record.transport for path, trace in traced.items() if path != "sequential"]
+    plain = "nccl" if rank.device_type == "cuda" else "gloo"
+    return machine_line(rank, " and ".join(dict.fromkeys(own or [plain])), options.dtype)
+
+
+def _to_dict(traced: dict[str, BlockTrace], rank: Rank, options: _Options) -> dict[str, Any]:
+    from commfuse_megatron.tracing.attention import attention_us
+
+    return {
+        "case": dataclasses.asdict(options.case),
+        "pass": options.pass_name,
+        "dtype": options.dtype,
+        "calls": options.calls,
+        "source": "profiler" if options.is_profiled else "recorder",
+        "paths": {
+            path: {
+                "duration_us": trace.duration_us,
+                "durations_us": trace.durations_us,
+                "record": dataclasses.asdict(trace.record),
+                "projection": None if trace.projection is None else dataclasses.asdict(trace.projection),
+                "config": options.configs[path].to_dict(),
+                "ranks": [
+                    {"rank": number, **summary.to_dict(), "attention_us": attention_us(trace.typical[number])}
+                    for number, summary in trace.summaries.items()
+                ],
+            }
+            for path, trace in traced.items()
+        },
+        **hardware(rank),
+    }
