@@ -250,9 +250,10 @@ def _add_trace(commands: "argparse._SubParsersAction[_CommandParser]") -> None:
         commands,
         "trace",
         run_trace,
-        summary="show when what ran: one operation, or a whole Megatron step, as a trace, a picture and a table",
+        summary="show when what ran: a linear, an attention block or a Megatron step, as trace, picture and table",
         example="commfuse trace --op all_gather_linear --pass backward --ranks 2\n"
         "  commfuse trace --case llama-70b.fc2 --device cuda --profiler --calls 2 --output figures\n"
+        "  commfuse trace --attention --ranks 2 --paths row_parallel query_split --splits 2\n"
         "  commfuse trace --step --model llama-8b --device cuda --transformer-impl transformer_engine",
     )
     _add_rank_options(parser, which="default 2")

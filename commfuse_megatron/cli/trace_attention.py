@@ -36,7 +36,7 @@ DEFAULT_CASE = "llama-8b.attention"
 DEFAULT_ROWS = 8192
 
 _OF_LINEARS = ("op", "tokens", "N", "K")
-_OF_STEPS = ("step", "model", "layers", "batch", "transformer_impl", "fusions", "rounds")
+_OF_STEPS = ("model", "layers", "batch", "transformer_impl", "fusions", "rounds")
 _OF_PROJECTIONS = ("path", "algorithm", "chunks")
 
 
@@ -212,8 +212,8 @@ def _what(options: _Options) -> str:
     case = options.case
     shrink = f" / {case.shrink}" if case.shrink > 1 else ""
     return (
-        f"{case.name}{shrink}, {options.pass_name}: sequence {case.rows}, batch {case.batch}, {case.heads} heads"
-        f" ({case.kv_heads} of keys and values) of {case.head_dim} per rank, projected to {case.N} features"
+        f"{case.name}{shrink}, {options.pass_name}: sequence {case.rows}, batch {case.batch}, per rank"
+        f" {case.heads} heads ({case.kv_heads} of keys) of {case.head_dim}, projected to {case.N}"
     )
 
 

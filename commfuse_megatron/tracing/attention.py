@@ -101,7 +101,7 @@ def trace_block(
     *,
     on_call: Callable[[], object] = lambda: None,
 ) -> BlockTrace:
-    """Trace `wanted` the way that `config.attention.path` names; collective over `group`, equal results on all ranks.
+    """Trace `wanted` the way that `config.attention.path` names. Collective over `group`; all ranks get all intervals.
 
     Under the profiler calls of the copy engine are not launched as CUDA graphs: a stream tells its copies from others.
 

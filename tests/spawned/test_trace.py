@@ -76,6 +76,58 @@ def test_one_operation(
     assert len([event for event in slices if event["name"].startswith("multiply")]) == 3 * ranks * ranks
 
 
+@pytest.mark.parametrize(
+    ("pass_name", "options", "paths"),
+    [
+        ("fprop", ("--splits", "2"), ["sequential", "row_parallel", "query_split"]),
+        ("backward", ("--paths", "query_split", "sequential", "--case", "paper.attention-4x8192"), None),
+    ],
+)
+def test_one_attention_block(
+    pass_name: str,
+    options: tuple[str, ...],
+    paths: list[str] | None,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    asked = ("--attention", "--ranks", "2", "--pass", pass_name, "--calls", "3", "--shrink", "128", *options)
+    exit_code = cli.main(["trace", *asked, *outputs_in(tmp_path)])
+    out, err = capfd.readouterr()
+    assert exit_code == 0, out + err
+    data, trace = outcome(tmp_path, out)
+    paths = paths or ["query_split", "sequential"]
+    m = 2 if pass_name == "fprop" else 1
+    assert f"query_split, {m} split{'s' * (m > 1)} per shard" in out
+    assert (data["pass"], data["source"], list(data["paths"])) == (pass_name, "recorder", paths)
+    for path, found in data["paths"].items():
+        assert (found["record"]["path"], found["config"]["attention"]["path"]) == (path, path)
+        assert (found["projection"] is None) == (path != "row_parallel")
+        assert len(found["durations_us"]) == 3
+        assert found["duration_us"] == sorted(found["durations_us"])[1]
+        for row in found["ranks"]:
+            assert 0 < row["gemm_us"] < row["compute_us"] <= row["span_us"] <= found["duration_us"]
+            assert 0 < row["attention_us"] < row["compute_us"]
+            assert 0 <= row["exposed_us"] <= row["transfer_us"]
+            if path == "sequential":
+                assert row["exposed_us"] == row["transfer_us"] > 0
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
+    assert names == [f"{path}, rank {rank}" for path in paths for rank in (0, 1)]
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    for index, path in enumerate(paths):
+        for process in (2 * index, 2 * index + 1):
+            own = [event for event in slices if event["pid"] == process]
+            kinds = [event["args"]["op"] for event in own]
+            splits = 2 * m if path == "query_split" else 1
+            wgrads = pass_name == "backward"
+            products = {"sequential": 1, "row_parallel": 2, "query_split": splits}[path] + wgrads
+            assert (kinds.count("attention"), kinds.count("GEMMs")) == (splits, products), path
+            if path == "sequential":
+                name = "reduce-scatter" if pass_name == "fprop" else "all-gather"
+                assert [event["name"] for event in own if event["cat"] == "transfer"] == [name]
+        start = min(event["ts"] for event in slices if event["pid"] in (2 * index, 2 * index + 1))
+        assert start == 0, "paths begin at different times"
+
+
 def test_a_whole_step_stock_and_plugin(tmp_path: Path) -> None:
     step = ("--step", "--ranks", "2", "--seq", "32", "--layers", "1", "--rounds", "2")
     ran = run_commfuse("trace", *step, *outputs_in(tmp_path))

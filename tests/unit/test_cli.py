@@ -295,7 +295,13 @@ def test_a_benchmark_that_makes_no_sense_is_refused_before_any_rank_starts(argum
 
 
 #: What an option gives to a configuration, and what `linear_case` says, is worded by them.
-OF_THE_CONFIGURATION = ('unknown case "llama-9b.fc2"', "chunks_per_shard must be at least 1")
+OF_THE_CONFIGURATION = (
+    'unknown case "llama-9b.fc2"',
+    'unknown case "llama-8b.fc2"',
+    "chunks_per_shard must be at least 1",
+    "100 rows and 32 heads must be multiples of the group size 3",
+    "leaves 1 rows for 2 ranks",
+)
 
 
 @pytest.mark.parametrize(
@@ -316,6 +322,30 @@ OF_THE_CONFIGURATION = ('unknown case "llama-9b.fc2"', "chunks_per_shard must be
         (["--step", "--seq", "33"], "--seq 33 must be a multiple of the 2 ranks"),
         (["--step", "--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--chunks", "0"], "chunks_per_shard must be at least 1"),
+        (["--seq", "64"], "one linear has --tokens: leave out --seq"),
+        (["--splits", "2", "--paths", "sequential"], "add --attention, or leave out --paths, --splits"),
+        (["--step", "--shrink", "2"], "add --attention, or leave out --shrink"),
+        (["--attention", "--step"], "leave out --op, --case, --N, --K and --attention"),
+        (
+            ["--attention", "--layers", "2", "--transformer-impl", "transformer_engine", "--tokens", "8"],
+            "leave out --tokens, --layers, --transformer-impl",
+        ),
+        (["--attention", "--ranks", "1"], "one rank has nothing to communicate"),
+        (["--attention", "--profiler"], "--profiler looks at GPU kernels; use it with --device cuda"),
+        (["--attention", "--path", "bulk"], "--path bulk is a way of the backward pass"),
+        (["--attention", "--calls", "0"], "--calls must be at least 1, got 0"),
+        (["--attention", "--splits", "0"], "--splits must be at least 1, got 0"),
+        (["--attention", "--paths", "sequential", "sequential"], "name each one once"),
+        (["--attention", "--paths", "query_split", "--chunks", "2"], "whose projection is meant: leave out --chunks"),
+        (["--attention", "--paths", "row_parallel", "--splits", "2"], "no path is query_split: leave out --splits"),
+        (["--attention", "--case", "llama-8b.fc2"], 'unknown case "llama-8b.fc2"'),
+        (["--attention", "--case", "paper.attention-4x8192", "--seq", "64"], "has a sequence of its own"),
+        (
+            ["--attention", "--ranks", "3", "--seq", "100", "--shrink", "1"],
+            "100 rows and 32 heads must be multiples of the group size 3",
+        ),
+        (["--attention", "--seq", "64", "--shrink", "64"], "leaves 1 rows for 2 ranks"),
+        (["--attention", "--chunks", "0"], "chunks_per_shard must be at least 1"),
     ],
 )
 def test_traces_that_cannot_be_made_are_refused_before_any_work(arguments, message, tmp_path, capsys):
@@ -325,6 +355,7 @@ def test_traces_that_cannot_be_made_are_refused_before_any_work(arguments, messa
 
 WITH_A_FILE = [
     ["trace", "--config", "{file}"],
+    ["trace", "--attention", "--config", "{file}"],
     ["trace", "--step", "--config", "{file}"],
     ["bench", "--config", "{file}"],
     ["bench", "--resume", "--json", "{file}"],
@@ -365,7 +396,7 @@ def test_a_benchmark_goes_on_with_the_same_variants_only(options, words, tmp_pat
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["trace"], ["trace", "--step"], ["bench"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["trace"], ["trace", "--attention"], ["trace", "--step"], ["bench"]], ids=" ".join)
 def test_the_environment_names_a_configuration(command, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COMMFUSE_CONFIG", str(tmp_path / "missing.yaml"))

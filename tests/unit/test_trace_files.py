@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from commfuse_megatron.runtime.recorder import Interval
 from commfuse_megatron.tracing.arrivals import find_arrivals
 from commfuse_megatron.tracing.figure import draw_runs, draw_timeline
+from commfuse_megatron.tracing.lanes import lanes_by_label
 from commfuse_megatron.tracing.perfetto import chrome_trace, chrome_trace_of_runs, write_perfetto
 from commfuse_megatron.tracing.session import export
 
@@ -125,6 +126,15 @@ def test_lanes_and_streams_name_the_rows() -> None:
     assert [e["args"]["detail"] for e in trace["traceEvents"] if "detail" in e.get("args", {})] == ["nvjet_tst_128x256"]
 
 
+def test_rows_of_streams_come_in_the_order_of_their_numbers() -> None:
+    kernels = [
+        Interval("GEMM", "compute", start, start + 9, None, "GEMM kernels", 1, f"stream {stream}")
+        for stream, start in ((20, 0), (7, 0), (7, 5), (9, 30))
+    ]
+    found = [(label, [[i.start_us for i in row] for row in rows]) for label, rows in lanes_by_label(kernels)]
+    assert found == [("stream 7", [[0], [5]]), ("stream 9", [[30]]), ("stream 20", [[0]])]
+
+
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +182,30 @@ def test_labels_of_runs_are_whole_however_long(tmp_path: Path, cut_labels: list[
     assert cut_labels == []
     with pytest.raises(ValueError, match="no interval to draw in the recording of 1 ranks of plugin"):
         draw_runs(tmp_path / "c.png", {"stock": a_ring(2), "plugin": {0: []}})
+
+
+def bars(axes: Any) -> set[tuple[float, float]]:
+    """(bottom, height) of everything drawn as a bar above a rank's line of exposed time."""
+    boxes = [p.get_extents() for collection in axes.collections for p in collection.get_paths()]
+    return {(round(box.y0, 3), round(box.height, 3)) for box in boxes if box.height > 0.2}
+
+
+@pytest.mark.parametrize(("num_streams", "rows"), [(1, 1), (2, 2), (3, 3), (5, 1)])
+def test_every_stream_has_a_row_where_there_is_room(
+    num_streams: int, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails where rows go by overlap alone: kernels that alternate between two streams would look like one."""
+    from matplotlib.figure import Figure
+
+    drawn: list[set[tuple[float, float]]] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(bars(figure.axes[0])))
+    kernels = [
+        Interval("GEMM", "compute", 10 * n, 10 * n + 9, None, "GEMMs", 1, f"stream {n % num_streams}")
+        for n in range(10)
+    ]
+    draw_timeline(tmp_path / "a.png", {0: kernels})
+    height = 0.8 / rows
+    assert drawn == [{(round(0.4 - (n + 1) * height, 3), round(height, 3)) for n in range(rows)}]
 
 
 def test_the_search_for_cut_labels_finds_them(tmp_path: Path, cut_labels: list[str]) -> None:

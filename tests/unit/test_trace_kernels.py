@@ -56,6 +56,11 @@ def trace_of(*events: list[dict[str, Any]]) -> dict[str, Any]:
             "attention",
         ),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "compute", "attention", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_knob_7_64x128x128_bprop", "compute", "attention", "attention"),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16>", "compute", "attention", "attention"),
+        ("void cudnn::fusion::convert_dq_to_16bits<true, __nv_bfloat16>", "compute", "attention", "attention"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "compute", "attention", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", "compute", "attention", "attention"),
         ("sum_partials_kernel", "compute", "sum", "other kernels"),
         (
             "void at::native::vectorized_elementwise_kernel<4, x>",
@@ -122,6 +127,25 @@ def test_copies_without_a_launch_belong_to_the_call_that_ends_after_their_start(
     )
     copies = [(i.call, i.start_us) for i in intervals if i.track == "transfer"]
     assert copies == [(1, 120), (2, 141), (2, 150)]
+
+
+def test_work_of_calls_apart_belongs_to_the_call_during_which_it_ran() -> None:
+    """Fails where launches alone are looked at: nobody saw those of a CUDA graph, nor of copies by the driver."""
+    events = (
+        work(PERSISTENT, 98, 1, launched=40),  # before the first call
+        copy("Memcpy DtoD (Device -> Device)", 105, 5, launched=None, stream=COPY_STREAM),
+        work(PERSISTENT, 105, 20, launched=None),
+        work(PERSISTENT, 130, 10, launched=101),
+        work(NCCL, 160, 30, launched=155, stream=NCCL_STREAM),  # the ranks meet
+        copy("Memcpy DtoD (Device -> Device)", 205, 5, launched=None, stream=COPY_STREAM),
+        work(PERSISTENT, 210, 39, launched=None),
+        work(NCCL, 260, 10, launched=255, stream=NCCL_STREAM),
+    )
+    found = [(i.call, i.track, i.start_us) for i in intervals_of_trace(trace_of(*events), are_apart=True)]
+    assert found == [
+        (1, "transfer", 105), (1, "compute", 105), (1, "compute", 130), (2, "transfer", 205), (2, "compute", 210),
+    ]  # fmt: skip
+    assert (2, 205) not in [(i.call, i.start_us) for i in intervals_of_trace(trace_of(*events))]
 
 
 def test_profiles_of_two_ranks_share_a_clock() -> None:

@@ -1,0 +1,85 @@
+"""`commfuse trace --attention` on two GPUs: what the profiler saw of every way, and what the recorder does."""
+
+import json
+
+import pytest
+
+from commfuse_megatron.cli import main as cli
+
+pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu(2), pytest.mark.slow, pytest.mark.timeout(300)]
+
+PATHS = ("sequential", "row_parallel", "query_split")
+# So long that kernels take longer than the host needs to launch them.
+SIZES = ("--attention", "--ranks", "2", "--device", "cuda", "--case", "llama-8b.attention", "--seq", "8192")
+
+
+def traced(folder, *options):
+    """(the --json file, the slices of every process by its name, each with the row that it is in)."""
+    files = ("--output", str(folder), "--name", "x", "--json", str(folder / "out.json"))
+    assert cli.main(["trace", *SIZES, *options, *files]) == 0
+    assert (folder / "x.png").stat().st_size > 5000
+    events = json.loads((folder / "x.json").read_text("utf-8"))["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    slices = {
+        name: [{**e, "row": rows[pid, e["tid"]]} for e in events if e["ph"] == "X" and e["pid"] == pid]
+        for pid, name in names.items()
+    }
+    return json.loads((folder / "out.json").read_text("utf-8")), slices
+
+
+def span_us(events):
+    return max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)
+
+
+@pytest.mark.parametrize("transport", ["copy_engine", "nccl"])
+@pytest.mark.parametrize("pass_name", ["fprop", "backward"])
+def test_the_profiler_sees_attention_products_and_transfers_of_every_way(transport, pass_name, tmp_path):
+    """Fails where calls get each other's kernels, none at all, or copies that count as computations."""
+    m = 2
+    way = ("--path", "sliced", "--algorithm", "direct", "--chunks", "1", "--splits", str(m), "--transport", transport)
+    data, slices = traced(tmp_path, "--pass", pass_name, "--profiler", *way)
+    assert data["source"] == "profiler"
+    assert list(data["paths"]) == list(PATHS)
+    assert list(slices) == [f"{path}, rank {rank}" for path in PATHS for rank in (0, 1)]
+    sent = {"sequential": 1, "row_parallel": 1, "query_split": m}  # messages of a rank to its only peer
+    for path, found in data["paths"].items():
+        assert found["record"]["path"] == path
+        assert found["record"]["attention"] in ("cudnn", "flash")
+        assert found["record"]["transport"] == transport
+        assert len(found["durations_us"]) == 5
+        longest_us = 0.0
+        for row in found["ranks"]:
+            own = slices[f"{path}, rank {row['rank']}"]
+            longest_us = max(longest_us, span_us(own))
+            assert 0 < row["attention_us"] < row["compute_us"] <= row["span_us"] <= found["duration_us"] + 1
+            assert 0 < row["gemm_us"] < row["compute_us"]
+            assert 0 <= row["exposed_us"] <= row["transfer_us"]
+            assert row["transfer_us"] > 0
+            transfers = [e for e in own if e["cat"] == "transfer"]
+            if path == "sequential" or transport == "nccl":
+                assert any(e["name"].startswith("NCCL") for e in transfers)
+            else:
+                assert {e["name"] for e in transfers} == {"copy to a peer"}
+                assert len(transfers) >= sent[path]
+            attention = [e for e in own if e["args"]["op"] == "attention"]
+            assert len(attention) >= (2 * m if path == "query_split" else 1)
+            streams = {e["row"].split()[2] for e in attention}  # "compute, stream 7", or " 2" of it behind
+            assert len(streams) == (2 if path == "query_split" else 1), "splits alternate over two lanes"
+        assert longest_us <= found["duration_us"] + 1
+        # A call with another's kernels, or without some of its own, would not last about as long as the others.
+        assert max(found["durations_us"]) < 3 * min(found["durations_us"])
+
+
+@pytest.mark.parametrize("pass_name", ["fprop", "backward"])
+def test_the_recorder_sees_the_same_in_order(pass_name, tmp_path):
+    data, slices = traced(tmp_path, "--pass", pass_name, "--path", "sliced", "--splits", "2")
+    assert data["source"] == "recorder"
+    for rank in (0, 1):
+        own = slices[f"query_split, rank {rank}"]
+        assert len([e for e in own if e["args"]["op"] == "attention"]) == 4
+        assert len([e for e in own if e["args"]["op"] == "GEMMs"]) == 4 + (pass_name == "backward")
+        (alone,) = [e for e in slices[f"sequential, rank {rank}"] if e["args"]["op"] == "attention"]
+        (transfer,) = [e for e in slices[f"sequential, rank {rank}"] if e["cat"] == "transfer"]
+        first, second = (alone, transfer) if pass_name == "fprop" else (transfer, alone)
+        assert first["ts"] + first["dur"] <= second["ts"]
