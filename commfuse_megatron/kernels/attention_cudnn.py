@@ -21,6 +21,11 @@ __all__ = ["CudnnAttention", "cudnn_attention_unavailable_reason"]
 logger = logging.getLogger(__name__)
 
 _MOST_FEATURES = 128
+
+# Queries and keys, values: latent attention's usual sizes, which cuDNN takes on some GPUs. Whether on this one, forward
+# and backward, its own check says when a graph is built (not run yet).
+_WIDE_HEADS = (192, 128)
+
 _LEAST_CAPABILITY = (8, 0)
 
 # Sequence lengths that vary from call to call must not fill the memory.
@@ -39,9 +44,13 @@ def cudnn_attention_unavailable_reason(problem: AttentionProblem, device: torch.
         return "cudnn attention needs compute capability 8.0"
     if problem.dtype not in ("bfloat16", "float16"):
         return f"cudnn attention takes bfloat16 and float16, this is {problem.dtype}"
-    for features in (problem.head_dim, problem.value_dim):
+    sizes = (problem.head_dim, problem.value_dim)
+    for features in () if sizes == _WIDE_HEADS else sizes:
         if features % 8 or features > _MOST_FEATURES:
-            return f"cudnn attention takes heads of a multiple of 8 up to {_MOST_FEATURES} features, one has {features}"
+            return (
+                f"cudnn attention takes heads of a multiple of 8 up to {_MOST_FEATURES} features, or of"
+                f" {_WIDE_HEADS[0]} with values of {_WIDE_HEADS[1]}; one has {features}"
+            )
     if problem.has_mask:
         return "cudnn attention takes no mask tensor"
     if problem.has_dropout:
@@ -105,7 +114,8 @@ class CudnnAttention:
         out = layout(queries.size, problem.heads, problem.value_dim)
         try:
             self._build_forward((q, k, v, out), dtype, band, 1.0)
-            self._build_backward((q, k, v, out, out), dtype, band, 1.0, is_deterministic=False)
+            is_deterministic = torch.are_deterministic_algorithms_enabled()
+            self._build_backward((q, k, v, out, out), dtype, band, 1.0, is_deterministic=is_deterministic)
         except Exception as error:  # the front end's own exceptions, which differ between its versions
             return f"cudnn attention refuses it: {error}"
         return None

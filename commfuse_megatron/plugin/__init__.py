@@ -5,7 +5,11 @@ The only part of the package that layers above may use to reach Megatron; see `l
 """
 
 from commfuse_megatron.plugin.arguments import add_arguments
-from commfuse_megatron.plugin.attention import CommFuseSelfAttention
+from commfuse_megatron.plugin.attention import (
+    CommFuseFusedMLASelfAttention,
+    CommFuseMLASelfAttention,
+    CommFuseSelfAttention,
+)
 from commfuse_megatron.plugin.convert import convert_model
 from commfuse_megatron.plugin.embedding import CommFuseVocabParallelEmbedding
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
@@ -18,7 +22,9 @@ from commfuse_megatron.plugin.support import unsupported_reason
 
 __all__ = [
     "CommFuseColumnParallelLinear",
+    "CommFuseFusedMLASelfAttention",
     "CommFuseLayerNormColumnParallelLinear",
+    "CommFuseMLASelfAttention",
     "CommFuseNorm",
     "CommFuseRowParallelLinear",
     "CommFuseSelfAttention",

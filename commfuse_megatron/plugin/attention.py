@@ -1,7 +1,8 @@
-"""Megatron's self-attention with core attention and output projection paired into one query-split operation.
+"""Megatron's self-attentions with core attention and output projection paired into one query-split operation.
 
-Megatron's `SelfAttention.forward` is long and changes with every release, so it is not copied. It calls core attention
-and, with nothing touching the data in between, the output projection. For one call both get another `forward`:
+Megatron's `forward` of self-attention, latent or not, is long and changes with every release, so it is not copied. It
+calls core attention and, with nothing touching the data in between, the output projection. For one call both get
+another `forward`:
 
     core attention   keeps query, key, value and mask, and returns a placeholder full of NaN
     projection       is given that placeholder, and runs `ops.query_split_attention` with its own weight
@@ -26,7 +27,7 @@ from commfuse_megatron.ops.attention_arguments import AttentionInputs, find_atte
 from commfuse_megatron.ops.query_split_attention import find_attention_kernel, plan_attention
 from commfuse_megatron.ops.stated import attention_problems
 from commfuse_megatron.plugin import capture
-from commfuse_megatron.plugin.compat import SelfAttention
+from commfuse_megatron.plugin.compat import FusedMLASelfAttention, MLASelfAttention, SelfAttention
 from commfuse_megatron.plugin.core_attention import describe_core_attention
 from commfuse_megatron.plugin.decision import (
     context_of,
@@ -40,14 +41,18 @@ from commfuse_megatron.plugin.decision import (
 from commfuse_megatron.plugin.linear import CommFuseRowParallelLinear
 from commfuse_megatron.plugin.support import SWITCHED_OFF, unsupported_reason
 
-__all__ = ["CommFuseSelfAttention", "attention_unsupported_reason"]
+__all__ = [
+    "CommFuseFusedMLASelfAttention",
+    "CommFuseMLASelfAttention",
+    "CommFuseSelfAttention",
+    "attention_unsupported_reason",
+]
 
 logger = logging.getLogger(__name__)
 
 #: Attribute of the TransformerConfig -> why attention under it stays Megatron's own.
 _SETTINGS = {
     "attention_output_gate": "config.attention_output_gate is on: the gate comes between attention and projection",
-    "multi_latent_attention": "config.multi_latent_attention is on: its own class of attention is not paired",
 }
 
 #: Attribute of the attention -> the same.
@@ -55,6 +60,9 @@ _FLAGS = {
     "checkpoint_core_attention": "core attention is recomputed by itself (recompute_modules has core_attn)",
     "offload_core_attention": "core attention's activations are offloaded (offload_modules has core_attn)",
     "offload_attn_proj": "the projection's activations are offloaded (offload_modules has attn_proj)",
+    # Of latent attention. The first frees query, key and value before the projection is called.
+    "recompute_up_proj": "what the up-projections give is recomputed (recompute_modules has mla_up_proj)",
+    "cache_mla_latents": "latents are cached (cache_mla_latents): decoding projects the values after attention",
 }
 
 #: Argument of a call -> the same, where it is given.
@@ -67,8 +75,9 @@ _ARGUMENTS = {
 }
 
 
-class CommFuseSelfAttention(SelfAttention):
-    """`SelfAttention` whose output reduce-scatter hides under attention and projection, one owner's queries at a time.
+class _QuerySplit(torch.nn.Module):
+    """Comes before a self-attention of Megatron in a class: the output's reduce-scatter hides under attention and
+    projection, one owner's queries at a time.
 
     | pass  | computes, for one owner's queries after the other | communicates meanwhile       |
     |-------|---------------------------------------------------|------------------------------|
@@ -83,12 +92,25 @@ class CommFuseSelfAttention(SelfAttention):
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As Megatron's, which it calls."""
-        reason = attention_unsupported_reason(self, _given(args, kwargs))
+        stock = super().forward
+        reason = attention_unsupported_reason(self, _given(stock, args, kwargs))
         if reason is not None:
             _note_stock(self, reason)
-            return super().forward(*args, **kwargs)
+            return stock(*args, **kwargs)
         with _Pairing(self):
-            return super().forward(*args, **kwargs)
+            return stock(*args, **kwargs)
+
+
+class CommFuseSelfAttention(_QuerySplit, SelfAttention):
+    """`SelfAttention` with its output's reduce-scatter hidden under attention and projection: see `_QuerySplit`."""
+
+
+class CommFuseMLASelfAttention(_QuerySplit, MLASelfAttention):
+    """The same of multi-latent attention, whose values have a head size of their own."""
+
+
+class CommFuseFusedMLASelfAttention(_QuerySplit, FusedMLASelfAttention):
+    """The same with one down-projection for queries and keys."""
 
 
 def attention_unsupported_reason(attention: Any, arguments: dict[str, Any] | None = None) -> str | None:
@@ -290,8 +312,8 @@ def _signature(forward: Callable) -> inspect.Signature:
     return inspect.signature(forward)
 
 
-def _given(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name."""
+def _given(stock: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of the bound method `stock`, by name."""
     if len(args) <= 1:
         return kwargs
-    return dict(_signature(SelfAttention.forward).bind(None, *args, **kwargs).arguments)
+    return dict(_signature(stock.__func__).bind(None, *args, **kwargs).arguments)

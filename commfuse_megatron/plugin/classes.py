@@ -6,7 +6,11 @@ Classes are compared by identity: a subclass of somebody else keeps its behaviou
 import torch
 
 from commfuse_megatron.plugin import compat
-from commfuse_megatron.plugin.attention import CommFuseSelfAttention
+from commfuse_megatron.plugin.attention import (
+    CommFuseFusedMLASelfAttention,
+    CommFuseMLASelfAttention,
+    CommFuseSelfAttention,
+)
 from commfuse_megatron.plugin.embedding import CommFuseVocabParallelEmbedding
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
 from commfuse_megatron.plugin.norm_linear import CommFuseLayerNormColumnParallelLinear
@@ -47,7 +51,11 @@ TRANSFORMER_ENGINE: dict[type, type[torch.nn.Module]] = {
 }
 
 #: Attention, which is configured by its projection.
-ATTENTIONS: dict[type, type[torch.nn.Module]] = {compat.SelfAttention: CommFuseSelfAttention}
+ATTENTIONS: dict[type, type[torch.nn.Module]] = {
+    compat.SelfAttention: CommFuseSelfAttention,
+    compat.MLASelfAttention: CommFuseMLASelfAttention,
+    compat.FusedMLASelfAttention: CommFuseFusedMLASelfAttention,
+}
 
 #: What a spec may name; no spec names the embedding.
 OUR_LINEARS = (CommFuseColumnParallelLinear, CommFuseLayerNormColumnParallelLinear, CommFuseRowParallelLinear)

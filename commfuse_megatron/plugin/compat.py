@@ -28,9 +28,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.tensor_parallel import layers as _layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer import transformer_block
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -43,9 +44,12 @@ from commfuse_megatron.errors import UnsupportedError
 __all__ = [
     "HAVE_FUSED_WEIGHT_GRADIENT",
     "HAVE_TRANSFORMER_ENGINE",
+    "Attention",
     "AttnMaskType",
     "ColumnParallelLinear",
     "DotProductAttention",
+    "FusedMLASelfAttention",
+    "MLASelfAttention",
     "ModuleSpec",
     "RowParallelLinear",
     "SelfAttention",

@@ -157,13 +157,16 @@ def _layer_report(name: str, module: torch.nn.Module) -> LayerReport:
 
 
 def _is_attention(module: torch.nn.Module) -> bool:
-    return isinstance(module, compat.SelfAttention)
+    return isinstance(module, compat.Attention) and module.attention_type == "self"
 
 
 def _attention_report(name: str, module: torch.nn.Module) -> LayerReport:
     layer = type(module).__name__
     if type(module) not in ATTENTIONS.values():
-        reason = f"{layer} was neither in the spec given to apply_to_spec nor converted"
+        known = ", ".join(each.__name__ for each in ATTENTIONS)
+        reason = f"{layer} is not among the attentions that are paired with their projection ({known})"
+        if type(module) in ATTENTIONS:
+            reason = f"{layer} was neither in the spec given to apply_to_spec nor converted"
         return LayerReport(name, layer, "stock", 0, 0, (reason,))
     return _report_of_ours(name, module, attention_unsupported_reason)
 

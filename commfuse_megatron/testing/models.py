@@ -140,14 +140,17 @@ def _with_norms(spec: Any) -> Any:
     return replace_in_spec(spec, {norm: CommFuseNorm for norm in norms if isinstance(norm, type)})
 
 
-class _LatentCoreAttention(DotProductAttention):
-    """Megatron's local core attention, which takes no head sizes of its own, so latent attention cannot build it."""
+class _LatentCoreAttention:
+    """Builds Megatron's local core attention for latent attention: the class takes no head sizes of its own, but what
+    it computes needs to know the one of values only. What is built is exactly that class, as plugins look at it."""
 
-    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __new__(
+        cls, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
+    ) -> DotProductAttention:
+        core = DotProductAttention(*args, **kwargs)
         if v_channels is not None:
-            heads = self.config.num_attention_heads
-            self.hidden_size_per_partition = v_channels * heads // self.config.tensor_model_parallel_size
+            core.hidden_size_per_partition = v_channels * core.num_attention_heads_per_partition
+        return core
 
 
 class _PackedCoreAttention(DotProductAttention):

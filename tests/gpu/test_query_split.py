@@ -27,6 +27,10 @@ PROBLEMS = {
     "grouped": dataclasses.replace(BASE, kv_heads=2),
     "one group": dataclasses.replace(BASE, kv_heads=1, batch=1),
     "128 features": dataclasses.replace(BASE, head_dim=128, value_dim=128),
+    "latent": dataclasses.replace(BASE, head_dim=192, value_dim=128),
+    "latent, odd rows": dataclasses.replace(BASE, head_dim=192, value_dim=128, rows=509, batch=1),
+    "latent, full": dataclasses.replace(BASE, head_dim=192, value_dim=128, right=None, dtype="float16"),
+    "values of half the features": dataclasses.replace(BASE, head_dim=128, value_dim=64),
     "float16": dataclasses.replace(BASE, dtype="float16"),
     "odd rows": dataclasses.replace(BASE, rows=509),
     "window before": dataclasses.replace(BASE, left=70),
@@ -127,6 +131,11 @@ def test_reasons_name_what_a_kernel_cannot_do():
         assert "mask" in kernels.unavailable_reason(name, dataclasses.replace(BASE, has_mask=True))
         odd = dataclasses.replace(BASE, head_dim=20, value_dim=20)
         assert "multiple of 8" in kernels.unavailable_reason(name, odd)
+        too_wide = dataclasses.replace(BASE, head_dim=576, value_dim=512)
+        assert "576" in kernels.unavailable_reason(name, too_wide)
+    latent = dataclasses.replace(BASE, head_dim=192, value_dim=128)
+    assert "heads of one size" in kernels.unavailable_reason("flash", latent)
+    assert kernels.choose(latent, "auto").name in ("cudnn", "math")
     assert "dropout" in kernels.unavailable_reason("cudnn", dataclasses.replace(BASE, has_dropout=True))
     assert kernels.choose(dataclasses.replace(BASE, dtype="float32"), "auto").name == "math"
     assert kernels.choose(BASE, "auto").name in NAMES
@@ -148,6 +157,7 @@ CASES = (
     Case(rows=96, heads=2, kv_heads=2, head_dim=64, value_dim=64, N=64, keywords={"window": (20, 0)}),
     Case(rows=3, heads=2, kv_heads=2, head_dim=64, value_dim=64, N=64),
 )
+LATENT = Case(rows=250, heads=2, kv_heads=2, head_dim=192, value_dim=128, N=64)
 
 
 def _compare(case, group, device, context, limit):
@@ -169,10 +179,11 @@ def _compare(case, group, device, context, limit):
 
 def _operation(group, device, backend, kernel):
     kernels = set()
+    cases = CASES if kernel == "flash" else (*CASES, LATENT)  # flash attention takes heads of one size
     for path, m in (("query_split", 1), ("query_split", 2), ("row_parallel", 1), ("sequential", 1)):
         with OverlapContext(group, config(backend, path, m, kernel)) as context:
             for _ in range(3):
-                for case in CASES:
+                for case in cases:
                     # Four roundings to 8 bits in a row; a split that is lost, crossed or added twice errs by order 1.
                     _compare(case, group, device, context, 0.03)
             records = [record for record in context.report() if record.op == "query_split_attention"]

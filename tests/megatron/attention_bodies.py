@@ -1,8 +1,9 @@
 """Run on every rank: whole models with query-split attention against stock ones, same weights, same batch."""
 
+import copy
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +12,11 @@ from megatron.core.distributed import finalize_model_grads
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.plugin import CommFuseNorm, apply_to_spec, convert_model, model_report
+from commfuse_megatron.testing import models
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, transformer_config
+from commfuse_megatron.testing.models import Recipe, build_chunks, make_config
 from commfuse_megatron.testing.training import Training
+from commfuse_megatron.verify.megatron_cases import choose_configurations
 
 Llama = functools.partial(SmallGPT, dtype=torch.float64)
 
@@ -31,6 +35,9 @@ class Variant:
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]}
+(MLA,) = choose_configurations(2, ["mla"])
+#: Their softmax scale is not 1 / sqrt(head size).
+YARN = {"rope_type": "yarn", "rotary_scaling_factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
 BIASED = SmallGPT.layer_norm_and_bias(dtype=torch.float64)
 VARIANTS = {
     "causal": Variant(),
@@ -46,6 +53,11 @@ VARIANTS = {
     "recompute_full": Variant(options=FULL, with_mask=True),
     "recompute_selective": Variant(options=SELECTIVE),
     "hybrid": Variant(model="hybrid"),
+    "latent": Variant(model="latent"),
+    "latent_yarn": Variant(model="latent", options=YARN, with_mask=True),
+    "latent_plain_queries": Variant(model="latent", options={"q_lora_rank": None, "v_head_dim": 24}),
+    "latent_recompute_full": Variant(model="latent", options=FULL, with_mask=True),
+    "latent_fused": Variant(model="latent_fused"),
     "prediction_heads": Variant(model="mtp", options={"mtp_num_layers": 1}),
 }
 
@@ -89,12 +101,45 @@ def _compare(group_size: int, variant: Variant) -> dict[str, Any]:
 
 
 def _build(variant: Variant, group_size: int, overlap: OverlapConfig | None) -> Any:
+    if variant.model.startswith("latent"):
+        return build_latent(group_size, overlap, is_fused=variant.model == "latent_fused", **variant.options)
     config = transformer_config(variant.gpt, group_size, **variant.options)
     if variant.model == "hybrid":
         return _build_hybrid(variant.gpt, group_size, overlap)
     if variant.model == "mtp":
         return _build_with_prediction_heads(variant.gpt, config, overlap)
     return build_gpt(variant.gpt, config, overlap=overlap or False, spec=_spec(config))
+
+
+def build_latent(group_size: int, overlap: OverlapConfig | None, *, is_fused: bool = False, **options: Any) -> Any:
+    """The model of `commfuse verify --megatron --only mla`."""
+    recipe = Recipe(options={**MLA.options, **options})
+    with _fused_down_projection() if is_fused else nullcontext():
+        (model,) = build_chunks(recipe, make_config(recipe, group_size), overlap=overlap)
+    return model
+
+
+@contextmanager
+def _fused_down_projection() -> Iterator[None]:
+    """Megatron has a spec of it with Transformer Engine's layers only."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention
+
+    stock = models.get_gpt_layer_local_spec
+
+    def fused(**options: Any) -> Any:
+        spec = copy.deepcopy(stock(**options))
+        attention = spec.submodules.self_attention
+        attention.module = FusedMLASelfAttention
+        attention.submodules.linear_q_down_proj = attention.submodules.linear_kv_down_proj = None
+        attention.submodules.linear_qkv_down_proj = ColumnParallelLinear
+        return spec
+
+    models.get_gpt_layer_local_spec = fused
+    try:
+        yield
+    finally:
+        models.get_gpt_layer_local_spec = stock
 
 
 def _spec(config: Any) -> Any:

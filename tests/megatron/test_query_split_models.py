@@ -4,17 +4,18 @@ from typing import Any
 
 import pytest
 
-from tests.megatron import attention_checks, attention_wrap_checks
+from tests.megatron import attention_checks, attention_latent_checks, attention_wrap_checks
 from tests.megatron.harness import names_of_checks, run_checks, run_megatron
 
 BODIES = "tests.megatron.attention_bodies"
 ALL = [
     "causal", "mask_given", "splits_of_a_shard", "layer_norm_and_bias", "one_query_group", "tied_embeddings",
     "qk_layernorm", "window", "softmax_scale", "recompute_full", "recompute_selective", "hybrid", "prediction_heads",
+    "latent", "latent_yarn", "latent_plain_queries", "latent_recompute_full", "latent_fused",
 ]  # fmt: skip
-RUNS = {2: ALL, 4: ["causal", "layer_norm_and_bias", "one_query_group", "hybrid"]}
+RUNS = {2: ALL, 4: ["causal", "layer_norm_and_bias", "one_query_group", "hybrid", "latent_yarn"]}
 CASES = [(group_size, name) for group_size, names in RUNS.items() for name in names]
-MODULES = (attention_checks, attention_wrap_checks)
+MODULES = (attention_checks, attention_wrap_checks, attention_latent_checks)
 CHECKS = [(module.__name__, name) for module in MODULES for name in names_of_checks(module)]
 
 # Two right programs differ by the order of sums, a few units of 2.2e-16 times the cancellation in a gradient.
@@ -48,7 +49,7 @@ def test_equals_stock_and_is_query_split(results: dict, group_size: int, name: s
         worst = max(found["gradient_errors"].items(), key=lambda item: item[1])
         assert worst[1] <= TOLERANCE, f"rank {rank}: gradient of {worst[0]} differs by {worst[1]:.1e}"
         # Without this, a model that always fell back would pass every comparison.
-        calls = 2 if name == "recompute_full" else 1
+        calls = 2 if name.endswith("recompute_full") else 1
         assert len(found["attentions"]) == (3 if name == "prediction_heads" else 2)
         heads = [each for layer, each in found["attentions"].items() if "mtp" in layer]
         layers = [each for layer, each in found["attentions"].items() if "mtp" not in layer]
