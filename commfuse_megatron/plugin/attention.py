@@ -251,7 +251,8 @@ class _Pairing:
         plan = plan_attention(inputs, context)
         if plan.path != "query_split":
             return f"planned as {plan.path}: {plan.reason}"
-        return capture.reason_not_to_capture(context, problems) or _Job(inputs, placeholder)
+        reason = capture.reason_not_to_capture(context, problems) if is_capturing else None
+        return reason or _Job(inputs, placeholder)
 
     def _attend_and_project(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         job, projection = self._job, self._projection

@@ -1,8 +1,9 @@
 """Ranks on GPUs: processes that stay, with their process group, for the next test.
 
 Importing, a CUDA context and a communicator take some 15 s (2 x H200, 11/2026), most bodies take 2. So the ranks of a
-group wait for more bodies; ranks of another size, backend or environment, which libraries read when they start,
-replace them. What is left in memory or on the device by a body that failed is not known: its ranks are killed.
+group wait for more bodies of the same module; those of another one may need other libraries (two of cuDNN in one
+process do not go together), those of another size, backend or environment, which is read at the start, replace them.
+What is left in memory or on the device by a body that failed is not known: its ranks are killed.
 """
 
 import atexit
@@ -42,7 +43,7 @@ class _Job(NamedTuple):
 
 def run_on_gpu_ranks(world_size: int, backend: str, folder: str, body: Callable[..., Any], args: tuple) -> None:
     """Run `body` on every rank; raises with what failed first and what fails soon after."""
-    key = (world_size, backend, *sorted(_environment().items()))
+    key = (body.__module__, world_size, backend, *sorted(_environment().items()))
     if key not in _ranks:
         for other in list(_ranks):
             _ranks.pop(other).end()

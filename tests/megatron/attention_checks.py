@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from commfuse_megatron import OverlapConfig
+from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.config import AttentionConfig, FallbackConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.plugin import CommFuseSelfAttention, convert_model, model_report
@@ -238,6 +238,16 @@ def check_evaluation_is_split_too(group_size: int) -> None:
         losses = [loss_of(model, TOKENS, with_mask=False) for model in (stock, ours)]
     assert abs(losses[1] - losses[0]) <= 1e-12
     assert model_report(ours).attentions[0].path == "overlapped"
+
+
+def check_queries_are_split_over_nccl_outside_of_captures(group_size: int) -> None:
+    """What layers over NCCL say while a graph is captured was said of every call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OverlapContext, "transport_name", property(lambda context: "nccl"))
+        model = build(group_size)
+        run(model)
+    (attention, *_) = model_report(model).attentions
+    assert (attention.path, attention.reasons) == ("overlapped", ()), attention
 
 
 def check_dropout_is_repeated_when_recomputed(group_size: int) -> None:
