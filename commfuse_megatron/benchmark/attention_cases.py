@@ -108,10 +108,11 @@ def attention_case(name: str, M: int, group_size: int, shrink: int = 1) -> Atten
     rows, head_dim = M // batch // shrink, max(1, _HEAD_DIM // shrink)
     if rows < group_size:
         raise ConfigError(f"{name}: {too_small(M, rows, group_size, batch * shrink)}")
-    if rows % group_size or model.heads % group_size:
-        raise ConfigError(
-            f"{name}: {rows} rows and {model.heads} heads must be multiples of the group size {group_size}"
-        )
+    if rows % group_size:
+        shrunk = f" ({M // batch} divided by {shrink}: --shrink)" if shrink > 1 else ""
+        raise ConfigError(f"{name}: {rows} rows{shrunk} must be a multiple of the group size {group_size}")
+    if model.heads % group_size:
+        raise ConfigError(f"{name}: {model.heads} heads must be a multiple of the group size {group_size}")
     heads, kv_heads = model.heads // group_size, max(1, model.kv_heads // group_size)
     hidden = max(1, model.hidden // shrink)
     return AttentionCase(

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from commfuse_megatron.cli.launch import Rank, UsageError, choose_num_ranks, is_speaker, launch
 from commfuse_megatron.cli.output import make_progress, results, say_count, silence_foreign_warnings
-from commfuse_megatron.config import config_file_from_environment
+from commfuse_megatron.config import CONFIG_VARIABLE, config_file_from_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -112,9 +112,13 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 
 def _config_files(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """The files of `--config`, else the environment's; of attention and emulated groups no variant takes one."""
-    has_place = not arguments.attention and not arguments.virtual_ranks
-    from_environment = config_file_from_environment() if has_place else None
+    """The files of `--config`, else the environment's."""
+    from_environment = config_file_from_environment()
+    if from_environment and (arguments.attention or arguments.virtual_ranks):
+        option = "--attention" if arguments.attention else "--virtual-ranks"
+        raise UsageError(
+            f"{CONFIG_VARIABLE} is {from_environment}; {option} has fixed variants, none of a configuration: unset it"
+        )
     return tuple(arguments.config) or ((from_environment,) if from_environment else ())
 
 

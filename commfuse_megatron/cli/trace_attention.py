@@ -69,6 +69,9 @@ def run_trace_attention(arguments: argparse.Namespace) -> int:
     if "query_split" not in paths:
         refuse_given(arguments, ("splits",), "no path is query_split: leave out")
     case = _case(arguments, num_ranks)
+    rows = case.rows // num_ranks
+    if arguments.splits is not None and arguments.splits > rows:
+        raise UsageError(f"--splits {arguments.splits}: a shard has {rows} rows{_of_shrunk(arguments)}")
     options = _Options(
         case=case,
         pass_name=arguments.pass_name,
@@ -94,6 +97,11 @@ def _case(arguments: argparse.Namespace, num_ranks: int) -> AttentionCase:
     if arguments.seq and attention_tokens(name, (0,)) != (0,):
         raise UsageError(f"--case {name} has a sequence of its own; leave out --seq")
     return case
+
+
+def _of_shrunk(arguments: argparse.Namespace) -> str:
+    shrink = arguments.shrink or (1 if arguments.device == "cuda" else CPU_SHRINK)
+    return f" (sizes are divided by {shrink}: --shrink)" if shrink > 1 else ""
 
 
 def _config(arguments: argparse.Namespace, path: str) -> OverlapConfig:

@@ -150,7 +150,7 @@ class OverlapContext:
         self._last_done = StreamEvent() if self.device.type == "cuda" else None
         self._last_stream = 0
         # Runs at garbage collection and at interpreter exit: an unclosed communicator would outlive what it needs.
-        self._finalizer = weakref.finalize(self, _release, self.link)
+        self._finalizer = weakref.finalize(self, _release, self.link, self.lanes)
 
     # -- what operations use ------------------------------------------------------------------------------------------
 
@@ -427,10 +427,11 @@ class OverlapContext:
         }
 
 
-def _release(link: Link) -> None:
+def _release(link: Link, lanes: Lanes) -> None:
     link.stop_watching()
     if link.failure is None:
         link.transport.close()
+        lanes.close()
 
 
 def _private_store(group: dist.ProcessGroup, group_rank: int) -> dist.Store:

@@ -11,13 +11,12 @@ The contract that bites: the streams are this context's own. On one of PyTorch's
 what a flag waits for, and libraries would give both the same scratch memory.
 """
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from commfuse_megatron.transport.stream_memory import borrow_stream, give_stream_back
+from commfuse_megatron.transport.stream_memory import OwnStream, borrow_stream, give_stream_back
 
 __all__ = ["Lanes"]
 
@@ -33,6 +32,7 @@ class Lanes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._borrowed: list[OwnStream] = []
         self._streams: list[torch.cuda.Stream] = []
         self._done: list[torch.cuda.Event] = []
         self._begun: torch.cuda.Event | None = None
@@ -47,6 +47,12 @@ class Lanes:
         assert self._begun is not None
         self._begun.record(torch.cuda.current_stream(self._device))
 
+    def close(self) -> None:
+        """Leave the streams to other contexts; not after a failure, when a flag may still be waited for on one."""
+        while self._borrowed:
+            give_stream_back(self._device, self._borrowed.pop())
+        self._streams, self._begun = [], None
+
     def handles(self) -> tuple[int, ...]:
         """The driver's handles of the lanes; none on the CPU. Who uses them orders what it puts there."""
         if self._device.type != "cuda":
@@ -56,10 +62,8 @@ class Lanes:
 
     def _make(self) -> None:
         if self._begun is None:
-            for _ in range(2):
-                own = borrow_stream(self._device)
-                weakref.finalize(self, give_stream_back, self._device, own).atexit = False
-                self._streams.append(own.torch)
+            self._borrowed = [borrow_stream(self._device) for _ in range(2)]
+            self._streams = [own.torch for own in self._borrowed]
             self._done = [torch.cuda.Event() for _ in range(2)]
             self._begun = torch.cuda.Event()
 

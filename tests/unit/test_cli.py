@@ -299,7 +299,8 @@ OF_THE_CONFIGURATION = (
     'unknown case "llama-9b.fc2"',
     'unknown case "llama-8b.fc2"',
     "chunks_per_shard must be at least 1",
-    "100 rows and 32 heads must be multiples of the group size 3",
+    "100 rows (6400 divided by 64: --shrink) must be a multiple of the group size 3",
+    "32 heads must be a multiple of the group size 3",
     "leaves 1 rows for 2 ranks",
 )
 
@@ -341,9 +342,14 @@ OF_THE_CONFIGURATION = (
         (["--attention", "--case", "llama-8b.fc2"], 'unknown case "llama-8b.fc2"'),
         (["--attention", "--case", "paper.attention-4x8192", "--seq", "64"], "has a sequence of its own"),
         (
-            ["--attention", "--ranks", "3", "--seq", "100", "--shrink", "1"],
-            "100 rows and 32 heads must be multiples of the group size 3",
+            ["--attention", "--ranks", "3", "--seq", "6400"],
+            "100 rows (6400 divided by 64: --shrink) must be a multiple of the group size 3",
         ),
+        (
+            ["--attention", "--ranks", "3", "--seq", "99", "--shrink", "1"],
+            "32 heads must be a multiple of the group size 3",
+        ),
+        (["--attention", "--seq", "128", "--splits", "2"], "a shard has 1 rows (sizes are divided by 64: --shrink)"),
         (["--attention", "--seq", "64", "--shrink", "64"], "leaves 1 rows for 2 ranks"),
         (["--attention", "--chunks", "0"], "chunks_per_shard must be at least 1"),
     ],
@@ -416,7 +422,13 @@ def test_the_environments_configuration_is_the_one_that_options_change(monkeypat
     assert (named.check_agreement, named.linear.fprop.chunks_per_shard) == (True, None)
     assert bench._config_files(cli.build_parser().parse_args(["bench"])) == (str(own),)
     assert bench._config_files(cli.build_parser().parse_args(["bench", "--config", "x"])) == ("x",)
-    assert bench._config_files(cli.build_parser().parse_args(["bench", "--attention"])) == ()
+
+
+@pytest.mark.parametrize("option", [["--attention"], ["--virtual-ranks", "4"]], ids=" ".join)
+def test_a_configuration_of_the_environment_that_no_variant_takes_is_refused(option, monkeypatch, capsys):
+    monkeypatch.setenv("COMMFUSE_CONFIG", "some.yaml")
+    assert cli.main(["bench", *option]) == 2
+    assert f"COMMFUSE_CONFIG is some.yaml; {option[0]} has fixed variants" in capsys.readouterr().err
 
 
 def test_a_configuration_named_like_a_variant_is_refused(tmp_path, capsys):

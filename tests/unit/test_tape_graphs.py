@@ -1,7 +1,9 @@
 """When a call of a tape is made step by step, when as a graph: by how often its addresses were seen."""
 
 import pytest
+import torch
 
+from commfuse_megatron.runtime import lanes
 from commfuse_megatron.transport import stream_memory, tape_graphs
 from commfuse_megatron.transport.copy_tape import BoundOperation
 from commfuse_megatron.transport.tape_graphs import TapeGraphs
@@ -113,3 +115,18 @@ def test_streams_of_closed_contexts_serve_later_ones(monkeypatch):
     stream_memory.give_stream_back("cuda:0", first)
     assert stream_memory.borrow_stream("cuda:1") is not first
     assert stream_memory.borrow_stream("cuda:0") is first
+
+
+def test_lanes_are_given_back_once_when_a_context_closes(monkeypatch):
+    given_back = []
+    own = type("Own", (), {"torch": None})
+    monkeypatch.setattr(lanes, "borrow_stream", lambda device: own())
+    monkeypatch.setattr(lanes, "give_stream_back", lambda device, stream: given_back.append(stream))
+    monkeypatch.setattr(torch.cuda, "Event", object)
+    of_context = lanes.Lanes(torch.device("cuda", 0))
+    of_context.close()
+    assert not given_back  # none was borrowed
+    of_context._make()
+    of_context.close()
+    of_context.close()
+    assert len(set(map(id, given_back))) == len(given_back) == 2
