@@ -98,10 +98,11 @@ def predict(case: LinearCase, curves: Curves) -> list[Prediction]:
     found = [("sequential", "nccl", sequential_us, "nothing hidden")]
     for transport in curves.messages:
         for algorithm, chunks in WAYS:
-            ring = " ring" if algorithm is Algorithm.RING else ""
             us, limit = predict_way(case, curves, transport, algorithm, chunks)
-            found.append((f"sliced{ring} m={chunks} {transport}", transport, us, limit))
-    comm_us = min((case.group_size - 1) * curve.us(_shard_bytes(case)) for curve in curves.messages.values())
+            found.append((_sliced(algorithm, chunks, transport), transport, us, limit))
+    # As rows define it: the best there is, the collective included.
+    transfers = (*curves.messages.values(), curves.collective)
+    comm_us = min((case.group_size - 1) * curve.us(_shard_bytes(case)) for curve in transfers)
     return [
         Prediction(
             case=case.name,
@@ -152,12 +153,16 @@ def predict_way(
 
 
 def deviations(rows: Iterable[Row], curves: Curves) -> list[Deviation]:
-    """Every measured forward row of a sliced way and of the sequential program, beside its prediction."""
-    found = []
+    """Every measured forward row of a sliced way and of the sequential program, beside its prediction.
+
+    What the planner took counts as that way where it was not measured by itself too.
+    """
+    rows, found = list(rows), []
+    forced = {_way(row) for row in rows if row.variant != "planned"}
     for row in rows:
         if (row.device, row.link, row.pass_name) != (curves.device, curves.link, "fprop") or not row.is_linear:
             continue
-        if row.variant == "planned":
+        if row.variant == "planned" and _way(row) in forced:
             continue
         case = LinearCase(row.case, row.op, row.M, row.N, row.K, row.group_size)
         if row.variant == "sequential" and not row.emulated:
@@ -166,8 +171,20 @@ def deviations(rows: Iterable[Row], curves: Curves) -> list[Deviation]:
             us, _ = predict_way(case, curves, row.transport, Algorithm(row.algorithm), row.chunks_per_shard)
         else:
             continue
-        found.append(Deviation(row.case, row.M, row.group_size, row.emulated, row.variant, row.median_ms, us / 1e3))
+        variant = _sliced(row.algorithm, row.chunks_per_shard, row.transport) if row.path == "sliced" else row.variant
+        found.append(Deviation(row.case, row.M, row.group_size, row.emulated, variant, row.median_ms, us / 1e3))
     return found
+
+
+def _way(row: Row) -> tuple[object, ...]:
+    ran = (row.path, row.algorithm, row.chunks_per_shard, row.transport)
+    return row.case, row.M, row.pass_name, row.group_size, row.emulated, *ran
+
+
+def _sliced(algorithm: str, chunks_per_shard: int | None, transport: str) -> str:
+    """As the benchmark names its variants."""
+    ring = " ring" if algorithm == Algorithm.RING else ""
+    return f"sliced{ring} m={chunks_per_shard} {transport}"
 
 
 def median_error(found: Sequence[Deviation]) -> float:

@@ -221,9 +221,13 @@ def _trial_config(problem: Problem, config: OverlapConfig) -> PlanConfig:
 
 
 def _layer(problem: Problem) -> Hashable:
-    """All that matters for a choice but the number of tokens; uneven rows cost the collectives copies."""
+    """All that matters for a choice but the number of tokens; uneven rows cost the collectives copies.
+
+    Attention of as many tokens in fewer and longer sequences is another problem.
+    """
     is_even = problem.rows % problem.group_size == 0
-    return dataclasses.replace(problem, rows=0, batch=0), is_even
+    batch = problem.batch if isinstance(problem, AttentionProblem) else 0
+    return dataclasses.replace(problem, rows=0, batch=batch), is_even
 
 
 def _default_reason(context: "OverlapContext") -> str | None:

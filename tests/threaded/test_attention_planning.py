@@ -53,6 +53,26 @@ def test_the_fastest_on_the_slowest_rank_is_taken_for_both_passes(monkeypatch, b
         assert forward.attention == backward.attention == "math"
 
 
+def test_as_many_tokens_in_longer_sequences_are_decided_anew(monkeypatch):
+    monkeypatch.setattr(TRIAL, lambda device: MadeUpTimes(lambda rank, name: 50.0))
+
+    def body(group, device):
+        with OverlapContext(group, OverlapConfig(attention=AUTO)) as context:
+            context.planner.default_reason = None
+            context.planner.machines["float32"] = machine()
+            for rows, batch in ((16, 2), (18, 2), (32, 1)):
+                case = Case(rows=rows, batch=batch, dtype=torch.float32)
+                operands, _ = draw(case, group.rank(), group.size())
+                with torch.no_grad():
+                    ops.query_split_attention(*operands.values(), context=context)
+            return [record.reason for record in context.report() if record.op == "query_split_attention"]
+
+    for first, near, longer in run_threads(2, body):
+        assert first.startswith("measured: ")
+        assert near.startswith("as for M=32, measured: ")
+        assert longer.startswith("measured: ")
+
+
 def test_where_nothing_may_be_measured_it_is_the_row_parallel_one(monkeypatch):
     config = OverlapConfig(attention=AUTO, plan=PlanConfig(measure="never"))
     for forward, _ in planned(monkeypatch, [{}, {}], config):

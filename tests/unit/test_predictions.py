@@ -1,5 +1,6 @@
 """Predictions, in a made-up world whose GEMMs and links follow known curves exactly."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -282,6 +283,27 @@ def test_without_measurements_nothing_is_predicted(options, message, rows_file: 
     names = {"rows": rows_file, "folder": rows_file.parent, "cpu": cpu}
     assert cli.main(["simulate", *(option.format(**names) for option in options)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_the_planner_took_is_checked_once():
+    rows = measured_rows()
+    curves = fit_curves(rows, device="NVIDIA H200", link="nvlink")
+    forced = [row for row in rows if row.variant == "sliced m=2 copy_engine"]
+    planned = [dataclasses.replace(row, variant="planned") for row in forced]
+    others = [row for row in rows if row.path != "sliced"]
+    for given in (forced, planned, forced + planned):
+        found = [each for each in deviations(others + given, curves) if each.variant != "sequential"]
+        assert [each.variant for each in found] == ["sliced m=2 copy_engine"] * len(forced)
+
+
+def test_nothing_is_better_than_ideal():
+    """Over a link whose collectives are faster than its messages, too."""
+    rows = [dataclasses.replace(row, median_ms=row.median_ms / 10) if "collective" in row.variant else row
+            for row in measured_rows()]  # fmt: skip
+    curves = fit_curves(rows, device="NVIDIA H200", link="nvlink")
+    for group_size in (2, 8, 64):
+        for best in predict(linear_case("llama-8b.proj", 8192, group_size), curves):
+            assert max(best.compute_ms, best.comm_ms) <= best.ms * 1.000001
 
 
 def test_rows_of_attention_blocks_are_left_alone():
