@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_FEATURES = 128
 
-# Queries and keys, values: latent attention's usual sizes, which cuDNN takes on some GPUs. Whether on this one, forward
-# and backward, its own check says when a graph is built (not run yet).
+# Queries and keys, values: latent attention's usual sizes, which cuDNN takes on some GPUs (on an H200: yes). Whether on
+# this one, forward and backward, its own check says when a graph is built.
 _WIDE_HEADS = (192, 128)
 
 _LEAST_CAPABILITY = (8, 0)
