@@ -77,6 +77,14 @@ class ModelReport:
     def lines(self) -> list[str]:
         """For people: how many forward passes ran how, then every reason once."""
         found = [self._summary()]
+        if self.attentions:
+            split = [attention for attention in self.attentions if attention.overlapped_calls]
+            calls = sum(attention.overlapped_calls for attention in split)
+            why = sorted({reason for attention in self.attentions for reason in attention.reasons})
+            found.append(
+                f"{len(split)} of {len(self.attentions)} self-attentions query-split, in {calls} forward passes"
+                + (f"; Megatron's own: {'; '.join(why)}" if why else "")
+            )
         for kind, field in (("sequential", "sequential_reasons"), ("stock", "reasons")):
             names: dict[str, list[str]] = {}
             for layer in self.layers:

@@ -60,6 +60,9 @@ def check_by_default_attention_is_megatrons(group_size: int) -> None:
     report = model_report(model)
     assert {layer.path for layer in report.layers} == {"overlapped"}
     assert "query_split_attention" not in {record.op for record in report.ops}
+    words, _, reason = report.lines()[1].partition("; ")
+    assert words == "0 of 1 self-attentions query-split, in 0 forward passes"
+    assert reason.startswith("Megatron's own: attention.path is row_parallel")
 
 
 def check_planned_attention_is_megatrons_on_the_cpu(group_size: int) -> None:
@@ -248,6 +251,7 @@ def check_queries_are_split_over_nccl_outside_of_captures(group_size: int) -> No
         run(model)
     (attention, *_) = model_report(model).attentions
     assert (attention.path, attention.reasons) == ("overlapped", ()), attention
+    assert model_report(model).lines()[1] == "1 of 1 self-attentions query-split, in 1 forward passes"
 
 
 def check_dropout_is_repeated_when_recomputed(group_size: int) -> None:
