@@ -139,7 +139,7 @@ def test_cases():
     assert attention_tokens(case.name, (8192, 4096)) == (8192, 4096)
     for name, M, size, words in (
         ("llama-8b.qkv", 8192, 2, "unknown case"),
-        ("llama-8b.attention", 8192, 3, "multiples"),
+        ("llama-8b.attention", 8192, 3, "8192 rows must be a multiple of the group size 3"),
     ):
         with pytest.raises(ConfigError, match=words):
             attention_case(name, M, size)
