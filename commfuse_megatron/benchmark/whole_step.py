@@ -28,7 +28,7 @@ from commfuse_megatron.errors import UnsupportedError, VerificationError
 from commfuse_megatron.runtime.context import OpRecord
 from commfuse_megatron.runtime.recorder import Interval, Recorder
 from commfuse_megatron.tracing.collectives import local_copies, recorded_calls
-from commfuse_megatron.tracing.kernels import Profile, profile_calls
+from commfuse_megatron.tracing.kernels import gather_profile, profile_calls
 from commfuse_megatron.tracing.session import Session, gather_recording, meet
 from commfuse_megatron.tracing.summary import Summary, drop_nested, summarize, worst_of
 
@@ -345,10 +345,7 @@ def _profiled(steps: dict[str, _Step], device: torch.device) -> dict[str, dict[i
             meet(None, device)
 
         own = profile_calls(list(steps.values()), prepare=prepare)
-    everyones: list[Profile] = [own] * dist.get_world_size()
-    dist.all_gather_object(everyones, own)
-    base_ns = min(one.base_ns for one in everyones)
-    found = {rank: one.since(base_ns) for rank, one in enumerate(everyones)}
+    found = gather_profile(own)
     return {
         name: {rank: [i for i in intervals if i.call == number] for rank, intervals in found.items()}
         for number, name in enumerate(steps, 1)

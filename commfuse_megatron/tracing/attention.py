@@ -23,7 +23,7 @@ from commfuse_megatron.runtime.context import OpRecord, OverlapContext
 from commfuse_megatron.runtime.meter import COMPUTE, union_spans
 from commfuse_megatron.runtime.recorder import Interval, Recorder
 from commfuse_megatron.tracing.collectives import recorded_calls
-from commfuse_megatron.tracing.kernels import Profile, profile_calls
+from commfuse_megatron.tracing.kernels import gather_profile, profile_calls
 from commfuse_megatron.tracing.session import Session, gather_recording, meet
 from commfuse_megatron.tracing.summary import Summary, drop_nested, is_attention, is_gemm, summarize
 
@@ -203,10 +203,7 @@ def _profiled(
     wanted: BlockToTrace, counted: Callable[[], object], group: dist.ProcessGroup, device: torch.device
 ) -> list[Recording]:
     own = profile_calls([counted] * wanted.calls, prepare=lambda _: meet(group, device), are_apart=True)
-    everyones: list[Profile] = [own] * group.size()
-    dist.all_gather_object(everyones, own, group=group)
-    base_ns = min(one.base_ns for one in everyones)
-    ranks = {rank: one.since(base_ns) for rank, one in enumerate(everyones)}
+    ranks = gather_profile(own, group)
     return [
         {rank: [i for i in intervals if i.call == number] for rank, intervals in ranks.items()}
         for number in range(1, wanted.calls + 1)

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER
 from commfuse_megatron.runtime.recorder import Interval
 
-__all__ = ["Profile", "intervals_of_trace", "profile_calls"]
+__all__ = ["Profile", "gather_profile", "intervals_of_trace", "profile_calls"]
 
 GEMM, ATTENTION, OTHER = "GEMM kernels", "attention kernels", "other kernels"
 
@@ -52,6 +53,14 @@ class Profile:
         return [
             dataclasses.replace(i, start_us=i.start_us + shift_us, end_us=i.end_us + shift_us) for i in self.intervals
         ]
+
+
+def gather_profile(own: Profile, group: dist.ProcessGroup | None = None) -> dict[int, list[Interval]]:
+    """Every rank's intervals on one clock, by rank within the group; collective."""
+    everyones: list[Profile] = [own] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, own, group=group)
+    base_ns = min(one.base_ns for one in everyones)
+    return {rank: one.since(base_ns) for rank, one in enumerate(everyones)}
 
 
 def profile_calls(

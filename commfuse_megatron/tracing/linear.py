@@ -21,7 +21,7 @@ from commfuse_megatron.problem import shard_range
 from commfuse_megatron.runtime.context import OpRecord, OverlapContext
 from commfuse_megatron.runtime.recorder import Interval, Recorder
 from commfuse_megatron.tracing.collectives import recorded_calls
-from commfuse_megatron.tracing.kernels import Profile, profile_calls
+from commfuse_megatron.tracing.kernels import gather_profile, profile_calls
 from commfuse_megatron.tracing.session import Session, gather_recording, meet
 from commfuse_megatron.tracing.summary import Summary, drop_nested, summarize
 
@@ -154,7 +154,4 @@ def _profiled(
             meet(group, device)
 
     own = profile_calls([counted] * wanted.calls, prepare=prepare)
-    everyones: list[Profile] = [own] * group.size()
-    dist.all_gather_object(everyones, own, group=group)
-    base_ns = min(one.base_ns for one in everyones)
-    return {rank: one.since(base_ns) for rank, one in enumerate(everyones)}
+    return gather_profile(own, group)
