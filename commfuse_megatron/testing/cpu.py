@@ -263,6 +263,27 @@ def _recompute_fp8_flag() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _recomputed_storage() -> Iterator[None]:
+    """Wall: selective recompute compiles C++ at its first use, to let one tensor have another's memory.
+
+    That takes a compiler, ninja and up to a minute per process; a copy below autograd gives the same bytes, and is what
+    Megatron-Core 0.18 does, which has no such function.
+    """
+    from megatron.core.tensor_parallel import random
+
+    def copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
+        memory = source.untyped_storage()
+        target.untyped_storage().resize_(memory.nbytes())
+        target.untyped_storage().copy_(memory)
+
+    if not hasattr(random, "_get_share_storage"):
+        yield
+        return
+    with _replaced(random, _get_share_storage=lambda: copy_storage):
+        yield
+
+
 #: Wall -> the shim that removes it, in the order in which they must be entered.
 SHIMS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "transformer_engine": _hide_transformer_engine,
@@ -272,4 +293,5 @@ SHIMS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "rng": _rng,
     "moe_split_sizes": _moe_split_sizes,
     "recompute_fp8_flag": _recompute_fp8_flag,
+    "recomputed_storage": _recomputed_storage,
 }

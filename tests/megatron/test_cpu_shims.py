@@ -141,6 +141,27 @@ def test_fp8_flag() -> None:
         assert random.CheckpointWithoutOutput(fp8=True).fp8 is True
 
 
+def test_recomputed_outputs_fill_the_memory_of_the_first_ones_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(random, "load_inline", None, raising=False)  # Megatron-Core 0.18 has none
+    weight = torch.randn(3, 3, dtype=torch.float64)
+    results = []
+    for discards in (False, True):
+        x = torch.arange(6.0, dtype=torch.float64).view(2, 3).requires_grad_()
+        with cpu_megatron():
+            random.initialize_rng_tracker(force_reset=True)
+            checkpoint = random.CheckpointWithoutOutput()
+            first = checkpoint.checkpoint(torch.sin, x) if discards else torch.sin(x)
+            y = first @ weight + first.view(3, 2).square().view(2, 3)  # a view is kept for the backward pass, too
+            if discards:
+                checkpoint.discard_output_and_register_recompute(y)
+                assert first.untyped_storage().nbytes() == 0
+            y.sum().backward()
+        results.append(x.grad)
+    assert torch.equal(*results)
+
+
 def test_transformer_engine_is_hidden_before_megatron_only(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     found = importlib.machinery.ModuleSpec("transformer_engine", None)
