@@ -24,7 +24,6 @@ from rich.table import Table
 from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig
-from commfuse_megatron.cli.launch import require_launcher
 from commfuse_megatron.cli.output import (
     make_progress,
     results,
@@ -32,6 +31,7 @@ from commfuse_megatron.cli.output import (
     why_file_cannot_be_written,
     write_json,
 )
+from commfuse_megatron.cli.ranks import require_launcher
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.verify.convergence import (
     ALLOWED_RATIO,

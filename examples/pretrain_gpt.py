@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from commfuse_megatron.cli.launch import require_launcher
 from commfuse_megatron.cli.output import silence_foreign_warnings, why_file_cannot_be_written
+from commfuse_megatron.cli.ranks import require_launcher
 from commfuse_megatron.testing.pretraining import CPU_FLAGS, cpu_pretraining
 
 

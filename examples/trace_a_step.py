@@ -12,7 +12,7 @@ import torch
 from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops, tracing
-from commfuse_megatron.cli.launch import require_launcher
+from commfuse_megatron.cli.ranks import require_launcher
 from commfuse_megatron.runtime.meter import measure_calls, measure_overlap
 
 SEQUENCE, BATCH, HIDDEN, FFN = 480, 2, 256, 1152  # sequence and FFN are divisible by 2, 3, 4, 6 and 8 ranks

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from commfuse_megatron.cli.launch import Rank, UsageError, choose_num_ranks, is_speaker, launch
+from commfuse_megatron.cli.launch import launch
 from commfuse_megatron.cli.output import make_progress, results, say_count, silence_foreign_warnings
+from commfuse_megatron.cli.ranks import Rank, UsageError, choose_num_ranks, is_speaker
 from commfuse_megatron.config import CONFIG_VARIABLE, config_file_from_environment
 
 if TYPE_CHECKING:

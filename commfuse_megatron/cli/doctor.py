@@ -6,8 +6,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from commfuse_megatron.benchmark.cases import CASE_NAMES, linear_case
-from commfuse_megatron.cli.launch import is_speaker
 from commfuse_megatron.cli.output import results, status, write_json
+from commfuse_megatron.cli.ranks import is_speaker
 from commfuse_megatron.config import OverlapConfig, config_file_from_environment
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plan.candidates import buffer_needs, merge_needs

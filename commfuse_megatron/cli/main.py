@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from commfuse_megatron import __version__
-from commfuse_megatron.cli.launch import CannotRunError, RankFailedError, UsageError, leave_it_to_the_first_rank
 from commfuse_megatron.cli.output import configure_logging, why_file_cannot_be_written, why_folder_cannot_be_written
+from commfuse_megatron.cli.ranks import CannotRunError, RankFailedError, UsageError, leave_it_to_the_first_rank
 from commfuse_megatron.errors import CommFuseError, ConfigError, UnsupportedError
 
 __all__ = ["build_parser", "main"]

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from commfuse_megatron.cli.launch import UsageError
 from commfuse_megatron.cli.output import make_progress, results, write_json
+from commfuse_megatron.cli.ranks import UsageError
 
 if TYPE_CHECKING:
     from commfuse_megatron.benchmark.against import Comparison

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from commfuse_megatron.cli.launch import Rank, UsageError, choose_num_ranks, launch
+from commfuse_megatron.cli.launch import launch
 from commfuse_megatron.cli.output import make_progress, results, say_count, write_json
+from commfuse_megatron.cli.ranks import Rank, UsageError, choose_num_ranks
 from commfuse_megatron.config import OverlapConfig, config_file_from_environment
 
 if TYPE_CHECKING:
@@ -258,7 +259,8 @@ def _print(traced: LinearTrace, wanted: LinearToTrace, rank: Rank, options: _Opt
         f"{traced.record.reason}; {source}; microseconds per call, means over {say_count(wanted.calls, 'call')}"
     )
     table = Table(
-        title="exposed: a transfer runs and nothing computes; tail: after the last GEMM", title_justify="left"
+        title="exposed: a transfer runs and nothing computes; tail: after the last GEMM or attention",
+        title_justify="left",
     )
     table.add_column("rank", no_wrap=True)
     for column in ("call", "compute", "GEMM", "transfer", "exposed", "hidden %", "tail"):

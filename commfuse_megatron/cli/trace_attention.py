@@ -13,8 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from commfuse_megatron.cli.bench import CPU_SHRINK
-from commfuse_megatron.cli.launch import Rank, UsageError, choose_num_ranks, launch
+from commfuse_megatron.cli.launch import launch
 from commfuse_megatron.cli.output import make_progress, results, say_count, silence_foreign_warnings, write_json
+from commfuse_megatron.cli.ranks import Rank, UsageError, choose_num_ranks
 from commfuse_megatron.cli.trace import (
     ATTENTION_PATHS,
     config_of,

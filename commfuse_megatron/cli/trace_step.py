@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from commfuse_megatron.cli.launch import CannotRunError, Rank, UsageError, choose_num_ranks, launch
+from commfuse_megatron.cli.launch import launch
 from commfuse_megatron.cli.output import make_progress, results, silence_foreign_warnings, write_json
+from commfuse_megatron.cli.ranks import CannotRunError, Rank, UsageError, choose_num_ranks
 from commfuse_megatron.cli.trace import config_of, hardware, machine_line, require_positive, shown_ranks
 from commfuse_megatron.config import OverlapConfig
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from commfuse_megatron.cli.launch import Rank, UsageError, choose_num_ranks, launch
+from commfuse_megatron.cli.launch import launch
 from commfuse_megatron.cli.output import make_progress, results, write_json
+from commfuse_megatron.cli.ranks import Rank, UsageError, choose_num_ranks
 
 if TYPE_CHECKING:
     from commfuse_megatron.verify.cases import TransportName

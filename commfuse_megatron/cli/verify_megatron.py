@@ -10,8 +10,9 @@ from importlib import util
 from rich.markup import escape
 from rich.table import Table
 
-from commfuse_megatron.cli.launch import CannotRunError, Rank, UsageError, choose_num_ranks, launch
+from commfuse_megatron.cli.launch import launch
 from commfuse_megatron.cli.output import make_progress, results, silence_foreign_warnings, write_json
+from commfuse_megatron.cli.ranks import CannotRunError, Rank, UsageError, choose_num_ranks
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.verify.megatron_cases import choose_configurations
 from commfuse_megatron.verify.megatron_models import TOLERANCE, ModelResult, verify_models

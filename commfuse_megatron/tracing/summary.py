@@ -21,7 +21,7 @@ class Summary:
     """Means over calls, in microseconds.
 
     span_us: first start to last end. compute_us: something is computed; gemm_us: a GEMM is. exposed_us: something is
-    transferred and nothing computed. tail_us: from the end of the last GEMM to the end of the call.
+    transferred and nothing computed. tail_us: from the end of the last GEMM or attention to the end of the call.
     """
 
     calls: int
@@ -76,10 +76,10 @@ def summarize(intervals: Iterable[Interval], *, as_one_call: bool = False) -> Su
 
 
 def _of_call(members: list[Interval]) -> tuple[Overlap, float, float]:
-    gemms = [i for i in members if is_gemm(i)]
-    gemm_us = sum(end_us - start_us for start_us, end_us in union_spans(gemms, COMPUTE))
-    last_gemm_us = max((i.end_us for i in gemms), default=min(i.start_us for i in members))
-    return measure_overlap(members), gemm_us, max(i.end_us for i in members) - last_gemm_us
+    gemm_us = sum(end_us - start_us for start_us, end_us in union_spans(filter(is_gemm, members), COMPUTE))
+    work_ends_us = [i.end_us for i in members if is_gemm(i) or is_attention(i)]
+    tail_from_us = max(work_ends_us, default=min(i.start_us for i in members))
+    return measure_overlap(members), gemm_us, max(i.end_us for i in members) - tail_from_us
 
 
 def worst_of(summaries: Sequence[Summary]) -> Summary:

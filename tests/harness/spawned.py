@@ -28,7 +28,7 @@ from torch import distributed as dist
 from commfuse_megatron.testing import cpu_pretraining
 from tests.harness.gpu_ranks import run_on_gpu_ranks
 
-__all__ = ["run_spawned"]
+__all__ = ["fork_ranks", "run_spawned"]
 
 
 def run_spawned(world_size: int, body: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
@@ -38,7 +38,7 @@ def run_spawned(world_size: int, body: Callable[..., Any], *args: Any, backend: 
         if torch.cuda.is_available():
             run_on_gpu_ranks(*job)
         else:
-            _fork_ranks(job)
+            fork_ranks(world_size, _enter, *job)
         return [torch.load(f"{folder}/result-{rank}", weights_only=False) for rank in range(world_size)]
 
 
@@ -78,16 +78,16 @@ class _Source:
         self.process.join()
 
 
-def _fork_ranks(job: tuple) -> None:
-    """Run `_enter(rank, *job)` on every rank; raises with what failed first and what fails soon after."""
-    ranks = range(job[0])
+def fork_ranks(world_size: int, body: Callable[..., None], *args: Any) -> None:
+    """Run `body(rank, *args)` on every rank; raises with what failed first and what fails soon after."""
+    ranks = range(world_size)
     for rank in ranks:
         if rank not in _sources:
             _sources[rank] = _Source()
     running = {_sources[rank].pipe: rank for rank in ranks}
     try:
         for pipe, rank in running.items():
-            pipe.send((dict(os.environ), os.getcwd(), pickle.dumps((rank, *job))))
+            pipe.send((dict(os.environ), os.getcwd(), pickle.dumps((body, rank, *args))))
         failures: list[str] = []
         while running and (ready := wait(list(running), timeout=_CONSEQUENCES_S if failures else None)):
             for pipe in ready:
@@ -144,7 +144,8 @@ def _run_job(environment: dict[str, str], folder: str, job: bytes, failure: Conn
     os.environ.update(environment)
     os.chdir(folder)
     try:
-        _enter(*pickle.loads(job))
+        body, *args = pickle.loads(job)
+        body(*args)
     except BaseException:
         failure.send(f"raised\n{traceback.format_exc()}")
         raise SystemExit(1) from None

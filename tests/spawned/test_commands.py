@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import run_on_ranks
+
 # Seconds each on an idle machine; importing Megatron in two ranks takes long on a busy one.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -79,12 +81,11 @@ def test_the_demo_trains_and_agrees(tmp_path: Path) -> None:
 def test_the_benchmark_checks_attention_blocks_on_cpu_ranks(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     sizes = ("--models", "llama-8b", "paper", "--tokens", "2048", "--passes", "fprop", "--chunks", "1")
-    ran = run_commfuse("bench", "--attention", *sizes, "--json", str(file))
+    ran = run_on_ranks(2, "bench", "--attention", *sizes, "--json", str(file))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     data = json.loads(file.read_text(encoding="utf-8"))
     assert data["failures"] == data["missing"] == []
     assert data["left_out"] == {}
-    assert "CUDA_HOME" not in ran.stderr
     assert len({row["case"] for row in data["rows"]}) == 5
     variants = {"sequential", "slicing C=4", "row_parallel gloo", "query_split m=1 gloo", "planned"}
     assert variants <= {row["variant"] for row in data["rows"]}
@@ -94,7 +95,7 @@ def test_the_benchmark_checks_attention_blocks_on_cpu_ranks(tmp_path: Path) -> N
 def test_the_benchmark_checks_every_variant_on_cpu_ranks(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     options = ("bench", "--models", "llama-8b", "--linears", "qkv", "proj", "--tokens", "2048", "--json", str(file))
-    ran = run_commfuse(*options)
+    ran = run_on_ranks(2, *options)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     data = json.loads(file.read_text(encoding="utf-8"))
     assert data["failures"] == data["missing"] == []
@@ -106,13 +107,12 @@ def test_the_benchmark_checks_every_variant_on_cpu_ranks(tmp_path: Path) -> None
     }
     assert max(row["max_error"] for row in rows if row["max_error"] is not None) < 1e-5
     assert "left out userbuffers" in ran.stdout
-    assert "CUDA_HOME" not in ran.stderr, "what Megatron's import logs helps nobody here"
     assert "speed" not in ran.stdout.lower()
     assert " ms" not in ran.stdout, "times of a CPU say nothing"
     # Another run goes on where this one ended, and does not forget what had failed.
     data["failures"] = ["planned: another result"]
     file.write_text(json.dumps(data), encoding="utf-8")
-    again = run_commfuse(*options, "--virtual-ranks", "4", "--resume")
+    again = run_on_ranks(2, *options, "--virtual-ranks", "4", "--resume")
     assert again.returncode == 1, again.stdout + again.stderr
     assert "planned: another result" in again.stdout
     data = json.loads(file.read_text(encoding="utf-8"))
@@ -129,3 +129,4 @@ def test_a_benchmark_without_a_row_does_not_pass(tmp_path: Path) -> None:
     assert "missing llama-8b.qkv M=2048 fprop: no time left" in ran.stdout
     assert "not run host_link: see what was left out" in ran.stdout
     assert "0 rows of 0 cases, 2 missing, 0 variants left out, 0 failed" in ran.stdout
+    assert "CUDA_HOME" not in ran.stderr, "what Megatron's import logs helps nobody here"

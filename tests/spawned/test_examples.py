@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import run_on_ranks
 from tests.megatron.pretraining_runs import load_example
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -24,6 +25,8 @@ PROMISED = {
     "check_training.py": "stock after plugin",
     "swap_layers_in_gpt.py": f"{'output_layer':43}  overlapped\n",
 }
+#: Run in ranks that torchrun need not start: others show that it can.
+IN_PLACE = {"check_training.py", "swap_layers_in_gpt.py", "trace_a_step.py"}
 #: Run by `test_pretraining_examples.py`: one needs what the other writes.
 IN_A_ROW = {"prepare_text.py", "pretrain_gpt.py", "compare_curves.py"}
 
@@ -111,7 +114,18 @@ def test_the_readme_lists_every_example() -> None:
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("name", PROMISED)
 def test_the_example_runs(name: str) -> None:
-    run_example(command_of(EXAMPLES / name), PROMISED[name])
+    command = command_of(EXAMPLES / name)
+    if name in IN_PLACE:
+        ranks, script = (command.index(word) + 1 for word in ("--nproc-per-node", f"examples/{name}"))
+        run_on_forked_ranks(int(command[ranks]), name, *command[script:])
+    else:
+        run_example(command, PROMISED[name])
+
+
+def run_on_forked_ranks(ranks: int, name: str, *arguments: str) -> None:
+    ran = run_on_ranks(ranks, *arguments, script=EXAMPLES / name)
+    assert ran.returncode == 0, ran.stderr
+    assert PROMISED[name] in ran.stdout
 
 
 def run_example(command: list[str], promised: str) -> None:
@@ -159,6 +173,4 @@ def test_an_impossible_schedule_is_wrong_usage() -> None:
 @pytest.mark.timeout(150)
 def test_the_linears_agree_with_the_sequential_program_on_three_ranks() -> None:
     """Fails without scaled weights: outputs far from 1 differ by more than assert_close allows in fp32."""
-    command = command_of(EXAMPLES / "overlap_linears.py")
-    command[command.index("--nproc-per-node") + 1] = "3"
-    run_example(command, PROMISED["overlap_linears.py"])
+    run_on_forked_ranks(3, "overlap_linears.py")

@@ -11,17 +11,10 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.cli import launch as launch_module
 from commfuse_megatron.cli import main as cli
-from commfuse_megatron.cli.launch import (
-    CannotRunError,
-    Rank,
-    RankFailedError,
-    UsageError,
-    choose_num_ranks,
-    is_speaker,
-    launch,
-)
+from commfuse_megatron.cli import ranks
+from commfuse_megatron.cli.launch import launch
+from commfuse_megatron.cli.ranks import CannotRunError, Rank, RankFailedError, UsageError, choose_num_ranks, is_speaker
 from commfuse_megatron.errors import ConfigError, ShapeError
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -133,7 +126,7 @@ def test_a_body_starts_when_all_ranks_are_connected(monkeypatch: pytest.MonkeyPa
     calls: list[str] = []
     for name in ("init_process_group", "all_reduce", "destroy_process_group"):
         monkeypatch.setattr(dist, name, lambda *_, name=name, **__: calls.append(name))
-    with launch_module._process_group(Rank(0, 2, "cpu"), 0, None, 60.0):
+    with ranks.process_group(Rank(0, 2, "cpu"), 0, None, 60.0):
         calls.append("body")
     assert calls == ["init_process_group", "all_reduce", "body", "destroy_process_group"]
 
@@ -193,9 +186,9 @@ def test_what_one_rank_alone_has_met_it_says_after_a_while(
         waits.append(seconds)
         assert not capsys.readouterr().err, "the first rank comes first"
 
-    monkeypatch.setattr(launch_module.time, "sleep", wait)
+    monkeypatch.setattr(ranks.time, "sleep", wait)
     assert cli.main(["demo", "--text", "no/such/file"]) == 2
-    assert waits == [launch_module._FIRST_RANK_SPEAKS_S]
+    assert waits == [ranks._FIRST_RANK_SPEAKS_S]
     assert "the text cannot be read" in capsys.readouterr().err
 
 

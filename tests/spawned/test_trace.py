@@ -9,11 +9,10 @@ import torch
 from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops, tracing
-from commfuse_megatron.cli import main as cli
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.tracing.collectives import local_copies, recorded_calls
-from tests.harness import run_spawned
+from tests.harness import run_on_ranks, run_spawned
 from tests.spawned.test_commands import run_commfuse
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -43,14 +42,13 @@ SMALL = ("--tokens", "121", "--N", "24", "--K", "16", "--calls", "3")
         (3, "all_gather_linear", "backward", "sliced"),
     ],
 )
-def test_one_operation(
-    ranks: int, op: str, pass_name: str, path: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_one_operation(ranks: int, op: str, pass_name: str, path: str, tmp_path: Path) -> None:
     way = ("--op", op, "--pass", pass_name, "--path", path, "--algorithm", "direct")
-    # Only the ranks are processes of their own: one less to start.
-    exit_code = cli.main(["trace", "--ranks", str(ranks), *way, *SMALL, *outputs_in(tmp_path)])
-    out, err = capfd.readouterr()
-    assert exit_code == 0, out + err
+    asked = ("trace", *way, *SMALL, *outputs_in(tmp_path))
+    starts_ranks = pass_name == "fprop"  # itself, once
+    ran = run_commfuse(*asked, "--ranks", str(ranks)) if starts_ranks else run_on_ranks(ranks, *asked)
+    out = ran.stdout
+    assert ran.returncode == 0, out + ran.stderr
     data, trace = outcome(tmp_path, out)
     assert f"{op} {pass_name}, M 121, N 24, K 16: {path}" in out
     record = data["record"]
@@ -83,17 +81,11 @@ def test_one_operation(
         ("backward", ("--paths", "query_split", "sequential", "--case", "paper.attention-4x8192"), None),
     ],
 )
-def test_one_attention_block(
-    pass_name: str,
-    options: tuple[str, ...],
-    paths: list[str] | None,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    asked = ("--attention", "--ranks", "2", "--pass", pass_name, "--calls", "3", "--shrink", "128", *options)
-    exit_code = cli.main(["trace", *asked, *outputs_in(tmp_path)])
-    out, err = capfd.readouterr()
-    assert exit_code == 0, out + err
+def test_one_attention_block(pass_name: str, options: tuple[str, ...], paths: list[str] | None, tmp_path: Path) -> None:
+    asked = ("--attention", "--pass", pass_name, "--calls", "3", "--shrink", "128", *options)
+    ran = run_on_ranks(2, "trace", *asked, *outputs_in(tmp_path))
+    out = ran.stdout
+    assert ran.returncode == 0, out + ran.stderr
     data, trace = outcome(tmp_path, out)
     paths = paths or ["query_split", "sequential"]
     m = 2 if pass_name == "fprop" else 1
@@ -129,8 +121,8 @@ def test_one_attention_block(
 
 
 def test_a_whole_step_stock_and_plugin(tmp_path: Path) -> None:
-    step = ("--step", "--ranks", "2", "--seq", "32", "--layers", "1", "--rounds", "2")
-    ran = run_commfuse("trace", *step, *outputs_in(tmp_path))
+    step = ("--step", "--seq", "32", "--layers", "1", "--rounds", "2")
+    ran = run_on_ranks(2, "trace", *step, *outputs_in(tmp_path))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     data, trace = outcome(tmp_path, ran.stdout)
     assert "lower bound; results are wrong on purpose" in ran.stdout

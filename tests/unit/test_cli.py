@@ -11,7 +11,7 @@ import pytest
 
 from commfuse_megatron.cli import bench, verify_megatron
 from commfuse_megatron.cli import main as cli
-from commfuse_megatron.cli.launch import CannotRunError, Rank, RankFailedError, UsageError
+from commfuse_megatron.cli.ranks import CannotRunError, Rank, RankFailedError, UsageError
 from commfuse_megatron.cli.trace import config_of
 from commfuse_megatron.errors import ConfigError, UnsupportedError, VerificationError
 from commfuse_megatron.verify import machine as machine_module

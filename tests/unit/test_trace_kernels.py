@@ -182,6 +182,16 @@ def test_a_summary_is_the_mean_of_calls_metered_by_themselves() -> None:
     assert (worst.span_us, worst.tail_us, worst.calls) == (40, 2.5, 2)
 
 
+@pytest.mark.parametrize(("last", "tail_us"), [("attend backward 1", 2), ("attention", 2), ("wgrad", 2), ("sum", 12)])
+def test_a_tail_begins_where_products_and_attention_end(last: str, tail_us: float) -> None:
+    call = [
+        interval("multiply 1", "compute", 0, 10),
+        interval(last, "compute", 10, 20),
+        interval("gather", "transfer", 0, 22),
+    ]
+    assert summarize(call).tail_us == tail_us
+
+
 def test_what_was_recorded_a_second_time_closer_to_the_work_is_dropped() -> None:
     outer = [interval("multiply 0", "compute", 0, 10), interval("all-gather", "transfer", 10, 20)]
     inner = interval("GEMM 1x2x3", "compute", 1, 9)
