@@ -1,14 +1,19 @@
 """The copy engine, cuBLASLt and streams on the CPU: everything happens at once, in the order of submission.
 
-So transports, tapes and flags run on every machine, ranks as threads. What this cannot show: two streams at a time, and
-whether the driver takes the calls. A wait that nothing fulfils raises after some seconds.
+CUDA graphs are what streams and events make of them, run in another of all orders that they leave open at every launch,
+one node after the other, as with a single hardware queue. So transports, tapes and flags run on every machine, ranks as
+threads. What this cannot show: two kernels at a time, and whether the driver takes the calls. A wait that nothing
+fulfils raises after some seconds.
 """
 
 import contextlib
 import ctypes
+import functools
+import itertools
+import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -26,6 +31,7 @@ __all__ = ["emulate_copy_engine", "take_part"]
 _LONGEST_WAIT_S = 10.0
 _CPU = torch.device("cpu")
 _local = threading.local()
+_handles = itertools.count(10)
 
 
 @contextlib.contextmanager
@@ -65,7 +71,7 @@ def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _current_stream(index: int) -> int:
-    assert not getattr(_local, "is_in_graph", False), "a step of a graph asked for the current stream"
+    assert _capture() is None, "a step of a graph asked for the current stream"
     return 0
 
 
@@ -97,25 +103,27 @@ class _Memory:
         return "write", address, value
 
     def run(self, stream: int, ops: tuple[tuple[str, int, int], ...]) -> None:
-        for kind, address, value in ops:
-            flag = ctypes.c_int32.from_address(address)
-            if kind == "write":
-                flag.value = value
-                continue
-            deadline = time.monotonic() + _LONGEST_WAIT_S
-            while flag.value != value:
-                assert time.monotonic() < deadline, "waited in vain for a flag"
-                time.sleep(1e-4)
+        for op in ops:
+            _submit(stream, functools.partial(_write_or_wait, *op))
 
     def copy(self, stream: int, target_at: int, source_at: int, size_bytes: int) -> None:
-        ctypes.memmove(target_at, source_at, size_bytes)
+        _submit(stream, functools.partial(ctypes.memmove, target_at, source_at, size_bytes))
+
+
+def _write_or_wait(kind: str, address: int, value: int) -> None:
+    flag = ctypes.c_int32.from_address(address)
+    if kind == "write":
+        flag.value = value
+        return
+    deadline = time.monotonic() + _LONGEST_WAIT_S
+    while flag.value != value:
+        assert time.monotonic() < deadline, "waited in vain for a flag"
+        time.sleep(1e-4)
 
 
 class _Stream:
-    handle = 1
-
     def __init__(self, device: torch.device, *, is_high_priority: bool = False) -> None:
-        self.torch = self
+        self.torch, self.handle = self, next(_handles)
 
     def query(self) -> bool:
         return True
@@ -128,28 +136,77 @@ class _Stream:
 
 
 class _Event:
+    def __init__(self) -> None:
+        self._mark: tuple[_Capture, frozenset[int]] | None = None
+
     def record(self, stream: int) -> None:
-        pass
+        capture = _capture()
+        self._mark = None if capture is None else (capture, capture.latest[stream])
 
     def wait(self, stream: int) -> None:
-        pass
+        capture = _capture()
+        if capture is None:
+            assert self._mark is None, "waits outside of a graph for what is in it"
+            return
+        assert self._mark is not None, "waits in a graph for what is outside of it"
+        origin, nodes = self._mark
+        assert origin is capture, "waits for what is in another graph"
+        capture.latest[stream] = capture.latest.get(stream, frozenset()) | nodes
 
     def query(self) -> bool:
         return True
 
 
-class _Graph:
-    """Makes the calls again: what they were told is all that a graph keeps."""
+class _Capture:
+    """What streams are told while one of them is captured. latest: by stream, what its next node comes after."""
 
-    def __init__(self, stream: _Stream, tell) -> None:
-        self._tell = tell
+    def __init__(self, origin: int) -> None:
+        self.nodes: list[tuple[Callable[[], object], frozenset[int]]] = []
+        self.latest: dict[int, frozenset[int]] = {origin: frozenset()}
+
+    def add(self, stream: int, action: Callable[[], object]) -> None:
+        assert stream in self.latest, "a stream that is not captured"
+        self.nodes.append((action, self.latest[stream]))
+        self.latest[stream] = frozenset([len(self.nodes) - 1])
+
+
+def _capture() -> _Capture | None:
+    return getattr(_local, "capture", None)
+
+
+def _submit(stream: int, action: Callable[[], object]) -> None:
+    capture = _capture()
+    if capture is None:
+        action()
+    else:
+        capture.add(stream, action)
+
+
+class _Graph:
+    def __init__(self, stream: _Stream, tell: Callable[[], None]) -> None:
+        capture = _local.capture = _Capture(stream.handle)
+        try:
+            tell()
+        finally:
+            _local.capture = None
+        self._nodes, self._launches = capture.nodes, 0
+        reached, left = set[int](), list(capture.latest[stream.handle])
+        while left:
+            node = left.pop()
+            if node not in reached:
+                reached.add(node)
+                left += capture.nodes[node][1]
+        assert len(reached) == len(capture.nodes), "a stream that was forked has not joined"
 
     def launch(self, stream: int) -> None:
-        _local.is_in_graph = True
-        try:
-            self._tell()
-        finally:
-            _local.is_in_graph = False
+        self._launches += 1
+        draw = random.Random(f"{_local.group.rank()} {self._launches}")
+        waiting = dict(enumerate(self._nodes))
+        done: set[int] = set()
+        while waiting:
+            number = draw.choice([number for number, (_, after) in waiting.items() if after <= done])
+            waiting.pop(number)[0]()
+            done.add(number)
 
 
 class _Page:
@@ -186,6 +243,9 @@ class _Matmul:
     def __call__(
         self, stream: int, workspace_at: int, a_at: int, b_at: int, out_at: int, addend_at: int, bias_at: int
     ) -> None:
+        _submit(stream, lambda: self._multiply(a_at, b_at, out_at, addend_at, bias_at))
+
+    def _multiply(self, a_at: int, b_at: int, out_at: int, addend_at: int, bias_at: int) -> None:
         a, b, out = (_view(matrix, at) for matrix, at in zip(self._matrices, (a_at, b_at, out_at), strict=True))
         product = a.double() @ b.double()
         if self._has_addend:
@@ -200,11 +260,15 @@ def _bind_attention(
 ) -> BoundForward:
     likes = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (q, k, v, out)]
 
-    def run(stream: int, q_at: int, k_at: int, v_at: int, out_at: int, state_at: int) -> None:
-        assert stream in (2, 3)
+    def attend(*addresses: int) -> None:
+        *operands_at, state_at = addresses
         ctypes.c_float.from_address(state_at).value = 1.0  # is memory
-        views = [_like(*like, at) for like, at in zip(likes, (q_at, k_at, v_at, out_at), strict=True)]
+        views = [_like(*like, at) for like, at in zip(likes, operands_at, strict=True)]
         kernel.forward(*views, mask, scale, None)
+
+    def run(stream: int, *addresses: int) -> None:
+        assert stream in (2, 3)
+        _submit(stream, functools.partial(attend, *addresses))
 
     return run
 
@@ -215,14 +279,17 @@ def _bind_attention_backward(
     loaded = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (*operands, grad_out)]
     stored = [(t.shape, torch.empty(t.shape, device="meta").stride(), t.dtype) for t in operands[:3]]
 
-    def run(stream: int, q_at, k_at, v_at, out_at, state_at, grad_out_at, *gradients_at: int) -> None:
-        assert stream in (2, 3)
+    def attend(q_at, k_at, v_at, out_at, state_at, grad_out_at, *gradients_at: int) -> None:
         assert ctypes.c_float.from_address(state_at).value == 1.0  # what the forward pass left
         addresses = (q_at, k_at, v_at, out_at, grad_out_at)
         *views, grad = [_like(*like, at) for like, at in zip(loaded, addresses, strict=True)]
         found = kernel.backward(grad, tuple(views), (), mask, scale, None)
         for like, at, gradient in zip(stored, gradients_at, found, strict=True):
             _like(*like, at).copy_(gradient)
+
+    def run(stream: int, *addresses: int) -> None:
+        assert stream in (2, 3)
+        _submit(stream, functools.partial(attend, *addresses))
 
     return run
 
@@ -239,12 +306,15 @@ def _bind_sum(own: torch.Tensor, partials: torch.Tensor, *, bias: torch.Tensor |
 
     like = (partials.shape, partials.stride(), partials.dtype)
 
-    def add(stream: int, own_at: int, partials_at: int, bias_at: int | None, out_at: int) -> None:
+    def total(own_at: int, partials_at: int, bias_at: int | None, out_at: int) -> None:
         total = _view(rows, own_at).double()
         if like[0][0]:
             total += _like(*like, partials_at).double().sum(0)
         if bias_at is not None:
             total += _view(row, bias_at)
         _view(rows, out_at).copy_(total)
+
+    def add(stream: int, *addresses) -> None:
+        _submit(stream, functools.partial(total, *addresses))
 
     return add

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 
 import pytest
 import torch
@@ -102,16 +103,54 @@ def test_calls_with_the_same_addresses_become_graphs_and_see_new_data(group_size
                         out[0] = torch.empty(0)  # the last result's memory is free for the next one
                         out[0] = operation(kept.x, kept.weight, kept.bias, context=context)
                     assert torch.equal(out[0], getattr(references, op)(kept.x, kept.weight, kept.bias, group=group))
-            found = [
-                made
-                for p in context._prepared.values()
-                for t in p.tapes.values()
-                for made in t.operation.graphs.values()
-            ]
-            return sum(made.__class__ is not int for made in found)
+            return number_of_graphs(context)
 
     for graphs in run_threads(group_size, body):
         assert bool(graphs) == bool(cuda_graphs)
+
+
+def number_of_graphs(context) -> int:
+    tapes = [tape for p in context._prepared.values() for tape in p.tapes.values() if tape.operation is not None]
+    return sum(made.__class__ is not int for tape in tapes for made in tape.operation.graphs.values())
+
+
+@pytest.mark.parametrize("group_size", [2, 3, 4])
+@pytest.mark.parametrize(("path", "m"), [("sliced", 1), ("sliced", 2), ("sliced", 3), ("bulk", 1)])
+def test_graphs_of_linears_are_right_in_every_order_that_they_allow(group_size, path, m, monkeypatch):
+    emulate_copy_engine(monkeypatch)
+    monkeypatch.setattr(tape_graphs, "_STEPWISE", -1)  # every call is one
+
+    def body(group, device):
+        with take_part(group), OverlapContext(group, config_for(path, "direct", m)) as context:
+            for op in OPS:
+                for seed, rows in itertools.product(range(6), (4 * group_size, 4 * group_size + 1, 2)):
+                    case = Case(op=op, rows=rows, N=16, K=8, has_bias=seed % 2 == 0, seed=seed)
+                    operands = draw(case, group.rank(), group.size(), device)
+                    assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+            return number_of_graphs(context)
+
+    assert min(run_threads(group_size, body)) > 0
+
+
+@pytest.mark.parametrize("group_size", [2, 3, 4])
+@pytest.mark.parametrize("m", [1, 2, 3])
+def test_graphs_of_attention_are_right_in_every_order_that_they_allow(group_size, m, monkeypatch):
+    emulate_copy_engine(monkeypatch)
+    monkeypatch.setattr(tape_graphs, "_STEPWISE", -1)
+    attention = AttentionConfig(path="query_split", splits_per_shard=m)
+    config = OverlapConfig(attention=attention, transport=TransportConfig(backend="copy_engine"))
+
+    def body(group, device):
+        with take_part(group), OverlapContext(group, config) as context:
+            for seed, rows in itertools.product(range(6), (6 * group_size, 6 * group_size + 1, 3)):
+                case = AttentionCase(rows=rows, head_dim=8, value_dim=8, N=16, dtype=torch.float32, seed=seed)
+                operands, grad_y = draw_attention(case, group.rank(), group.size())
+                found = run(operands, grad_y, query_split_attention, context=context)
+                exact = run(operands, grad_y, references.query_split_attention, group=group)
+                assert_close(found, exact, 1e-5)
+            return number_of_graphs(context)
+
+    assert min(run_threads(group_size, body)) > 0
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
