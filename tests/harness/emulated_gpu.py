@@ -189,7 +189,7 @@ class _Graph:
             tell()
         finally:
             _local.capture = None
-        self._nodes, self._launches = capture.nodes, 0
+        self._nodes = capture.nodes
         reached, left = set[int](), list(capture.latest[stream.handle])
         while left:
             node = left.pop()
@@ -199,8 +199,8 @@ class _Graph:
         assert len(reached) == len(capture.nodes), "a stream that was forked has not joined"
 
     def launch(self, stream: int) -> None:
-        self._launches += 1
-        draw = random.Random(f"{_local.group.rank()} {self._launches}")
+        _local.launches = getattr(_local, "launches", 0) + 1  # of all graphs: most are launched once
+        draw = random.Random(f"{_local.group.rank()} {_local.launches}")
         waiting = dict(enumerate(self._nodes))
         done: set[int] = set()
         while waiting:
