@@ -267,8 +267,7 @@ def _recompute_fp8_flag() -> Iterator[None]:
 def _recomputed_storage() -> Iterator[None]:
     """Wall: selective recompute compiles C++ at its first use, to let one tensor have another's memory.
 
-    That takes a compiler, ninja and up to a minute per process; a copy below autograd gives the same bytes, and is what
-    Megatron-Core 0.18 does, which has no such function.
+    That takes a compiler, ninja and up to a minute per process; a copy below autograd gives the same bytes.
     """
     from megatron.core.tensor_parallel import random
 
@@ -277,9 +276,6 @@ def _recomputed_storage() -> Iterator[None]:
         target.untyped_storage().resize_(memory.nbytes())
         target.untyped_storage().copy_(memory)
 
-    if not hasattr(random, "_get_share_storage"):
-        yield
-        return
     with _replaced(random, _get_share_storage=lambda: copy_storage):
         yield
 

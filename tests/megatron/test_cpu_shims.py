@@ -144,7 +144,7 @@ def test_fp8_flag() -> None:
 def test_recomputed_outputs_fill_the_memory_of_the_first_ones_without_a_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(random, "load_inline", None, raising=False)  # Megatron-Core 0.18 has none
+    monkeypatch.setattr(random, "load_inline", None)
     weight = torch.randn(3, 3, dtype=torch.float64)
     results = []
     for discards in (False, True):
