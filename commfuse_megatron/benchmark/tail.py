@@ -6,7 +6,6 @@ a bound list of calls. Where launches take longer than GEMMs, the tail is theirs
 """
 
 import statistics
-from collections.abc import Iterable
 
 import torch
 from torch import distributed as dist
@@ -15,22 +14,12 @@ from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.benchmark.operands import Work
 from commfuse_megatron.benchmark.ours import Way
 from commfuse_megatron.benchmark.variant import Ready, differentiable
-from commfuse_megatron.runtime.meter import COMPUTE
 from commfuse_megatron.runtime.recorder import Interval
+from commfuse_megatron.tracing.summary import tail_us
 
-__all__ = ["TailMeter", "tail_us"]
+__all__ = ["TailMeter"]
 
 _CALLS = 6
-_SUM = "sum"
-
-
-def tail_us(intervals: Iterable[Interval]) -> float | None:
-    """From the end of the last GEMM to the end of everything, of one call's intervals; None without a GEMM."""
-    intervals = list(intervals)
-    gemm_ends = [i.end_us for i in intervals if i.track == COMPUTE and not i.name.startswith(_SUM)]
-    if not gemm_ends:
-        return None
-    return max(i.end_us for i in intervals) - max(gemm_ends)
 
 
 class TailMeter:

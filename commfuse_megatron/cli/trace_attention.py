@@ -72,7 +72,8 @@ def run_trace_attention(arguments: argparse.Namespace) -> int:
     case = _case(arguments, num_ranks)
     rows = case.rows // num_ranks
     if arguments.splits is not None and arguments.splits > rows:
-        raise UsageError(f"--splits {arguments.splits}: a shard has {rows} rows{_of_shrunk(arguments)}")
+        shrunk = f" (sizes are divided by {case.shrink}: --shrink)" if case.shrink > 1 else ""
+        raise UsageError(f"--splits {arguments.splits}: a shard has {rows} rows{shrunk}")
     options = _Options(
         case=case,
         pass_name=arguments.pass_name,
@@ -98,11 +99,6 @@ def _case(arguments: argparse.Namespace, num_ranks: int) -> AttentionCase:
     if arguments.seq and attention_tokens(name, (0,)) != (0,):
         raise UsageError(f"--case {name} has a sequence of its own; leave out --seq")
     return case
-
-
-def _of_shrunk(arguments: argparse.Namespace) -> str:
-    shrink = arguments.shrink or (1 if arguments.device == "cuda" else CPU_SHRINK)
-    return f" (sizes are divided by {shrink}: --shrink)" if shrink > 1 else ""
 
 
 def _config(arguments: argparse.Namespace, path: str) -> OverlapConfig:

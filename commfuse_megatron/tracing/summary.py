@@ -13,7 +13,7 @@ from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER, Overlap, measure_
 if TYPE_CHECKING:
     from commfuse_megatron.runtime.recorder import Interval
 
-__all__ = ["Summary", "drop_nested", "is_attention", "is_gemm", "summarize", "worst_of"]
+__all__ = ["Summary", "drop_nested", "is_attention", "is_gemm", "summarize", "tail_us", "worst_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +77,14 @@ def summarize(intervals: Iterable[Interval], *, as_one_call: bool = False) -> Su
 
 def _of_call(members: list[Interval]) -> tuple[Overlap, float, float]:
     gemm_us = sum(end_us - start_us for start_us, end_us in union_spans(filter(is_gemm, members), COMPUTE))
-    work_ends_us = [i.end_us for i in members if is_gemm(i) or is_attention(i)]
-    tail_from_us = max(work_ends_us, default=min(i.start_us for i in members))
-    return measure_overlap(members), gemm_us, max(i.end_us for i in members) - tail_from_us
+    overlap, tail = measure_overlap(members), tail_us(members)
+    return overlap, gemm_us, overlap.span_us if tail is None else tail
+
+
+def tail_us(call: Sequence[Interval]) -> float | None:
+    """From the end of the last GEMM or attention to the end of everything, of one call; None without either."""
+    work_ends_us = [i.end_us for i in call if is_gemm(i) or is_attention(i)]
+    return max(i.end_us for i in call) - max(work_ends_us) if work_ends_us else None
 
 
 def worst_of(summaries: Sequence[Summary]) -> Summary:

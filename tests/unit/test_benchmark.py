@@ -15,12 +15,12 @@ from commfuse_megatron.benchmark.rows import Report, Row, load_report
 from commfuse_megatron.benchmark.run import Settings, grid
 from commfuse_megatron.benchmark.summary import check_bounds, parse_bounds, summarize
 from commfuse_megatron.benchmark.table import overview_table, rows_table
-from commfuse_megatron.benchmark.tail import tail_us
 from commfuse_megatron.benchmark.timing import _summary
 from commfuse_megatron.benchmark.variant import link_name, require_own_link
 from commfuse_megatron.cli.bench import configurations_without_rows
 from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.runtime.recorder import Interval
+from commfuse_megatron.tracing.summary import tail_us
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
