@@ -12,12 +12,12 @@ import torch
 from commfuse_megatron.kernels.attention import Dropout
 from commfuse_megatron.ops.arguments import remember, with_unit_stride
 from commfuse_megatron.ops.attention_recordings import (
-    new_slabs,
     new_states,
     record_query_split,
     record_query_split_backward,
     split_states,
 )
+from commfuse_megatron.ops.attention_slabs import GradientSlabs
 from commfuse_megatron.ops.linear_reduce_scatter import OPERATION as PROJECTION
 from commfuse_megatron.ops.linear_reduce_scatter import ScatterOperands, scatter_backward, scatter_forward
 from commfuse_megatron.ops.passes import gather_chunks, scatter_chunks, start_gather, weight_gradient
@@ -160,7 +160,9 @@ def _replayed_backward(
     if "weight" in p.problem.needs:
         grad_weight = torch.empty_like(weight) if weight_grad is None else weight_grad.accumulate
     gradients = Heads(*(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in saved.heads))
-    slabs = (new_slabs(k, len(attention.splits)), new_slabs(v, len(attention.splits)))
+    slabs = p.memo.get("slabs")
+    if slabs is None:
+        slabs = p.memo["slabs"] = GradientSlabs(_attention_of(p), attention.splits)
     key = (attention.scale, q.stride(), k.stride(), v.stride(), torch.are_deterministic_algorithms_enabled())
     tape_call = TapeCall(
         grad_shard,
@@ -169,7 +171,7 @@ def _replayed_backward(
         torch.empty_like(saved.attended),
         grad_weight,
         grad_weight is not None and weight_grad is not None,
-        more=(k, v, states, *gradients, *slabs, q),
+        more=(k, v, states, *gradients, slabs.new(k), slabs.new(v), q),
         key=key,
     )
     with p as link:

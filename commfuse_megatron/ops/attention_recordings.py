@@ -2,34 +2,32 @@
 
 As in `runtime/lanes.py` the pieces, attention and GEMM of one chunk of queries, alternate over two streams:
 
-    lane 0   [attend 1][project 1]          [attend 3][project 3]...
-    lane 1             [attend 2  ][project 2]        [attend own][project own]
-    copies                        [y 1 ...  ][y 2 ...]
+    lane 0   [attend 1][project 1]          [attend own][project own + arrived]
+    lane 1             [attend 2][project 2]       [sum of what arrived]
+    copies                       [y 1 ...  ][y 2 ...]
 
-Backward the pieces are the dgrad of one chunk's rows and the attention backward of its queries. Each leaves the
-gradients of the keys and values that it saw in a slab of its own; a sum over slabs, in fp32, ends the pass.
+The last GEMM adds what arrived, so no pass over the output follows. Of more than two ranks, what arrived is added up
+first, beside the attention of the own queries.
+
+Backward the pieces are the dgrad of one chunk's rows and the attention backward of its queries; the weight gradient
+runs beside the last of them. Each leaves the gradients of the keys and values that it saw in a slab of its own, or in
+the result; sums over slabs, in fp32, end the pass.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from commfuse_megatron.kernels.attention import BoundBackward, SplitMask
-from commfuse_megatron.kernels.sum_partials import bind_sum
-from commfuse_megatron.ops.recordings import (
-    Gather,
-    Scatter,
-    matrix_of,
-    multiply_scattered,
-    record_weight_gradient,
-    sum_step,
-)
+from commfuse_megatron.ops.attention_slabs import GradientSlabs
+from commfuse_megatron.ops.recordings import Gather, Scatter, matrix_of, multiply_scattered, record_weight_gradient
 from commfuse_megatron.ops.replay import FIRST, LAST, MORE, OUT, SECOND, WEIGHT, Build, TapeCall, Unservable
 from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
-from commfuse_megatron.transport.copy_tape import Ref, Step
+from commfuse_megatron.transport.copy_tape import CopyTape, Ref, Step
 
-__all__ = ["new_slabs", "new_states", "record_query_split", "record_query_split_backward", "split_states"]
+__all__ = ["new_states", "record_query_split", "record_query_split_backward", "split_states"]
 
 _FLOATS_PER_LOAD = 4
 
@@ -56,6 +54,41 @@ def split_states(
     ]
 
 
+class _Lanes:
+    """Pieces of one tape take turns on the lanes of the context; without lanes all stay on the current stream."""
+
+    def __init__(self, build: Build) -> None:
+        self._tape: CopyTape = build.tape
+        self._handles = build.p.context.lanes.handles()
+        self._turn = -1
+
+    def begin(self) -> None:
+        """Let the lanes go on from where the current stream is."""
+        if self._handles:
+            self._tape.fork(self._handles)
+
+    def next(self) -> None:
+        """What follows is the next piece."""
+        self._turn += 1
+        self._go_to(self._turn)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Put what is in the with-block on the lane that the piece in hand is not on."""
+        self._go_to(self._turn + 1)
+        yield
+        self._go_to(self._turn)
+
+    def join(self) -> None:
+        """What follows is on the current stream, after all pieces."""
+        if self._handles:
+            self._tape.join(self._handles)
+
+    def _go_to(self, turn: int) -> None:
+        if self._handles:
+            self._tape.on(self._handles[turn % len(self._handles)])
+
+
 def record_query_split(build: Build, call: TapeCall) -> None:
     """`query_split_attention` forward: first q, more k, v and the states, last bias or None -> second attended, out y.
 
@@ -73,27 +106,36 @@ def record_query_split(build: Build, call: TapeCall) -> None:
         _attend(build, operands, queries, states.element_size() * start, call.key[0])
         for queries, start in zip(splits, starts, strict=False)
     ]
-    tape, lanes = build.tape, build.p.context.lanes.handles()
-    turns = itertools.cycle(lanes)
+    tape, lanes = build.tape, _Lanes(build)
 
     def prepare(chunk: int) -> None:
-        if lanes:
-            tape.on(next(turns))
+        lanes.next()
         step = attend[chunk]
         if step is not None:
             tape.compute(step)
 
     scatter = Scatter(build, problem.N)
-    refs = (Ref(SECOND, 0), Ref(WEIGHT, 0), Ref(OUT, 0))
-    bias = Ref(LAST, 0)
-    folded = bias if call.last is not None and scatter.folds else None
-    if lanes:
-        tape.fork(lanes)
-    multiply_scattered(build, scatter, matrix_of(call.weight, transposed=True), refs, folded, prepare=prepare)
-    if lanes:
-        tape.join(lanes)
-    if not scatter.folds:
-        scatter.sum(call.out.view(-1, call.out.size(-1)), refs[2], call.last, bias)
+
+    def add_up(own_chunk: int) -> Ref:
+        if build.p.context.group_size == 2:
+            return scatter.wait_for_own(own_chunk)
+        with lanes.beside():
+            total = scatter.sum_arrived(own_chunk)
+            is_here = tape.mark()
+        tape.follow(is_here)
+        return total
+
+    lanes.begin()
+    multiply_scattered(
+        build,
+        scatter,
+        matrix_of(call.weight, transposed=True),
+        (Ref(SECOND, 0), Ref(WEIGHT, 0), Ref(OUT, 0)),
+        Ref(LAST, 0) if call.last is not None else None,
+        prepare=prepare,
+        arrived=add_up if scatter.has_transfers else None,
+    )
+    lanes.join()
     tape.wait(*scatter.remaining())
 
 
@@ -146,11 +188,6 @@ def _attend(
     return step
 
 
-def new_slabs(like: torch.Tensor, num_splits: int) -> torch.Tensor:
-    """Memory for every split's gradient of `like` [S, B, H_kv, D]: [splits, S, B * H_kv * D]."""
-    return like.new_empty(num_splits, like.size(0), like[0].numel())
-
-
 # Of the tensors in `more`, by number.
 _K, _V, _STATES, _GRAD_Q, _GRAD_K, _GRAD_V, _SLABS_K, _SLABS_V = range(MORE, MORE + 8)
 
@@ -164,23 +201,23 @@ def record_query_split_backward(build: Build, call: TapeCall) -> None:
     problem = build.p.problem
     assert isinstance(problem, AttentionProblem)
     splits = _splits(build)
-    tape, lanes = build.tape, build.p.context.lanes.handles()
-    turns = itertools.cycle(lanes)
-    attend = _attend_backward(build, call, splits)
+    tape, lanes = build.tape, _Lanes(build)
+    slabs = GradientSlabs(problem, splits)
+    attend = _attend_backward(build, call, splits, slabs)
     tape.order()
     gather = Gather(build, Ref(FIRST, 0), problem.N)
     gather.issue_all()
-    if lanes:
-        tape.fork(lanes)
+    lanes.begin()
     weight, bound = matrix_of(call.weight, transposed=False), gather.bound
+    last = max(index for index, step in enumerate(bound.steps) if step.compute is not None)
     for index, step in enumerate(bound.steps):
         if index == 1 and call.last is not None:
             gather.copy_own()
         if step.compute is None:
             continue
-        if lanes:
-            tape.on(next(turns))
+        lanes.next()
         gather.wait([] if step.needs_batch is None else [step.needs_batch])
+        is_here = tape.mark() if index == last and call.last is not None else None
         rows, first = bound.chunk_rows[step.compute], gather.start(step.compute)
         target = Ref(OUT, first * problem.K * build.itemsize)
         shapes = (build.rows(rows, problem.N), weight, build.rows(rows, problem.K))
@@ -188,18 +225,22 @@ def record_query_split_backward(build: Build, call: TapeCall) -> None:
         attention = attend[step.compute]
         if attention is not None:
             tape.compute(attention)
-    if lanes:
-        tape.join(lanes)
+        if is_here is not None:
+            with lanes.beside():
+                # All that arrived: what this lane has waited for, and what the other one had when it came to its piece.
+                tape.follow(is_here)
+                gather.complete()
+                record_weight_gradient(build, call, (gather.window, Ref(SECOND, 0)))
+    lanes.join()
     k, v = call.more[_K - MORE], call.more[_V - MORE]
-    for tensor, slabs, gradient in ((k, _SLABS_K, _GRAD_K), (v, _SLABS_V, _GRAD_V)):
-        _sum_slabs(build, problem, splits, tensor, Ref(slabs, 0), Ref(gradient, 0))
-    if call.last is not None:
-        gather.complete()
-        record_weight_gradient(build, call, (gather.window, Ref(SECOND, 0)))
+    slabs.add_up(build, k, Ref(_SLABS_K, 0), Ref(_GRAD_K, 0))
+    slabs.add_up(build, v, Ref(_SLABS_V, 0), Ref(_GRAD_V, 0))
     tape.wait(*gather.remaining())
 
 
-def _attend_backward(build: Build, call: TapeCall, splits: Sequence[RowRange]) -> list[Step | None]:
+def _attend_backward(
+    build: Build, call: TapeCall, splits: Sequence[RowRange], slabs: GradientSlabs
+) -> list[Step | None]:
     """The attention of every split; None for one without queries."""
     problem, kernel = build.p.problem, build.p.attention
     assert isinstance(problem, AttentionProblem)
@@ -207,15 +248,13 @@ def _attend_backward(build: Build, call: TapeCall, splits: Sequence[RowRange]) -
     assert call.second is not None
     assert isinstance(call.key, tuple)
     attended, grad_attended = call.second, call.out
-    k, v, states, _, _, _, slabs_k, slabs_v, q = call.more
+    k, v, states, _, _, _, _, _, q = call.more
     q_slot = MORE + len(call.more) - 1
     steps: list[Step | None] = []
-    numbers = itertools.count()  # of slabs: a split without queries has none
-    for queries, state_start in zip(splits, _state_starts(problem, splits), strict=False):
+    for split, (queries, state_start) in enumerate(zip(splits, _state_starts(problem, splits), strict=False)):
         if not queries.size:
             steps.append(None)
             continue
-        number = next(numbers)
         band = problem.visible_keys(queries)
         rows, seen = slice(queries.start, queries.stop), slice(band.keys.start, band.keys.stop)
         operands = (q[rows], k[seen], v[seen], attended[rows])
@@ -230,8 +269,8 @@ def _attend_backward(build: Build, call: TapeCall, splits: Sequence[RowRange]) -
             Ref(_STATES, states.element_size() * state_start),
             Ref(OUT, _start_of(grad_attended, rows.start)),
             Ref(_GRAD_Q, q[0].numel() * build.itemsize * rows.start),
-            Ref(_SLABS_K, _start_of(slabs_k, number) + slabs_k.stride(1) * build.itemsize * seen.start),
-            Ref(_SLABS_V, _start_of(slabs_v, number) + slabs_v.stride(1) * build.itemsize * seen.start),
+            slabs.place(split, k, Ref(_SLABS_K, 0), Ref(_GRAD_K, 0)),
+            slabs.place(split, v, Ref(_SLABS_V, 0), Ref(_GRAD_V, 0)),
         )
         steps.append(_bound_step(bound, refs))
     return steps
@@ -242,28 +281,3 @@ def _bound_step(bound: BoundBackward, refs: Sequence[Ref]) -> Step:
         bound(stream, *[at[slot] + offset for slot, offset in refs])
 
     return step
-
-
-def _sum_slabs(
-    build: Build, problem: AttentionProblem, splits: Sequence[RowRange], like: torch.Tensor, slabs: Ref, gradient: Ref
-) -> None:
-    """gradient [S, ...] = the sum over the splits that see each key of their slabs."""
-    cols = like[0].numel()
-    row_bytes = cols * build.itemsize
-    if row_bytes % 16:  # sums are bound for rows that begin on 16 bytes
-        raise Unservable
-    seen = [problem.visible_keys(queries).keys for queries in splits if queries.size]
-    edges = sorted({edge for keys in seen for edge in (keys.start, keys.stop)} | {0, problem.rows})
-    for start, stop in itertools.pairwise(edges):
-        by = [number for number, keys in enumerate(seen) if keys.start <= start and stop <= keys.stop]
-        if not by or by[-1] - by[0] != len(by) - 1:
-            raise Unservable
-        shape, stride = (stop - start, cols), problem.rows * cols
-        rows = like.new_empty(shape)
-        partials = like.new_empty(stride * len(by)).as_strided((len(by) - 1, *shape), (stride, cols, 1))
-        add = bind_sum(rows, partials, bias=None, out=rows)
-        if add is None:
-            raise Unservable
-        own = slabs.plus((by[0] * problem.rows + start) * row_bytes)
-        refs = (own, own.plus(stride * build.itemsize), gradient.plus(start * row_bytes))
-        build.tape.compute(sum_step(add, refs))

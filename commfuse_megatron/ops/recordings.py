@@ -171,6 +171,7 @@ class Scatter(_Messages):
         self.bound: BoundSchedule = program.bound
         self.features = features
         self.row_bytes = features * build.itemsize
+        self.has_transfers = program.has_transfers
         self.folds = program.has_transfers and build.p.has_cover and build.p.context.group_size == 2
         self._program = program
         self._build = build
@@ -214,9 +215,19 @@ class Scatter(_Messages):
             self._tape.note(key)
         return Ref(ZERO, self._program.arrived_chunks[index].data_ptr())
 
+    def sum_arrived(self, index: int) -> Ref:
+        """Add up all partials of own chunk `index`, in place, when they are here; where the sum lies."""
+        at, arrived = self.wait_for_own(index), self._program.arrived_chunks[index]
+        if arrived.size(0) > 1 and arrived.size(1):
+            add = bind_sum(arrived[0], arrived[1:], bias=None, out=arrived[0])
+            if add is None:
+                raise Unservable
+            self._tape.compute(sum_step(add, (at, Ref(ZERO, arrived[1].data_ptr()), at)))
+        return at
+
     def sum(self, out: torch.Tensor, out_ref: Ref, bias: torch.Tensor | None, bias_ref: Ref) -> None:
         """Add what arrived to the own partials in `out`, one pass over it."""
-        if not self._program.has_transfers:
+        if not self.has_transfers:
             return
         start = 0
         for index, rows in enumerate(self._program.own_rows):
@@ -258,12 +269,16 @@ def multiply_scattered(
     between: Callable[[], None] | None = None,
     after_first: Callable[[], None] = lambda: None,
     prepare: Callable[[int], None] = lambda chunk: None,
+    arrived: Callable[[int], Ref] | None = None,
 ) -> None:
     """Partials of a [M, k] @ weight [k, n]: others' to where they are sent from, the own to `out`, own chunks last.
 
     between: compute this before the own chunks, and each rank's others in at most two GEMMs. prepare: called before
-    each chunk's GEMM, to compute its rows of a.
+    each chunk's GEMM, to compute its rows of a. arrived: what, once it is here, the GEMM of own chunk number i adds;
+    None: nothing, or where the scatter folds, the one partial that there is.
     """
+    if arrived is None and scatter.folds:
+        arrived = scatter.wait_for_own
     a_at, weight_at, out_at = refs
     k, n = weight.shape
     bound = scatter.bound
@@ -298,9 +313,8 @@ def multiply_scattered(
             multiply(rows, start, scatter.partial(step.compute))
             continue
         target = out_at.plus((start - bound.own_start) * scatter.row_bytes)
-        if scatter.folds:
-            arrived = scatter.wait_for_own(step.compute - bound.own_chunks.start)
-            multiply(rows, start, target, arrived, bias)
+        if arrived is not None:
+            multiply(rows, start, target, arrived(step.compute - bound.own_chunks.start), bias)
         else:
             multiply(rows, start, target)
 

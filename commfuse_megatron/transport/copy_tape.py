@@ -77,11 +77,20 @@ class CopyTape:
 
     def fork(self, lanes: tuple[int, ...]) -> None:
         """Let other streams, by handle, go on from where the current one is; `on` chooses between them."""
-        mark, follow = self._transport.bind_mark()
-        self._add(mark)
+        follow = self.mark()
         for lane in lanes:
             self.on(lane)
-            self._add(follow)
+            self.follow(follow)
+
+    def mark(self) -> Step:
+        """Remember how far the stream in use has come, for `follow`."""
+        mark, follow = self._transport.bind_mark()
+        self._add(mark)
+        return follow
+
+    def follow(self, marked: Step) -> None:
+        """What comes next on the stream in use comes after what was marked."""
+        self._add(marked)
 
     def on(self, lane: int | None) -> None:
         """Put what comes next on that stream; None: on the current one."""
@@ -91,13 +100,11 @@ class CopyTape:
         """Let the current stream go on when all of these have come this far."""
         follows = []
         for lane in lanes:
-            mark, follow = self._transport.bind_mark()
             self.on(lane)
-            self._add(mark)
-            follows.append(follow)
+            follows.append(self.mark())
         self.on(None)
         for follow in follows:
-            self._add(follow)
+            self.follow(follow)
 
     def order(self) -> None:
         """What is pushed from here on was computed by what comes before."""

@@ -21,7 +21,7 @@ from torch import distributed as dist
 
 from commfuse_megatron.kernels.attention import BoundBackward, BoundForward, MathAttention, SplitMask
 from commfuse_megatron.kernels.blas import Matrix
-from commfuse_megatron.ops import attention_recordings, recordings, replay
+from commfuse_megatron.ops import attention_slabs, recordings, replay
 from commfuse_megatron.runtime import context, prepared
 from commfuse_megatron.runtime.lanes import Lanes
 from commfuse_megatron.transport import copy_engine, stream_memory, tape_graphs
@@ -64,7 +64,7 @@ def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "_workspaces", lambda device: _Workspaces())
     monkeypatch.setattr(replay, "BlasMatmul", _Matmul)
     monkeypatch.setattr(recordings, "bind_sum", _bind_sum)
-    monkeypatch.setattr(attention_recordings, "bind_sum", _bind_sum)
+    monkeypatch.setattr(attention_slabs, "bind_sum", _bind_sum)
     monkeypatch.setattr(MathAttention, "bind_forward", _bind_attention)
     monkeypatch.setattr(MathAttention, "bind_backward", _bind_attention_backward)
     monkeypatch.setattr(Lanes, "handles", lambda lanes: (2, 3))
