@@ -57,7 +57,7 @@ def sum_partials(
     )
     plan = _plans.get(key)
     if plan is None:
-        plan = _make_plan(own, partials, bias, out)
+        plan = _make_plan(own, partials, bias, out, own.device)
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
         _plans[key] = plan
@@ -75,13 +75,20 @@ def sum_partials(
 
 
 def bind_sum(
-    own: torch.Tensor, partials: torch.Tensor, *, bias: torch.Tensor | None, out: torch.Tensor
+    own: torch.Tensor,
+    partials: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    device: torch.device | None = None,
 ) -> Callable[[int, int, int, int | None, int], None] | None:
     """`sum_partials` for tensors like these: `f(handle of the stream, addresses of own, partials, bias, out)`.
 
     The addresses must be as aligned as these tensors'. None where no kernel of ours does it.
+
+    device: where it will run, if these are tensors on "meta", which count as aligned to 16 bytes.
     """
-    plan = _make_plan(own, partials, bias, out)
+    plan = _make_plan(own, partials, bias, out, device or own.device)
     if plan.kind is None:
         return None
     return plan.launch_on
@@ -158,7 +165,9 @@ def _load_once(device_index: int, kind: _Kind) -> Any:
     return compile_sum(kind)
 
 
-def _make_plan(own: torch.Tensor, partials: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> _Plan:
+def _make_plan(
+    own: torch.Tensor, partials: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, device: torch.device
+) -> _Plan:
     _check(own, partials, bias, out)
     rows, cols = own.shape
     has_flat_rows = partials.shape[0] == 0 or rows == 1 or partials.stride(1) == cols
@@ -171,11 +180,11 @@ def _make_plan(own: torch.Tensor, partials: torch.Tensor, bias: torch.Tensor | N
     tensors = [tensor for tensor in (own, partials, bias, out) if tensor is not None]
     is_aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors) and all(n % 16 == 0 for n in (cols, *strides))
     kind = None
-    if own.is_cuda and has_triton():
+    if device.type == "cuda" and has_triton():
         dtypes = (own.dtype, partials.dtype, None if bias is None else bias.dtype, out.dtype)
         kind = _Kind(*dtypes, num_partials=num_partials, is_aligned=is_aligned)
     return _Plan(
-        device_index=own.get_device(),
+        device_index=-1 if device.index is None else device.index,
         kind=kind,
         num_blocks=rows * -(-cols // BLOCK),
         spans=(_span_bytes(own), _span_bytes(partials), 0 if bias is None else _span_bytes(bias), _span_bytes(out)),

@@ -7,6 +7,7 @@ import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import AttentionConfig, TransportConfig
+from commfuse_megatron.kernels import attention_pieces
 from commfuse_megatron.kernels.attention import Dropout, MathAttention, SplitMask
 from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
@@ -65,9 +66,15 @@ def assert_near(found, exact, dtype, what):
     assert error.item() <= 4 * torch.finfo(dtype).eps + 1e-3, (what, error.item())
 
 
-@pytest.mark.parametrize("name", NAMES)
+# A kernel's name, and what it takes for cuDNN to compute a split's backward pass in two pieces: nothing, or too much.
+WAYS = {"cudnn in pieces": ("cudnn", 0), "cudnn whole": ("cudnn", 1e30), "flash": ("flash", 0)}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", PROBLEMS)
-def test_splits_of_a_kernel_equal_the_plain_one(name, kind):
+def test_splits_of_a_kernel_equal_the_plain_one(way, kind, monkeypatch):
+    name, worth = WAYS[way]
+    monkeypatch.setattr(attention_pieces, "_WORTH_A_CALL", worth)
     problem = PROBLEMS[kind]
     kernel, device = kernel_or_skip(name, problem), torch.device("cuda", 0)
     q, k, v, grad = heads_of(problem, device)
@@ -86,6 +93,62 @@ def test_splits_of_a_kernel_equal_the_plain_one(name, kind):
         for what, found, exact in zip(("out", "dq", "dk", "dv"), *results, strict=True):
             assert found.shape == exact.shape
             assert_near(found, exact, dtype, (what, queries))
+
+
+@pytest.mark.parametrize("worth", [0, 1e30], ids=["in pieces", "whole"])
+@pytest.mark.parametrize("kind", ["causal", "grouped", "latent", "odd rows"])
+def test_cudnn_bound_to_addresses_equals_the_plain_one(kind, worth, monkeypatch):
+    """Two streams at a time, launched again from CUDA graphs."""
+    monkeypatch.setattr(attention_pieces, "_WORTH_A_CALL", worth)
+    problem, device = PROBLEMS[kind], torch.device("cuda", 0)
+    kernel = kernel_or_skip("cudnn", problem)
+    whole = heads_of(problem, device)
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    calls = []
+    for number, (queries,) in enumerate(chunk_ranges(problem.rows, problem.group_size, 1)):
+        band = problem.visible_keys(queries)
+        rows, keys = slice(queries.start, queries.stop), slice(band.keys.start, band.keys.stop)
+        q, k, v, grad = (tensor[part] for tensor, part in zip(whole, (rows, keys, keys, rows), strict=True))
+        out, mask = torch.empty_like(grad), SplitMask(band)
+        stats = torch.empty(problem.batch, problem.heads, queries.size, 1, device=device)
+        gradients = [torch.empty_like(tensor) for tensor in (q, k, v)]
+        bound = (kernel.bind_forward(q, k, v, out, mask, 0.11), kernel.bind_backward(grad, (q, k, v, out), mask, 0.11))
+        loaded = [tensor.data_ptr() for tensor in (q, k, v, out, stats)]
+        more = [tensor.data_ptr() for tensor in (grad, *gradients)]
+        calls.append((streams[number % 2], bound, loaded, more, (q, k, v, grad), mask, (out, *gradients), stats))
+
+    def launch(side):
+        for stream, (forward, backward), loaded, more, *_ in calls:
+            if stream is side:
+                forward(stream.cuda_stream, *loaded)
+                backward(stream.cuda_stream, *loaded, *more)
+
+    graphs = []
+    torch.cuda.synchronize()
+    for stream in streams:  # what is kept for a stream is made before it is captured
+        with torch.cuda.stream(stream):
+            launch(stream)
+    torch.cuda.synchronize()
+    for stream in streams:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=stream):
+            launch(stream)
+    for *_, found, _ in calls:
+        for tensor in found:
+            tensor.fill_(torch.nan)
+    torch.cuda.synchronize()
+    for _ in range(3):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for *_, (q, k, v, grad), mask, found, _ in calls:
+        exact = torch.empty_like(grad, dtype=torch.float64)
+        operands = (q.double(), k.double(), v.double(), exact)
+        MathAttention().forward(*operands, mask, 0.11, None)
+        wanted = (exact, *MathAttention().backward(grad.double(), operands, (), mask, 0.11, None))
+        for what, value, right in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
+            assert_near(value, right, value.dtype, (what, mask))
 
 
 @pytest.mark.parametrize("name", NAMES)

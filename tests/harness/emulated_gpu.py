@@ -300,7 +300,14 @@ def _like(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, addre
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
 
-def _bind_sum(own: torch.Tensor, partials: torch.Tensor, *, bias: torch.Tensor | None, out: torch.Tensor):
+def _bind_sum(
+    own: torch.Tensor,
+    partials: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    device: torch.device | None = None,
+):
     rows = Matrix((own.size(0), own.size(1)), (own.size(1), 1), own.dtype)
     row = Matrix((1, own.size(1)), (own.size(1), 1), own.dtype)
 

@@ -8,6 +8,7 @@ import torch
 
 from commfuse_megatron.errors import ShapeError, UnsupportedError
 from commfuse_megatron.kernels import persistent_matmul, persistent_matmul_unavailable_reason, sum_partials
+from commfuse_megatron.kernels.sum_partials import bind_sum
 from commfuse_megatron.kernels.tiles import TILES, choose_tile
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -73,6 +74,17 @@ def test_sum_in_fp64_stays_in_fp64() -> None:
 def test_sum_of_nothing() -> None:
     out = torch.empty(0, 7)
     assert sum_partials(torch.empty(0, 7), torch.empty(3, 0, 7), out=out) is out
+
+
+def test_sums_are_bound_for_a_device_by_layouts_alone() -> None:
+    pytest.importorskip("triton")
+    own = torch.empty(3, 16, dtype=BF16, device="meta")
+    bound = bind_sum(own, own.unsqueeze(0), bias=None, out=own, device=torch.device("cuda", 1))
+    assert bound is not None
+    plan = bound.__self__
+    assert (plan.device_index, plan.num_blocks, plan.kind.num_partials) == (1, 1, 1)
+    assert plan.kind.is_aligned
+    assert bind_sum(own, own.unsqueeze(0), bias=None, out=own) is None
 
 
 def test_sum_refuses_what_does_not_fit() -> None:
