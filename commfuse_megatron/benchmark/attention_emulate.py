@@ -87,27 +87,47 @@ class EmulatedAttention(OverTransport):
         start = (1 - work.group.rank()) * messages * shard_rows
         lanes = prepared.context.lanes
 
+        def multiply(owner: int, target: torch.Tensor, addend: torch.Tensor | None, run: AllGatherRun) -> None:
+            gemm.multiply(rows_of[owner], b, target, addend, run.in_flight)
+            gemm.join()
+
+        def arrived(run: AllGatherRun) -> torch.Tensor:
+            run.finish()
+            return prepared.gather.gathered()[start : start + messages * shard_rows].view(messages, shard_rows, case.N)
+
+        def add_beside_attention(run: AllGatherRun, y: torch.Tensor) -> torch.Tensor:
+            """As the tape does: what arrived is added up beside the last attention, and the last GEMM adds it."""
+            with lanes.turn():
+                attention.forward(own, heads, attended)
+            with lanes.turn():
+                parts = arrived(run)
+                first = parts[0]
+                total = sum_partials(first, parts[1:], out=first) if messages > 1 else first
+            with lanes.turn(waits_for_current=True):
+                multiply(own, y, total, run)
+            return y
+
         def call() -> torch.Tensor:
-            y_own = attended.new_empty(shard_rows, case.N, dtype=gemm.own_dtype)
             y = attended.new_empty(shard_rows, case.N)
             if not self._splits_queries:
                 attention.forward(0, heads, attended)
             with prepared as link:
                 run = AllGatherRun(link, prepared.gather, partials)
                 lanes.begin()
-                for message, owner in enumerate([*others, own]):
-                    start_of_target = message * shard_rows
-                    target = y_own if owner == own else partials[start_of_target : start_of_target + shard_rows]
+                for message, owner in enumerate(others):
                     with lanes.turn() if self._splits_queries else contextlib.nullcontext():
                         if self._splits_queries:
                             attention.forward(owner, heads, attended)
-                        gemm.multiply(rows_of[owner], b, target, None, run.in_flight)
-                        gemm.join()
-                    if owner != own:
-                        run.issue(message)
-                run.finish()
-                arrived = prepared.gather.gathered()[start : start + messages * shard_rows]
-                return sum_partials(y_own, arrived.view(messages, shard_rows, case.N), out=y)
+                        multiply(owner, partials[message * shard_rows : (message + 1) * shard_rows], None, run)
+                    run.issue(message)
+                if self._splits_queries and link.transport.is_one_sided:
+                    return add_beside_attention(run, y)
+                y_own = attended.new_empty(shard_rows, case.N, dtype=gemm.own_dtype)
+                with lanes.turn() if self._splits_queries else contextlib.nullcontext():
+                    if self._splits_queries:
+                        attention.forward(own, heads, attended)
+                    multiply(own, y_own, None, run)
+                return sum_partials(y_own, arrived(run), out=y)
 
         replay = as_graph(call, work.pool.device)
         return Ready(

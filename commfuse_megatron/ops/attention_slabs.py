@@ -60,9 +60,10 @@ class GradientSlabs:
             else:
                 own, partials, num_partials = first, first.plus(self._rows * row_bytes), len(by) - 1
             shape, stride = (stop - start, cols), self._rows * cols
-            rows = like.new_empty(shape)
-            others = like.new_empty(stride * max(1, num_partials)).as_strided((num_partials, *shape), (stride, cols, 1))
-            add = bind_sum(rows, others, bias=None, out=rows)
+            rows = like.new_empty(shape, device="meta")
+            others = like.new_empty(stride * max(1, num_partials), device="meta")
+            others = others.as_strided((num_partials, *shape), (stride, cols, 1))
+            add = bind_sum(rows, others, bias=None, out=rows, device=like.device)
             if add is None:
                 raise Unservable
             build.tape.compute(sum_step(add, (own, partials, at)))
