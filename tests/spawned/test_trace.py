@@ -180,6 +180,17 @@ def check_replaced_collectives(group: dist.ProcessGroup, device: torch.device) -
     assert found[1].start_us <= found[2].start_us <= found[2].end_us <= found[1].end_us
 
 
+def check_gemms_that_widen() -> None:
+    """Fails where the last arguments of a product are taken for its operands: GPUs also take a dtype for the result."""
+    recorder = Recorder(torch.device("cpu"))
+    a, b = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((2, 3), (3, 4)))
+    with recorded_calls(recorder):
+        assert torch.mm(a, b, out_dtype=torch.float32).dtype == torch.float32
+        torch.addmm(b[0], a, b)
+        torch.bmm(a[None], b[None])
+    assert [i.name for i in recorder.intervals()] == ["GEMM 2x4x3"] * 3
+
+
 def check_record(group: dist.ProcessGroup, device: torch.device) -> None:
     x, weight = torch.randn(8, 1, 6), torch.randn(4, 6)
     with OverlapContext(group, OverlapConfig(record=True)) as context:
@@ -203,6 +214,7 @@ def check_record(group: dist.ProcessGroup, device: torch.device) -> None:
 
 def run_checks(group: dist.ProcessGroup, device: torch.device) -> None:
     check_replaced_collectives(group, device)
+    check_gemms_that_widen()
     check_record(group, device)
 
 
