@@ -146,6 +146,34 @@ def test_a_whole_step_stock_and_plugin(tmp_path: Path) -> None:
     assert 0 < len(gemms) < len([e for e in slices if e["pid"] == 0 and e["cat"] == "compute"]), "recorded twice"
 
 
+SEES_NOTHING = """
+import sys
+
+from commfuse_megatron.cli.main import main
+from commfuse_megatron.tracing.session import Session
+
+finish = Session.finish
+Session.finish = lambda session: [[] for _ in finish(session)]
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "asked", [("--path", "sequential", *SMALL), ("--step", "--seq", "32", "--layers", "1", "--rounds", "1")]
+)
+def test_a_recording_of_nothing_is_refused_before_anything_is_written(asked: tuple[str, ...], tmp_path: Path) -> None:
+    """Fails where the first rank is left to find that it has nothing to draw."""
+    script, folder = tmp_path / "sees_nothing.py", tmp_path / "out"
+    script.write_text(SEES_NOTHING, encoding="utf-8")
+    ran = run_on_ranks(2, "trace", *asked, *outputs_in(folder), script=script)
+    assert ran.returncode == 2, ran.stdout + ran.stderr
+    assert "commfuse trace cannot run here: nothing was seen to run in " in ran.stderr
+    assert "on the ranks [0, 1]" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert ran.stdout == ""
+    assert not folder.exists()
+
+
 # --- building blocks --------------------------------------------------------------------------------------------------
 
 
