@@ -28,8 +28,8 @@ from commfuse_megatron.errors import UnsupportedError, VerificationError
 from commfuse_megatron.runtime.context import OpRecord
 from commfuse_megatron.runtime.recorder import Interval, Recorder
 from commfuse_megatron.tracing.collectives import local_copies, recorded_calls
-from commfuse_megatron.tracing.kernels import gather_profile, profile_calls
-from commfuse_megatron.tracing.session import Session, gather_recording, meet
+from commfuse_megatron.tracing.kernels import gather_profile, profile_calls, split_calls
+from commfuse_megatron.tracing.session import Session, gather_recording, meet, require_work
 from commfuse_megatron.tracing.summary import Summary, drop_nested, summarize, worst_of
 
 __all__ = [
@@ -143,8 +143,8 @@ def count_steps(wanted: StepToTrace) -> int:
 def trace_step(wanted: StepToTrace, *, on_step: Callable[[], object] = lambda: None) -> StepTrace:
     """Build, warm up, time and trace on all ranks of the default group, the tensor-parallel group. Collective.
 
-    Raises UnsupportedError where Transformer Engine is asked for and missing, VerificationError if nothing was
-    overlapped in the plugin's step.
+    Raises UnsupportedError where Transformer Engine is asked for and missing, or nothing was seen to run in a traced
+    step; VerificationError if nothing was overlapped in the plugin's step.
     """
     with ExitStack() as stack:
         if wanted.device_type == "cpu":
@@ -183,6 +183,8 @@ def _trace(wanted: StepToTrace, on_step: Callable[[], object]) -> StepTrace:
         times = _time(steps, wanted.rounds, device, on_step)
         del steps[FREE]
         runs = _profiled(steps, device) if device.type == "cuda" else _recorded(steps, device)
+        for name, recording in runs.items():
+            require_work(f"the step of {name}", [recording])
         return StepTrace(
             times=times,
             runs=runs,
@@ -345,11 +347,7 @@ def _profiled(steps: dict[str, _Step], device: torch.device) -> dict[str, dict[i
             meet(None, device)
 
         own = profile_calls(list(steps.values()), prepare=prepare)
-    found = gather_profile(own)
-    return {
-        name: {rank: [i for i in intervals if i.call == number] for rank, intervals in found.items()}
-        for number, name in enumerate(steps, 1)
-    }
+    return dict(zip(steps, split_calls(gather_profile(own), len(steps)), strict=True))
 
 
 def _recorded(steps: dict[str, _Step], device: torch.device) -> dict[str, dict[int, list[Interval]]]:

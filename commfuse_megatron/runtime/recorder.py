@@ -24,6 +24,10 @@ __all__ = ["Interval", "Recorder"]
 # Some 15 steps of 32 layers; a call of 8 ranks with 4 chunks per shard has some 60 intervals. Not measured.
 _MOST_CALLS = 4096
 
+# Times between events are single floats, which an hour after the first event are a quarter of a millisecond apart. So
+# marks are timed from one that was at most about this long before; after a tenth of a second they are 0.01 us apart.
+_NEAR_US = 1e5
+
 
 @dataclass(frozen=True, slots=True)
 class Interval:
@@ -82,6 +86,7 @@ class Recorder:
         self._num_calls = 0
         self._probe = torch.cuda.Stream(device) if self._is_cuda else None
         self._origin = self.now()
+        self._reference: tuple[Any, float] = (self._origin, 0.0)  # a mark and its time
 
     def begin_call(self, problem: Problem | str) -> None:
         """Say what the following intervals belong to. The oldest call is forgotten where there are too many."""
@@ -155,7 +160,7 @@ class Recorder:
             for item in call.pending:
                 start_us, end_us = self._microseconds(item.start), self._microseconds(item.end)
                 if item.track == "transfer" and self._is_cuda:
-                    start_us = max(start_us, *(lane_end_us.get(lane, 0.0) for lane in item.lanes))
+                    start_us = max([start_us, *(lane_end_us.get(lane, 0.0) for lane in item.lanes)])
                     lane_end_us.update(dict.fromkeys(item.lanes, end_us))
                 lane = f"lane {'+'.join(map(str, item.lanes))}" if item.lanes else ""
                 call.resolved.append(
@@ -166,5 +171,9 @@ class Recorder:
     def _microseconds(self, mark: Any) -> float:
         if self._is_cuda:
             mark.synchronize()
-            return self._origin.elapsed_time(mark) * 1e3
+            reference, reference_us = self._reference
+            since_us = reference.elapsed_time(mark) * 1e3
+            if since_us > _NEAR_US:
+                self._reference = mark, reference_us + since_us
+            return reference_us + since_us
         return (mark - self._origin) * 1e6

@@ -23,8 +23,8 @@ from commfuse_megatron.runtime.context import OpRecord, OverlapContext
 from commfuse_megatron.runtime.meter import COMPUTE, union_spans
 from commfuse_megatron.runtime.recorder import Interval, Recorder
 from commfuse_megatron.tracing.collectives import recorded_calls
-from commfuse_megatron.tracing.kernels import gather_profile, profile_calls
-from commfuse_megatron.tracing.session import Session, gather_recording, meet
+from commfuse_megatron.tracing.kernels import gather_profile, profile_calls, split_calls
+from commfuse_megatron.tracing.session import Session, gather_recording, meet, require_work
 from commfuse_megatron.tracing.summary import Summary, drop_nested, is_attention, is_gemm, summarize
 
 __all__ = ["BlockToTrace", "BlockTrace", "attention_us", "trace_block"]
@@ -109,7 +109,7 @@ def trace_block(
         on_call: called after every recorded or warm-up call that was submitted.
 
     Raises:
-        UnsupportedError: the context took another way, or the profiler saw nothing; on all ranks.
+        UnsupportedError: the context took another way, or nothing was seen to run in a call; on all ranks.
     """
     config = dataclasses.replace(config, record=not wanted.is_profiled)
     if wanted.is_profiled:
@@ -133,9 +133,7 @@ def trace_block(
         else:
             is_watched = (projection or record).path not in _SCHEDULED
             recordings = _recorded(wanted, call, counted, context, is_watched=is_watched)
-        silent = [rank for rank in range(group.size()) if not all(recording[rank] for recording in recordings)]
-        if silent:
-            raise UnsupportedError(f"nothing was seen to run in a call of {record.path} on the ranks {silent}")
+        require_work(f"a call of {record.path}", recordings)
         return BlockTrace(calls=tuple(map(_by_kind, recordings)), record=record, projection=projection)
 
 
@@ -203,11 +201,7 @@ def _profiled(
     wanted: BlockToTrace, counted: Callable[[], object], group: dist.ProcessGroup, device: torch.device
 ) -> list[Recording]:
     own = profile_calls([counted] * wanted.calls, prepare=lambda _: meet(group, device), are_apart=True)
-    ranks = gather_profile(own, group)
-    return [
-        {rank: [i for i in intervals if i.call == number] for rank, intervals in ranks.items()}
-        for number in range(1, wanted.calls + 1)
-    ]
+    return split_calls(gather_profile(own, group), wanted.calls)
 
 
 def _by_kind(recording: Mapping[int, Sequence[Interval]]) -> Recording:

@@ -168,6 +168,6 @@ class _RecordedGemms(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         mark = self._recorder.now()
         result = func(*args, **(kwargs or {}))
-        a, b = args[-2:] if len(args) == 2 else args[1:3]
+        a, b = [operand for operand in args if isinstance(operand, torch.Tensor)][-2:]  # a dtype may follow
         self._recorder.add_compute(f"GEMM {a.shape[-2]}x{b.shape[-1]}x{a.shape[-1]}", mark, None)
         return result

@@ -21,8 +21,8 @@ from commfuse_megatron.problem import shard_range
 from commfuse_megatron.runtime.context import OpRecord, OverlapContext
 from commfuse_megatron.runtime.recorder import Interval, Recorder
 from commfuse_megatron.tracing.collectives import recorded_calls
-from commfuse_megatron.tracing.kernels import gather_profile, profile_calls
-from commfuse_megatron.tracing.session import Session, gather_recording, meet
+from commfuse_megatron.tracing.kernels import gather_profile, profile_calls, split_calls
+from commfuse_megatron.tracing.session import Session, gather_recording, meet, require_work
 from commfuse_megatron.tracing.summary import Summary, drop_nested, summarize
 
 __all__ = ["LinearToTrace", "LinearTrace", "trace_linear"]
@@ -68,6 +68,9 @@ def trace_linear(
 
     Args:
         on_call: called after every recorded or warm-up call that was submitted.
+
+    Raises UnsupportedError, on all ranks, where nothing was seen to run on one: the recorder does not see kernels that
+    PyTorch does not know of, beside a plain collective or none.
     """
     config = dataclasses.replace(wanted.config, record=not wanted.is_profiled)
     with OverlapContext(group, config) as context:
@@ -82,10 +85,12 @@ def trace_linear(
         (record,) = [r for r in context.report() if r.pass_name == wanted.pass_name]
         if wanted.is_profiled:
             recording = _profiled(wanted, call, counted, group, device)
+            require_work(f"a call of {record.path}", split_calls(recording, wanted.calls))
         else:
             has_schedule = record.path in ("sliced", "bulk", "local")
             own = _recorded(wanted, call, counted, context, has_schedule=has_schedule)
             recording = gather_recording(own, group)
+            require_work(f"the calls of {record.path}", [recording])
         return LinearTrace(recording=recording, record=record)
 
 

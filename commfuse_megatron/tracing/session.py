@@ -13,20 +13,20 @@ meet at the start and all times count from that meeting; what happened before it
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.errors import ConfigError
+from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.recorder import Interval, Recorder
 from commfuse_megatron.tracing.figure import draw_timeline, missing_matplotlib
 from commfuse_megatron.tracing.perfetto import write_perfetto
 
-__all__ = ["Recorded", "Session", "export", "gather_recording", "record"]
+__all__ = ["Recorded", "Session", "export", "gather_recording", "meet", "record", "require_work"]
 
 
 class Session:
@@ -75,6 +75,16 @@ def gather_recording(own: Sequence[Interval], group: dist.ProcessGroup | None = 
     everyones: list[list[Interval]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyones, list(own), group=group)
     return dict(enumerate(everyones))
+
+
+def require_work(what: str, recordings: Iterable[Mapping[int, Sequence[Interval]]]) -> None:
+    """Raise UnsupportedError where some rank was not seen to run anything in one of the recordings.
+
+    Recordings are equal on all ranks, and so is the error: nobody goes on to draw what is not there.
+    """
+    silent = {rank for recording in recordings for rank, intervals in recording.items() if not intervals}
+    if silent:
+        raise UnsupportedError(f"nothing was seen to run in {what} on the ranks {sorted(silent)}")
 
 
 @dataclasses.dataclass

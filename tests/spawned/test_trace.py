@@ -146,6 +146,34 @@ def test_a_whole_step_stock_and_plugin(tmp_path: Path) -> None:
     assert 0 < len(gemms) < len([e for e in slices if e["pid"] == 0 and e["cat"] == "compute"]), "recorded twice"
 
 
+SEES_NOTHING = """
+import sys
+
+from commfuse_megatron.cli.main import main
+from commfuse_megatron.tracing.session import Session
+
+finish = Session.finish
+Session.finish = lambda session: [[] for _ in finish(session)]
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "asked", [("--path", "sequential", *SMALL), ("--step", "--seq", "32", "--layers", "1", "--rounds", "1")]
+)
+def test_a_recording_of_nothing_is_refused_before_anything_is_written(asked: tuple[str, ...], tmp_path: Path) -> None:
+    """Fails where the first rank is left to find that it has nothing to draw."""
+    script, folder = tmp_path / "sees_nothing.py", tmp_path / "out"
+    script.write_text(SEES_NOTHING, encoding="utf-8")
+    ran = run_on_ranks(2, "trace", *asked, *outputs_in(folder), script=script)
+    assert ran.returncode == 2, ran.stdout + ran.stderr
+    assert "commfuse trace cannot run here: nothing was seen to run in " in ran.stderr
+    assert "on the ranks [0, 1]" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert ran.stdout == ""
+    assert not folder.exists()
+
+
 # --- building blocks --------------------------------------------------------------------------------------------------
 
 
@@ -180,6 +208,17 @@ def check_replaced_collectives(group: dist.ProcessGroup, device: torch.device) -
     assert found[1].start_us <= found[2].start_us <= found[2].end_us <= found[1].end_us
 
 
+def check_gemms_that_widen() -> None:
+    """Fails where the last arguments of a product are taken for its operands: GPUs also take a dtype for the result."""
+    recorder = Recorder(torch.device("cpu"))
+    a, b = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((2, 3), (3, 4)))
+    with recorded_calls(recorder):
+        assert torch.mm(a, b, out_dtype=torch.float32).dtype == torch.float32
+        torch.addmm(b[0], a, b)
+        torch.bmm(a[None], b[None])
+    assert [i.name for i in recorder.intervals()] == ["GEMM 2x4x3"] * 3
+
+
 def check_record(group: dist.ProcessGroup, device: torch.device) -> None:
     x, weight = torch.randn(8, 1, 6), torch.randn(4, 6)
     with OverlapContext(group, OverlapConfig(record=True)) as context:
@@ -203,6 +242,7 @@ def check_record(group: dist.ProcessGroup, device: torch.device) -> None:
 
 def run_checks(group: dist.ProcessGroup, device: torch.device) -> None:
     check_replaced_collectives(group, device)
+    check_gemms_that_widen()
     check_record(group, device)
 
 

@@ -1,8 +1,14 @@
 """What a context with `record` keeps of its calls."""
 
+import contextlib
+
+import numpy
+import pytest
 import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
+from commfuse_megatron.runtime.recorder import Recorder
+from commfuse_megatron.transport.base import Transfer
 from tests.harness import run_threads
 
 
@@ -38,3 +44,94 @@ def test_a_cleared_recording_goes_on():
                 assert context.report()[0].exposed_comm_us is None
 
     run_threads(2, body)
+
+
+# --- on GPUs ----------------------------------------------------------------------------------------------------------
+
+
+class FakeDevice:
+    """Stands for a GPU: its events are recorded at `now_us`; times between them are single floats of milliseconds."""
+
+    def __init__(self, monkeypatch):
+        self.now_us = 0.0
+        device = self
+
+        class Event:
+            def __init__(self, *, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at_us = device.now_us
+
+            def synchronize(self):
+                pass
+
+            def elapsed_time(self, other):
+                return float(numpy.float32((other.at_us - self.at_us) / 1e3))
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: "probe")
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+    def recorder(self):
+        recorder = Recorder(torch.device("cuda", 0))
+        recorder.begin_call("op")
+        return recorder
+
+
+class Arriving(Transfer):
+    """A transfer that is done so long after its issue."""
+
+    def __init__(self, device, lanes, us):
+        self.lanes = lanes
+        self._device, self._us = device, us
+
+    def wait(self):
+        self._device.now_us += self._us
+
+    def is_complete(self):
+        return True
+
+
+@pytest.fixture
+def fake_device(monkeypatch):
+    return FakeDevice(monkeypatch)
+
+
+def test_on_gpus_a_transfer_without_lanes_lasts_from_its_issue_to_its_end(fake_device):
+    """Fails with `max(start_us, *())`: a plain collective, seen from outside, has no lanes."""
+    recorder = fake_device.recorder()
+    fake_device.now_us = 125.0
+    mark = recorder.now()
+    fake_device.now_us = 250.0
+    recorder.add_transfer("all-gather", mark, None)
+    recorder.open_transfer("all-reduce", Arriving(fake_device, (), 125), None)
+    found = [(i.name, i.track, i.start_us, i.end_us, i.lane) for i in recorder.intervals()]
+    assert found == [("all-gather", "transfer", 125, 250, ""), ("all-reduce", "transfer", 250, 375, "")]
+
+
+def test_on_gpus_a_transfer_begins_when_those_before_it_on_its_lanes_are_done(fake_device):
+    recorder = fake_device.recorder()
+    for lanes, us in (((0,), 500), ((1,), 250), ((0, 1), 625), ((2,), 125)):
+        fake_device.now_us = 125.0  # all issued at once
+        recorder.open_transfer("x", Arriving(fake_device, lanes, us), None)
+    found = [(i.start_us, i.end_us, i.lane) for i in recorder.intervals()]
+    assert found == [(125, 625, "lane 0"), (125, 375, "lane 1"), (625, 750, "lane 0+1"), (125, 250, "lane 2")]
+
+
+def test_on_gpus_times_stay_fine_long_after_the_first_mark(fake_device):
+    """Fails where all times are taken from the first mark: after an hour a single float leaves 250 us."""
+    recorder = fake_device.recorder()
+    for call in range(3):
+        fake_device.now_us += 3600e6
+        for start_us in range(0, 1000, 100):
+            mark = recorder.now()
+            fake_device.now_us += 40
+            recorder.add_compute(f"{call} {start_us}", mark, None)
+            fake_device.now_us += 60
+    found = recorder.intervals()
+    assert [i.duration_us for i in found] == pytest.approx([40] * 30, abs=0.1)
+    for call in range(3):
+        starts = [i.start_us for i in found if i.name.startswith(f"{call} ")]
+        assert [start - starts[0] for start in starts] == pytest.approx(range(0, 1000, 100), abs=0.1)
+        assert starts[0] == pytest.approx(3600e6 * (call + 1) + 1000 * call, abs=1000)

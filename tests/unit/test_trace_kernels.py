@@ -1,46 +1,80 @@
 """Kernels and copies of a profiler trace, sorted into tracks and calls; and the numbers of a recording."""
 
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.runtime.recorder import Interval
-from commfuse_megatron.tracing.kernels import Profile, intervals_of_trace
+from commfuse_megatron.tracing import kernels
+from commfuse_megatron.tracing.kernels import Profile, intervals_of_trace, profile_calls, split_calls
 from commfuse_megatron.tracing.summary import Summary, drop_nested, summarize, worst_of
 
 PERSISTENT = "persistent_matmul_kernel"
 NCCL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+SPIN = "at::cuda::(anonymous namespace)::spin_kernel(long)"
+DTOD, PTOP = "Memcpy DtoD (Device -> Device)", "Memcpy PtoP (Device -> Device)"
 COMPUTE_STREAM, COPY_STREAM, NCCL_STREAM = 7, 20, 24
 
-
-def annotation(number: int, ts: float, dur: float) -> dict[str, Any]:
-    return {"ph": "X", "cat": "user_annotation", "name": f"commfuse call {number}", "ts": ts, "dur": dur, "args": {}}
+Events = list[dict[str, Any]]
+correlations = itertools.count(1)
 
 
 def work(
-    name: str, ts: float, dur: float, *, launched: float | None, stream: int = COMPUTE_STREAM, **more: Any
-) -> list[dict[str, Any]]:
-    """A kernel (or, with cat=, a copy) and its launch on the host."""
-    number = int(1000 * ts)
-    event = {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, **{k: more.pop(k) for k in list(more)}}
-    event["args"] = {"stream": stream, "correlation": number, "grid": [112, 1, 1]}
+    name: str, ts: float, dur: float, *, launched: float | None, stream: int = COMPUTE_STREAM, cat: str = "kernel"
+) -> Events:
+    """A kernel, or a copy, and its launch on the host, unless that was not seen."""
+    number = next(correlations)
+    args = {"stream": stream, "correlation": number, "grid": [112, 1, 1]}
+    event = {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args}
     if launched is None:
         return [event]
     launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": launched, "dur": 1}
     return [event, {**launch, "args": {"correlation": number}}]
 
 
-def copy(name: str, ts: float, dur: float, *, launched: float | None, stream: int) -> list[dict[str, Any]]:
+def copy(name: str, ts: float, dur: float, *, launched: float | None, stream: int) -> Events:
     return work(name, ts, dur, launched=launched, stream=stream, cat="gpu_memcpy")
 
 
-def trace_of(*events: list[dict[str, Any]]) -> dict[str, Any]:
-    calls = [annotation(1, 100, 50), annotation(2, 200, 50)]
+def mark(name: str, ts: float, *, launched: float) -> Events:
+    """An annotation on the host, the kernel launched in it, and what the profiler makes of both on the device."""
+    annotation = {"ph": "X", "cat": "user_annotation", "name": f"commfuse {name}", "ts": launched - 1, "dur": 3}
+    on_device = {**annotation, "cat": "gpu_user_annotation", "ts": ts - 1, "dur": 2}
+    return [annotation, on_device, *work(SPIN, ts, 1, launched=launched)]
+
+
+def begin_and_end(number: int, start: float, end: float, *, launched: tuple[float, float]) -> Events:
+    """The marks of a call whose work runs from `start` to `end`."""
+    return [
+        *mark(f"begin {number}", start - 1, launched=launched[0]),
+        *mark(f"end {number}", end, launched=launched[1]),
+    ]
+
+
+def chrome(*events: Events) -> dict[str, Any]:
     noise = [
         {"ph": "M", "name": "process_name", "args": {}},
         {"ph": "X", "cat": "cpu_op", "name": "x", "ts": 0, "dur": 1},
+        {"ph": "X", "cat": "user_annotation", "name": "somebody else's", "ts": 0, "dur": 1000},
     ]
-    return {"traceEvents": [*calls, *noise, *(event for pair in events for event in pair)]}
+    return {"traceEvents": [*noise, *(event for members in events for event in members)]}
+
+
+def trace_of(*events: Events) -> dict[str, Any]:
+    """Two calls that run from 100 to 150 and from 200 to 250; the host was ahead and had launched all by 60."""
+    marks = (begin_and_end(1, 100, 150, launched=(20, 30)), begin_and_end(2, 200, 250, launched=(40, 60)))
+    return chrome(*marks, *events)
+
+
+def calls_in(trace: dict[str, Any], num_calls: int = 2) -> list[tuple[int, str, float]]:
+    return [(i.call, i.track, i.start_us) for i in intervals_of_trace(trace, num_calls)]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +108,7 @@ def trace_of(*events: list[dict[str, Any]]) -> dict[str, Any]:
     ],
 )
 def test_kernels_are_sorted_by_name(name: str, track: str, short: str, op: str) -> None:
-    (interval,) = intervals_of_trace(trace_of(work(name, 110, 5, launched=101)))
+    (interval,) = intervals_of_trace(trace_of(work(name, 110, 5, launched=25)), 2)
     assert (interval.track, interval.name) == (track, short)
     assert interval.op.startswith(op)
     assert (interval.detail, interval.lane, interval.call) == (name, "stream 7", 1)
@@ -83,69 +117,168 @@ def test_kernels_are_sorted_by_name(name: str, track: str, short: str, op: str) 
 def test_copies_are_transfers_between_devices_and_on_streams_without_kernels() -> None:
     intervals = intervals_of_trace(
         trace_of(
-            work(PERSISTENT, 110, 5, launched=101),
-            copy("Memcpy DtoD (Device -> Device)", 116, 2, launched=102, stream=COMPUTE_STREAM),
-            copy("Memcpy DtoD (Device -> Device)", 120, 2, launched=103, stream=COPY_STREAM),
-            copy("Memcpy PtoP (Device -> Device)", 125, 2, launched=104, stream=COMPUTE_STREAM),
-            copy("Memcpy HtoD (Pageable -> Device)", 130, 2, launched=105, stream=COPY_STREAM),
-            work(NCCL, 140, 5, launched=106, stream=NCCL_STREAM),
-            copy("Memcpy DtoD (Device -> Device)", 150, 2, launched=107, stream=NCCL_STREAM),
-        )
+            work(PERSISTENT, 101, 5, launched=23),
+            copy(DTOD, 106, 2, launched=22, stream=COMPUTE_STREAM),
+            copy(DTOD, 110, 2, launched=23, stream=COPY_STREAM),
+            copy(PTOP, 115, 2, launched=24, stream=COMPUTE_STREAM),
+            copy("Memcpy HtoD (Pageable -> Device)", 120, 2, launched=25, stream=COPY_STREAM),
+            work(NCCL, 130, 5, launched=26, stream=NCCL_STREAM),
+            copy(DTOD, 140, 2, launched=27, stream=NCCL_STREAM),
+        ),
+        2,
     )
     tracks = [interval.track for interval in intervals]
     assert tracks == ["compute", "compute", "transfer", "transfer", "compute", "transfer", "transfer"]
 
 
-def test_work_belongs_to_the_call_that_launched_it() -> None:
-    intervals = intervals_of_trace(
+def test_copies_by_the_driver_are_transfers_also_where_a_graph_runs_them_among_kernels() -> None:
+    """Fails where streams alone are looked at: a graph's are the driver's choice."""
+    found = calls_in(
         trace_of(
-            work(PERSISTENT, 50, 5, launched=40),  # warm-up
-            work(PERSISTENT, 260, 5, launched=120),  # launched in call 1, run during call 2
-            work(PERSISTENT, 270, 5, launched=210),
-            work(PERSISTENT, 300, 5, launched=290),  # after the calls
+            work(PERSISTENT, 101, 5, launched=None),
+            copy(DTOD, 107, 9, launched=None, stream=COMPUTE_STREAM),
+            copy("Memset (Device)", 120, 1, launched=None, stream=COMPUTE_STREAM),
+            copy(DTOD, 130, 9, launched=29, stream=COMPUTE_STREAM),
         )
     )
-    assert [(i.call, i.start_us) for i in intervals] == [(1, 260), (2, 270)]
+    assert found == [(1, "compute", 101), (1, "transfer", 107), (1, "compute", 120), (1, "compute", 130)]
 
 
-def test_copies_without_a_launch_belong_to_the_call_that_ends_after_their_start() -> None:
-    def unseen(ts: float) -> list[dict[str, Any]]:
-        return copy("Memcpy DtoD (Device -> Device)", ts, 5, launched=None, stream=COPY_STREAM)
-
-    intervals = intervals_of_trace(
+def test_work_of_a_graph_belongs_to_the_call_during_which_it_ran() -> None:
+    """Fails where launches are looked at: nobody saw the graph's."""
+    found = calls_in(
         trace_of(
-            unseen(49),  # warm-up
-            work(PERSISTENT, 50, 10, launched=40),
-            unseen(120),  # an all-gather sends before it multiplies
-            work(PERSISTENT, 121, 20, launched=120),
-            unseen(141),
-            work(PERSISTENT, 142, 20, launched=201),
-            unseen(150),
-            unseen(310),
-            work(PERSISTENT, 312, 20, launched=290),  # after the calls
+            copy(PTOP, 100, 5, launched=None, stream=COPY_STREAM),
+            work(PERSISTENT, 100, 50, launched=None),
+            copy(DTOD, 140, 9, launched=None, stream=COPY_STREAM),
+            work(PERSISTENT, 200, 30, launched=None),
+            copy(DTOD, 230, 20, launched=None, stream=COPY_STREAM),
+            work("sum_partials_kernel", 240, 10, launched=None),
         )
     )
-    copies = [(i.call, i.start_us) for i in intervals if i.track == "transfer"]
-    assert copies == [(1, 120), (2, 141), (2, 150)]
-
-
-def test_work_of_calls_apart_belongs_to_the_call_during_which_it_ran() -> None:
-    """Fails where launches alone are looked at: nobody saw those of a CUDA graph, nor of copies by the driver."""
-    events = (
-        work(PERSISTENT, 98, 1, launched=40),  # before the first call
-        copy("Memcpy DtoD (Device -> Device)", 105, 5, launched=None, stream=COPY_STREAM),
-        work(PERSISTENT, 105, 20, launched=None),
-        work(PERSISTENT, 130, 10, launched=101),
-        work(NCCL, 160, 30, launched=155, stream=NCCL_STREAM),  # the ranks meet
-        copy("Memcpy DtoD (Device -> Device)", 205, 5, launched=None, stream=COPY_STREAM),
-        work(PERSISTENT, 210, 39, launched=None),
-        work(NCCL, 260, 10, launched=255, stream=NCCL_STREAM),
-    )
-    found = [(i.call, i.track, i.start_us) for i in intervals_of_trace(trace_of(*events), are_apart=True)]
     assert found == [
-        (1, "transfer", 105), (1, "compute", 105), (1, "compute", 130), (2, "transfer", 205), (2, "compute", 210),
+        (1, "transfer", 100), (1, "compute", 100), (1, "transfer", 140),
+        (2, "compute", 200), (2, "transfer", 230), (2, "compute", 240),
     ]  # fmt: skip
-    assert (2, 205) not in [(i.call, i.start_us) for i in intervals_of_trace(trace_of(*events))]
+
+
+def test_what_ran_between_calls_is_nobodys() -> None:
+    """Warm-up before, what `prepare` launches between and after; by the driver or not, and long before it ran."""
+    between = [
+        piece
+        for ts in (10, 60, 160, 180, 260, 400)
+        for piece in (
+            work(PERSISTENT, ts, 9, launched=5),
+            work(PERSISTENT, ts, 9, launched=25),  # while call 1 was launched
+            work(NCCL, ts, 9, launched=ts - 5, stream=NCCL_STREAM),
+            copy(DTOD, ts, 9, launched=None, stream=COPY_STREAM),
+        )
+    ]
+    ours = work(PERSISTENT, 120, 9, launched=25)
+    assert calls_in(trace_of(*between, ours)) == [(1, "compute", 120)]
+
+
+def test_kernels_may_run_long_after_the_host_has_launched_them() -> None:
+    """Fails where the host's clock counts: all calls had been launched when the first one began."""
+    marks = [begin_and_end(n, 1000 * n, 1000 * n + 900, launched=(10 * n, 10 * n + 5)) for n in (1, 2, 3)]
+    kernels = [work(PERSISTENT, 1000 * n + 100, 700, launched=10 * n + 3) for n in (1, 2, 3)]
+    assert calls_in(chrome(*marks, *kernels), 3) == [(n, "compute", 1000 * n + 100) for n in (1, 2, 3)]
+
+
+def test_the_middle_decides_since_clocks_are_coarse() -> None:
+    edges = (
+        work(PERSISTENT, 99.5, 20, launched=25),
+        work(PERSISTENT, 140, 10.5, launched=25),
+        work(PERSISTENT, 250.5, 20, launched=45),
+        work(PERSISTENT, 190, 9.5, launched=45),
+    )
+    assert calls_in(trace_of(*edges)) == [(1, "compute", 99.5), (1, "compute", 140)]
+
+
+def test_marks_are_not_part_of_the_profile() -> None:
+    assert intervals_of_trace(trace_of(), 2) == []
+
+
+def test_a_trace_without_all_marks_is_refused() -> None:
+    """Fails where an empty profile, or one with two calls in one, is returned."""
+    whole = trace_of(work(PERSISTENT, 110, 5, launched=25))
+    with pytest.raises(UnsupportedError, match=r'seen 4 of the 6 marks around 3 calls \(not "commfuse begin 3"\)'):
+        intervals_of_trace(whole, 3)
+    kernels_lost = [e for e in whole["traceEvents"] if e.get("cat") != "kernel" or e["ts"] != 150]
+    launch_lost = [e for e in whole["traceEvents"] if e.get("cat") != "cuda_runtime" or e["ts"] != 30]
+    annotation_lost = [e for e in whole["traceEvents"] if e["name"] != "commfuse end 1"]
+    for events in (kernels_lost, launch_lost, annotation_lost):
+        assert len(events) < len(whole["traceEvents"])
+        with pytest.raises(UnsupportedError, match=r'seen 3 of the 4 marks .* "commfuse end 1"'):
+            intervals_of_trace({"traceEvents": events}, 2)
+
+
+class Device:
+    """Stands for a GPU, its host and its profiler: a clock, and what ran. Everything ends before what comes next."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.events: Events = []
+        self.done: list[str] = []
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.run(SPIN, is_seen=True))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.done.append("synchronize"))
+        monkeypatch.setattr(kernels, "profile", self.profile)
+        monkeypatch.setattr(kernels, "record_function", self.annotate)
+
+    def run(self, name: str, *, is_seen: bool) -> None:
+        self.done.append(name)
+        self.now += 10
+        self.events += work(name, self.now, 5, launched=self.now - 1 if is_seen else None)
+
+    @contextmanager
+    def annotate(self, name: str) -> Iterator[None]:
+        start = self.now
+        yield
+        self.now += 10
+        self.events.append(
+            {"ph": "X", "cat": "user_annotation", "name": name, "ts": start, "dur": self.now - start, "args": {}}
+        )
+
+    @contextmanager
+    def profile(self, **_: Any) -> Iterator["Device"]:
+        yield self
+
+    def export_chrome_trace(self, path: str) -> None:
+        Path(path).write_text(json.dumps({"baseTimeNanoseconds": 77, **chrome(self.events)}), encoding="utf-8")
+
+
+def calls_on(device: Device) -> list[Callable[[], object]]:
+    return [lambda: device.run(PERSISTENT, is_seen=False), lambda: device.run(NCCL, is_seen=False)]
+
+
+@pytest.mark.parametrize("are_apart", [False, True])
+def test_calls_are_profiled_between_marks(are_apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    own = profile_calls(
+        calls_on(device),
+        prepare=lambda number: device.run(f"prepare {number}", is_seen=number == 1),
+        are_apart=are_apart,
+    )
+    assert (own.base_ns, own.complaint) == (77, "")
+    assert [(i.call, i.name) for i in own.intervals] == [(1, "GEMM, 112 SMs"), (2, "NCCL SendRecv")]
+    waits = ["synchronize"] * are_apart
+    assert device.done == [
+        "prepare 1", SPIN, PERSISTENT, SPIN, *waits, "prepare 2", SPIN, NCCL, SPIN, *waits, "synchronize"
+    ]  # fmt: skip
+    assert [[i.name for i in call[0]] for call in split_calls({0: own.intervals}, 3)] == [
+        ["GEMM, 112 SMs"],
+        ["NCCL SendRecv"],
+        [],
+    ]
+
+
+def test_a_profiler_that_lost_marks_is_complained_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not raised yet: the other ranks wait to gather profiles."""
+    device = Device(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    own = profile_calls(calls_on(device), prepare=lambda number: None)
+    assert own.intervals == ()
+    assert "seen 0 of the 4 marks around 2 calls" in own.complaint
 
 
 def test_profiles_of_two_ranks_share_a_clock() -> None:
