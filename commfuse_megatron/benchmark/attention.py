@@ -126,7 +126,8 @@ def exact_attention(work: Work, grad: torch.Tensor | None = None) -> tuple[torch
             state = attention.forward(index, own, attended[:, part])
             if grad is not None and gradients is not None:
                 rows = grad[queries.start : queries.stop, part].unflatten(2, heads.q.shape[2:])
-                attention.backward(index, own, attended[:, part], state, rows, gradients, lambda: None)
+                found_rows = attention.gradients(index, own, attended[:, part], state, rows)
+                attention.add_gradients(index, found_rows, gradients)
         if found is not None and gradients is not None:
             for whole, piece in zip(found, gradients.result(), strict=True):
                 whole[:, part] = piece
@@ -157,11 +158,8 @@ class AttentionComputeOnly(Variant):
             grad_weight = work.pool.tensor("grad_weight", case.N, case.K)
 
             def call() -> None:
-                gradients = InputGradients(heads)
                 torch.mm(o.grad_full, weight, out=grad_attended)
-                grad = grad_attended.view(attended.shape)
-                attention.backward(0, heads, attended, state, grad, gradients, lambda: None)
-                gradients.result()
+                attention.gradients(0, heads, attended, state, grad_attended.view(attended.shape))
                 torch.mm(o.grad_full.t(), flat, out=grad_weight)
 
         return Ready(call=call, path="compute", transport="none", is_op=False)

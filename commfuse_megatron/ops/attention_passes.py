@@ -91,20 +91,22 @@ def attention_backward(
             if found is not None:
                 return found
         saved = saved._replace(states=split_states(saved.states, _attention_of(p), attention.splits))
-    gradients = InputGradients(saved.heads) if needs_input else None
     if p.plan.is_scheduled:
-        grad_weight = _query_split_backward(p, attention, saved, grad_shard, gradients, weight, call.weight_grad)
-    else:
-        attended = saved.attended.flatten(2)
-        operands = ScatterOperands(grad_shard, attended, weight, needs_input, needs_weight)
-        grad_attended, grad_weight = scatter_backward(_projection_pass(p, call), operands, call.weight_grad)
-        if gradients is not None and attended.numel():
-            assert grad_attended is not None
-            grad = grad_attended.view(saved.attended.shape)
-            (state,) = saved.states
-            with _recorded_alone(p, "attend backward"):
-                attention.backward(0, saved.heads, saved.attended, state, grad, gradients, _nothing)
-    return None if gradients is None else gradients.result(), grad_weight
+        sums = InputGradients(saved.heads) if needs_input else None
+        grad_weight = _query_split_backward(p, attention, saved, grad_shard, sums, weight, call.weight_grad)
+        return None if sums is None else sums.result(), grad_weight
+    attended = saved.attended.flatten(2)
+    operands = ScatterOperands(grad_shard, attended, weight, needs_input, needs_weight)
+    grad_attended, grad_weight = scatter_backward(_projection_pass(p, call), operands, call.weight_grad)
+    if not needs_input:
+        return None, grad_weight
+    if not attended.numel():
+        return Heads(*map(torch.zeros_like, saved.heads)), grad_weight
+    assert grad_attended is not None
+    (state,) = saved.states
+    with _recorded_alone(p, "attend backward"):
+        gradients = attention.gradients(0, saved.heads, saved.attended, state, grad_attended.view(saved.attended.shape))
+        return Heads(*(gradient.to(saved.heads.q.dtype) for gradient in gradients)), grad_weight
 
 
 def _query_split_forward(
@@ -232,15 +234,10 @@ def _gather_under_attention(
         if rows_of[split].numel():
             mark = link.mark()
             queries = attention.splits[split]
-            attention.backward(
-                split,
-                saved.heads,
-                saved.attended,
-                states[split],
-                grad_attended[queries.start : queries.stop],
-                gradients,
-                lanes.wait_for_previous,
-            )
+            rows = grad_attended[queries.start : queries.stop]
+            found = attention.gradients(split, saved.heads, saved.attended, states[split], rows)
+            lanes.wait_for_previous()  # sums of all splits are touched
+            attention.add_gradients(split, found, gradients)
             link.note_compute(f"attend backward {split}", mark, step)
 
     gather_chunks(p, run, consume, lanes.turn)
@@ -260,10 +257,6 @@ def _recorded_alone(p: PreparedPass, name: str) -> Iterator[None]:
     mark = recorder.now()
     yield
     recorder.add_compute(name, mark, None)
-
-
-def _nothing() -> None:
-    """Nothing to wait for: there is one split."""
 
 
 def _projection_pass(p: PreparedPass, call: AttentionCall) -> PreparedPass:

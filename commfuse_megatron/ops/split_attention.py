@@ -3,7 +3,7 @@
 Knows kernels, not transfers. Splits are numbered as the schedule numbers chunks: flat, owner-major.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,28 +61,28 @@ class SplitAttention:
         q, k, v = self._rows(index, heads)
         return self._kernel.forward(q, k, v, self._queries(index, attended), *self._rest(index))
 
-    def backward(
+    def gradients(
         self,
         index: int,
         heads: Heads,
         attended: torch.Tensor,
         state: tuple[torch.Tensor, ...],
         grad_attended: torch.Tensor,
-        gradients: "InputGradients",
-        before_adding: Callable[[], None],
-    ) -> None:
-        """Put the gradient of split `index`'s queries, and add its gradients of keys and values, into `gradients`.
+    ) -> Heads:
+        """The gradients of split `index`'s queries, and of the keys and values that they see, as the kernel gives them.
 
-        grad_attended: [queries, B, H, D_v]. before_adding: called before the sums of all splits are touched.
+        grad_attended: [queries, B, H, D_v].
         """
         q, k, v = self._rows(index, heads)
         operands = (q, k, v, self._queries(index, attended))
-        grad_q, grad_k, grad_v = self._kernel.backward(grad_attended, operands, state, *self._rest(index))
-        before_adding()
-        keys = self._visible[index].keys
-        gradients.q[self.splits[index].start : self.splits[index].stop].copy_(grad_q)
-        gradients.k_sum[keys.start : keys.stop] += grad_k
-        gradients.v_sum[keys.start : keys.stop] += grad_v
+        return Heads(*self._kernel.backward(grad_attended, operands, state, *self._rest(index)))
+
+    def add_gradients(self, index: int, found: Heads, sums: "InputGradients") -> None:
+        """Put what `gradients` gave of split `index` where the gradients of all splits are put together."""
+        queries, keys = self.splits[index], self._visible[index].keys
+        sums.q[queries.start : queries.stop].copy_(found.q)
+        sums.k_sum[keys.start : keys.stop] += found.k
+        sums.v_sum[keys.start : keys.stop] += found.v
 
     def _queries(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         return tensor[self.splits[index].start : self.splits[index].stop]
