@@ -56,7 +56,7 @@ def cudnn_attention_unavailable_reason(problem: AttentionProblem, device: torch.
     if problem.has_dropout:
         return "cudnn attention takes no dropout with a causal mask aligned bottom right"
     if problem.left is not None or problem.right not in (None, 0):
-        return "windows are not given to cudnn attention: flash attention takes them"
+        return "windows are not given to cudnn attention"
     try:
         importlib.import_module("cudnn")
     except (ImportError, OSError, RuntimeError) as error:
@@ -210,6 +210,10 @@ class CudnnAttention:
         return self._find(
             key, lambda: self._build_backward(layouts, dtype, band, scale, is_deterministic=is_deterministic)
         )
+
+    def stale_reason(self) -> str | None:
+        """None: nothing that it depends on changes."""
+        return None
 
     def _find(self, key: tuple, build: Callable[[], CudnnGraph]) -> CudnnGraph:
         graph = self._graphs.get(key)
