@@ -113,8 +113,9 @@ class AttentionConfig(_Checked):
     shown to beat Megatron's own attention (2 x H200, November 2026).
     splits_per_shard: pieces that one owner's queries are cut into; None: the planner chooses.
     kernel: what computes attention in `ops`. "auto" takes the first that can of cuDNN's front end ("cudnn"), PyTorch's
-    flash attention ("flash") and "math", which keeps a split's scores in memory and takes everything. In Megatron,
-    "row_parallel" and "sequential" run Megatron's own attention.
+    flash attention ("flash": its own, or FlashAttention-3 or -4 where the program has activated it in PyTorch) and
+    "math", which keeps a split's scores in memory and takes everything. In Megatron, "row_parallel" and "sequential"
+    run Megatron's own attention.
     """
 
     path: Literal["auto", "query_split", "row_parallel", "sequential"] = "row_parallel"

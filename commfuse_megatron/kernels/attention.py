@@ -95,6 +95,9 @@ class AttentionKernel(Protocol):
         The gradients are contiguous, in the dtype of the operands.
         """
 
+    def stale_reason(self) -> str | None:
+        """Why calls that this was chosen for cannot go on with it; None, as nearly always, if they can."""
+
 
 class MathAttention:
     """Attention by its formula, in fp32 (fp64 for fp64): any device, dtype and size; keeps a split's scores in memory.
@@ -169,6 +172,10 @@ class MathAttention:
         scale: float,
     ) -> BoundBackward | None:
         """None, as for `bind_forward`."""
+        return None
+
+    def stale_reason(self) -> str | None:
+        """None: nothing that it depends on changes."""
         return None
 
 

@@ -48,7 +48,7 @@ def cudnn_attention_unavailable_reason(problem: AttentionProblem, device: torch.
     if problem.has_dropout:
         return "cudnn attention takes no dropout with a causal mask aligned bottom right"
     if problem.left is not None or problem.right not in (None, 0):
-        return "windows are not given to cudnn attention: flash attention takes them"
+        return "windows are not given to cudnn attention"
     try:
         importlib.import_module("cudnn")
     except (ImportError, OSError, RuntimeError) as error:
@@ -171,6 +171,10 @@ class CudnnAttention:
         if q.size(0) == k.size(0) == 1:
             return None
         return self._backward.bind(_split_of(grad_out, operands, mask, scale))
+
+    def stale_reason(self) -> str | None:
+        """None: nothing that it depends on changes."""
+        return None
 
 
 def _split_of(

@@ -210,8 +210,19 @@ def _prepare(
             )
         else:
             prepared = remember(context, inputs.key, problem, _OPERATION)
-        prepared.attention = _choose_kernel(problem, context)
+        if prepared.attention is None:  # else it stays: calls that it served may still await their backward pass
+            prepared.attention = _choose_kernel(problem, context)
+            wanted = context.config.attention.kernel
+            prepared.attention_reason = context.attention_kernels.passed_over_reason(problem, wanted)
+    _require_current(prepared)
     return prepared
+
+
+def _require_current(p: PreparedPass) -> None:
+    """Raise UnsupportedError if the kernel that was chosen can no longer be called; nothing of `p` was sent."""
+    reason = None if p.attention is None else p.attention.stale_reason()
+    if reason is not None:
+        p.context.refuse(UnsupportedError(reason))
 
 
 def _find_complaint(
@@ -228,7 +239,8 @@ def _with_all_gradients(problem: AttentionProblem) -> AttentionProblem:
 def _prepare_backward(forward: PreparedPass) -> PreparedPass:
     problem = dataclasses.replace(forward.problem, pass_name="backward")
     p = forward.context.prepare_like(problem, forward)
-    p.attention = forward.attention
+    p.attention, p.attention_reason = forward.attention, forward.attention_reason
+    _require_current(p)
     return p
 
 

@@ -20,7 +20,7 @@ from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import CommFuseError, ConfigError, ShapeError, TransportError, TransportTimeoutError
 from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.plan.linear_plan import LinearPlan
-from commfuse_megatron.problem import AttentionProblem, Problem
+from commfuse_megatron.problem import Problem
 from commfuse_megatron.runtime.agreement import Agreement
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.lanes import Lanes
@@ -43,8 +43,8 @@ class OpRecord:
     M, N, K: tokens of the full sequence, output and input features of this rank's weight.
     exposed_comm_us: mean over the latest recorded calls of the time in which a transfer ran and nothing computed; None
     unless the configuration records. predicted_us, measured_us: what the planner knew of the path taken; None where it
-    did not ask. attention: the kernel of an attention; None for a linear, and where Megatron's own attention runs.
-    attention_reason: why that and no faster one.
+    did not ask. attention: the kernel of an attention, "flash (FA3)" say where the program activated FlashAttention-3;
+    None for a linear, and where Megatron's own attention runs. attention_reason: why that and no faster one.
     """
 
     op: str
@@ -337,15 +337,10 @@ class OverlapContext:
                 predicted_us=entry.plan.predicted_us,
                 measured_us=entry.plan.measured_us,
                 attention=None if entry.attention is None else entry.attention.name,
-                attention_reason=self._attention_reason(entry),
+                attention_reason=entry.attention_reason,
             )
             for entry in self._prepared.values()
         ]
-
-    def _attention_reason(self, entry: PreparedPass) -> str:
-        if entry.attention is None or not isinstance(entry.problem, AttentionProblem):
-            return ""
-        return self.attention_kernels.passed_over_reason(entry.problem, self.config.attention.kernel)
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Block until all transfers are done.

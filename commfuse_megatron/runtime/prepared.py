@@ -37,6 +37,8 @@ class PreparedPass:
         self.is_agreed = False
         #: What computes attention, for a problem that has some: `ops` sets it.
         self.attention: AttentionKernel | None = None
+        #: Why no kernel that would be rather taken.
+        self.attention_reason = ""
         self._dtype: torch.dtype = getattr(torch, problem.dtype)
         #: Bound operations by layouts of the operands: `ops.replay` fills and reads it.
         self.tapes: dict[Any, Any] = {}

@@ -29,7 +29,7 @@ from tests.harness import run_spawned
 from tests.harness.outcomes import outcome_on_all_ranks
 
 LENGTH, BATCH, NUM_STEPS, WARM_UP = 128, 2, 6, 2
-HANGS_AFTER_S = 60.0
+HANGS_AFTER_S, ENDS_WITHIN_S = 60.0, 15.0
 
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2**-6}
@@ -326,6 +326,8 @@ def _check_all(group, device, names):
                 found[name] = outcome_on_all_ranks(name, functools.partial(body, device, *arguments))
             finally:
                 faulthandler.cancel_dump_traceback_later()
+        faulthandler.dump_traceback_later(ENDS_WITHIN_S)
+    faulthandler.cancel_dump_traceback_later()
     return found
 
 
