@@ -120,7 +120,10 @@ def _fuse_gradients(model):
 
 
 def _clean_up():
-    """Graphs go before the communicators that they captured."""
+    """Graphs go before the communicators that they captured: NCCL destroys none that a graph still holds.
+
+    Megatron only forgets its graphs, stock ones too, and autograd's nodes of replays go on holding some.
+    """
     from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
     from commfuse_megatron.plugin.contexts import close_contexts
@@ -128,6 +131,8 @@ def _clean_up():
     torch.cuda.synchronize()
     delete_cuda_graphs()
     gc.collect()
+    for graph in [held for held in gc.get_objects() if isinstance(held, torch.cuda.CUDAGraph)]:
+        graph.reset()
     torch.cuda.set_stream(torch.cuda.default_stream())
     close_contexts()
     gc.collect()
