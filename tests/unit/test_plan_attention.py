@@ -84,6 +84,19 @@ def test_attention_costs_what_is_seen_of_the_keys():
     assert window < causal < full
 
 
+def test_no_sum_ends_a_forward_pass_that_is_replayed():
+    (plan,) = list_candidates(problem(), config("query_split", 1)).plans
+    step_by_step, replayed = (
+        predict_attention_us(
+            problem(needs=""), plan, assumed_machine(Traits(transport="copy_engine", replays=replays), "bfloat16")
+        )
+        for replays in (False, True)
+    )
+    gemm = assumed_machine(Traits(transport="copy_engine"), "bfloat16").gemm
+    sum_us = gemm.launch_us + gemm.pass_us(9 * problem().shard_bytes)  # eight partials and the result
+    assert step_by_step - replayed == pytest.approx(sum_us)
+
+
 def test_the_projection_is_the_linear_alone():
     backward = dataclasses.replace(problem(), pass_name="backward")
     assert backward.projection.needs == "input+weight"
