@@ -35,6 +35,7 @@ from commfuse_megatron.benchmark.variant import Ready, Variant
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels import sum_partials
 from commfuse_megatron.runtime.executor import AllGatherRun
+from commfuse_megatron.runtime.lanes import choose_num_lanes
 
 __all__ = ["emulated_attention_variants", "emulated_attention_work"]
 
@@ -86,6 +87,7 @@ class EmulatedAttention(OverTransport):
         partials = work.pool.tensor("partials", messages * shard_rows, case.N)
         start = (1 - work.group.rank()) * messages * shard_rows
         lanes = prepared.context.lanes
+        num_lanes = choose_num_lanes(case.rows // case.group_size, case.batch * case.heads, work.pool.device)
 
         def multiply(owner: int, target: torch.Tensor, addend: torch.Tensor | None, run: AllGatherRun) -> None:
             gemm.multiply(rows_of[owner], b, target, addend, run.in_flight)
@@ -113,7 +115,7 @@ class EmulatedAttention(OverTransport):
                 attention.forward(0, heads, attended)
             with prepared as link:
                 run = AllGatherRun(link, prepared.gather, partials)
-                lanes.begin()
+                lanes.begin(num_lanes)
                 for message, owner in enumerate(others):
                     with lanes.turn() if self._splits_queries else contextlib.nullcontext():
                         if self._splits_queries:

@@ -13,6 +13,7 @@ from commfuse_megatron.kernels.attention import Dropout
 from commfuse_megatron.ops.arguments import remember, with_unit_stride
 from commfuse_megatron.ops.attention_recordings import (
     new_states,
+    num_lanes_of,
     record_query_split,
     record_query_split_backward,
     split_states,
@@ -129,7 +130,7 @@ def _query_split_forward(
             if replay(p, link, record_query_split, tape_call):
                 return y, Saved(heads, attended, all_states)
         lanes = context.lanes
-        lanes.begin()
+        lanes.begin(num_lanes_of(p))
         operands = split_rows(attended.view(problem.M, problem.K), p.scatter.bound.chunk_rows)
 
         def produce(split: int, target: torch.Tensor, addend: torch.Tensor | None, in_flight: Transfer | None) -> None:
@@ -224,7 +225,7 @@ def _gather_under_attention(
     states = saved.states
     assert not isinstance(states, torch.Tensor)
     rows_of = split_rows(grad_attended.view(p.problem.M, p.problem.K), p.gather.bound.chunk_rows)
-    lanes.begin()
+    lanes.begin(num_lanes_of(p))
 
     def consume(step: int, split: int, grad_rows: torch.Tensor, in_flight: Transfer | None) -> None:
         mark = link.mark()

@@ -1,6 +1,6 @@
 """The passes of query-split attention, put on tapes: which kernels, GEMMs, copies and waits, in which order.
 
-As in `runtime/lanes.py` the pieces, attention and GEMM of one chunk of queries, alternate over two streams:
+As in `runtime/lanes.py` the pieces, attention and GEMM of one chunk of queries, take turns on two streams or more:
 
     lane 0   [attend 1][project 1]          [attend own][project own + arrived]
     lane 1             [attend 2][project 2]       [sum of what arrived]
@@ -25,9 +25,11 @@ from commfuse_megatron.ops.attention_slabs import GradientSlabs
 from commfuse_megatron.ops.recordings import Gather, Scatter, matrix_of, multiply_scattered, record_weight_gradient
 from commfuse_megatron.ops.replay import FIRST, LAST, MORE, OUT, SECOND, WEIGHT, Build, TapeCall, Unservable
 from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
+from commfuse_megatron.runtime.lanes import choose_num_lanes
+from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.transport.copy_tape import CopyTape, Ref, Step
 
-__all__ = ["new_states", "record_query_split", "record_query_split_backward", "split_states"]
+__all__ = ["new_states", "num_lanes_of", "record_query_split", "record_query_split_backward", "split_states"]
 
 _FLOATS_PER_LOAD = 4
 
@@ -54,13 +56,30 @@ def split_states(
     ]
 
 
+def num_lanes_of(p: PreparedPass) -> int:
+    """How many splits of this plan are to run at a time."""
+    found: int | None = p.memo.get("lanes")
+    if found is None:
+        problem = p.problem
+        assert isinstance(problem, AttentionProblem)
+        splits = chunk_ranges(problem.rows, problem.group_size, p.plan.chunks_per_shard)
+        largest = max(chunk.size for shard in splits for chunk in shard)
+        found = p.memo["lanes"] = choose_num_lanes(largest, problem.batch * problem.heads, p.context.device)
+    return found
+
+
 class _Lanes:
     """Pieces of one tape take turns on the lanes of the context; without lanes all stay on the current stream."""
 
     def __init__(self, build: Build) -> None:
         self._tape: CopyTape = build.tape
-        self._handles = build.p.context.lanes.handles()
+        self._handles = build.p.context.lanes.handles(num_lanes_of(build.p))
         self._turn = -1
+
+    @property
+    def num(self) -> int:
+        """How many pieces may run at a time."""
+        return max(1, len(self._handles))
 
     def begin(self) -> None:
         """Let the lanes go on from where the current stream is."""
@@ -74,7 +93,7 @@ class _Lanes:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Put what is in the with-block on the lane that the piece in hand is not on."""
+        """Put what is in the with-block on the lane whose turn is next; the piece in hand goes on afterwards."""
         self._go_to(self._turn + 1)
         yield
         self._go_to(self._turn)
@@ -209,7 +228,8 @@ def record_query_split_backward(build: Build, call: TapeCall) -> None:
     gather.issue_all()
     lanes.begin()
     weight, bound = matrix_of(call.weight, transposed=False), gather.bound
-    last = max(index for index, step in enumerate(bound.steps) if step.compute is not None)
+    pieces = [index for index, step in enumerate(bound.steps) if step.compute is not None]
+    arrived: list[Step] = []  # marks of the last piece on every lane, when it had waited for what it needs
     for index, step in enumerate(bound.steps):
         if index == 1 and call.last is not None:
             gather.copy_own()
@@ -217,7 +237,8 @@ def record_query_split_backward(build: Build, call: TapeCall) -> None:
             continue
         lanes.next()
         gather.wait([] if step.needs_batch is None else [step.needs_batch])
-        is_here = tape.mark() if index == last and call.last is not None else None
+        if call.last is not None and index in pieces[-lanes.num :]:
+            arrived.append(tape.mark())
         rows, first = bound.chunk_rows[step.compute], gather.start(step.compute)
         target = Ref(OUT, first * problem.K * build.itemsize)
         shapes = (build.rows(rows, problem.N), weight, build.rows(rows, problem.K))
@@ -225,10 +246,10 @@ def record_query_split_backward(build: Build, call: TapeCall) -> None:
         attention = attend[step.compute]
         if attention is not None:
             tape.compute(attention)
-        if is_here is not None:
+        if call.last is not None and index == pieces[-1]:
             with lanes.beside():
-                # All that arrived: what this lane has waited for, and what the other one had when it came to its piece.
-                tape.follow(is_here)
+                for is_here in arrived:
+                    tape.follow(is_here)
                 gather.complete()
                 record_weight_gradient(build, call, (gather.window, Ref(SECOND, 0)))
     lanes.join()

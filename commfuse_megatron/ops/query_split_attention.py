@@ -5,8 +5,8 @@ Forward:    compute   [attend 1][project 1][attend 2][project 2]...[attend own][
 Backward:   transfer  [dy 1                       ][dy 2 ...
             compute   [dgrad own][attention bwd own][dgrad 1][attention bwd 1]...[wgrad, un-split]
 
-On GPUs the pieces alternate over two streams (`runtime/lanes.py`). The two other ways are made of whole attention and
-`linear_reduce_scatter`, the one planned as any linear, the other sequential.
+On GPUs the pieces take turns on several streams (`runtime/lanes.py`). The two other ways are made of whole attention
+and `linear_reduce_scatter`, the one planned as any linear, the other sequential.
 """
 
 import dataclasses

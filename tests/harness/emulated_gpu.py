@@ -30,6 +30,7 @@ __all__ = ["emulate_copy_engine", "take_part"]
 
 _LONGEST_WAIT_S = 10.0
 _CPU = torch.device("cpu")
+_LANES = (2, 3, 4, 5)
 _local = threading.local()
 _handles = itertools.count(10)
 
@@ -67,7 +68,7 @@ def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_slabs, "bind_sum", _bind_sum)
     monkeypatch.setattr(MathAttention, "bind_forward", _bind_attention)
     monkeypatch.setattr(MathAttention, "bind_backward", _bind_attention_backward)
-    monkeypatch.setattr(Lanes, "handles", lambda lanes: (2, 3))
+    monkeypatch.setattr(Lanes, "handles", lambda lanes, num_lanes=2: _LANES[:num_lanes])
 
 
 def _current_stream(index: int) -> int:
@@ -267,7 +268,7 @@ def _bind_attention(
         kernel.forward(*views, mask, scale, None)
 
     def run(stream: int, *addresses: int) -> None:
-        assert stream in (2, 3)
+        assert stream in _LANES
         _submit(stream, functools.partial(attend, *addresses))
 
     return run
@@ -288,7 +289,7 @@ def _bind_attention_backward(
             _like(*like, at).copy_(gradient)
 
     def run(stream: int, *addresses: int) -> None:
-        assert stream in (2, 3)
+        assert stream in _LANES
         _submit(stream, functools.partial(attend, *addresses))
 
     return run

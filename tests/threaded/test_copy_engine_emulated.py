@@ -12,6 +12,7 @@ from commfuse_megatron.config import AttentionConfig, LinearConfig, PassConfig, 
 from commfuse_megatron.ops import (
     WeightGradTarget,
     all_gather_linear,
+    attention_recordings,
     linear_reduce_scatter,
     query_split_attention,
 )
@@ -133,9 +134,10 @@ def test_graphs_of_linears_are_right_in_every_order_that_they_allow(group_size, 
 
 
 @pytest.mark.parametrize("group_size", [2, 3, 4])
-@pytest.mark.parametrize("m", [1, 2, 3])
-def test_graphs_of_attention_are_right_in_every_order_that_they_allow(group_size, m, monkeypatch):
+@pytest.mark.parametrize(("m", "num_lanes"), [(1, 2), (2, 3), (3, 2), (1, 4), (2, 4)])
+def test_graphs_of_attention_are_right_in_every_order_that_they_allow(group_size, m, num_lanes, monkeypatch):
     emulate_copy_engine(monkeypatch)
+    monkeypatch.setattr(attention_recordings, "choose_num_lanes", lambda *arguments: num_lanes)
     monkeypatch.setattr(tape_graphs, "_STEPWISE", -1)
     attention = AttentionConfig(path="query_split", splits_per_shard=m)
     config = OverlapConfig(attention=attention, transport=TransportConfig(backend="copy_engine"))
