@@ -1,15 +1,22 @@
-"""More ranks than GPUs over the copy engine: correctness of groups of four and eight."""
+"""More ranks than GPUs over the copy engine: correctness of larger groups on two GPUs, or on one."""
+
+import dataclasses
 
 import pytest
 import torch
 
-from commfuse_megatron import OverlapContext
+from commfuse_megatron import OverlapContext, ops
+from tests.gpu.test_query_split import CASES as ATTENTION_CASES
+from tests.gpu.test_query_split import config as attention_config
 from tests.gpu.test_transports import linear_config
 from tests.harness import run_spawned
 from tests.harness.linear_cases import OPS, Case, Operands, assert_equal, draw, overlapped, reference
 from tests.harness.transport_contract import run_contract
+from tests.threaded.test_query_split_attention import Case as AttentionCase
+from tests.threaded.test_query_split_attention import draw as draw_attention
+from tests.threaded.test_query_split_attention import run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu(2), pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def _on_shared_gpus(group, _cpu):
@@ -40,7 +47,41 @@ def _on_shared_gpus(group, _cpu):
                     assert_equal({k: None if v is None else v.float().cpu() for k, v in found.items()}, expected)
 
 
+@pytest.mark.multi_gpu(2)
 @pytest.mark.parametrize("group_size", [4, 8])
 def test_groups_larger_than_the_machine(group_size, monkeypatch):
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     run_spawned(group_size, _on_shared_gpus)
+
+
+def _attention_on_shared_gpus(group, _cpu):
+    """Small splits, hence four lanes, and of more than two ranks, so that what arrived is added up beside attention."""
+    device = torch.device("cuda", group.rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    long = AttentionCase(rows=1024, batch=1, heads=4, kv_heads=2, head_dim=128, value_dim=128, N=256)
+    for m in (1, 2):
+        with OverlapContext(group, attention_config("copy_engine", m=m)) as context:
+            for repeat in range(6):  # from the fourth on as CUDA graphs
+                for case in (*ATTENTION_CASES[:2], long):
+                    case = dataclasses.replace(case, seed=repeat % 2, dtype=torch.bfloat16)
+                    operands, grad_y = draw_attention(case, group.rank(), group.size())
+                    moved = {name: None if t is None else t.to(device) for name, t in operands.items()}
+                    wide = {name: None if t is None else t.double() for name, t in operands.items()}
+                    found = run(moved, grad_y.to(device), ops.query_split_attention, context=context, **case.keywords)
+                    exact = run(
+                        wide, grad_y.double(), ops.reference.query_split_attention, group=group, **case.keywords
+                    )
+                    for name, value in exact.items():
+                        if value is None:
+                            assert found[name] is None
+                        elif value.numel():
+                            error = (found[name].double().cpu() - value).abs().max() / value.abs().max().clamp(min=1e-3)
+                            assert error.item() <= 0.05, (case, m, name, error.item())
+            records = [record for record in context.report() if record.op == "query_split_attention"]
+            assert {record.path for record in records} == {"query_split"}
+
+
+@pytest.mark.parametrize("group_size", [3, 4])
+def test_attention_of_groups_larger_than_the_machine(group_size, monkeypatch):
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    run_spawned(group_size, _attention_on_shared_gpus)
