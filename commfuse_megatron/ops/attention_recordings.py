@@ -231,7 +231,7 @@ def record_query_split_backward(build: Build, call: TapeCall) -> None:
     pieces = [index for index, step in enumerate(bound.steps) if step.compute is not None]
     arrived: list[Step] = []  # marks of the last piece on every lane, when it had waited for what it needs
     for index, step in enumerate(bound.steps):
-        if index == 1 and call.last is not None:
+        if index == min(1, pieces[-1]) and call.last is not None:  # not after the weight gradient, which waits for it
             gather.copy_own()
         if step.compute is None:
             continue
