@@ -274,7 +274,7 @@ class OverlapContext:
         """End what `enter` began."""
         if self._recorder is not None:
             self._recorder.end_call()
-        done = self.link.transport.release(is_capturing=self.link.is_capturing)
+        done = self.link.release()
         if done is not None:
             self._last_done = done
         elif self._last_done is not None and not self.link.is_capturing:

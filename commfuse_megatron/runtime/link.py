@@ -14,6 +14,7 @@ from commfuse_megatron.schedule import render
 from commfuse_megatron.transport.base import Message, PeerTimeoutError, Transfer, Transport
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.copy_tape import BoundOperation
+from commfuse_megatron.transport.stream_memory import StreamEvent
 
 __all__ = ["Link", "Peers", "Watched"]
 
@@ -59,11 +60,13 @@ class Link:
         self._peers = peers
         self._timeout_s = timeout_s
         self._next_tag = 0
+        self._has_begun = False  # what all ranks begin: a rank may have nothing to send in it
         self._open: dict[tuple[int, int], object] = {}
         self._watchdog = Watchdog(timeout_s, self._overdue) if transport.needs_watchdog else None
 
     def next_tags(self, count: int) -> int:
         """First of `count` tags that no message in flight uses; equal on all ranks, which run the same operations."""
+        self._has_begun = True
         first = self._next_tag
         self._next_tag += count
         return first
@@ -88,9 +91,23 @@ class Link:
         """Run a bound operation over the copy engine, all but its release."""
         transport = self.transport
         assert isinstance(transport, CopyEngineTransport)
+        self._has_begun = True
         transfer = transport.replay(operation, addresses, is_capturing=self.is_capturing)
         if self._watchdog is not None and operation.keys and not self.is_capturing:
             self._watchdog.watch(transfer, operation)
+
+    def release(self) -> StreamEvent | None:
+        """End an operation; returns what the transport recorded at its end on the current stream, if it did."""
+        if not self._has_begun:
+            return None
+        self._has_begun = False
+        released = self.transport.release(is_capturing=self.is_capturing)
+        if released is None:
+            return None
+        if self._watchdog is not None:
+            for peer, transfer in released.silent:
+                self._watchdog.watch(transfer, peer)
+        return released.done
 
     def finish(self, run: _Run, index: int, transfer: Transfer) -> None:
         """Order what follows after the batch. Raises TransportTimeoutError or TransportError where that can be seen."""
@@ -129,29 +146,42 @@ class Link:
         if self._watchdog is not None:
             self._watchdog.stop()
 
-    def _overdue(self, watched: Watched | BoundOperation) -> None:
+    def _overdue(self, watched: Watched | BoundOperation | int) -> None:
         if isinstance(watched, BoundOperation):
             watched = self._missing_of(watched)
-        if watched.receive_peer is not None:
-            verb, peer = "got nothing from", watched.receive_peer
+        if isinstance(watched, int):
+            error = self._silence_error(watched)
         else:
-            verb, peer = "could not deliver to", watched.send_peer if watched.send_peer is not None else -1
-        error = self._timeout_error(watched.label, watched.bound, watched.step, verb, peer)
+            if watched.receive_peer is not None:
+                verb, peer = "got nothing from", watched.receive_peer
+            else:
+                verb, peer = "could not deliver to", watched.send_peer if watched.send_peer is not None else -1
+            error = self._timeout_error(watched.label, watched.bound, watched.step, verb, peer)
         logger.error("%s", error)
         self.fail(error)
 
-    def _missing_of(self, operation: BoundOperation) -> Watched:
+    def _missing_of(self, operation: BoundOperation) -> Watched | int:
         transport = self.transport
         assert isinstance(transport, CopyEngineTransport)
         missing = [note for key, note in operation.notes if not transport.has_arrived(key)]
+        if not missing and (peer := transport.silent_peer(operation)) is not None:
+            return peer
         # Where all has arrived, it is a send that waits for its receiver, or something else on the stream.
-        found = missing[0] if missing else operation.notes[0][1]
-        assert isinstance(found, Watched)
+        notes = missing or [note for _, note in operation.notes]
+        found = notes[0] if notes else operation.keys[0][2]
+        assert isinstance(found, Watched | int)
         return found
 
     def _broken(self, run: _Run, index: int, error: TransportError) -> TransportError:
         me = self._peers.name(self._peers.group_rank)
         return TransportError(f"{run.label}, step {index} of {len(run.bound.steps)}: {me}: {error}")
+
+    def _silence_error(self, peer: int) -> TransportTimeoutError:
+        me = self._peers.name(self._peers.group_rank)
+        return TransportTimeoutError(
+            f"{me} waited {self._timeout_s} s for {self._peers.name(peer)}, which has nothing to send in this call but "
+            "must come to it: it has not, or the call before has not ended there"
+        )
 
     def _timeout_error(
         self, label: str, bound: BoundSchedule, index: int, verb: str, peer: int

@@ -16,7 +16,7 @@ import torch
 
 from commfuse_megatron.transport.stream_memory import StreamEvent
 
-__all__ = ["MOST_FLAGS", "Message", "PeerTimeoutError", "Place", "Transfer", "Transport", "Window"]
+__all__ = ["MOST_FLAGS", "Message", "PeerTimeoutError", "Place", "Released", "Transfer", "Transport", "Window"]
 
 #: Flags of a `Place` are below this.
 MOST_FLAGS = 8192
@@ -86,6 +86,15 @@ class Transfer(ABC):
         return self.is_complete()
 
 
+class Released(NamedTuple):
+    """`done`: recorded on the current stream at the end of an operation. `silent`: peers that the stream waits for
+    there, though they send nothing: they have to come to the same operation.
+    """
+
+    done: StreamEvent
+    silent: list[tuple[int, Transfer]]
+
+
 class Transport(ABC):
     """Point-to-point transfers within one private group, made once per context, collectively over that group."""
 
@@ -99,10 +108,10 @@ class Transport(ABC):
         """Memory for arrivals, of at least `size_bytes`. Collective; the current stream is done with all transfers."""
         return Window(torch.empty(size_bytes, dtype=torch.uint8, device=device))
 
-    def release(self, *, is_capturing: bool) -> StreamEvent | None:
+    def release(self, *, is_capturing: bool) -> Released | None:
         """End an operation: what arrived since the last release has been read, in the current stream's order.
 
-        Returns an event recorded there, if the transport has recorded one.
+        All ranks release the same operations, also those in which they exchange nothing.
         """
         return None
 

@@ -10,8 +10,11 @@ device-to-device copy on a stream of our own, between stream memory operations o
 sender, one per message. They are set once and cleared once per operation, by values that do not change from call to
 call, so a captured CUDA graph replays them. A wait changes nothing, so it may be repeated, on any stream.
 
-The contract that bites: between two releases all messages to a peer go out under one grant, so a rank must release
-each operation, also one that receives nothing, in the same order as the others.
+The contract that bites: between two releases all messages to a peer go out under one grant, which the peer gives anew
+in every release. So a rank must release each operation, also one that sends and receives nothing, in the same order as
+the others. A grant says that the peer has read all that arrived, whoever sent it: the next operation may lay its
+windows out differently. Therefore a rank without a message for a peer takes the grant, too, and says so by a flag of
+its own, for which the peer waits before it grants again: else a grant of an earlier operation would be left over.
 """
 
 import logging
@@ -19,14 +22,14 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any, override
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, override
 
 import torch
 from torch import distributed as dist
 
 from commfuse_megatron.errors import TransportError
-from commfuse_megatron.transport.base import MOST_FLAGS, Message, Place, Transfer, Transport, Window
+from commfuse_megatron.transport.base import MOST_FLAGS, Message, Place, Released, Transfer, Transport, Window
 from commfuse_megatron.transport.copy_tape import BoundOperation, Ref, Step
 from commfuse_megatron.transport.stream_memory import (
     Batch,
@@ -47,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 _FLAG_BYTES = 4
 _CLEAR, _SET = 0, 1
+_NO_MESSAGE = MOST_FLAGS  # the flag that stands for all messages of an operation in which there are none
+_FLAGS_PER_PEER = MOST_FLAGS + 1
 
 # Streams blocked by a peer that never came are let go in rounds, since queued work clears flags again.
 _ABORT_ROUND_S = 0.005
@@ -66,6 +71,13 @@ class _MappedWindow(Window):
         super().__init__(tensor)
         self._handle = handle  # keeps the mappings alive
         self.addresses: list[int] = list(handle.buffer_ptrs)
+
+
+class _Silence(NamedTuple):
+    """Of an operation: what tells the peers that get no message, and the flags of those from whom none comes."""
+
+    told: Batch
+    awaited: tuple[Key, ...]
 
 
 class _Operation:
@@ -163,12 +175,12 @@ class CopyEngineTransport(Transport):
             self._graph_stream = borrow_stream(device)
             self._graphs = TapeGraphs(self._graph_stream, self._stream, self._memory.run, cuda_graphs)
         # full [sender, flag], sent [receiver, flag], free [receiver]
-        self._flags = self._map((2 * MOST_FLAGS + 1) * self._size * _FLAG_BYTES, self._clear_flags)
+        self._flags = self._map((2 * _FLAGS_PER_PEER + 1) * self._size * _FLAG_BYTES, self._clear_flags)
         self._page = FlagPage(self._flags.tensor.view(torch.int32))
         self._takes: dict[int, Batch] = {}
         self._deliveries: dict[tuple[int, int], Batch] = {}
         self._waits: dict[Key, Batch] = {}
-        self._releases: dict[tuple[Key, ...], Batch] = {}
+        self._releases: dict[tuple[Key, ...], tuple[_Silence, Batch]] = {}
         self._operation = _Operation()
         self._in_flight: deque[_Operation] = deque()
         self._is_aborted = False
@@ -194,14 +206,18 @@ class CopyEngineTransport(Transport):
         return _CopyTransfer(self, key, operation, None if send is None else send.tensor)
 
     @override
-    def release(self, *, is_capturing: bool) -> StreamEvent | None:
+    def release(self, *, is_capturing: bool) -> Released | None:
         operation, release = self._operation, self._operation.release
-        if release is None:
-            if not operation.keys:
-                return None
-            keys = tuple(operation.keys)
-            release = self._releases.get(keys) or self._make_release(keys)
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        silent: tuple[Key, ...] = ()
+        if release is None:
+            keys = tuple(operation.keys)
+            (told, silent), release = self._releases.get(keys) or self._make_release(keys)
+            if told:
+                if not operation.granted:  # nothing was sent: a graph that is being captured needs the fork
+                    self._issued.record(stream)
+                    self._issued.wait(self._stream.handle)
+                self._memory.run(self._stream.handle, told)
         if not operation.is_released:
             self._memory.run(stream, release)
         self._operation = _Operation()
@@ -212,7 +228,7 @@ class CopyEngineTransport(Transport):
         done = operation.done = self._spare_event()
         done.record(stream)
         self._in_flight.append(operation)
-        return done
+        return Released(done, [(key[0], _CopyTransfer(self, key, operation, None)) for key in silent])
 
     def replay(self, tape: BoundOperation, addresses: tuple[int, ...], *, is_capturing: bool) -> Transfer:
         """Run a bound operation on the current stream; `release` is still due. The result stands for all its batches.
@@ -315,13 +331,18 @@ class CopyEngineTransport(Transport):
     def bind_wait(self, keys: tuple[Key, ...]) -> Step:
         """The current stream goes on when all batches are complete."""
         run = self._memory.run
-        ops = batch(self._memory.wait_for(at, _SET) for key in keys for at in self._own_flags(key))
+        ops = batch(self._wait_ops(keys))
         return lambda at, stream: run(stream, ops)
+
+    def bind_silence(self, keys: tuple[Key, ...]) -> tuple[Step | None, tuple[Key, ...]]:
+        """What the copy stream tells peers to whom none of these batches goes, and the keys of those who send none."""
+        told, awaited = self._silence(keys)
+        run, copies = self._memory.run, self._stream.handle
+        return (lambda at, stream: run(copies, told)) if told else None, awaited
 
     def bind_release(self, keys: tuple[Key, ...], awaited: tuple[Key, ...]) -> Batch:
         """What ends an operation of these batches, and waits for some of them first."""
-        waits = [self._memory.wait_for(at, _SET) for key in awaited for at in self._own_flags(key)]
-        return batch([*waits, *self._release_ops(keys)])
+        return batch([*self._wait_ops(awaited), *self._release_ops(keys)])
 
     def _bind_copy(self, target: Ref, source: Ref, size_bytes: int, ops: Batch) -> Step:
         copy, run, copies = self._memory.copy, self._memory.run, self._stream.handle
@@ -337,20 +358,22 @@ class CopyEngineTransport(Transport):
     # -- flags --------------------------------------------------------------------------------------------------------
 
     def _full_at(self, receiver: int, sender: int, flag: int) -> int:
-        return self._flags.addresses[receiver] + (sender * MOST_FLAGS + flag) * _FLAG_BYTES
+        return self._flags.addresses[receiver] + (sender * _FLAGS_PER_PEER + flag) * _FLAG_BYTES
 
     def _sent_at(self, receiver: int, flag: int) -> int:
-        base = self._flags.addresses[self._rank] + self._size * MOST_FLAGS * _FLAG_BYTES
-        return base + (receiver * MOST_FLAGS + flag) * _FLAG_BYTES
+        base = self._flags.addresses[self._rank] + self._size * _FLAGS_PER_PEER * _FLAG_BYTES
+        return base + (receiver * _FLAGS_PER_PEER + flag) * _FLAG_BYTES
 
     def _free_at(self, sender: int, receiver: int) -> int:
-        return self._flags.addresses[sender] + (2 * self._size * MOST_FLAGS + receiver) * _FLAG_BYTES
+        return self._flags.addresses[sender] + (2 * self._size * _FLAGS_PER_PEER + receiver) * _FLAG_BYTES
 
     def _make_take(self, peer: int) -> Batch:
-        at = self._free_at(self._rank, peer)
-        ops = batch([self._memory.wait_for(at, _SET), self._memory.write_value(at, _CLEAR)])
-        self._takes[peer] = ops
+        ops = self._takes[peer] = batch(self._take_ops(peer))
         return ops
+
+    def _take_ops(self, peer: int) -> list[MemoryOp]:
+        at = self._free_at(self._rank, peer)
+        return [self._memory.wait_for(at, _SET), self._memory.write_value(at, _CLEAR)]
 
     def _make_delivery(self, key: tuple[int, int]) -> Batch:
         peer, flag = key
@@ -365,12 +388,27 @@ class CopyEngineTransport(Transport):
         return addresses if to_rank < 0 else [*addresses, self._sent_at(to_rank, sent_flag)]
 
     def _make_wait(self, key: Key) -> Batch:
-        ops = self._waits[key] = batch(self._memory.wait_for(at, _SET) for at in self._own_flags(key))
+        ops = self._waits[key] = batch(self._wait_ops((key,)))
         return ops
 
-    def _make_release(self, keys: tuple[Key, ...]) -> Batch:
-        ops = self._releases[keys] = batch(self._release_ops(keys))
-        return ops
+    def _wait_ops(self, keys: Iterable[Key]) -> list[MemoryOp]:
+        return [self._memory.wait_for(at, _SET) for key in keys for at in self._own_flags(key)]
+
+    def _silence(self, keys: tuple[Key, ...]) -> _Silence:
+        senders, receivers = {key[0] for key in keys}, {key[2] for key in keys}
+        peers = [peer for peer in range(self._size) if peer != self._rank]
+        told: list[MemoryOp] = []
+        for peer in peers:
+            if peer not in receivers:
+                told += self._take_ops(peer)
+                told.append(self._memory.write_value(self._full_at(peer, self._rank, _NO_MESSAGE), _SET))
+        return _Silence(batch(told), tuple((peer, _NO_MESSAGE, -1, -1) for peer in peers if peer not in senders))
+
+    def _make_release(self, keys: tuple[Key, ...]) -> tuple[_Silence, Batch]:
+        silence = self._silence(keys)
+        ops = self.bind_release((*keys, *silence.awaited), silence.awaited)
+        made = self._releases[keys] = silence, ops
+        return made
 
     def _release_ops(self, keys: tuple[Key, ...]) -> list[MemoryOp]:
         memory = self._memory
@@ -382,7 +420,7 @@ class CopyEngineTransport(Transport):
     def _clear_flags(self, tensor: torch.Tensor) -> None:
         flags = tensor.view(torch.int32)
         flags.zero_()
-        flags[2 * self._size * MOST_FLAGS :].fill_(_SET)
+        flags[2 * self._size * _FLAGS_PER_PEER :].fill_(_SET)
 
     def _map(self, size_bytes: int, fill: Any) -> _MappedWindow:
         from torch.distributed import _symmetric_memory as symmetric_memory
@@ -409,6 +447,11 @@ class CopyEngineTransport(Transport):
         base = self._flags.addresses[self._rank]
         flags = self._page.read()
         return all(int(flags[(at - base) // _FLAG_BYTES]) == _SET for at in self._own_flags(key))
+
+    def silent_peer(self, operation: BoundOperation) -> int | None:
+        """A peer that has no message for this rank in the operation and has not said so yet; slow, for diagnosis."""
+        waiting = (key[0] for key in operation.keys if key[1] == _NO_MESSAGE and not self.has_arrived(key))
+        return next(waiting, None)
 
     def _is_idle(self) -> bool:
         """Whether nothing of this transport is under way, as far as can be told."""

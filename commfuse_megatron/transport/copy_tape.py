@@ -67,6 +67,7 @@ class CopyTape:
         self._pending_captured: list[Step] = []
         self._pending_keys: set[Key] = set()
         self._lane: int | None = None
+        self._is_ordered = False
         self.steps: list[Step] = []
         self._captured: list[Step] = []
         self._pushed: dict[Key, Step] = {}  # what makes a wait in a graph depend on the push of the same batch
@@ -108,6 +109,7 @@ class CopyTape:
 
     def order(self) -> None:
         """What is pushed from here on was computed by what comes before."""
+        self._is_ordered = True
         mark, follow = self._transport.bind_order()
         self._add(mark)
         self._add_pending(follow)
@@ -159,14 +161,29 @@ class CopyTape:
     def finish(self) -> BoundOperation:
         """The tape, bound."""
         self._submit()
-        steps, captured, keys = self.steps, self._captured, tuple(self.keys)
         length, awaited = self._last_wait
-        if length == len(steps):  # one call of the driver for both
-            steps, captured = steps[:-1], captured[:-1]
+        if length == len(self.steps):  # one call of the driver for both
+            self.steps.pop()
+            self._captured.pop()
         else:
             awaited = ()
-        release = self._transport.bind_release(keys, awaited)
-        return BoundOperation(tuple(steps), keys, tuple(self.notes), release, tuple(captured), {})
+        silent = self._tell_silence()
+        keys = (*self.keys, *silent)
+        release = self._transport.bind_release(keys, (*awaited, *silent))
+        return BoundOperation(tuple(self.steps), keys, tuple(self.notes), release, tuple(self._captured), {})
+
+    def _tell_silence(self) -> tuple["Key", ...]:
+        """Tell the peers that get no message; returns what to wait for of those who send none."""
+        tell, awaited = self._transport.bind_silence(tuple(self.keys))
+        if tell is not None:
+            if not self._is_ordered:  # somebody else's capture reaches the copy stream by a fork only
+                mark, follow = self._transport.bind_order()
+                self.steps[:0] = [mark, follow]
+            # It waits for nothing of this operation, and the release waits for the same of the peers.
+            self.steps.append(tell)
+            mark, follow = self._transport.bind_copies_mark()
+            self._captured += [tell, mark, follow]
+        return awaited
 
     def _add(self, step: Step) -> None:
         step = self._on_lane(step)

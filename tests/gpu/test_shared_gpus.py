@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from commfuse_megatron import OverlapContext, ops
+from commfuse_megatron.config import TransportConfig
+from commfuse_megatron.errors import TransportTimeoutError
 from tests.gpu.test_query_split import CASES as ATTENTION_CASES
 from tests.gpu.test_query_split import config as attention_config
 from tests.gpu.test_transports import linear_config
 from tests.harness import run_spawned
 from tests.harness.linear_cases import OPS, Case, Operands, assert_equal, draw, overlapped, reference
+from tests.harness.mixed_calls import MixedCalls, draw_cases
 from tests.harness.transport_contract import run_contract
 from tests.threaded.test_query_split_attention import Case as AttentionCase
 from tests.threaded.test_query_split_attention import draw as draw_attention
@@ -85,3 +88,51 @@ def _attention_on_shared_gpus(group, _cpu):
 def test_attention_of_groups_larger_than_the_machine(group_size, monkeypatch):
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     run_spawned(group_size, _attention_on_shared_gpus)
+
+
+def _mixed_on_shared_gpus(group, _cpu):
+    device = torch.device("cuda", group.rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    calls = MixedCalls(draw_cases(group.size(), head_dim=64), group)
+    direct = linear_config("copy_engine")
+    for linear in (
+        direct.linear,
+        dataclasses.replace(direct.linear, fprop=linear_config("copy_engine", "ring", 2).linear.fprop),
+    ):
+        both = dataclasses.replace(attention_config("copy_engine"), linear=linear)
+        with OverlapContext(group, both) as context:
+            for _ in range(6):  # from the second on without agreement, from the fourth on as CUDA graphs
+                calls.check(context, dtype=torch.bfloat16, limit=0.05)
+
+
+@pytest.mark.parametrize("group_size", [3, 4])
+def test_calls_of_other_shapes_follow_at_once(group_size, monkeypatch):
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    run_spawned(group_size, _mixed_on_shared_gpus)
+
+
+def _without_one_rank(group, _cpu):
+    """Two ranks have no rows for each other; one of them does not come."""
+    device = torch.device("cuda", group.rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    config = linear_config("copy_engine", transport=TransportConfig(timeout_s=3.0))
+    rank = group.rank()
+    context = OverlapContext(group, config)
+    x = torch.ones(1 if rank == 0 else 0, 1, 16, device=device, dtype=torch.bfloat16)
+    weight = torch.ones(8, 16, device=device, dtype=torch.bfloat16)
+    for _ in range(6):
+        ops.all_gather_linear(x, weight, total_rows=1, context=context)
+    torch.cuda.synchronize()
+    if rank != 2:
+        ops.all_gather_linear(x, weight, total_rows=1, context=context)
+        torch.cuda.synchronize()
+        with pytest.raises(TransportTimeoutError) as error:
+            context.synchronize()
+        assert f"group rank {rank} " in str(error.value)
+        assert "group rank 2 " in str(error.value)
+    group.barrier().wait()
+
+
+def test_a_rank_that_sends_nothing_and_does_not_come_is_named(monkeypatch):
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    run_spawned(3, _without_one_rank)

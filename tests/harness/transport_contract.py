@@ -3,6 +3,7 @@
 A box is a transport with a window. Messages have places, which two-sided transports do not look at.
 """
 
+import itertools
 import time
 
 import torch
@@ -157,4 +158,19 @@ def places_may_be_used_again_after_a_release(box, rank, size, device):
         for distance, (transfer, received) in enumerate(flights, start=1):
             transfer.wait()
             assert bool((received == 100 * ((rank - distance) % size) + round_number).all())
+        box.transport.release(is_capturing=False)
+
+
+@contract
+def what_arrived_stays_until_the_release_whoever_sends_next(box, rank, size, device):
+    """One operation after the other, in each of which one rank sends to one other, always to the same place."""
+    for receiver, sender in itertools.permutations(range(size), 2):
+        tensor = torch.full((1 << 10,), float(sender), device=device)
+        received, place = box.slot(tensor, 0)
+        if rank == sender:
+            box.exchange(Message(tensor, receiver, 0, place), None).wait()
+        elif rank == receiver:
+            box.exchange(None, Message(received, sender, 0, place)).wait()
+            time.sleep(0.02)  # the delay under test: the next sender is ready by now
+            assert bool((received == sender).all())
         box.transport.release(is_capturing=False)

@@ -25,6 +25,7 @@ from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from tests.harness import run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
+from tests.harness.mixed_calls import MixedCalls, draw_cases
 from tests.harness.transport_contract import run_contract
 from tests.threaded.test_query_split_attention import Case as AttentionCase
 from tests.threaded.test_query_split_attention import assert_close, run
@@ -273,3 +274,29 @@ def test_windows_grow_and_tapes_are_recorded_again(monkeypatch):
                     assert_equal(overlapped(case, operands, context), reference(case, operands, group))
 
     run_threads(3, body)
+
+
+@pytest.mark.parametrize("is_in_graphs", [False, True])
+@pytest.mark.parametrize("group_size", [3, 4, 6])
+def test_calls_of_other_shapes_follow_at_once(group_size, is_in_graphs, monkeypatch):
+    emulate_copy_engine(monkeypatch)
+    if is_in_graphs:
+        monkeypatch.setattr(tape_graphs, "_STEPWISE", -1)
+    attention = AttentionConfig(path="query_split")
+    ring = PassConfig(path="sliced", algorithm="ring", chunks_per_shard=2)
+    direct = config_for("sliced", "direct", 1)
+    configs = [
+        OverlapConfig(attention=attention, transport=TransportConfig(backend="copy_engine")),
+        config_for("sliced", "direct", 2),
+        dataclasses.replace(config_for("sliced", "ring", 1), attention=attention),
+        dataclasses.replace(direct, linear=dataclasses.replace(direct.linear, fprop=ring)),
+    ]
+
+    def body(group, device):
+        calls = MixedCalls(draw_cases(group_size), group)
+        for config in configs:
+            with take_part(group), OverlapContext(group, config) as context:
+                for _ in range(3):  # the first time all ranks agree on each problem, which holds them together
+                    calls.check(context)
+
+    run_threads(group_size, body)

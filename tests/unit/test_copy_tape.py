@@ -5,7 +5,7 @@ import pytest
 from commfuse_megatron.transport.copy_tape import CopyTape, Ref
 
 HERE = Ref(0, 0)
-SENT, ARRIVED, LATER = ("sent",), ("arrived",), ("later",)
+SENT, ARRIVED, LATER, SILENT = ("sent",), ("arrived",), ("later",), ("silent",)
 
 
 class Transport:
@@ -13,6 +13,7 @@ class Transport:
 
     def __init__(self):
         self.log = []
+        self.silent = ()
 
     def step(self, name):
         return lambda at, stream: self.log.append(name)
@@ -37,6 +38,9 @@ class Transport:
 
     def bind_wait(self, keys):
         return self.step("wait " + " ".join(key[0] for key in keys))
+
+    def bind_silence(self, keys):
+        return self.step("tell") if self.silent else None, self.silent
 
     def bind_release(self, keys, awaited):
         return "release " + " ".join(key[0] for key in awaited)
@@ -153,3 +157,32 @@ def test_a_wait_that_the_release_makes_is_in_no_list(tape, transport):
     tape.compute(transport.step("kernel"))
     tape.wait(tape.copy(HERE, HERE, 8, flag=0))
     assert captured(tape, transport) == ["kernel", "copy", "mark copies", "follow copies"]
+
+
+def test_who_gets_no_message_is_told_behind_all_else_and_waited_for_in_the_release(tape, transport):
+    transport.silent = (SILENT,)
+    tape.order()
+    tape.push(1, None, HERE, 8)
+    tape.issued([SENT, ARRIVED])
+    tape.compute(transport.step("kernel"))
+    tape.wait(ARRIVED)
+    expected = ["mark", "kernel", "follow", "take 1", "push 1", "tell", "release arrived silent"]
+    assert run(tape, transport) == expected
+
+
+def test_in_a_graph_the_release_depends_on_what_was_told(tape, transport):
+    transport.silent = (SILENT,)
+    tape.compute(transport.step("kernel"))
+    assert captured(tape, transport) == ["kernel", "tell", "mark copies", "follow copies"]
+
+
+def test_a_tape_that_sends_nothing_forks_before_it_tells(tape, transport):
+    transport.silent = (SILENT,)
+    tape.compute(transport.step("kernel"))
+    assert run(tape, transport) == ["mark", "follow", "kernel", "tell", "release silent"]
+
+
+def test_silence_is_among_what_a_release_clears(tape, transport):
+    transport.silent = (SILENT,)
+    tape.note(SENT)
+    assert tape.finish().keys == (SENT, SILENT)
