@@ -83,31 +83,38 @@ class _Silence(NamedTuple):
 class _Operation:
     """The batches between two releases."""
 
-    __slots__ = ("done", "granted", "is_done", "is_released", "keys", "release")
+    __slots__ = ("done", "granted", "is_done", "is_released", "keys", "pushed", "release")
 
     def __init__(self) -> None:
         self.keys: list[Key] = []
         self.release: Batch | None = None  # of a replayed operation
         self.is_released = False  # by a graph
         self.granted: set[int] = set()
+        self.pushed: StreamEvent | None = None  # where the copy stream was after the last push, in a capture
         self.done: StreamEvent | None = None
         self.is_done = False
 
 
 class _CopyTransfer(Transfer):
-    __slots__ = ("_key", "_operation", "_sent", "_transport")
+    __slots__ = ("_key", "_operation", "_pushed", "_sent", "_transport")
 
     def __init__(
-        self, transport: "CopyEngineTransport", key: Key, operation: _Operation, sent: torch.Tensor | None
+        self,
+        transport: "CopyEngineTransport",
+        key: Key,
+        operation: _Operation,
+        sent: torch.Tensor | None,
+        pushed: StreamEvent | None = None,
     ) -> None:
         self._transport = transport
+        self._pushed = pushed  # while somebody captures: the wait must come after it in the graph, too
         self._key = key
         self._operation = operation
         self._sent = sent  # its memory must not be handed out again before the current stream has waited
 
     @override
     def wait(self) -> None:
-        self._transport._wait(self._key)
+        self._transport._wait(self._key, self._pushed)
         self._sent = None
 
     @override
@@ -203,7 +210,7 @@ class CopyEngineTransport(Transport):
             from_rank, received_flag = receive.peer, receive.place.flag
         key = (from_rank, received_flag, to_rank, sent_flag)
         operation.keys.append(key)
-        return _CopyTransfer(self, key, operation, None if send is None else send.tensor)
+        return _CopyTransfer(self, key, operation, None if send is None else send.tensor, operation.pushed)
 
     @override
     def release(self, *, is_capturing: bool) -> Released | None:
@@ -218,6 +225,9 @@ class CopyEngineTransport(Transport):
                     self._issued.record(stream)
                     self._issued.wait(self._stream.handle)
                 self._memory.run(self._stream.handle, told)
+                if is_capturing:  # what the release waits for is told by peers who wait for the same from here
+                    self._copied.record(self._stream.handle)
+                    self._copied.wait(stream)
         if not operation.is_released:
             self._memory.run(stream, release)
         self._operation = _Operation()
@@ -240,6 +250,11 @@ class CopyEngineTransport(Transport):
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         if self._graphs is not None and not is_capturing and self._graphs.run(tape, addresses, stream):
             operation.is_released = True
+        elif is_capturing:
+            self._issued.record(stream)
+            self._issued.wait(self._stream.handle)
+            for step in tape.captured:
+                step(addresses, stream)
         else:
             for step in tape.steps:
                 step(addresses, stream)
@@ -273,10 +288,15 @@ class CopyEngineTransport(Transport):
         memory.copy(copies.handle, place.window.addresses[peer] + place.offset, tensor.data_ptr(), tensor.nbytes)
         key = (peer, place.flag)
         memory.run(copies.handle, self._deliveries.get(key) or self._make_delivery(key))
+        if torch._C._cuda_isCurrentStreamCapturing():
+            operation.pushed = StreamEvent()
+            operation.pushed.record(copies.handle)
         return key
 
-    def _wait(self, key: Key) -> None:
+    def _wait(self, key: Key, pushed: StreamEvent | None) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        if pushed is not None:
+            pushed.wait(stream)
         self._memory.run(stream, self._waits.get(key) or self._make_wait(key))
 
     def _spare_event(self) -> StreamEvent:

@@ -9,8 +9,9 @@ kernel of the current stream, beside which it is to run: measured, a first GEMM 
 transfer is over. The contract that bites: a wait must not be submitted before the push of its own batch, else two
 ranks wait for each other's pushes, which are behind the waits.
 
-In a CUDA graph it is the driver who orders what is independent. So a tape keeps its steps a second time, in which each
-wait depends on the push of its own batch; see `transport.tape_graphs`.
+In a CUDA graph, ours or one that somebody else captures, it is the driver who orders what is independent. So a tape
+keeps its steps a second time, in which each wait depends on the push of its own batch; see `transport.tape_graphs`. The
+copy stream has been forked from the current one before these.
 """
 
 from collections.abc import Callable, Iterable
@@ -43,7 +44,8 @@ class BoundOperation(NamedTuple):
     """A finished tape: the steps, the batches whose flags the release clears, and what the caller notes of arrivals.
 
     release: what ends the operation: the last wait, if nothing comes after it, and the release of all `keys`.
-    captured: the steps for a graph. graphs: by the addresses of a call, how often it was made, or its graph.
+    captured: the steps for a graph, the copy stream being forked already.
+    graphs: by the addresses of a call, how often it was made, or its graph.
     """
 
     steps: tuple[Step, ...]
@@ -67,7 +69,6 @@ class CopyTape:
         self._pending_captured: list[Step] = []
         self._pending_keys: set[Key] = set()
         self._lane: int | None = None
-        self._is_ordered = False
         self.steps: list[Step] = []
         self._captured: list[Step] = []
         self._pushed: dict[Key, Step] = {}  # what makes a wait in a graph depend on the push of the same batch
@@ -109,7 +110,6 @@ class CopyTape:
 
     def order(self) -> None:
         """What is pushed from here on was computed by what comes before."""
-        self._is_ordered = True
         mark, follow = self._transport.bind_order()
         self._add(mark)
         self._add_pending(follow)
@@ -176,9 +176,6 @@ class CopyTape:
         """Tell the peers that get no message; returns what to wait for of those who send none."""
         tell, awaited = self._transport.bind_silence(tuple(self.keys))
         if tell is not None:
-            if not self._is_ordered:  # somebody else's capture reaches the copy stream by a fork only
-                mark, follow = self._transport.bind_order()
-                self.steps[:0] = [mark, follow]
             # It waits for nothing of this operation, and the release waits for the same of the peers.
             self.steps.append(tell)
             mark, follow = self._transport.bind_copies_mark()

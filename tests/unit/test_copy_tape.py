@@ -176,12 +176,6 @@ def test_in_a_graph_the_release_depends_on_what_was_told(tape, transport):
     assert captured(tape, transport) == ["kernel", "tell", "mark copies", "follow copies"]
 
 
-def test_a_tape_that_sends_nothing_forks_before_it_tells(tape, transport):
-    transport.silent = (SILENT,)
-    tape.compute(transport.step("kernel"))
-    assert run(tape, transport) == ["mark", "follow", "kernel", "tell", "release silent"]
-
-
 def test_silence_is_among_what_a_release_clears(tape, transport):
     transport.silent = (SILENT,)
     tape.note(SENT)
