@@ -238,7 +238,9 @@ def _add_legend(figure: Any, colors: dict[str, str], *, has_arrivals: bool) -> N
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Any] = [Patch(color=color, label=f"computation of {op}") for op, color in colors.items()]
+    handles: list[Any] = [
+        Patch(color=color, label=f"computation of {op}" if op else "computation") for op, color in colors.items()
+    ]
     handles.append(Patch(color=TRANSFER_COLOR, label="transfer"))
     handles.append(Patch(color=EXPOSED_COLOR, label="exposed: transfer without computation"))
     if has_arrivals:

@@ -14,6 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,10 +27,11 @@ from commfuse_megatron.runtime import context, prepared
 from commfuse_megatron.runtime.lanes import Lanes
 from commfuse_megatron.transport import copy_engine, stream_memory, tape_graphs
 
-__all__ = ["emulate_copy_engine", "take_part"]
+__all__ = ["capture_call", "emulate_copy_engine", "take_part"]
 
 _LONGEST_WAIT_S = 10.0
 _CPU = torch.device("cpu")
+_CURRENT = 0
 _LANES = (2, 3, 4, 5)
 _local = threading.local()
 _handles = itertools.count(10)
@@ -56,7 +58,7 @@ def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_engine, "FlagPage", _Page)
     monkeypatch.setattr(copy_engine, "batch", tuple)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", _current_stream, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", _is_current_captured, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream(device))
     monkeypatch.setattr(context, "choose_backend", lambda *arguments: "copy_engine")
     monkeypatch.setattr(context, "device_of_backend", lambda backend: _CPU)
@@ -71,9 +73,24 @@ def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lanes, "handles", lambda lanes, num_lanes=2: _LANES[:num_lanes])
 
 
+def capture_call[T](call: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+    """What `call` gives, and how to launch its driver calls as a graph that the program captured on the current stream.
+
+    What PyTorch computes in `call` is computed at once: only what tapes do is in the graph.
+    """
+    results: list[T] = []
+    graph = _Graph(SimpleNamespace(handle=_CURRENT), lambda: results.append(call()))
+    return results[0], lambda: graph.launch(_CURRENT)
+
+
+def _is_current_captured() -> bool:
+    capture = _capture()
+    return capture is not None and capture.origin == _CURRENT
+
+
 def _current_stream(index: int) -> int:
-    assert _capture() is None, "a step of a graph asked for the current stream"
-    return 0
+    assert _capture() is None or _is_current_captured(), "a step of a graph asked for the current stream"
+    return _CURRENT
 
 
 def _create_transport(backend, group, store, config, nccl, exchange) -> copy_engine.CopyEngineTransport:
@@ -162,6 +179,7 @@ class _Capture:
     """What streams are told while one of them is captured. latest: by stream, what its next node comes after."""
 
     def __init__(self, origin: int) -> None:
+        self.origin = origin
         self.nodes: list[tuple[Callable[[], object], frozenset[int]]] = []
         self.latest: dict[int, frozenset[int]] = {origin: frozenset()}
 

@@ -1,6 +1,7 @@
 """The copy engine's flags, windows and tapes on the CPU: contract, every path, new data at every call."""
 
 import dataclasses
+import functools
 import importlib
 import itertools
 
@@ -23,7 +24,7 @@ from commfuse_megatron.ops.trial import run_trial
 from commfuse_megatron.transport import tape_graphs
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from tests.harness import run_threads
-from tests.harness.emulated_gpu import emulate_copy_engine, take_part
+from tests.harness.emulated_gpu import capture_call, emulate_copy_engine, take_part
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
 from tests.harness.mixed_calls import MixedCalls, draw_cases
 from tests.harness.transport_contract import run_contract
@@ -298,5 +299,33 @@ def test_calls_of_other_shapes_follow_at_once(group_size, is_in_graphs, monkeypa
             with take_part(group), OverlapContext(group, config) as context:
                 for _ in range(3):  # the first time all ranks agree on each problem, which holds them together
                     calls.check(context)
+
+    run_threads(group_size, body)
+
+
+@pytest.mark.parametrize("group_size", [2, 3, 4])
+@pytest.mark.parametrize("m", [1, 2])
+def test_calls_in_a_graph_of_the_program_are_right_in_every_order(group_size, m, monkeypatch):
+    """Megatron captures layers so. Also where some ranks have no rows, and with tapes that were not made before."""
+    emulate_copy_engine(monkeypatch)
+
+    def body(group, device):
+        with take_part(group), OverlapContext(group, config_for("sliced", "direct", m)) as context:
+            first = Case(op="all_gather_linear", rows=group_size, N=8, K=8)
+            overlapped(first, draw(first, group.rank(), group.size(), device), context)
+            for op, rows in itertools.product(OPS, (4 * group_size, group_size + 1, 2, 1)):
+                case = Case(op=op, rows=rows, N=16, K=8, has_bias=False, seed=rows)
+                operands = draw(case, group.rank(), group.size(), device)
+                expected = reference(case, operands, group)["y"]
+                more = {"total_rows": rows} if op == "all_gather_linear" else {}
+                function = getattr(importlib.import_module("commfuse_megatron.ops"), op)
+                with torch.no_grad():
+                    call = functools.partial(function, operands.x, operands.weight, context=context, **more)
+                    call()  # windows grow
+                    y, launch = capture_call(call)
+                for _ in range(5):
+                    y.fill_(-99)
+                    launch()
+                    assert torch.equal(y, expected)
 
     run_threads(group_size, body)
