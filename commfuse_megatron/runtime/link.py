@@ -147,30 +147,38 @@ class Link:
             self._watchdog.stop()
 
     def _overdue(self, watched: Watched | BoundOperation | int) -> None:
-        if isinstance(watched, BoundOperation):
-            watched = self._missing_of(watched)
-        if isinstance(watched, int):
-            error = self._silence_error(watched)
-        else:
-            if watched.receive_peer is not None:
-                verb, peer = "got nothing from", watched.receive_peer
-            else:
-                verb, peer = "could not deliver to", watched.send_peer if watched.send_peer is not None else -1
-            error = self._timeout_error(watched.label, watched.bound, watched.step, verb, peer)
+        error = self._overdue_error(watched)
         logger.error("%s", error)
         self.fail(error)
 
-    def _missing_of(self, operation: BoundOperation) -> Watched | int:
+    def _overdue_error(self, watched: Watched | BoundOperation | int) -> TransportTimeoutError:
+        """What to say of a batch, of a call from a tape, or of a peer that has nothing to send and does not come."""
+        if isinstance(watched, BoundOperation):
+            return self._missing_error(watched)
+        if isinstance(watched, int):
+            return self._silence_error(watched)
+        if watched.receive_peer is not None:
+            verb, peer = "got nothing from", watched.receive_peer
+        else:
+            verb, peer = "could not deliver to", watched.send_peer if watched.send_peer is not None else -1
+        return self._timeout_error(watched.label, watched.bound, watched.step, verb, peer)
+
+    def _missing_error(self, operation: BoundOperation) -> TransportTimeoutError:
         transport = self.transport
         assert isinstance(transport, CopyEngineTransport)
-        missing = [note for key, note in operation.notes if not transport.has_arrived(key)]
-        if not missing and (peer := transport.silent_peer(operation)) is not None:
-            return peer
-        # Where all has arrived, it is a send that waits for its receiver, or something else on the stream.
-        notes = missing or [note for _, note in operation.notes]
-        found = notes[0] if notes else operation.keys[0][2]
-        assert isinstance(found, Watched | int)
-        return found
+        for key, note in operation.notes:
+            if not transport.has_arrived(key):
+                assert isinstance(note, Watched)
+                return self._overdue_error(note)
+        if (peer := transport.silent_peer(operation)) is not None:
+            return self._silence_error(peer)
+        me = self._peers.name(self._peers.group_rank)
+        if (peer := transport.undelivered_peer(operation)) is not None:
+            return TransportTimeoutError(f"{me} could not deliver to {self._peers.name(peer)} for {self._timeout_s} s")
+        return TransportTimeoutError(
+            f"{me}: all messages of a call are here, but it did not end in {self._timeout_s} s: "
+            "something else holds up its stream"
+        )
 
     def _broken(self, run: _Run, index: int, error: TransportError) -> TransportError:
         me = self._peers.name(self._peers.group_rank)

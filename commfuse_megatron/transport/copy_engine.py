@@ -473,6 +473,11 @@ class CopyEngineTransport(Transport):
         waiting = (key[0] for key in operation.keys if key[1] == _NO_MESSAGE and not self.has_arrived(key))
         return next(waiting, None)
 
+    def undelivered_peer(self, operation: BoundOperation) -> int | None:
+        """A peer to whom a message of the operation has not gone yet; slow, for diagnosis."""
+        keys = (key for key in operation.keys if key[2] not in (-1, self._rank))
+        return next((key[2] for key in keys if not self.has_arrived((-1, -1, *key[2:]))), None)
+
     def _is_idle(self) -> bool:
         """Whether nothing of this transport is under way, as far as can be told."""
         last = self._in_flight[-1].done if self._in_flight else None

@@ -329,3 +329,34 @@ def test_calls_in_a_graph_of_the_program_are_right_in_every_order(group_size, m,
                     assert torch.equal(y, expected)
 
     run_threads(group_size, body)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_who_has_not_come_is_named_also_where_no_message_is_due(op, monkeypatch):
+    emulate_copy_engine(monkeypatch)
+
+    def body(group, device):
+        rank = group.rank()
+        with take_part(group), OverlapContext(group, config_for("sliced", "direct", 1)) as context:
+            case = Case(op=op, rows=1, N=8, K=8, has_bias=False)
+            overlapped(case, draw(case, rank, group.size(), device), context)
+            link, transport = context.link, context.link.transport
+            operations = [tape.operation for p in context._prepared.values() for tape in p.tapes.values()]
+            assert len(operations) == 2
+            group.barrier().wait()
+            for operation in operations:
+                peers = {key[0] for key in operation.keys} - {-1}
+                assert peers == {0, 1, 2} - {rank}, "from each a message, or that there is none"
+                said = str(link._overdue_error(operation))  # nothing is set between operations
+                assert said.startswith(f"group rank {rank} ") or f": group rank {rank} " in said
+                assert sum(f"group rank {peer} " in said for peer in peers) >= 1
+                transport.has_arrived = lambda key: key[0] >= 0
+                said = str(link._overdue_error(operation))
+                sends = {key[2] for key in operation.keys} - {-1, rank}
+                assert ("could not deliver to" in said) == bool(sends)
+                transport.has_arrived = lambda key: True
+                assert "something else holds up its stream" in str(link._overdue_error(operation))
+                del transport.has_arrived
+            group.barrier().wait()
+
+    run_threads(3, body)
