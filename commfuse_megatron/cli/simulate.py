@@ -29,6 +29,9 @@ __all__ = ["add_simulate_options", "run_simulate"]
 
 RANKS_OF_A_NODE = 8
 
+# An error that turns which of two ways is faster.
+_ALARMING = 0.2
+
 
 def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     """The options of `commfuse simulate`. Imports no torch."""
@@ -201,7 +204,13 @@ def _print_deviations(found: Sequence[Deviation]) -> None:
     console.print(table)
     real = [deviation for deviation in found if not deviation.emulated]
     if real:
-        console.print(f"median size of the error on {len(real)} measured rows: {100 * median_error(real):.1f} %")
+        worst = max(real, key=lambda deviation: abs(deviation.error))
+        console.print(
+            f"median size of the error on {len(real)} measured rows: {100 * median_error(real):.1f} %; "
+            f"the largest: {100 * worst.error:+.1f} %, {worst.variant} of {worst.case} M={worst.M}"
+        )
+        if abs(worst.error) > _ALARMING:
+            console.print("which way is the best may be predicted wrongly where such cases lie: measure there")
 
 
 def _print_comparisons(comparisons: Sequence[Comparison], path: str) -> None:
@@ -232,7 +241,10 @@ def _print_comparisons(comparisons: Sequence[Comparison], path: str) -> None:
     ):
         size = median_size(errors)
         if size is not None:
-            console.print(f"median size of the error of the {name}: {100 * size:.1f} %")
+            largest = max(abs(error) for error in errors if error is not None)
+            console.print(
+                f"median size of the error of the {name}: {100 * size:.1f} %; the largest: {100 * largest:.1f} %"
+            )
 
 
 def _say(ms: float | None, error: float | None) -> tuple[str, str]:
