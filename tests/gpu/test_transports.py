@@ -224,6 +224,32 @@ def test_late_ranks_two_contexts_and_two_streams(backend):
     run_spawned(2, _delays, backend, backend="nccl")
 
 
+def _storm(group, device):
+    """Transfers run late, and what they send is freed and its memory written to as soon as PyTorch allows."""
+    case = Case(op=OPS[0], rows=2048, N=64, K=64, dtype=torch.bfloat16)
+    operands = draw(case, group.rank(), group.size(), device)
+    expected = reference(case, operands, group)["y"]
+    with torch.no_grad(), OverlapContext(group, linear_config("copy_engine", m=2)) as context:
+        copies = context.link.transport._stream.torch
+        reused = 0
+        for _ in range(20):  # step by step, rehearsed, and as graphs
+            with torch.cuda.stream(copies):
+                torch.cuda._sleep(20_000_000)  # about 10 ms
+            x = operands.x.clone()
+            address, size = x.data_ptr(), x.shape
+            y = ops.all_gather_linear(x, operands.weight, operands.bias, context=context)
+            del x
+            storm = [torch.full(size, float("nan"), device=device, dtype=case.dtype) for _ in range(64)]
+            reused += any(tensor.data_ptr() == address for tensor in storm)
+            assert torch.equal(y, expected)
+            del storm, y
+        assert reused, "the allocator did not hand the memory out again: nothing was tested"
+
+
+def test_what_is_sent_may_be_freed_at_once():
+    run_spawned(2, _storm, backend="nccl")
+
+
 @pytest.mark.parametrize("connections", ["1", "8", "32"])
 @BACKENDS
 def test_any_number_of_hardware_queues(backend, connections, monkeypatch):
