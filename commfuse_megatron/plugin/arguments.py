@@ -8,6 +8,7 @@ import argparse
 from typing import Any
 
 from commfuse_megatron.config import CONFIG_VARIABLE, OverlapConfig, config_file_from_environment
+from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plugin import compat
 
 __all__ = ["add_arguments", "adopt_flags", "config_file", "is_switched_on", "read_config", "set_flags"]
@@ -51,8 +52,13 @@ def adopt_flags(transformer_config: Any) -> None:
 
 
 def is_switched_on(transformer_config: Any) -> bool:
-    """Whether layers built with our classes overlap: unless `transformer_config.commfuse` is set to False."""
+    """Whether layers built with our classes overlap: unless `transformer_config.commfuse` is set to False.
+
+    Raises ConfigError if it is neither.
+    """
     flag = getattr(transformer_config, "commfuse", None)
+    if flag not in (None, True, False):  # "false" would be true
+        raise ConfigError(f"commfuse of the transformer configuration is True or False; got {flag!r}")
     return flag is None or bool(flag)
 
 

@@ -15,7 +15,15 @@ from commfuse_megatron.plugin.embedding import CommFuseVocabParallelEmbedding
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
 from commfuse_megatron.plugin.norm_linear import CommFuseLayerNormColumnParallelLinear
 
-__all__ = ["ATTENTIONS", "LOCAL", "OUR_LINEARS", "TRANSFORMER_ENGINE", "is_ours", "reason_in_tensors"]
+__all__ = [
+    "ATTENTIONS",
+    "LOCAL",
+    "OUR_LINEARS",
+    "TRANSFORMER_ENGINE",
+    "is_ours",
+    "reason_in_tensors",
+    "reason_to_keep_local",
+]
 
 #: Megatron's local linears, and its embedding; a built one can be given our class.
 LOCAL: dict[type, type[torch.nn.Module]] = {
@@ -72,6 +80,13 @@ _PARAMETERS: dict[type, tuple[str, ...]] = {
 def is_ours(module: torch.nn.Module) -> bool:
     """Whether `module` is one of our linears, or our embedding."""
     return type(module) in (*OUR_LINEARS, CommFuseVocabParallelEmbedding)
+
+
+def reason_to_keep_local(layer: torch.nn.Module, ours: type) -> str | None:
+    """Why the built `layer` of Megatron's keeps its class instead of getting `ours`; else None."""
+    if "forward" in vars(layer):
+        return "the layer has a forward of its own in the instance, which would pass ours by"
+    return reason_in_tensors(layer, ours)
 
 
 def reason_in_tensors(layer: torch.nn.Module, ours: type) -> str | None:

@@ -16,7 +16,7 @@ from torch import distributed as dist
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plugin import arguments
-from commfuse_megatron.plugin.classes import ATTENTIONS, LOCAL, TRANSFORMER_ENGINE, is_ours, reason_in_tensors
+from commfuse_megatron.plugin.classes import ATTENTIONS, LOCAL, TRANSFORMER_ENGINE, is_ours, reason_to_keep_local
 from commfuse_megatron.plugin.construction import keep_stock, require_permission
 from commfuse_megatron.plugin.decision import LayerState, state_of
 from commfuse_megatron.plugin.takeover import reason_to_keep, taking_over
@@ -64,7 +64,7 @@ def convert_model(model: Any, config: OverlapConfig | None = None) -> Any:
 def _convert_local(chunk: torch.nn.Module, config: OverlapConfig | None) -> int:
     converted = 0
     for name, module in chunk.named_modules():
-        if type(module) in LOCAL and reason_in_tensors(module, LOCAL[type(module)]) is None:
+        if type(module) in LOCAL and reason_to_keep_local(module, LOCAL[type(module)]) is None:
             module.__class__ = LOCAL[type(module)]
             converted += 1
         if is_ours(module):
@@ -72,7 +72,7 @@ def _convert_local(chunk: torch.nn.Module, config: OverlapConfig | None) -> int:
             state.name = name or state.name
             state.overlap_config = config or state.overlap_config
             _follow_fusion(module)
-        if type(module) in ATTENTIONS:
+        if type(module) in ATTENTIONS and "forward" not in vars(module):
             module.__class__ = ATTENTIONS[type(module)]
         if type(module) in ATTENTIONS.values():
             state_of(module).name = name or state_of(module).name
@@ -89,11 +89,11 @@ class _Kept(NamedTuple):
 
 
 def _changed_local(chunk: torch.nn.Module) -> Iterator[_Kept]:
-    """The local layers of Megatron that somebody has added tensors to."""
+    """The local layers of Megatron that somebody has added tensors or a forward of the instance to."""
     for name, module in chunk.named_modules():
         if type(module) in LOCAL:
             layer: Any = module
-            reason = reason_in_tensors(layer, LOCAL[type(layer)])
+            reason = reason_to_keep_local(layer, LOCAL[type(layer)])
             if reason is not None:
                 yield _Kept(layer, name, layer.tp_group, reason)
 

@@ -175,6 +175,8 @@ def _attention_report(name: str, module: torch.nn.Module) -> LayerReport:
         reason = f"{layer} is not among the attentions that are paired with their projection ({known})"
         if type(module) in ATTENTIONS:
             reason = f"{layer} was neither in the spec given to apply_to_spec nor converted"
+            if "forward" in vars(module):
+                reason = f"{layer} has a forward of its own in the instance, which ours would not be asked for"
         return LayerReport(name, layer, "stock", 0, 0, (reason,))
     return _report_of_ours(name, module, attention_unsupported_reason)
 

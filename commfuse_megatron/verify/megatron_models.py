@@ -210,9 +210,12 @@ def _reset_random_states() -> None:
 
 
 def _relative(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """The largest difference over the largest element; NaN stays NaN, and equal zeros have no error."""
-    difference = (expected - found).abs().max().item()
-    return difference / expected.abs().max().item() if difference else 0.0
+    """The largest difference over the largest element; NaN stays NaN, equal zeros have no error, and
+    what should be zero and is not has an infinite one."""
+    difference, scale = (expected - found).abs().max().item(), expected.abs().max().item()
+    if not difference:
+        return 0.0
+    return difference / scale if scale else float("inf")
 
 
 # --- calls, and the verdict -------------------------------------------------------------------------------------------

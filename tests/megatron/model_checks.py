@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import functools
 import os
 import pickle
 import tempfile
@@ -14,7 +15,7 @@ import torch
 from megatron.core import parallel_state
 
 from commfuse_megatron import OverlapConfig
-from commfuse_megatron.config import CONFIG_VARIABLE, FallbackConfig, LinearConfig, PassConfig
+from commfuse_megatron.config import CONFIG_VARIABLE, AttentionConfig, FallbackConfig, LinearConfig, PassConfig
 from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.plugin import (
     CommFuseColumnParallelLinear,
@@ -253,6 +254,43 @@ def check_conversion_keeps_layers_with_tensors_of_somebody_else(group_size: int)
         assert layers[name].path == "stock"
         assert words in layers[name].reasons[0]
     assert {layer.path for name, layer in layers.items() if name not in kept} == {"overlapped"}
+
+
+def check_conversion_keeps_layers_with_a_forward_of_the_instance(group_size: int) -> None:
+    """Profilers wrap so. Fails without the look at it: such layers were re-classed, and Megatron's forward ran on."""
+    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
+    gpt = SmallGPT(dtype=torch.float64, num_layers=1)
+    stock, ours = (build_gpt(gpt, transformer_config(gpt, group_size), overlap=False) for _ in range(2))
+    layer = ours.decoder.layers[0]
+    wrapped = {
+        "embedding.word_embeddings": ours.embedding.word_embeddings,
+        "decoder.layers.0.self_attention": layer.self_attention,
+        "decoder.layers.0.mlp.linear_fc1": layer.mlp.linear_fc1,
+        "decoder.layers.0.mlp.linear_fc2": layer.mlp.linear_fc2,
+    }
+    for module in wrapped.values():
+        module.forward = functools.partial(module.forward)
+    split = AttentionConfig(path="query_split")
+    with pytest.raises(UnsupportedError, match=r"embedding.*forward of its own in the instance"):
+        convert_model(ours, OverlapConfig(attention=split, fallback=FallbackConfig(unsupported="raise")))
+    convert_model(ours, OverlapConfig(attention=split))
+    assert loss_of(ours, tokens) == loss_of(stock, tokens)
+    report = model_report(ours)
+    layers = {layer.name: layer for layer in (*report.layers, *report.attentions)}
+    for name in wrapped:
+        assert layers[name].path == "stock"
+        assert "forward of its own in the instance" in layers[name].reasons[0]
+    assert layers["output_layer"].path == "overlapped"
+
+
+def check_a_switch_that_is_no_switch_is_refused(group_size: int) -> None:
+    """ "false" is true to Python."""
+    gpt = SmallGPT(dtype=torch.float64, num_layers=1)
+    model = build_gpt(gpt, transformer_config(gpt, group_size), overlap=False)
+    for flag in ("false", "off", "1", 2):
+        model.config.commfuse = flag
+        with pytest.raises(ConfigError, match="is True or False; got"):
+            convert_model(model)
 
 
 def _gpt_with_adapters(group_size: int) -> Any:
