@@ -112,6 +112,9 @@ class AttentionConfig(_Checked):
     planner. The default is "row_parallel", and query splits have to be asked for, since their backward pass was not
     shown to beat Megatron's own attention (2 x H200, November 2026).
     splits_per_shard: pieces that one owner's queries are cut into; None: the planner chooses.
+    backward: what follows a forward pass with split queries. "query_split": its splits backward, each as its rows of
+    the gradient arrive; "row_parallel": the projection's backward pass as a linear of its own, then attention at once.
+    With dropout it is always the first, since splits have masks of their own. "auto": the planner chooses.
     kernel: what computes attention in `ops`. "auto" takes the first that can of cuDNN's front end ("cudnn"), PyTorch's
     flash attention ("flash": its own, or FlashAttention-3 or -4 where the program has activated it in PyTorch) and
     "math", which keeps a split's scores in memory and takes everything. In Megatron, "row_parallel" and "sequential"
@@ -120,15 +123,21 @@ class AttentionConfig(_Checked):
 
     path: Literal["auto", "query_split", "row_parallel", "sequential"] = "row_parallel"
     splits_per_shard: int | None = None
+    backward: Literal["auto", "query_split", "row_parallel"] = "auto"
     kernel: Literal["auto", "cudnn", "flash", "math"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.splits_per_shard is not None and self.path in ("row_parallel", "sequential"):
-            raise ConfigError(
-                f"attention.splits_per_shard = {self.splits_per_shard} says how queries are split, which path "
-                f'"{self.path}" does not do; set attention.path to "query_split" or "auto"'
-            )
+        if self.path in ("row_parallel", "sequential"):
+            for name, value, unset in (
+                ("splits_per_shard", self.splits_per_shard, None),
+                ("backward", self.backward, "auto"),
+            ):
+                if value != unset:
+                    raise ConfigError(
+                        f"attention.{name} = {value} is about split queries, which path "
+                        f'"{self.path}" does not have; set attention.path to "query_split" or "auto"'
+                    )
         if self.splits_per_shard is not None and self.splits_per_shard < 1:
             raise ConfigError(f"splits_per_shard must be at least 1, got {self.splits_per_shard}")
 

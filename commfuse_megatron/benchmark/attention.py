@@ -249,10 +249,12 @@ class OurAttention(Variant):
         self.name = name
         self._path = path
         linear = {"path": "sliced", "algorithm": "direct", "chunks_per_shard": 1}
-        settings: dict[str, object] = {
+        settings: dict[str, dict[str, object]] = {
             "attention": {"path": path, "splits_per_shard": splits_per_shard},
             "transport": {"backend": backend},
         }
+        if path == "query_split":
+            settings["attention"]["backward"] = path
         if path == "row_parallel":
             settings["linear"] = {"fprop": linear, "dgrad": linear}
         self._config = OverlapConfig.from_dict(settings)

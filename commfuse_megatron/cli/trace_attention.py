@@ -106,9 +106,12 @@ def _config(arguments: argparse.Namespace, path: str) -> OverlapConfig:
     data = config_of(arguments).to_dict()
     data["attention"]["path"] = path
     if path != "query_split":
-        data["attention"]["splits_per_shard"] = None
-    elif arguments.splits is not None:
-        data["attention"]["splits_per_shard"] = arguments.splits
+        data["attention"].update(splits_per_shard=None, backward="auto")
+    else:
+        if arguments.splits is not None:
+            data["attention"]["splits_per_shard"] = arguments.splits
+        if data["attention"]["backward"] == "auto":
+            data["attention"]["backward"] = path
     if path == "sequential":
         data["kernel"]["gemm"] = "torch"  # plain collective, plain GEMM
     return OverlapConfig.from_dict(data, source="these options")

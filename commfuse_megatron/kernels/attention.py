@@ -5,14 +5,23 @@ Megatron's order. The contract that bites: what a kernel's forward returns belon
 must be given the same operands, `out` included, unchanged.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from commfuse_megatron.problem import VisibleKeys
 
-__all__ = ["MASKED_SCORE", "AttentionKernel", "BoundBackward", "BoundForward", "Dropout", "MathAttention", "SplitMask"]
+__all__ = [
+    "MASKED_SCORE",
+    "AttentionKernel",
+    "BoundBackward",
+    "BoundForward",
+    "Dropout",
+    "MathAttention",
+    "SplitMask",
+    "join_states",
+]
 
 #: What takes the place of a score that a mask tensor hides: Megatron's number, so that a query that sees nothing gets
 #: the mean of all values there as here.
@@ -97,6 +106,23 @@ class AttentionKernel(Protocol):
 
     def stale_reason(self) -> str | None:
         """Why calls that this was chosen for cannot go on with it; None, as nearly always, if they can."""
+
+
+def join_states(states: Sequence[tuple[torch.Tensor, ...]], queries: Sequence[int]) -> tuple[torch.Tensor, ...] | None:
+    """What one call without dropout would leave for `backward`, from what calls for its splits left; None if it cannot
+    be told.
+
+    The first tensor of a state is a number for each query [B, H, S_q, ...], and is joined; what else there is describes
+    dropout, and is one split's. queries: of every split, in order.
+    """
+    found = [(state, size) for state, size in zip(states, queries, strict=True) if size]
+    lengths = {len(state) for state, _ in found}
+    if lengths == {0}:
+        return ()
+    if len(lengths) > 1 or any(state[0].dim() < 3 or state[0].size(2) != size for state, size in found):
+        return None
+    first, *others = (state for state, _ in found)
+    return torch.cat([first[0], *(state[0] for state in others)], dim=2), *first[1:]
 
 
 class MathAttention:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from commfuse_megatron.kernels.attention import Dropout
+from commfuse_megatron.kernels.attention import Dropout, join_states
 from commfuse_megatron.ops.arguments import remember, with_unit_stride
 from commfuse_megatron.ops.attention_recordings import (
     new_states,
@@ -67,7 +67,7 @@ def attention_forward(
     problem = _attention_of(p)
     heads = Heads(*map(_for_kernels, heads))
     bias = None if bias is None else bias.contiguous()
-    attention = _split(call)
+    attention = _split(p, call)
     attended = heads.q.new_empty(*heads.q.shape[:3], problem.value_dim)
     if p.plan.is_scheduled:
         return _query_split_forward(p, attention, heads, attended, with_unit_stride(weight), bias)
@@ -85,13 +85,14 @@ def attention_backward(
     """Gradients of heads and weight, as far as they are due. grad_shard: [M_r, N]."""
     problem = p.problem
     needs_input, needs_weight = "input" in problem.needs, "weight" in problem.needs
-    attention = _split(call)
+    attention = _split(p, call)
     if isinstance(saved.states, torch.Tensor):
         if needs_input and p.can_replay:
             found = _replayed_backward(p, attention, saved, grad_shard, weight, call.weight_grad)
             if found is not None:
                 return found
-        saved = saved._replace(states=split_states(saved.states, _attention_of(p), attention.splits))
+        splits = _split(call.forward, call).splits
+        saved = saved._replace(states=split_states(saved.states, _attention_of(p), splits))
     if p.plan.is_scheduled:
         sums = InputGradients(saved.heads) if needs_input else None
         grad_weight = _query_split_backward(p, attention, saved, grad_shard, sums, weight, call.weight_grad)
@@ -104,10 +105,24 @@ def attention_backward(
     if not attended.numel():
         return Heads(*map(torch.zeros_like, saved.heads)), grad_weight
     assert grad_attended is not None
-    (state,) = saved.states
     with _recorded_alone(p, "attend backward"):
+        state = _state_of_all(p, call, attention, saved)
         gradients = attention.gradients(0, saved.heads, saved.attended, state, grad_attended.view(saved.attended.shape))
         return Heads(*(gradient.to(saved.heads.q.dtype) for gradient in gradients)), grad_weight
+
+
+def _state_of_all(
+    p: PreparedPass, call: AttentionCall, attention: SplitAttention, saved: Saved
+) -> tuple[torch.Tensor, ...]:
+    """What a forward pass of all queries at once would have left."""
+    assert not isinstance(saved.states, torch.Tensor)
+    if not call.forward.plan.is_scheduled:
+        (state,) = saved.states
+        return state
+    queries = [split.size for split in _split(call.forward, call).splits]
+    joined = join_states(saved.states, queries)
+    # A kernel that leaves nothing of some splits: one query that sees one key is cuDNN's formula.
+    return attention.forward(0, saved.heads, torch.empty_like(saved.attended)) if joined is None else joined
 
 
 def _query_split_forward(
@@ -275,18 +290,17 @@ def _projection_pass(p: PreparedPass, call: AttentionCall) -> PreparedPass:
     return prepared
 
 
-def _split(call: AttentionCall) -> SplitAttention:
-    p = call.forward
+def _split(p: PreparedPass, call: AttentionCall) -> SplitAttention:
+    """The attention of `call` as `p`, its forward or backward pass, splits it."""
     if call.mask is not None or call.dropout is not None:
-        return _make_split(call)
+        return _make_split(p, call)
     made = p.memo.get("split")
     if made is None or made.scale != call.scale:
-        made = p.memo["split"] = _make_split(call)
+        made = p.memo["split"] = _make_split(p, call)
     return made
 
 
-def _make_split(call: AttentionCall) -> SplitAttention:
-    p = call.forward
+def _make_split(p: PreparedPass, call: AttentionCall) -> SplitAttention:
     problem, kernel = _attention_of(p), p.attention
     assert kernel is not None
     if p.plan.is_scheduled:

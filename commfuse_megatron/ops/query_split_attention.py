@@ -206,7 +206,7 @@ def _prepare(
             # Splits draw masks of their own: recomputed with gradients, a call must be split as it was without.
             model = remember(context, (inputs.key, "plan"), _with_all_gradients(problem), _OPERATION)
             prepared = context.known_calls[inputs.key] = context.prepare_like(
-                problem, model, f"as with all gradients: {model.plan.reason}"
+                problem, model.plan, f"as with all gradients: {model.plan.reason}"
             )
         else:
             prepared = remember(context, inputs.key, problem, _OPERATION)
@@ -238,7 +238,10 @@ def _with_all_gradients(problem: AttentionProblem) -> AttentionProblem:
 
 def _prepare_backward(forward: PreparedPass) -> PreparedPass:
     problem = dataclasses.replace(forward.problem, pass_name="backward")
-    p = forward.context.prepare_like(problem, forward)
+    reason = (
+        "as the forward pass" if forward.plan.backward_path is None else f"after {forward.plan.name.partition(',')[0]}"
+    )
+    p = forward.context.prepare_like(problem, forward.plan.for_backward, reason)
     p.attention, p.attention_reason = forward.attention, forward.attention_reason
     _require_current(p)
     return p
@@ -291,7 +294,7 @@ def _rehearse(problem: AttentionProblem, context: OverlapContext) -> Callable[[P
         _, saved = attention_forward(call, heads, weight, None)
         if problem.needs:
             if p.plan.name not in backward:
-                backward[p.plan.name] = context.make_pass(backward_problem, p.plan)
+                backward[p.plan.name] = context.make_pass(backward_problem, p.plan.for_backward)
                 backward[p.plan.name].attention = kernel
             attention_backward(backward[p.plan.name], call, saved, grad, weight)
 

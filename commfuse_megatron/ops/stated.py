@@ -29,9 +29,14 @@ def embedding_problems(ids: torch.Tensor, weight: torch.Tensor, context: Overlap
 
 
 def attention_problems(inputs: AttentionInputs, context: OverlapContext) -> tuple[Problem, ...]:
-    """Those of `query_split_attention`."""
-    problem = state_attention_problem(inputs, context.group_size)
-    return _both_passes(dataclasses.replace(problem, dtype=_dtype_of(inputs.q, context)), problem.needs)
+    """Those of `query_split_attention`, and, once planned, of the linear that its backward pass may be made of."""
+    stated = state_attention_problem(inputs, context.group_size)
+    problem = dataclasses.replace(stated, dtype=_dtype_of(inputs.q, context))
+    problems = _both_passes(problem, problem.needs)
+    plan = context.known_plan(problem)
+    if len(problems) == 2 and plan is not None and plan.backward_path is not None:
+        problems += (dataclasses.replace(problem, pass_name="backward").projection,)
+    return problems
 
 
 def _both_passes(forward: Problem, needs: str) -> tuple[Problem, ...]:

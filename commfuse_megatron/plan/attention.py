@@ -6,7 +6,7 @@ was not checked against measurements, so nothing is decided by it alone.
 
 import dataclasses
 
-from commfuse_megatron.config import OverlapConfig
+from commfuse_megatron.config import AttentionConfig, OverlapConfig
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import MachineModel
 from commfuse_megatron.problem import DTYPE_BYTES, AttentionProblem, RowRange, chunk_ranges
@@ -23,7 +23,7 @@ from commfuse_megatron.schedule import (
 __all__ = ["attention_buffer_needs", "list_attention_plans", "predict_attention_us", "with_owner_orders"]
 
 # Splits of one owner's queries worth considering: each is one more attention kernel, and a smaller one.
-_SPLITS = (1, 2)
+_SPLITS = (1, 2, 4)
 
 # Attention runs at about this fraction of a GEMM's rate, forward; its backward pass computes 2.5 times as much at about
 # the same. cuDNN, 16 heads of 128, S 8192, causal: 0.484 ms or 568 TFLOP/s of 790 (H200, November 2026).
@@ -42,8 +42,20 @@ def list_attention_plans(problem: AttentionProblem, config: OverlapConfig) -> li
             splits = (chosen.splits_per_shard,)
         elif path == "query_split":
             splits = tuple(m for m in _SPLITS if m == 1 or m <= problem.rows // problem.group_size)
-        plans += [LinearPlan(path, "", Algorithm.DIRECT, m, keep_gathered_input=False) for m in splits]
+        backward_paths = _backward_paths(problem, chosen) if path == "query_split" else (None,)
+        plans += [
+            LinearPlan(path, "", Algorithm.DIRECT, m, keep_gathered_input=False, backward_path=backward_path)
+            for m in splits
+            for backward_path in backward_paths
+        ]
     return plans
+
+
+def _backward_paths(problem: AttentionProblem, chosen: AttentionConfig) -> tuple[str | None, ...]:
+    """What may follow a forward pass with split queries; None: splits, too."""
+    if "input" not in problem.needs or problem.has_dropout or chosen.backward == "query_split":
+        return (None,)
+    return ("row_parallel",) if chosen.backward == "row_parallel" else (None, "row_parallel")
 
 
 def attention_buffer_needs(problem: AttentionProblem, plan: LinearPlan) -> dict[str, int]:
@@ -62,7 +74,7 @@ def attention_buffer_needs(problem: AttentionProblem, plan: LinearPlan) -> dict[
         "send": min(problem.rows, others * shard_rows) * row_bytes,
         "own": shard_rows * row_bytes // itemsize * max(4, itemsize),
     }
-    if problem.needs:
+    if problem.needs and plan.backward_path is None:
         needs["gather"] = problem.rows * row_bytes
     return needs
 
@@ -143,7 +155,7 @@ class _Costs:
             wgrad_us = self.machine.gemm.time_us(problem.N, problem.K, problem.M, self.itemsize)
         if "input" not in problem.needs:
             return self._collective_us() + wgrad_us
-        if self.plan.path != "query_split":
+        if self.plan.for_backward.path != "query_split":
             return self.attention_us(self.all_rows, _BACKWARD_WORK) + self._linear_us() + wgrad_us
         plan = self.plan
         schedule = build_all_gather(

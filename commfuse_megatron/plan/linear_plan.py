@@ -1,5 +1,6 @@
 """`LinearPlan`: what was chosen for one pass of one linear, or for an attention with its projection, and why."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from commfuse_megatron.schedule import Algorithm, OwnerOrder
@@ -16,6 +17,7 @@ class LinearPlan:
     keep_gathered_input: see `WgradConfig`.
     predicted_us, measured_us: what the cost model said and what the trial found, where they were asked.
     scatter_order, gather_order: of the owners, where they differ in cost; None for the rotation.
+    backward_path: of an attention, the path of its backward pass, where that is another one.
     """
 
     path: str
@@ -27,6 +29,7 @@ class LinearPlan:
     measured_us: float | None = None
     scatter_order: OwnerOrder | None = None
     gather_order: OwnerOrder | None = None
+    backward_path: str | None = None
 
     @property
     def is_scheduled(self) -> bool:
@@ -44,4 +47,12 @@ class LinearPlan:
         if self.path not in ("sliced", "query_split"):
             return self.path
         ring = " ring" if self.algorithm is Algorithm.RING else ""
-        return f"{self.path}{ring} m={self.chunks_per_shard}"
+        backward = "" if self.backward_path is None else f", {self.backward_path} backward"
+        return f"{self.path}{ring} m={self.chunks_per_shard}{backward}"
+
+    @property
+    def for_backward(self) -> "LinearPlan":
+        """The plan of the backward pass of an attention whose forward pass has this one."""
+        if self.backward_path is None:
+            return self
+        return dataclasses.replace(self, path=self.backward_path, chunks_per_shard=1, backward_path=None)

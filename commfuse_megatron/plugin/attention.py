@@ -238,7 +238,7 @@ class _Pairing:
             return capture.NO_CONTEXT
         context = existing
         problems = attention_problems(inputs, context) if is_capturing else ()
-        if problems and not context.is_planned(problems[0]):
+        if problems and context.known_plan(problems[0]) is None:
             return capture.reason_not_to_capture(context, problems) or ""
         complaint = find_attention_complaint(inputs, context.device)  # of mixed dtypes under autocast, say
         if complaint is not None:

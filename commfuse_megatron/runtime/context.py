@@ -165,11 +165,11 @@ class OverlapContext:
             self._prepared[problem] = prepared
         return prepared
 
-    def prepare_like(self, problem: Problem, other: PreparedPass, reason: str = "as the forward pass") -> PreparedPass:
-        """The pass of `problem` under the plan of `other`, where both must take the same path."""
+    def prepare_like(self, problem: Problem, plan: LinearPlan, reason: str) -> PreparedPass:
+        """The pass of `problem` under a plan that was made for another one."""
         prepared = self._prepared.get(problem)
         if prepared is None:
-            plan = dataclasses.replace(other.plan, reason=reason, predicted_us=None, measured_us=None)
+            plan = dataclasses.replace(plan, reason=reason, predicted_us=None, measured_us=None)
             prepared = self._prepared[problem] = self.make_pass(problem, plan)
         return prepared
 
@@ -180,9 +180,10 @@ class OverlapContext:
         gemm = self.slice_gemm(dtype) if plan.is_scheduled else self._gemm(dtype, is_beside_transfers=False)
         return PreparedPass(self, problem, plan, gemm)
 
-    def is_planned(self, problem: Problem) -> bool:
-        """Whether `prepare` would neither measure nor ask other ranks."""
-        return problem in self._prepared
+    def known_plan(self, problem: Problem) -> LinearPlan | None:
+        """What `prepare` would neither measure nor ask other ranks for; None if it would."""
+        prepared = self._prepared.get(problem)
+        return None if prepared is None else prepared.plan
 
     def has_run(self, problem: Problem) -> bool:
         """Whether a call of `problem` was made outside of CUDA graphs: planned, agreed on, its buffers large enough.

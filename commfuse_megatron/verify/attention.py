@@ -23,6 +23,12 @@ __all__ = ["AttentionCase", "attention_calls", "make_attention_cases"]
 # dtype and several sums; a split that is lost, doubled or sees one key too many errs by a fair part of that element.
 _ALLOWED = {torch.float64: 4096.0, torch.float32: 4096.0, torch.bfloat16: 64.0, torch.float16: 128.0}
 
+_SPLITS: tuple[tuple[int, Literal["query_split", "row_parallel"]], ...] = (
+    (1, "query_split"),
+    (2, "query_split"),
+    (2, "row_parallel"),
+)
+
 Results = dict[str, torch.Tensor | None]
 
 
@@ -32,6 +38,7 @@ class AttentionCase:
 
     variant: str
     chunks_per_shard: int
+    backward: Literal["query_split", "row_parallel"] = "query_split"
     dtype: torch.dtype
     rows: tuple[int, ...]
     N: int
@@ -59,6 +66,11 @@ class AttentionCase:
         return "local" if self.group_size == 1 else "query_split"
 
     @property
+    def expected_backward_path(self) -> str:
+        """The same of the backward pass."""
+        return "local" if self.group_size == 1 else self.backward
+
+    @property
     def dtype_name(self) -> str:
         """E.g. "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")
@@ -66,7 +78,9 @@ class AttentionCase:
     def config(self) -> OverlapConfig:
         """The configuration that a context for this case must have."""
         return OverlapConfig(
-            attention=AttentionConfig(path="query_split", splits_per_shard=self.chunks_per_shard),
+            attention=AttentionConfig(
+                path="query_split", splits_per_shard=self.chunks_per_shard, backward=self.backward
+            ),
             transport=TransportConfig(timeout_s=TIMEOUT_S, backend=self.transport),
         )
 
@@ -93,9 +107,15 @@ def make_attention_cases(
     return [
         # Sizes of their own, so that the report tells them apart.
         AttentionCase(
-            **variant, N=8 * number, chunks_per_shard=m, dtype=each, group_size=group_size, transport=transport
+            **variant,
+            N=8 * number,
+            chunks_per_shard=m,
+            backward=backward,
+            dtype=each,
+            group_size=group_size,
+            transport=transport,
         )
-        for m in (1, 2)
+        for m, backward in _SPLITS
         for each in (dtypes if dtype is None else [dtype])
         for number, variant in enumerate(variants, start=1)
     ]

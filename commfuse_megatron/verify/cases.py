@@ -56,6 +56,11 @@ class Case:
         return "local" if self.group_size == 1 else self.path
 
     @property
+    def expected_backward_path(self) -> str:
+        """The same of the backward pass."""
+        return self.expected_path
+
+    @property
     def dtype_name(self) -> str:
         """E.g. "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")

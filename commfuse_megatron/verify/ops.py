@@ -157,7 +157,7 @@ def _run_case(case: Case | AttentionCase, context: OverlapContext, device: torch
             deviation = compare(name, found[name], oracle[name], allowed[name])
             if name not in deviations or not deviation.fraction <= deviations[name].fraction:
                 deviations[name] = deviation
-    records = [record for record in context.report() if record.calls > before.get(_key(record), 0)]
+    records = [r for r in context.report() if r.op == case.op and r.calls > before.get(_key(r), 0)]
     return _judge(case, tuple(deviations.values()), records, context)
 
 
@@ -182,11 +182,12 @@ def _judge(
     ]
     if not records:
         complaints.append("the report shows no call")
-    complaints.extend(
-        f"took the path {record.path!r} in {record.pass_name}, asked for {case.expected_path!r}: {record.reason}"
-        for record in records
-        if record.path != case.expected_path
-    )
+    for record in records:
+        expected = case.expected_path if record.pass_name == "fprop" else case.expected_backward_path
+        if record.path != expected:
+            complaints.append(
+                f"took the path {record.path!r} in {record.pass_name}, asked for {expected!r}: {record.reason}"
+            )
     return CaseResult(
         case=case,
         deviations=deviations,

@@ -207,9 +207,9 @@ def test_reasons_name_what_a_kernel_cannot_do():
 # -- the operation ----------------------------------------------------------------------------------------------------
 
 
-def config(backend, path="query_split", m=1, kernel="auto") -> OverlapConfig:
-    splits = m if path == "query_split" else None
-    attention = AttentionConfig(path=path, splits_per_shard=splits, kernel=kernel)
+def config(backend, path="query_split", m=1, kernel="auto", backward="query_split") -> OverlapConfig:
+    splits = {"splits_per_shard": m, "backward": backward} if path == "query_split" else {}
+    attention = AttentionConfig(path=path, kernel=kernel, **splits)
     return OverlapConfig(attention=attention, transport=TransportConfig(backend=backend))
 
 
@@ -243,14 +243,21 @@ def _compare(case, group, device, context, limit):
 def _operation(group, device, backend, kernel):
     kernels = set()
     cases = CASES if kernel == "flash" else (*CASES, LATENT)  # flash attention takes heads of one size
-    for path, m in (("query_split", 1), ("query_split", 2), ("row_parallel", 1), ("sequential", 1)):
-        with OverlapContext(group, config(backend, path, m, kernel)) as context:
+    split, at_once, plain = "query_split", "row_parallel", "sequential"
+    for path, m, after in (
+        (split, 1, split),
+        (split, 2, split),
+        (split, 2, at_once),
+        (at_once, 1, at_once),
+        (plain, 1, plain),
+    ):
+        with OverlapContext(group, config(backend, path, m, kernel, after)) as context:
             for _ in range(3):
                 for case in cases:
                     # Four roundings to 8 bits in a row; a split that is lost, crossed or added twice errs by order 1.
                     _compare(case, group, device, context, 0.03)
             records = [record for record in context.report() if record.op == "query_split_attention"]
-            assert {record.path for record in records} == {path}
+            assert {(record.pass_name, record.path) for record in records} == {("fprop", path), ("backward", after)}
             assert all(record.calls == 3 for record in records)
             kernels |= {record.attention for record in records}
     return kernels
@@ -270,8 +277,8 @@ def _long_rows(group, device, backend):
     """Splits that run side by side on the lanes for long enough to be caught out of order."""
     case = Case(rows=4096, batch=1, heads=8, kv_heads=2, head_dim=128, value_dim=128, N=1024)
     results = []
-    for m in (1, 2):
-        with OverlapContext(group, config(backend, m=m)) as context:
+    for m, backward in ((1, "query_split"), (2, "query_split"), (4, "row_parallel")):
+        with OverlapContext(group, config(backend, m=m, backward=backward)) as context:
             for seed in range(6):
                 _compare(dataclasses.replace(case, seed=seed), group, device, context, 0.05)
             operands, grad_y = draw(dataclasses.replace(case, dtype=torch.bfloat16), group.rank(), group.size())
@@ -284,7 +291,7 @@ def _long_rows(group, device, backend):
 @two_gpus
 @pytest.mark.parametrize("backend", ["nccl", "copy_engine"])
 def test_long_sequences_on_two_lanes(backend):
-    assert run_spawned(2, _long_rows, backend, backend="nccl") == [[True, True]] * 2
+    assert run_spawned(2, _long_rows, backend, backend="nccl") == [[True] * 3] * 2
 
 
 def _planned(group, device, backend):
@@ -306,8 +313,11 @@ def test_all_ranks_measure_and_choose_alike(backend):
     assert first == second
     forward, backward = first
     assert forward[2].startswith("measured: ")
-    assert backward[2] == "as the forward pass"
-    assert forward[:2] == backward[:2]
+    if backward[2] == "as the forward pass":
+        assert forward[:2] == backward[:2]
+    else:
+        assert forward[0] == "query_split"
+        assert backward[::2] == ("row_parallel", f"after query_split m={forward[1]}", 2)
     assert forward[4] == backward[4] == 2
 
 

@@ -120,6 +120,8 @@ def test_splits_that_nothing_would_be_split_into_are_an_error():
     for path in ("row_parallel", "sequential"):
         with pytest.raises(ConfigError, match="splits_per_shard = 2"):
             AttentionConfig(path=path, splits_per_shard=2)
+        with pytest.raises(ConfigError, match="backward = row_parallel"):
+            AttentionConfig(path=path, backward="row_parallel")
 
 
 def test_the_report_says_why_faster_kernels_were_passed_over():

@@ -26,14 +26,23 @@ CASE = Case(rows=24, heads=4, kv_heads=2, head_dim=16, value_dim=16, N=16, dtype
 
 @pytest.mark.parametrize("worth", [0, 1e30], ids=["pieces", "whole"])
 @pytest.mark.parametrize("stepwise", [-1, 1000], ids=["graphs", "tapes"])
-@pytest.mark.parametrize(("group_size", "m"), [(2, 1), (2, 2), (3, 2)])
-def test_both_passes_equal_the_reference_in_every_order(group_size, m, stepwise, worth, monkeypatch):
+@pytest.mark.parametrize(
+    ("group_size", "m", "backward"),
+    [
+        (2, 1, "query_split"),
+        (2, 2, "query_split"),
+        (3, 2, "query_split"),
+        (2, 2, "row_parallel"),
+        (3, 1, "row_parallel"),
+    ],
+)
+def test_both_passes_equal_the_reference_in_every_order(group_size, m, backward, stepwise, worth, monkeypatch):
     cudnn = emulate_cudnn(monkeypatch)
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(attention_choice, "cudnn_attention_unavailable_reason", lambda problem, device: None)
     monkeypatch.setattr(attention_pieces, "_WORTH_A_CALL", worth)
     monkeypatch.setattr(tape_graphs, "_STEPWISE", stepwise)
-    attention = AttentionConfig(path="query_split", splits_per_shard=m, kernel="cudnn")
+    attention = AttentionConfig(path="query_split", splits_per_shard=m, backward=backward, kernel="cudnn")
     config = OverlapConfig(attention=attention, transport=TransportConfig(backend="copy_engine"))
 
     def body(group, device):
@@ -50,4 +59,5 @@ def test_both_passes_equal_the_reference_in_every_order(group_size, m, stepwise,
 
     assert (min(run_threads(group_size, body)) > 0) == (stepwise < 0)
     masks = {launch.mask for launch in cudnn.launches if launch.kind == "backward"}
-    assert masks == {"top left", "none" if worth == 0 else "bottom right"}
+    of_splits = set() if backward == "row_parallel" else {"none" if worth == 0 else "bottom right"}
+    assert masks == {"top left", *of_splits}

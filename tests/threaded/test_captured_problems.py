@@ -57,9 +57,12 @@ def test_an_embedding_states_the_problems_that_its_call_meets():
     run_threads(2, body)
 
 
-@pytest.mark.parametrize("path", ["query_split", "row_parallel"])
-def test_an_attention_states_the_problems_that_its_call_meets(path):
-    config = OverlapConfig.from_dict({"attention": {"path": path}})
+@pytest.mark.parametrize(
+    "attention",
+    [{"path": "query_split"}, {"path": "query_split", "backward": "row_parallel"}, {"path": "row_parallel"}],
+)
+def test_an_attention_states_the_problems_that_its_call_meets(attention):
+    config = OverlapConfig.from_dict({"attention": attention})
 
     def body(group, device):
         with OverlapContext(group, config) as context:
@@ -67,11 +70,15 @@ def test_an_attention_states_the_problems_that_its_call_meets(path):
             weight = torch.randn(6, 8, requires_grad=True)
             inputs = AttentionInputs(q, k, v, weight, None, True, None, None, None, 0.0)
             problems = attention_problems(inputs, context)
-            assert not context.is_planned(problems[0])
+            assert context.known_plan(problems[0]) is None
             ops.query_split_attention(q, k, v, weight, context=context).sum().backward()
             assert len(problems) == 2
-            assert all(map(context.is_planned, problems))
-            assert all(map(context.has_run, problems))
+            # Once it is planned it is known to have a linear in its backward pass.
+            known = attention_problems(inputs, context)
+            assert known[:2] == problems
+            assert [problem.op for problem in known[2:]] == ["linear_reduce_scatter"] * ("backward" in attention)
+            assert all(context.known_plan(problem) is not None for problem in known)
+            assert all(map(context.has_run, known))
 
     run_threads(2, body)
 

@@ -35,9 +35,9 @@ class Case:
     keywords: dict[str, Any] = field(default_factory=dict)
 
 
-def attention_config(path="query_split", m=1, **others) -> OverlapConfig:
+def attention_config(path="query_split", m=1, backward="auto", **others) -> OverlapConfig:
     splits = m if path in ("auto", "query_split") else None
-    return OverlapConfig(attention=AttentionConfig(path=path, splits_per_shard=splits), **others)
+    return OverlapConfig(attention=AttentionConfig(path=path, splits_per_shard=splits, backward=backward), **others)
 
 
 def draw(case: Case, rank: int, group_size: int) -> tuple[dict[str, torch.Tensor | None], torch.Tensor]:
@@ -100,20 +100,22 @@ MASKS = {
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("m", [1, 3])
-def test_forward_and_every_gradient_equal_the_reference(group_size, m):
+@pytest.mark.parametrize(("m", "backward"), [(1, "query_split"), (3, "query_split"), (3, "row_parallel")])
+def test_forward_and_every_gradient_equal_the_reference(group_size, m, backward):
     def body(group, device):
-        with OverlapContext(group, attention_config(m=m)) as context:
+        with OverlapContext(group, attention_config(m=m, backward=backward)) as context:
             for keywords, kv_heads in zip(MASKS.values(), itertools.cycle((4, 2, 1)), strict=False):
                 rows = 4 * group_size * m if kv_heads == 4 else 13
                 check(Case(rows=rows, kv_heads=kv_heads, keywords=keywords, seed=rows), group, context)
-            return context.report()
+            return [record for record in context.report() if record.op == "query_split_attention"]
 
     for records in run_threads(group_size, body):
-        assert {record.path for record in records} == {"query_split" if group_size > 1 else "local"}
-        assert {record.pass_name for record in records} == {"fprop", "backward"}
+        paths = {(record.pass_name, record.path) for record in records}
+        forward, after = ("query_split", backward) if group_size > 1 else ("local", "local")
+        assert paths == {("fprop", forward), ("backward", after)}
         assert all(record.calls and record.attention == "math" for record in records)
-        assert all(record.chunks_per_shard == (m if group_size > 1 else 1) for record in records)
+        for record in records:
+            assert record.chunks_per_shard == (m if record.path == "query_split" else 1)
 
 
 @pytest.mark.parametrize("path", ["row_parallel", "sequential", "auto"])
@@ -132,10 +134,10 @@ def test_other_paths_equal_the_reference_and_are_reported(path):
         assert of_projection == (set() if path == "sequential" else {"sliced"})
 
 
-@pytest.mark.parametrize("m", [1, 4])
-def test_sizes_of_zero_and_one(m):
+@pytest.mark.parametrize(("m", "backward"), [(1, "query_split"), (4, "query_split"), (4, "row_parallel")])
+def test_sizes_of_zero_and_one(m, backward):
     def body(group, device):
-        with OverlapContext(group, attention_config(m=m)) as context:
+        with OverlapContext(group, attention_config(m=m, backward=backward)) as context:
             for sizes in ({"rows": 0}, {"rows": 1}, {"rows": 2}, {"batch": 0}, {"N": 0}, {"head_dim": 1}):
                 check(Case(**sizes), group, context)
             check(Case(rows=3, batch=1, heads=1, kv_heads=1, head_dim=1, value_dim=1, N=1), group, context)

@@ -50,9 +50,10 @@ def test_the_operations_pass(group_size: int) -> None:
 def test_query_split_attention_passes(group_size: int) -> None:
     cases = make_attention_cases(group_size, "cpu")
     found = results_of(group_size, cases)
-    assert len(found) == len(cases) == 72
+    assert len(found) == len(cases) == 108
     assert [result.complaints for result in found if not result.passed] == []
-    assert {path for result in found for path in result.paths} == {"local" if group_size == 1 else "query_split"}
+    paths = {path for result in found for path in result.paths}
+    assert paths == ({"local"} if group_size == 1 else {"query_split", "row_parallel"})
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -21,9 +21,10 @@ def problem(tp: int = 8, rows: int = 8192, needs: str = "input+weight", **others
     )
 
 
-def config(path="auto", m=None, **transport) -> OverlapConfig:
+def config(path="auto", m=None, backward="auto", **transport) -> OverlapConfig:
     return OverlapConfig(
-        attention=AttentionConfig(path=path, splits_per_shard=m), transport=TransportConfig(**transport)
+        attention=AttentionConfig(path=path, splits_per_shard=m, backward=backward),
+        transport=TransportConfig(**transport),
     )
 
 
@@ -32,12 +33,27 @@ def names(the_problem, configuration=None) -> list[str]:
 
 
 def test_candidates():
-    assert names(problem()) == ["sequential", "row_parallel", "query_split m=1", "query_split m=2"]
-    assert names(problem(rows=9)) == ["sequential", "row_parallel", "query_split m=1"]
-    assert names(problem(), config("query_split")) == ["query_split m=1", "query_split m=2"]
-    assert names(problem(), config("query_split", 5)) == ["query_split m=5"]
+    forward = problem(needs="")
+    assert names(forward) == ["sequential", "row_parallel", "query_split m=1", "query_split m=2", "query_split m=4"]
+    assert names(problem(needs="weight")) == names(forward)
+    assert names(problem(rows=9, needs="")) == ["sequential", "row_parallel", "query_split m=1"]
+    assert names(forward, config("query_split")) == ["query_split m=1", "query_split m=2", "query_split m=4"]
+    assert names(forward, config("query_split", 5)) == ["query_split m=5"]
     for path in ("row_parallel", "sequential"):
         assert names(problem(), config(path)) == [path]
+
+
+def test_a_forward_pass_with_splits_may_have_a_backward_pass_without():
+    both = ["query_split m=5", "query_split m=5, row_parallel backward"]
+    assert names(problem(), config("query_split", 5)) == both
+    assert names(problem(needs="input"), config("query_split", 5)) == both
+    assert names(problem(), config("query_split", 5, "query_split")) == both[:1]
+    assert names(problem(), config("query_split", 5, "row_parallel")) == both[1:]
+    assert names(problem(), config("auto", 5)) == ["sequential", "row_parallel", *both]
+    # Every split draws a mask of its own.
+    assert names(problem(has_dropout=True), config("query_split", 5, "row_parallel")) == both[:1]
+    plan = list_candidates(problem(), config("query_split", 5, "row_parallel")).plans[0]
+    assert (plan.for_backward.path, plan.for_backward.name) == ("row_parallel", "row_parallel")
 
 
 def test_query_splits_have_to_be_asked_for():
@@ -59,7 +75,7 @@ def test_only_query_split_plans_need_buffers_and_gathering_only_with_a_backward_
     for plan in list_candidates(problem(), config()).plans:
         needs = attention_buffer_needs(problem(), plan)
         assert bool(needs) == (plan.path == "query_split")
-        assert ("gather" in needs) == (plan.path == "query_split")
+        assert ("gather" in needs) == (plan.path == "query_split" and plan.backward_path is None)
         assert "gather" not in attention_buffer_needs(problem(needs=""), plan)
 
 
@@ -85,7 +101,7 @@ def test_attention_costs_what_is_seen_of_the_keys():
 
 
 def test_no_sum_ends_a_forward_pass_that_is_replayed():
-    (plan,) = list_candidates(problem(), config("query_split", 1)).plans
+    (plan,) = list_candidates(problem(), config("query_split", 1, "query_split")).plans
     step_by_step, replayed = (
         predict_attention_us(
             problem(needs=""), plan, assumed_machine(Traits(transport="copy_engine", replays=replays), "bfloat16")
