@@ -145,6 +145,8 @@ def record_query_split(build: Build, call: TapeCall) -> None:
         return total
 
     lanes.begin()
+    # Two kernels a piece: behind the attention of the pieces that take turns with the one that is sent.
+    tape.ahead = max(1, 2 * lanes.num - 3)
     multiply_scattered(
         build,
         scatter,
