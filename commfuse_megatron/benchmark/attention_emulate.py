@@ -1,8 +1,8 @@
 """Attention blocks of a group of V on two ranks, forward: see `emulate` for what that shows and what not.
 
-Both ranks play the one in the middle of V, so that its share of a causal mask is neither the least nor the most. Splits
-come in rotation, one per shard; slicing and the sequential program move the bytes of V by the
-collective of two.
+Both ranks play the one in the middle of V, so that its share of a causal mask is neither the least nor the most. One
+split per shard; slicing and the sequential program move the bytes of V by the collective of two. What is here is issued
+step by step and captured; the copy engine's programs are tapes, in `attention_emulate_tape`.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from commfuse_megatron.benchmark.attention import (
     split_attention,
 )
 from commfuse_megatron.benchmark.attention_cases import AttentionCase
+from commfuse_megatron.benchmark.attention_emulate_tape import ReplayedAttention, order_by_cost
 from commfuse_megatron.benchmark.bounds import collective_name
 from commfuse_megatron.benchmark.emulate import (
     REAL_RANKS,
@@ -49,20 +50,13 @@ def emulated_attention_work(case: AttentionCase, group: dist.ProcessGroup, pool:
     work = Work(case, "fprop", group, pool, draw_attention(case, pool), {})
     weight = work.operands.weight.detach()
     partials = (exact_attention(work)[0].flatten(0, 1) @ weight.t()).chunk(case.group_size)
-    others, own = _order(case)
+    others, own = order_by_cost(case, work.dtype_name)
     sent = torch.stack([partials[owner] for owner in others])
     peers = [torch.empty_like(sent) for _ in range(REAL_RANKS)]
     dist.all_gather(peers, sent, group=group)
     y = sum_partials(partials[own].contiguous(), peers[1 - group.rank()], out=torch.empty_like(partials[own]))
     work.expected = {"y": y}
     return work
-
-
-def _order(case: AttentionCase) -> tuple[list[int], int]:
-    """Whose queries come when on the rank in the middle: the others' in rotation, then its own."""
-    size = case.group_size
-    own = size // 2
-    return [(own + step) % size for step in range(1, size)], own
 
 
 class EmulatedAttention(OverTransport):
@@ -80,7 +74,7 @@ class EmulatedAttention(OverTransport):
         prepared = self.prepare(work)
         case, heads, gemm = attention_case_of(work), heads_of(work), prepared.gemm
         attention = split_attention(work, 1 if self._splits_queries else None)
-        others, own = _order(case)
+        others, own = order_by_cost(case, work.dtype_name)
         attended, b = torch.empty_like(heads.q), work.operands.weight.detach().t()
         rows_of = attended.view(case.M, case.K).chunk(case.group_size)
         messages, shard_rows = case.group_size - 1, case.M // case.group_size
@@ -89,25 +83,13 @@ class EmulatedAttention(OverTransport):
         lanes = prepared.context.lanes
         num_lanes = choose_num_lanes(case.rows // case.group_size, case.batch * case.heads, work.pool.device)
 
-        def multiply(owner: int, target: torch.Tensor, addend: torch.Tensor | None, run: AllGatherRun) -> None:
-            gemm.multiply(rows_of[owner], b, target, addend, run.in_flight)
+        def multiply(owner: int, target: torch.Tensor, run: AllGatherRun) -> None:
+            gemm.multiply(rows_of[owner], b, target, None, run.in_flight)
             gemm.join()
 
         def arrived(run: AllGatherRun) -> torch.Tensor:
             run.finish()
             return prepared.gather.gathered()[start : start + messages * shard_rows].view(messages, shard_rows, case.N)
-
-        def add_beside_attention(run: AllGatherRun, y: torch.Tensor) -> torch.Tensor:
-            """As the tape does: what arrived is added up beside the last attention, and the last GEMM adds it."""
-            with lanes.turn():
-                attention.forward(own, heads, attended)
-            with lanes.turn():
-                parts = arrived(run)
-                first = parts[0]
-                total = sum_partials(first, parts[1:], out=first) if messages > 1 else first
-            with lanes.turn(waits_for_current=True):
-                multiply(own, y, total, run)
-            return y
 
         def call() -> torch.Tensor:
             y = attended.new_empty(shard_rows, case.N)
@@ -120,15 +102,13 @@ class EmulatedAttention(OverTransport):
                     with lanes.turn() if self._splits_queries else contextlib.nullcontext():
                         if self._splits_queries:
                             attention.forward(owner, heads, attended)
-                        multiply(owner, partials[message * shard_rows : (message + 1) * shard_rows], None, run)
+                        multiply(owner, partials[message * shard_rows : (message + 1) * shard_rows], run)
                     run.issue(message)
-                if self._splits_queries and link.transport.is_one_sided:
-                    return add_beside_attention(run, y)
                 y_own = attended.new_empty(shard_rows, case.N, dtype=gemm.own_dtype)
                 with lanes.turn() if self._splits_queries else contextlib.nullcontext():
                     if self._splits_queries:
                         attention.forward(own, heads, attended)
-                    multiply(own, y_own, None, run)
+                    multiply(own, y_own, run)
                 return sum_partials(y_own, arrived(run), out=y)
 
         replay = as_graph(call, work.pool.device)
@@ -178,5 +158,11 @@ def emulated_attention_variants(device: torch.device) -> list[Variant]:
         EmulatedCollective(),
         *(EmulatedTransfers(backend) for backend in backends),
         *(EmulatedAttentionSlicing(pieces) for pieces in (1, *_PIECES)),
-        *(EmulatedAttention(b, splits_queries=splits) for b in backends for splits in (False, True)),
+        *(
+            ReplayedAttention(splits_queries=splits)
+            if backend == "copy_engine"
+            else EmulatedAttention(backend, splits_queries=splits)
+            for backend in backends
+            for splits in (False, True)
+        ),
     ]

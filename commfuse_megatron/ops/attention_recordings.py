@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 import torch
 
-from commfuse_megatron.kernels.attention import BoundBackward, SplitMask
+from commfuse_megatron.kernels.attention import AttentionKernel, BoundBackward, SplitMask
 from commfuse_megatron.ops.attention_slabs import GradientSlabs
 from commfuse_megatron.ops.recordings import Gather, Scatter, matrix_of, multiply_scattered, record_weight_gradient
 from commfuse_megatron.ops.replay import FIRST, LAST, MORE, OUT, SECOND, WEIGHT, Build, TapeCall, Unservable
@@ -29,12 +29,21 @@ from commfuse_megatron.runtime.lanes import choose_num_lanes
 from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.transport.copy_tape import CopyTape, Ref, Step
 
-__all__ = ["new_states", "num_lanes_of", "record_query_split", "record_query_split_backward", "split_states"]
+__all__ = [
+    "PieceLanes",
+    "bind_attention",
+    "new_states",
+    "num_lanes_of",
+    "record_query_split",
+    "record_query_split_backward",
+    "split_states",
+    "state_starts",
+]
 
 _FLOATS_PER_LOAD = 4
 
 
-def _state_starts(problem: AttentionProblem, splits: Sequence[RowRange]) -> list[int]:
+def state_starts(problem: AttentionProblem, splits: Sequence[RowRange]) -> list[int]:
     """Where the state of each split begins, and where the last ends, in floats: 16 bytes apart, as kernels load."""
     sizes = (problem.batch * problem.heads * queries.size for queries in splits)
     return list(itertools.accumulate((-(-size // _FLOATS_PER_LOAD) * _FLOATS_PER_LOAD for size in sizes), initial=0))
@@ -42,14 +51,14 @@ def _state_starts(problem: AttentionProblem, splits: Sequence[RowRange]) -> list
 
 def new_states(like: torch.Tensor, problem: AttentionProblem, splits: Sequence[RowRange]) -> torch.Tensor:
     """Memory for the states of all splits."""
-    return like.new_empty(_state_starts(problem, splits)[-1], dtype=torch.float32)
+    return like.new_empty(state_starts(problem, splits)[-1], dtype=torch.float32)
 
 
 def split_states(
     states: torch.Tensor, problem: AttentionProblem, splits: Sequence[RowRange]
 ) -> list[tuple[torch.Tensor, ...]]:
     """What each split's forward pass left in `states`, as kernels return it."""
-    starts, lead = _state_starts(problem, splits), problem.batch * problem.heads
+    starts, lead = state_starts(problem, splits), problem.batch * problem.heads
     return [
         (states[start : start + lead * queries.size].view(problem.batch, problem.heads, queries.size, 1),)
         for start, queries in zip(starts, splits, strict=False)
@@ -68,12 +77,12 @@ def num_lanes_of(p: PreparedPass) -> int:
     return found
 
 
-class _Lanes:
-    """Pieces of one tape take turns on the lanes of the context; without lanes all stay on the current stream."""
+class PieceLanes:
+    """Pieces of one tape take turns on so many lanes of the context; without lanes all stay on the current stream."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, num_lanes: int) -> None:
         self._tape: CopyTape = build.tape
-        self._handles = build.p.context.lanes.handles(num_lanes_of(build.p))
+        self._handles = build.p.context.lanes.handles(num_lanes)
         self._turn = -1
 
     @property
@@ -85,6 +94,10 @@ class _Lanes:
         """Let the lanes go on from where the current stream is."""
         if self._handles:
             self._tape.fork(self._handles)
+
+    def put_kernels_ahead(self, per_piece: int) -> None:
+        """Let what is sent of a piece be submitted behind the first kernels of all pieces that run beside it."""
+        self._tape.ahead = max(1, per_piece * (self.num - 1) - 1)
 
     def next(self) -> None:
         """What follows is the next piece."""
@@ -120,12 +133,14 @@ def record_query_split(build: Build, call: TapeCall) -> None:
     k, v, states = call.more
     operands = (call.first, k, v, call.second)
     splits = _splits(build)
-    starts = _state_starts(problem, splits)
+    starts = state_starts(problem, splits)
+    kernel = build.p.attention
+    assert kernel is not None
     attend = [
-        _attend(build, operands, queries, states.element_size() * start, call.key[0])
+        bind_attention(problem, kernel, operands, queries, states.element_size() * start, call.key[0])
         for queries, start in zip(splits, starts, strict=False)
     ]
-    tape, lanes = build.tape, _Lanes(build)
+    tape, lanes = build.tape, PieceLanes(build, num_lanes_of(build.p))
 
     def prepare(chunk: int) -> None:
         lanes.next()
@@ -145,8 +160,7 @@ def record_query_split(build: Build, call: TapeCall) -> None:
         return total
 
     lanes.begin()
-    # Two kernels a piece: behind the attention of the pieces that take turns with the one that is sent.
-    tape.ahead = max(1, 2 * lanes.num - 3)
+    lanes.put_kernels_ahead(per_piece=2)
     multiply_scattered(
         build,
         scatter,
@@ -172,17 +186,16 @@ def _start_of(tensor: torch.Tensor, row: int) -> int:
     return tensor.stride(0) * tensor.element_size() * row
 
 
-def _attend(
-    build: Build,
+def bind_attention(
+    problem: AttentionProblem,
+    kernel: AttentionKernel,
     operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     queries: RowRange,
     state_start: int,
     scale: float,
 ) -> Step | None:
-    """The attention of one split; None if it has no queries."""
-    problem, kernel = build.p.problem, build.p.attention
-    assert isinstance(problem, AttentionProblem)
-    assert kernel is not None
+    """The attention of one split, of a call that brings q first, more k, v and the states, second attended; None if it
+    has no queries. operands: tensors like these: q, k, v, attended. Raises Unservable."""
     if not queries.size:
         return None
     q, k, v, attended = operands
@@ -222,7 +235,7 @@ def record_query_split_backward(build: Build, call: TapeCall) -> None:
     problem = build.p.problem
     assert isinstance(problem, AttentionProblem)
     splits = _splits(build)
-    tape, lanes = build.tape, _Lanes(build)
+    tape, lanes = build.tape, PieceLanes(build, num_lanes_of(build.p))
     slabs = GradientSlabs(problem, splits)
     attend = _attend_backward(build, call, splits, slabs)
     tape.order()
@@ -274,7 +287,7 @@ def _attend_backward(
     k, v, states, _, _, _, _, _, q = call.more
     q_slot = MORE + len(call.more) - 1
     steps: list[Step | None] = []
-    for split, (queries, state_start) in enumerate(zip(splits, _state_starts(problem, splits), strict=False)):
+    for split, (queries, state_start) in enumerate(zip(splits, state_starts(problem, splits), strict=False)):
         if not queries.size:
             steps.append(None)
             continue

@@ -8,7 +8,9 @@ head, on whichever stream, holds up the kernels behind it. So what the copy stre
 kernel of the current stream, beside which it is to run: measured, a first GEMM otherwise starts when the first
 transfer is over. Where more than two lanes take turns, it is submitted behind the kernels of all that run beside it
 (`ahead`): behind the next one alone, the third lane and those after it stood idle until the first lane's GEMM was over,
-95 us of 460 (eight ranks emulated). The contract that bites: a wait must not be submitted before the push of its own batch, else two
+95 us of 460 (eight ranks emulated).
+
+The contract that bites: a wait must not be submitted before the push of its own batch, else two
 ranks wait for each other's pushes, which are behind the waits.
 
 In a CUDA graph, ours or one that somebody else captures, it is the driver who orders what is independent. So a tape

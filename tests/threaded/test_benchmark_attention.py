@@ -7,23 +7,32 @@ import pytest
 import torch
 
 from commfuse_megatron import ops
+from commfuse_megatron.benchmark import attention_emulate_tape
 from commfuse_megatron.benchmark.attention import attention_work, heads_of
 from commfuse_megatron.benchmark.attention_cases import (
     ATTENTION_CASE_NAMES,
+    AttentionCase,
     attention_bound_ms,
     attention_case,
     attention_tokens,
 )
 from commfuse_megatron.benchmark.attention_emulate import EmulatedAttention, emulated_attention_work
+from commfuse_megatron.benchmark.attention_emulate_tape import ReplayedAttention
 from commfuse_megatron.benchmark.attention_table import attention_table
 from commfuse_megatron.benchmark.cases import HEADLINE_M
 from commfuse_megatron.benchmark.operands import Pool, check_results
 from commfuse_megatron.benchmark.run import Settings
 from commfuse_megatron.benchmark.summary import summarize
 from commfuse_megatron.errors import ConfigError, VerificationError
+from commfuse_megatron.kernels import attention_choice
+from commfuse_megatron.ops import recordings
 from commfuse_megatron.schedule import schedule_bound_us
+from commfuse_megatron.transport import tape_graphs
+from tests.harness.emulated_cudnn import emulate_cudnn
+from tests.harness.emulated_gpu import emulate_copy_engine, take_part
 from tests.harness.threads import run_threads
 from tests.threaded.test_benchmark_runs import run_settings
+from tests.threaded.test_copy_engine_emulated import number_of_graphs
 
 CPU = torch.device("cpu")
 
@@ -108,6 +117,35 @@ def test_a_wrong_emulated_result_is_noticed():
         variant.close()
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize("splits_queries", [True, False])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_emulated_programs_on_tapes_give_what_they_should_in_every_order(size, splits_queries, monkeypatch):
+    emulate_cudnn(monkeypatch)
+    emulate_copy_engine(monkeypatch)
+    monkeypatch.setattr(attention_choice, "cudnn_attention_unavailable_reason", lambda problem, device: None)
+    monkeypatch.setattr(tape_graphs, "_STEPWISE", 0)
+    monkeypatch.setattr(attention_emulate_tape, "bind_sum", recordings.bind_sum)  # as emulated
+    monkeypatch.setattr(attention_emulate_tape, "choose_num_lanes", lambda *arguments: 3)
+
+    def body(group, device):
+        sizes = {"M": 64, "N": 16, "K": 32, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
+        case = AttentionCase("some", "query_split_attention", group_size=size, **sizes)
+        work = emulated_attention_work(case, group, Pool(CPU, torch.bfloat16, group.rank()))
+        variant = ReplayedAttention(splits_queries=splits_queries)
+        with take_part(group):
+            ready = variant.build(work)
+            for _ in range(6):
+                check_results(work, variant.name, ready.results())
+            work.operands.v.data.add_(1.0)
+            with pytest.raises(VerificationError, match="differs"):
+                check_results(work, variant.name, ready.results())
+            graphs = sum(number_of_graphs(context) for context in variant._contexts.values())
+            variant.close()
+        return graphs
+
+    assert min(run_threads(2, body)) > 0
 
 
 SMALL = ("paper.attention-4x8192", 4 * 8192)
