@@ -27,7 +27,7 @@ from commfuse_megatron.problem import RowRange, chunk_ranges
 from commfuse_megatron.runtime.lanes import choose_num_lanes
 from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.schedule import Algorithm
-from commfuse_megatron.transport.copy_tape import Ref
+from commfuse_megatron.transport.copy_tape import Ref, Step
 
 __all__ = ["ReplayedAttention", "order_by_cost"]
 
@@ -122,17 +122,14 @@ class _Program:
     def _record_splits(self, build: Build, call: TapeCall, gather: Gather) -> None:
         case, tape = self._case, build.tape
         lanes = PieceLanes(build, choose_num_lanes(self._splits[0].size, case.batch * case.heads, self._device))
+        begin_piece = lanes.attend_ahead([self._attend(call, owner) for owner in (*self._others, self._own)])
         lanes.begin()
-        lanes.put_kernels_ahead(per_piece=2)
         for message, owner in enumerate(self._others):
-            lanes.next()
-            self._attend(build, call, owner)
+            begin_piece()
             self._multiply(build, call, owner, self._partial(build, message))
             tape.order()
             gather.issue(message)
-        lanes.next()
-        self._attend(build, call, self._own)
-        with lanes.beside():
+        with lanes.beside(begin_piece()):
             gather.complete()
             arrived = self._arrived(gather)
             rest = arrived.plus(self._rows * gather.row_bytes)
@@ -143,7 +140,7 @@ class _Program:
         lanes.join()
 
     def _record_row_parallel(self, build: Build, call: TapeCall, gather: Gather) -> None:
-        self._attend(build, call, 0)
+        build.tape.compute(self._attend(call, 0))
         for message, owner in enumerate(self._others):
             self._multiply(build, call, owner, self._partial(build, message))
             build.tape.order()
@@ -153,14 +150,14 @@ class _Program:
         gather.complete()
         self._add(build, (y, self._arrived(gather), y), self._messages)
 
-    def _attend(self, build: Build, call: TapeCall, split: int) -> None:
+    def _attend(self, call: TapeCall, split: int) -> Step:
         k, v, states, _ = call.more
         assert call.second is not None
         start = states.element_size() * state_starts(self._problem, self._splits)[split]
         operands, scale = (call.first, k, v, call.second), self._case.head_dim**-0.5
         step = bind_attention(self._problem, self._kernel, operands, self._splits[split], start, scale)
         assert step is not None
-        build.tape.compute(step)
+        return step
 
     def _multiply(self, build: Build, call: TapeCall, owner: int, target: Ref, addend: Ref | None = None) -> None:
         case = self._case

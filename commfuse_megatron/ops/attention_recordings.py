@@ -3,8 +3,13 @@
 As in `runtime/lanes.py` the pieces, attention and GEMM of one chunk of queries, take turns on two streams or more:
 
     lane 0   [attend 1][project 1]          [attend own][project own + arrived]
-    lane 1             [attend 2][project 2]       [sum of what arrived]
+    lane 1             [attend 2][project 2]
+    current                                        [sum of what arrived]
     copies                       [y 1 ...  ][y 2 ...]
+
+They are submitted in the order attend 1, attend 2, project 1, attend own, project 2, ...: with one hardware queue, as
+Megatron has it, a GEMM that waits for its attention holds up everything behind it, and of pieces submitted one by one
+no two would ever run at a time.
 
 The last GEMM adds what arrived, so no pass over the output follows. Of more than two ranks, what arrived is added up
 first, beside the attention of the own queries.
@@ -15,7 +20,7 @@ the result; sums over slabs, in fp32, end the pass.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -83,7 +88,6 @@ class PieceLanes:
     def __init__(self, build: Build, num_lanes: int) -> None:
         self._tape: CopyTape = build.tape
         self._handles = build.p.context.lanes.handles(num_lanes)
-        self._turn = -1
 
     @property
     def num(self) -> int:
@@ -95,30 +99,38 @@ class PieceLanes:
         if self._handles:
             self._tape.fork(self._handles)
 
-    def put_kernels_ahead(self, per_piece: int) -> None:
-        """Let what is sent of a piece be submitted behind the first kernels of all pieces that run beside it."""
-        self._tape.ahead = max(1, per_piece * (self.num - 1) - 1)
-
-    def next(self) -> None:
-        """What follows is the next piece."""
-        self._turn += 1
-        self._go_to(self._turn)
+    def turn(self, piece: int) -> None:
+        """What follows belongs to that piece, counted from 0."""
+        if self._handles:
+            self._tape.on(self._handles[piece % len(self._handles)])
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
-        """Put what is in the with-block on the lane whose turn is next; the piece in hand goes on afterwards."""
-        self._go_to(self._turn + 1)
+    def beside(self, piece: int) -> Iterator[None]:
+        """Put what is in the with-block beside all pieces; that one goes on afterwards."""
+        self._tape.on(None)
         yield
-        self._go_to(self._turn)
+        self.turn(piece)
+
+    def attend_ahead(self, attend: Sequence[Step | None]) -> Callable[[], int]:
+        """What begins the next piece, and returns its number: submits what of `attend`, in the order of the pieces, is
+        to run beside it, and leaves its lane for its GEMM."""
+        pieces, begun = itertools.count(), itertools.count()
+
+        def begin() -> int:
+            piece = next(pieces)
+            for ahead in itertools.islice(begun, self.num if piece == 0 else 1):
+                if ahead < len(attend) and (step := attend[ahead]) is not None:
+                    self.turn(ahead)
+                    self._tape.compute(step)
+            self.turn(piece)
+            return piece
+
+        return begin
 
     def join(self) -> None:
         """What follows is on the current stream, after all pieces."""
         if self._handles:
             self._tape.join(self._handles)
-
-    def _go_to(self, turn: int) -> None:
-        if self._handles:
-            self._tape.on(self._handles[turn % len(self._handles)])
 
 
 def record_query_split(build: Build, call: TapeCall) -> None:
@@ -141,26 +153,26 @@ def record_query_split(build: Build, call: TapeCall) -> None:
         for queries, start in zip(splits, starts, strict=False)
     ]
     tape, lanes = build.tape, PieceLanes(build, num_lanes_of(build.p))
+    scatter = Scatter(build, problem.N)
+    order = [step.compute for step in scatter.bound.steps if step.compute is not None]
+    begin_piece = lanes.attend_ahead([attend[chunk] for chunk in order])
+    piece = 0
 
     def prepare(chunk: int) -> None:
-        lanes.next()
-        step = attend[chunk]
-        if step is not None:
-            tape.compute(step)
-
-    scatter = Scatter(build, problem.N)
+        nonlocal piece
+        piece = begin_piece()
+        assert order[piece] == chunk
 
     def add_up(own_chunk: int) -> Ref:
         if build.p.context.group_size == 2:
             return scatter.wait_for_own(own_chunk)
-        with lanes.beside():
+        with lanes.beside(piece):
             total = scatter.sum_arrived(own_chunk)
             is_here = tape.mark()
         tape.follow(is_here)
         return total
 
     lanes.begin()
-    lanes.put_kernels_ahead(per_piece=2)
     multiply_scattered(
         build,
         scatter,
@@ -245,12 +257,14 @@ def record_query_split_backward(build: Build, call: TapeCall) -> None:
     weight, bound = matrix_of(call.weight, transposed=False), gather.bound
     pieces = [index for index, step in enumerate(bound.steps) if step.compute is not None]
     arrived: list[Step] = []  # marks of the last piece on every lane, when it had waited for what it needs
+    piece = -1
     for index, step in enumerate(bound.steps):
         if index == min(1, pieces[-1]) and call.last is not None:  # not after the weight gradient, which waits for it
             gather.copy_own()
         if step.compute is None:
             continue
-        lanes.next()
+        piece += 1
+        lanes.turn(piece)
         gather.wait([] if step.needs_batch is None else [step.needs_batch])
         if call.last is not None and index in pieces[-lanes.num :]:
             arrived.append(tape.mark())
@@ -262,7 +276,7 @@ def record_query_split_backward(build: Build, call: TapeCall) -> None:
         if attention is not None:
             tape.compute(attention)
         if call.last is not None and index == pieces[-1]:
-            with lanes.beside():
+            with lanes.beside(piece):
                 for is_here in arrived:
                     tape.follow(is_here)
                 gather.complete()

@@ -311,9 +311,8 @@ class CopyEngineTransport(Transport):
     # -- binding: see copy_tape -------------------------------------------------------------------------------------
 
     def bind_order(self) -> tuple[Step, Step]:
-        """Mark where the current stream has come; let the copy stream go on from there."""
-        event, copies = StreamEvent(), self._stream.handle
-        record, follow = event.record, event.wait
+        """Mark where the current stream has come; let the copy stream go on from the latest mark."""
+        record, follow, copies = self._issued.record, self._issued.wait, self._stream.handle
         return lambda at, stream: record(stream), lambda at, stream: follow(copies)
 
     def bind_mark(self) -> tuple[Step, Step]:

@@ -6,11 +6,7 @@ addresses, which steps index. Knows no GEMM: the runtime puts its own steps betw
 With CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron sets it, all streams share one hardware queue: whatever waits at its
 head, on whichever stream, holds up the kernels behind it. So what the copy stream does is submitted behind the next
 kernel of the current stream, beside which it is to run: measured, a first GEMM otherwise starts when the first
-transfer is over. Where more than two lanes take turns, it is submitted behind the kernels of all that run beside it
-(`ahead`): behind the next one alone, the third lane and those after it stood idle until the first lane's GEMM was over,
-95 us of 460 (eight ranks emulated).
-
-The contract that bites: a wait must not be submitted before the push of its own batch, else two
+transfer is over. The contract that bites: a wait must not be submitted before the push of its own batch, else two
 ranks wait for each other's pushes, which are behind the waits.
 
 In a CUDA graph, ours or one that somebody else captures, it is the driver who orders what is independent. So a tape
@@ -18,7 +14,6 @@ keeps its steps a second time, in which each wait depends on the push of its own
 copy stream has been forked from the current one before these.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,15 +56,6 @@ class BoundOperation(NamedTuple):
     graphs: dict[tuple[int, ...], Any]
 
 
-class _Deferred(NamedTuple):
-    """What the copy stream is to do, in `steps`, in those for a graph, or in both, behind kernel number `due`."""
-
-    due: int
-    step: Step | None
-    captured: Step | None
-    keys: tuple["Key", ...] = ()  # batches that can be waited for once it is submitted
-
-
 class CopyTape:
     """Steps of one operation. Between `order` and the next change of what is sent, pushes need no further ordering.
 
@@ -78,11 +64,10 @@ class CopyTape:
 
     def __init__(self, transport: "CopyEngineTransport") -> None:
         self._transport = transport
-        #: Behind how many kernels more what the copy stream does is submitted.
-        self.ahead = 1
         self._granted: set[int] = set()
-        self._pending: deque[_Deferred] = deque()
-        self._kernels = 0
+        self._pending: list[Step] = []  # of the copy stream, for behind the next kernel
+        self._pending_captured: list[Step] = []
+        self._pending_keys: set[Key] = set()
         self._lane: int | None = None
         self.steps: list[Step] = []
         self._captured: list[Step] = []
@@ -140,8 +125,8 @@ class CopyTape:
         """Tell of a batch {send, receive} after its push: to wait for it, it and all before it must be submitted."""
         batch = tuple(batch)
         if self._pending:
-            mark, self._last_pushed = self._transport.bind_copies_mark()
-            self._pending.append(_Deferred(self._kernels + self.ahead, None, mark, batch))
+            self._pending_keys.update(batch)
+            self._mark()
         if self._last_pushed is not None:
             self._pushed.update(dict.fromkeys(batch, self._last_pushed))
 
@@ -156,8 +141,7 @@ class CopyTape:
     def compute(self, step: Step) -> None:
         """A kernel."""
         self._add(step)
-        self._kernels += 1
-        self._submit(self._kernels)
+        self._submit()
 
     def note(self, key: "Key") -> None:
         """Tell of a batch {send, receive}, so that the end of the operation clears its flags."""
@@ -166,7 +150,7 @@ class CopyTape:
     def wait(self, *keys: "Key") -> None:
         """What comes next needs these batches."""
         if keys:
-            if any(key in deferred.keys for deferred in self._pending for key in keys):
+            if not self._pending_keys.isdisjoint(keys):
                 self._submit()
             for pushed in dict.fromkeys(self._pushed[key] for key in keys if key in self._pushed):
                 self._captured.append(self._on_lane(pushed))
@@ -204,15 +188,20 @@ class CopyTape:
         self._captured.append(step)
 
     def _add_pending(self, step: Step) -> None:
-        self._pending.append(_Deferred(self._kernels + self.ahead, step, step))
+        self._pending.append(step)
+        self._pending_captured.append(step)
+
+    def _mark(self) -> None:
+        mark, self._last_pushed = self._transport.bind_copies_mark()
+        self._pending_captured.append(mark)
 
     def _on_lane(self, step: Step) -> Step:
         lane = self._lane
         return step if lane is None else lambda at, stream: step(at, lane)
 
-    def _submit(self, kernels: int | None = None) -> None:
-        """Put what is due after that many kernels on the tape; None: all there is."""
-        while self._pending and (kernels is None or self._pending[0].due <= kernels):
-            _, step, captured, _ = self._pending.popleft()
-            self.steps += [] if step is None else [step]
-            self._captured += [] if captured is None else [captured]
+    def _submit(self) -> None:
+        self.steps += self._pending
+        self._captured += self._pending_captured
+        self._pending.clear()
+        self._pending_captured.clear()
+        self._pending_keys.clear()

@@ -180,28 +180,3 @@ def test_silence_is_among_what_a_release_clears(tape, transport):
     transport.silent = (SILENT,)
     tape.note(SENT)
     assert tape.finish().keys == (SENT, SILENT)
-
-
-def test_copies_are_submitted_behind_as_many_kernels_as_run_beside_them(tape, transport):
-    tape.ahead = 3
-    for peer in (1, 2):
-        tape.compute(transport.step(f"kernel of {peer}"))
-        tape.order()
-        tape.push(peer, None, HERE, 8)
-        tape.issued([SENT])
-    for number in range(3):
-        tape.compute(transport.step(f"kernel {number}"))
-    first = ["kernel of 1", "mark", "kernel of 2", "mark", "kernel 0", "kernel 1", "follow", "take 1", "push 1"]
-    assert run(tape, transport) == [*first, "kernel 2", "follow", "take 2", "push 2", "release "]
-
-
-def test_a_wait_is_behind_pushes_that_were_to_be_submitted_later(tape, transport):
-    tape.ahead = 3
-    tape.order()
-    tape.push(1, None, HERE, 8)
-    tape.issued([SENT, ARRIVED])
-    tape.compute(transport.step("kernel"))
-    tape.wait(ARRIVED)
-    tape.compute(transport.step("kernel"))
-    pushed = ["mark", "kernel", "follow", "take 1", "push 1", "mark copies"]
-    assert captured(tape, transport) == [*pushed, "follow copies", "wait arrived", "kernel"]
