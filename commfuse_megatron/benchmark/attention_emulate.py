@@ -1,8 +1,8 @@
 """Attention blocks of a group of V on two ranks, forward: see `emulate` for what that shows and what not.
 
-Both ranks play the one in the middle of V, so that its share of a causal mask is neither the least nor the most. One
-split per shard; slicing and the sequential program move the bytes of V by the collective of two. What is here is issued
-step by step and captured; the copy engine's programs are tapes, in `attention_emulate_tape`.
+Both ranks play the one in the middle of V, so that its share of a causal mask is neither the least nor the most.
+Slicing and the sequential program move the bytes of V by the collective of two. What is here is issued step by step,
+with one split per shard, and captured; the copy engine's programs are tapes, in `attention_emulate_tape`.
 """
 
 import contextlib
@@ -150,8 +150,8 @@ class EmulatedAttentionSlicing(Variant):
         return Ready(call=as_graph(call, work.pool.device), path=path, transport=collective_name(work.pool.device))
 
 
-def emulated_attention_variants(device: torch.device) -> list[Variant]:
-    """Everything that is emulated."""
+def emulated_attention_variants(device: torch.device, splits: tuple[int, ...]) -> list[Variant]:
+    """Everything that is emulated. splits: of one shard's queries, for query_split over the copy engine."""
     backends = ("nccl", "copy_engine") if device.type == "cuda" else ("gloo",)
     return [
         AttentionComputeOnly(),
@@ -159,10 +159,10 @@ def emulated_attention_variants(device: torch.device) -> list[Variant]:
         *(EmulatedTransfers(backend) for backend in backends),
         *(EmulatedAttentionSlicing(pieces) for pieces in (1, *_PIECES)),
         *(
-            ReplayedAttention(splits_queries=splits)
-            if backend == "copy_engine"
-            else EmulatedAttention(backend, splits_queries=splits)
+            EmulatedAttention(backend, splits_queries=splits_queries)
             for backend in backends
-            for splits in (False, True)
+            if backend != "copy_engine"
+            for splits_queries in (False, True)
         ),
+        *(ReplayedAttention(count) for count in (None, *splits) if "copy_engine" in backends),
     ]

@@ -88,16 +88,16 @@ class OverTransport(Variant):
         self._backend = backend
         self._contexts: dict[int, OverlapContext] = {}
 
-    def prepare(self, work: Work) -> PreparedPass:
-        """The pass whose all-gather carries the messages of `work`."""
-        messages = work.case.group_size - 1
+    def prepare(self, work: Work, chunks_per_shard: int = 1) -> PreparedPass:
+        """The pass whose all-gather carries the messages of `work`, each shard in so many."""
+        messages = (work.case.group_size - 1) * chunks_per_shard
         if messages not in self._contexts:
             forced = {"path": "sliced", "algorithm": "direct", "chunks_per_shard": messages}
             require_own_link(work.pool.device, self._backend)
             settings = {"linear": {"fprop": forced}, "transport": {"backend": self._backend}}
             self._contexts[messages] = OverlapContext(work.group, OverlapConfig.from_dict(settings))
         rows, features = work.case.shard_shape
-        sent_rows = REAL_RANKS * messages * rows
+        sent_rows = REAL_RANKS * (work.case.group_size - 1) * rows
         problem = GemmProblem("all_gather_linear", "fprop", sent_rows, 1, 1, features, work.dtype_name, REAL_RANKS)
         return self._contexts[messages].prepare(problem)
 

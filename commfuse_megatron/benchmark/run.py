@@ -178,7 +178,7 @@ def _make_case(settings: Settings, piece: Piece) -> LinearCase:
 
 def _make_variants(settings: Settings, device: torch.device, group_size: int) -> list[Variant]:
     if settings.attention and settings.virtual_ranks:
-        return emulated_attention_variants(device)
+        return emulated_attention_variants(device, settings.chunks)
     if settings.attention:
         return attention_variants(device, settings.chunks)
     if settings.virtual_ranks:

@@ -119,9 +119,9 @@ def test_a_wrong_emulated_result_is_noticed():
     run_threads(2, body)
 
 
-@pytest.mark.parametrize("splits_queries", [True, False])
+@pytest.mark.parametrize("splits", [None, 1, 2])
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_emulated_programs_on_tapes_give_what_they_should_in_every_order(size, splits_queries, monkeypatch):
+def test_emulated_programs_on_tapes_give_what_they_should_in_every_order(size, splits, monkeypatch):
     emulate_cudnn(monkeypatch)
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(attention_choice, "cudnn_attention_unavailable_reason", lambda problem, device: None)
@@ -133,7 +133,7 @@ def test_emulated_programs_on_tapes_give_what_they_should_in_every_order(size, s
         sizes = {"M": 64, "N": 16, "K": 32, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
         case = AttentionCase("some", "query_split_attention", group_size=size, **sizes)
         work = emulated_attention_work(case, group, Pool(CPU, torch.bfloat16, group.rank()))
-        variant = ReplayedAttention(splits_queries=splits_queries)
+        variant = ReplayedAttention(splits)
         with take_part(group):
             ready = variant.build(work)
             for _ in range(6):
