@@ -65,6 +65,12 @@ _FLAGS = {
     "cache_mla_latents": "latents are cached (cache_mla_latents): decoding projects the values after attention",
 }
 
+# Compute capability.
+_HOPPER = (9, 0)
+
+#: Kernel -> what Megatron calls it in `attention_backend`.
+_BACKENDS = {"cudnn": "fused", "flash": "flash"}
+
 #: Argument of a call -> the same, where it is given.
 _ARGUMENTS = {
     "inference_context": "an inference context is given: keys come from its cache",
@@ -246,8 +252,11 @@ class _Pairing:
         kernel = find_attention_kernel(inputs, context)
         if isinstance(kernel, str):
             return kernel
-        if kernel.name == "math" and query.is_cuda and context.config.attention.path == "auto":
-            return "only the plain kernel can compute it, and Megatron's own attention may be faster"
+        if query.is_cuda and context.config.attention.path == "auto":
+            capability = torch.cuda.get_device_capability(query.device)
+            reason = reason_to_keep_megatrons(kernel.name, capability, self._attention.config)
+            if reason is not None:
+                return reason
         plan = plan_attention(inputs, context)
         if plan.path != "query_split":
             return f"planned as {plan.path}: {plan.reason}"
@@ -291,6 +300,24 @@ class _Pairing:
             f"{label_of(self._attention)}: core attention gave a placeholder for its output, and {how}. Something "
             "comes between attention and projection that is not known to; set attention.path: row_parallel."
         )
+
+
+def reason_to_keep_megatrons(kernel: str, capability: tuple[int, int], config: Any) -> str | None:
+    """Why path "auto" leaves an attention that `kernel` could compute on a GPU to Megatron; None if it need not.
+
+    The trial times our kernel both ways; Megatron's own may be another one.
+    """
+    if kernel == "math":
+        return "only the plain kernel can compute it, and Megatron's own attention may be faster"
+    if kernel == "flash" and capability >= _HOPPER:
+        return (
+            "PyTorch's flash attention has about half of cuDNN's speed on this GPU, and Megatron's own attention may be"
+            " faster: install nvidia-cudnn-frontend"
+        )
+    backend = getattr(getattr(config, "attention_backend", None), "name", "auto")
+    if backend not in ("auto", _BACKENDS.get(kernel.partition(" ")[0])):
+        return f"config.attention_backend asks for {backend}, and query splits would run {kernel}"
+    return None
 
 
 def _note_stock(attention: Any, reason: str) -> None:

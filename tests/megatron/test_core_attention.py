@@ -1,11 +1,14 @@
 """What Megatron's core attentions would compute, in the operation's words, on modules that were never built."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnBackend
 
+from commfuse_megatron.plugin.attention import reason_to_keep_megatrons
 from commfuse_megatron.plugin.compat import AttnMaskType, DotProductAttention
 from commfuse_megatron.plugin.core_attention import CoreAttention, describe_core_attention
 
@@ -105,3 +108,26 @@ def test_reasons(core: Any, key: torch.Tensor, mask: torch.Tensor | None, words:
 def test_transformer_engines(attributes: dict, kind: str, expected: CoreAttention | str) -> None:
     found = describe_core_attention(transformer_engines(**attributes), QUERY, KEY, None, AttnMaskType[kind])
     assert found == expected if isinstance(expected, CoreAttention) else expected in found
+
+
+@pytest.mark.parametrize(
+    ("kernel", "capability", "backend", "words"),
+    [
+        ("cudnn", (9, 0), "auto", None),
+        ("cudnn", (9, 0), "fused", None),
+        ("cudnn", (9, 0), "flash", "asks for flash, and query splits would run cudnn"),
+        ("cudnn", (8, 0), "unfused", "asks for unfused"),
+        ("flash", (8, 0), "flash", None),
+        ("flash", (8, 6), "auto", None),
+        ("flash", (9, 0), "flash", "half of cuDNN's speed"),
+        ("flash (FA3)", (9, 0), "flash", None),
+        ("flash (FA3)", (9, 0), "fused", r"would run flash \(FA3\)"),
+        ("math", (8, 0), "auto", "only the plain kernel"),
+    ],
+)
+def test_where_auto_leaves_attention_to_megatron(kernel, capability, backend, words):
+    config = SimpleNamespace(attention_backend=AttnBackend[backend])
+    reason = reason_to_keep_megatrons(kernel, capability, config)
+    assert (reason is None) == (words is None)
+    assert words is None or re.search(words, reason)
+    assert backend != "auto" or reason_to_keep_megatrons(kernel, capability, SimpleNamespace()) == reason
