@@ -108,9 +108,8 @@ class AttentionConfig(_Checked):
 
     path: "query_split": the queries of one owner after the other go through attention and projection, each partial
     output on its way while the next is computed; "row_parallel": attention at once, then the projection over the
-    reduce-scatter as a linear of its own; "sequential": attention, projection, collective. "auto" leaves it to the
-    planner. The default is "row_parallel", and query splits have to be asked for, since their backward pass was not
-    shown to beat Megatron's own attention (2 x H200, November 2026).
+    reduce-scatter as a linear of its own; "sequential": attention, projection, collective. "auto", the default, leaves
+    it to the planner, which times them; where nothing is timed, as on the CPU, it is "row_parallel".
     splits_per_shard: pieces that one owner's queries are cut into; None: the planner chooses.
     backward: what follows a forward pass with split queries. "query_split": its splits backward, each as its rows of
     the gradient arrive; "row_parallel": the projection's backward pass as a linear of its own, then attention at once.
@@ -121,7 +120,7 @@ class AttentionConfig(_Checked):
     run Megatron's own attention.
     """
 
-    path: Literal["auto", "query_split", "row_parallel", "sequential"] = "row_parallel"
+    path: Literal["auto", "query_split", "row_parallel", "sequential"] = "auto"
     splits_per_shard: int | None = None
     backward: Literal["auto", "query_split", "row_parallel"] = "auto"
     kernel: Literal["auto", "cudnn", "flash", "math"] = "auto"

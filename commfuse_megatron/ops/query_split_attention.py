@@ -76,7 +76,7 @@ def query_split_attention(
     causal: a query sees no later key. window (left, right): nor one farther than that before or after it; -1 is
     unlimited. mask: booleans instead of both; the score of a key that it hides (True) becomes -10000, as in Megatron.
 
-    Which way it is computed `context.config.attention.path` says; splitting queries has to be asked for.
+    Which way it is computed `context.config.attention` says, by default what a trial found to be the fastest.
 
     Rounding: that of `linear_reduce_scatter`; attended values are rounded to the dtype of q before the projection.
     Gradients of keys and values are summed over splits in fp32 (fp64 for fp64) and rounded once; "cudnn" and "flash"

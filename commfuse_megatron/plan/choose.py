@@ -7,7 +7,7 @@ problem, the configuration, and numbers that they have exchanged.
 import dataclasses
 from collections.abc import Sequence
 
-from commfuse_megatron.config import AttentionConfig, PlanConfig
+from commfuse_megatron.config import PlanConfig
 from commfuse_megatron.plan.attention import predict_attention_us, with_owner_orders
 from commfuse_megatron.plan.candidates import Candidates
 from commfuse_megatron.plan.cost_model import predict_us
@@ -32,10 +32,6 @@ _TIE = 0.01
 # and 0.27 ms within one). Small problems are soon timed.
 _UNSURE_US = 40.0
 
-_DEFAULT_ATTENTION = (
-    f"attention.path is {AttentionConfig.path}, the default; query_split (forced) or auto (planned) would split queries"
-)
-
 # More than this many are never timed, the ones predicted best first.
 _MOST_TIMED = 10
 
@@ -45,10 +41,7 @@ def choose_only(candidates: Candidates) -> LinearPlan:
     (plan,) = candidates.plans
     if candidates.note and plan.path == "sequential":
         return _because(plan, candidates.note)
-    # A configuration does not say whether the user named what is the default too.
-    is_default = plan.path == AttentionConfig.path
-    reason = _DEFAULT_ATTENTION if is_default else "forced by the configuration"
-    return _because(plan, reason, candidates.note)
+    return _because(plan, "forced by the configuration", candidates.note)
 
 
 def choose_by_default(candidates: Candidates, reason: str) -> LinearPlan:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from commfuse_megatron import ops
-from commfuse_megatron.config import AttentionConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.ops.attention_arguments import AttentionInputs, find_attention_complaint
 from commfuse_megatron.ops.query_split_attention import find_attention_kernel, plan_attention
@@ -132,9 +131,8 @@ def attention_unsupported_reason(attention: Any, arguments: dict[str, Any] | Non
         return reason
     path = state_of(projection).config(projection.config).attention.path
     if path in ("row_parallel", "sequential"):
-        asked_for = f"{path}, the default" if path == AttentionConfig.path else path
         return (
-            f"attention.path is {asked_for}: Megatron's own attention, then the projection as a layer of its own;"
+            f"attention.path is {path}: Megatron's own attention, then the projection as a layer of its own;"
             " query_split or auto ask for query splits"
         )
     for what, module in (("core attention", attention.core_attention), ("linear_proj", projection)):

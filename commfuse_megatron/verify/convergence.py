@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.config import LinearConfig, OverlapConfig, PassConfig
+from commfuse_megatron.config import AttentionConfig, LinearConfig, OverlapConfig, PassConfig
 from commfuse_megatron.verify.text import batch_of
 
 __all__ = ["ALLOWED_RATIO", "Convergence", "Curve", "Task", "compare_runs", "complaints_of", "ratios_of"]
@@ -38,7 +38,9 @@ ROUNDING = 2.0**-23
 
 #: What is compared is the overlapped path, whatever would be faster for so small a model.
 _SLICED = PassConfig(path="sliced", algorithm="direct", chunks_per_shard=1)
-OVERLAPPED = OverlapConfig(linear=LinearConfig(fprop=_SLICED, dgrad=_SLICED))
+OVERLAPPED = OverlapConfig(
+    linear=LinearConfig(fprop=_SLICED, dgrad=_SLICED), attention=AttentionConfig(path="row_parallel")
+)
 
 QUANTITIES = ("loss", "grad_norm")
 

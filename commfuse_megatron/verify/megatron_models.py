@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.config import LinearConfig, OverlapConfig, PassConfig
+from commfuse_megatron.config import AttentionConfig, LinearConfig, OverlapConfig, PassConfig
 from commfuse_megatron.verify.megatron_cases import Configuration
 
 __all__ = ["TOLERANCE", "ModelResult", "verify_models"]
@@ -29,7 +29,9 @@ NUM_STEPS = 2
 
 # What is compared is the overlapped path, whatever would be faster for so small a model.
 _SLICED = PassConfig(path="sliced", algorithm="direct", chunks_per_shard=1)
-_OVERLAP = OverlapConfig(linear=LinearConfig(fprop=_SLICED, dgrad=_SLICED))
+_OVERLAP = OverlapConfig(
+    linear=LinearConfig(fprop=_SLICED, dgrad=_SLICED), attention=AttentionConfig(path="row_parallel")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.config import LinearConfig, OverlapConfig, PassConfig
+from commfuse_megatron.config import AttentionConfig, LinearConfig, OverlapConfig, PassConfig
 from commfuse_megatron.runtime.recorder import Interval
 from commfuse_megatron.tracing.session import Recorded, record
 from commfuse_megatron.verify.text import batch_of
@@ -24,7 +24,9 @@ __all__ = ["Bound", "Comparison", "Recipe", "bounds_of", "complaints_of", "train
 
 # What is compared is the overlapped path, whatever would be faster for so small a model.
 _SLICED = PassConfig(path="sliced", algorithm="direct", chunks_per_shard=1)
-_OVERLAPPED = OverlapConfig(linear=LinearConfig(fprop=_SLICED, dgrad=_SLICED), record=True)
+_OVERLAPPED = OverlapConfig(
+    linear=LinearConfig(fprop=_SLICED, dgrad=_SLICED), attention=AttentionConfig(path="row_parallel"), record=True
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from commfuse_megatron import OverlapConfig
-from commfuse_megatron.config import LinearConfig, PassConfig
+from commfuse_megatron.config import AttentionConfig, LinearConfig, PassConfig
 from tests.harness import run_spawned
 from tests.harness.outcomes import outcome_on_all_ranks
 
 SLICED = PassConfig(path="sliced", algorithm="direct", chunks_per_shard=1)
-OVERLAP = OverlapConfig(linear=LinearConfig(fprop=SLICED, dgrad=SLICED))
+OVERLAP = OverlapConfig(linear=LinearConfig(fprop=SLICED, dgrad=SLICED), attention=AttentionConfig(path="row_parallel"))
 LENGTH, BATCH, NUM_STEPS, NUM_LINEARS = 128, 2, 4, 9  # and the embedding
 
 pytestmark = [

@@ -17,7 +17,7 @@ from commfuse_megatron.plugin.decision import state_of
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, transformer_config
 
 QUERY_SPLIT = OverlapConfig(attention=AttentionConfig(path="query_split"))
-AUTO = OverlapConfig(attention=AttentionConfig(path="auto"))
+AUTO = OverlapConfig()
 TOKENS = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
 
 
@@ -54,9 +54,10 @@ def assert_stays(
     return model
 
 
-def check_by_default_attention_is_megatrons(group_size: int) -> None:
+def check_attention_is_megatrons_if_asked_for(group_size: int) -> None:
     """And nothing of ours is planned or made ready for it."""
-    model = assert_stays(group_size, "attention.path is row_parallel", OverlapConfig())
+    row_parallel = OverlapConfig(attention=AttentionConfig(path="row_parallel"))
+    model = assert_stays(group_size, "attention.path is row_parallel", row_parallel)
     report = model_report(model)
     assert {layer.path for layer in report.layers} == {"overlapped"}
     assert "query_split_attention" not in {record.op for record in report.ops}
@@ -161,7 +162,8 @@ def check_raising_instead(group_size: int) -> None:
     model = build(group_size, overlap, attention_output_gate=True)
     with pytest.raises(UnsupportedError, match="attention_output_gate"):
         run(model)
-    for attention, words in ((AUTO.attention, "planned as row_parallel"), (AttentionConfig(), "attention.path is")):
+    row_parallel = AttentionConfig(path="row_parallel")
+    for attention, words in ((AUTO.attention, "planned as row_parallel"), (row_parallel, "attention.path is")):
         assert_stays(group_size, words, OverlapConfig(attention=attention, fallback=overlap.fallback))
 
 

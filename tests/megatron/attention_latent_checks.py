@@ -3,6 +3,7 @@
 from typing import Any
 
 from commfuse_megatron import OverlapConfig
+from commfuse_megatron.config import AttentionConfig
 from commfuse_megatron.plugin import CommFuseMLASelfAttention, convert_model, model_report
 from commfuse_megatron.plugin.attention import _given, _QuerySplit, attention_unsupported_reason
 from commfuse_megatron.plugin.compat import MLASelfAttention
@@ -27,8 +28,9 @@ def assert_latent_stays(group_size: int, words: str, overlap: OverlapConfig, **o
     assert [layer.path for layer in projections] == ["overlapped"] * 2
 
 
-def check_latent_attention_by_default_and_as_planned(group_size: int) -> None:
-    assert_latent_stays(group_size, "attention.path is row_parallel", OverlapConfig())
+def check_latent_attention_as_planned_and_as_asked_for(group_size: int) -> None:
+    row_parallel = OverlapConfig(attention=AttentionConfig(path="row_parallel"))
+    assert_latent_stays(group_size, "attention.path is row_parallel", row_parallel)
     assert_latent_stays(group_size, "planned as row_parallel: default on the CPU", AUTO)
 
 

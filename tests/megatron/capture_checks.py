@@ -146,7 +146,7 @@ def check_captured_model(group_size: int) -> None:
 def check_planned_attention_is_no_reason_to_leave_the_projection(group_size: int) -> None:
     gpt = SmallGPT(dtype=torch.float64, num_layers=1)
     tokens = torch.randint(256, (5, 25), generator=torch.Generator().manual_seed(1))
-    auto = OverlapConfig(attention=AttentionConfig(path="auto"))
+    auto = OverlapConfig()
     ours = build_gpt(gpt, transformer_config(gpt, group_size), overlap=auto)
     expected = _gradients(ours, tokens)
     with capturing():

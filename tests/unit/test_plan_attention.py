@@ -56,8 +56,8 @@ def test_a_forward_pass_with_splits_may_have_a_backward_pass_without():
     assert (plan.for_backward.path, plan.for_backward.name) == ("row_parallel", "row_parallel")
 
 
-def test_query_splits_have_to_be_asked_for():
-    assert names(problem(), OverlapConfig()) == ["row_parallel"]
+def test_by_default_the_planner_chooses():
+    assert names(problem(), OverlapConfig()) == names(problem(), config("auto"))
 
 
 def test_where_nothing_is_measured_it_is_the_row_parallel_one():

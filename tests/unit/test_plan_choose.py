@@ -102,11 +102,7 @@ def test_where_speed_does_not_count_the_plainest_sliced_plan_is_taken():
         (PLANS[2], "", "forced by the configuration"),
         (PLANS[2], "bulk is for backward", "forced by the configuration (bulk is for backward)"),
         (PLANS[0], "too large", "too large"),
-        (
-            dataclasses.replace(PLANS[0], path="row_parallel"),
-            "",
-            "attention.path is row_parallel, the default; query_split (forced) or auto (planned) would split queries",
-        ),
+        (dataclasses.replace(PLANS[0], path="row_parallel"), "", "forced by the configuration"),
         (dataclasses.replace(PLANS[3], path="query_split"), "", "forced by the configuration"),
     ],
 )
