@@ -17,7 +17,8 @@ from commfuse_megatron.benchmark.variant import Ready
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.kernels.sum_partials import bind_sum
-from commfuse_megatron.ops.attention_recordings import PieceLanes, bind_attention, new_states, state_starts
+from commfuse_megatron.ops.attention_recordings import bind_attention, new_states, state_starts
+from commfuse_megatron.ops.piece_lanes import PieceLanes
 from commfuse_megatron.ops.recordings import Gather, matrix_of, sum_step
 from commfuse_megatron.ops.replay import MORE, OUT, SECOND, WEIGHT, Build, TapeCall, Unservable, replay
 from commfuse_megatron.plan.attention import with_owner_orders
@@ -135,7 +136,8 @@ class _Program:
             tape.order()
             gather.issue(message)
         for part, piece in enumerate(self._own):
-            with lanes.beside(begin_piece()):
+            begin_piece()
+            with lanes.beside():
                 gather.wait(range(part, len(self._others), self._m))
                 arrived = self._arrived(gather, part)
                 rest = arrived.plus(self._m * self._rows * gather.row_bytes)

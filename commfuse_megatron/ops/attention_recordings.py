@@ -20,22 +20,21 @@ the result; sums over slabs, in fp32, end the pass.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
 from commfuse_megatron.kernels.attention import AttentionKernel, BoundBackward, SplitMask
 from commfuse_megatron.ops.attention_slabs import GradientSlabs
+from commfuse_megatron.ops.piece_lanes import PieceLanes
 from commfuse_megatron.ops.recordings import Gather, Scatter, matrix_of, multiply_scattered, record_weight_gradient
 from commfuse_megatron.ops.replay import FIRST, LAST, MORE, OUT, SECOND, WEIGHT, Build, TapeCall, Unservable
 from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
 from commfuse_megatron.runtime.lanes import choose_num_lanes
 from commfuse_megatron.runtime.prepared import PreparedPass
-from commfuse_megatron.transport.copy_tape import CopyTape, Ref, Step
+from commfuse_megatron.transport.copy_tape import Ref, Step
 
 __all__ = [
-    "PieceLanes",
     "bind_attention",
     "new_states",
     "num_lanes_of",
@@ -82,57 +81,6 @@ def num_lanes_of(p: PreparedPass) -> int:
     return found
 
 
-class PieceLanes:
-    """Pieces of one tape take turns on so many lanes of the context; without lanes all stay on the current stream."""
-
-    def __init__(self, build: Build, num_lanes: int) -> None:
-        self._tape: CopyTape = build.tape
-        self._handles = build.p.context.lanes.handles(num_lanes)
-
-    @property
-    def num(self) -> int:
-        """How many pieces may run at a time."""
-        return max(1, len(self._handles))
-
-    def begin(self) -> None:
-        """Let the lanes go on from where the current stream is."""
-        if self._handles:
-            self._tape.fork(self._handles)
-
-    def turn(self, piece: int) -> None:
-        """What follows belongs to that piece, counted from 0."""
-        if self._handles:
-            self._tape.on(self._handles[piece % len(self._handles)])
-
-    @contextmanager
-    def beside(self, piece: int) -> Iterator[None]:
-        """Put what is in the with-block beside all pieces; that one goes on afterwards."""
-        self._tape.on(None)
-        yield
-        self.turn(piece)
-
-    def attend_ahead(self, attend: Sequence[Step | None]) -> Callable[[], int]:
-        """What begins the next piece, and returns its number: submits what of `attend`, in the order of the pieces, is
-        to run beside it, and leaves its lane for its GEMM."""
-        pieces, begun = itertools.count(), itertools.count()
-
-        def begin() -> int:
-            piece = next(pieces)
-            for ahead in itertools.islice(begun, self.num if piece == 0 else 1):
-                if ahead < len(attend) and (step := attend[ahead]) is not None:
-                    self.turn(ahead)
-                    self._tape.compute(step)
-            self.turn(piece)
-            return piece
-
-        return begin
-
-    def join(self) -> None:
-        """What follows is on the current stream, after all pieces."""
-        if self._handles:
-            self._tape.join(self._handles)
-
-
 def record_query_split(build: Build, call: TapeCall) -> None:
     """`query_split_attention` forward: first q, more k, v and the states, last bias or None -> second attended, out y.
 
@@ -156,17 +104,11 @@ def record_query_split(build: Build, call: TapeCall) -> None:
     scatter = Scatter(build, problem.N)
     order = [step.compute for step in scatter.bound.steps if step.compute is not None]
     begin_piece = lanes.attend_ahead([attend[chunk] for chunk in order])
-    piece = 0
-
-    def prepare(chunk: int) -> None:
-        nonlocal piece
-        piece = begin_piece()
-        assert order[piece] == chunk
 
     def add_up(own_chunk: int) -> Ref:
         if build.p.context.group_size == 2:
             return scatter.wait_for_own(own_chunk)
-        with lanes.beside(piece):
+        with lanes.beside():
             total = scatter.sum_arrived(own_chunk)
             is_here = tape.mark()
         tape.follow(is_here)
@@ -179,7 +121,7 @@ def record_query_split(build: Build, call: TapeCall) -> None:
         matrix_of(call.weight, transposed=True),
         (Ref(SECOND, 0), Ref(WEIGHT, 0), Ref(OUT, 0)),
         Ref(LAST, 0) if call.last is not None else None,
-        prepare=prepare,
+        before_gemm=begin_piece,
         arrived=add_up if scatter.has_transfers else None,
     )
     lanes.join()
@@ -256,18 +198,13 @@ def record_query_split_backward(build: Build, call: TapeCall) -> None:
     lanes.begin()
     weight, bound = matrix_of(call.weight, transposed=False), gather.bound
     pieces = [index for index, step in enumerate(bound.steps) if step.compute is not None]
-    arrived: list[Step] = []  # marks of the last piece on every lane, when it had waited for what it needs
-    piece = -1
     for index, step in enumerate(bound.steps):
         if index == min(1, pieces[-1]) and call.last is not None:  # not after the weight gradient, which waits for it
             gather.copy_own()
         if step.compute is None:
             continue
-        piece += 1
-        lanes.turn(piece)
+        lanes.next()
         gather.wait([] if step.needs_batch is None else [step.needs_batch])
-        if call.last is not None and index in pieces[-lanes.num :]:
-            arrived.append(tape.mark())
         rows, first = bound.chunk_rows[step.compute], gather.start(step.compute)
         target = Ref(OUT, first * problem.K * build.itemsize)
         shapes = (build.rows(rows, problem.N), weight, build.rows(rows, problem.K))
@@ -276,9 +213,7 @@ def record_query_split_backward(build: Build, call: TapeCall) -> None:
         if attention is not None:
             tape.compute(attention)
         if call.last is not None and index == pieces[-1]:
-            with lanes.beside(piece):
-                for is_here in arrived:
-                    tape.follow(is_here)
+            with lanes.beside():
                 gather.complete()
                 record_weight_gradient(build, call, (gather.window, Ref(SECOND, 0)))
     lanes.join()

@@ -1,4 +1,7 @@
-"""The passes of both linears, put on tapes: which copies, waits and GEMMs, in which order. See `ops.replay`."""
+"""The passes of both linears, put on tapes: which copies, waits and GEMMs, in which order. See `ops.replay`.
+
+GEMMs take turns on two lanes (`ops/piece_lanes.py`): one begins where the SMs of the one before fall idle.
+"""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -7,6 +10,7 @@ import torch
 
 from commfuse_megatron.kernels.blas import Matrix
 from commfuse_megatron.kernels.sum_partials import bind_sum
+from commfuse_megatron.ops.piece_lanes import PieceLanes
 from commfuse_megatron.ops.replay import FIRST, LAST, NOWHERE, OUT, SECOND, WEIGHT, ZERO, Build, TapeCall, Unservable
 from commfuse_megatron.runtime.binding import BoundSchedule
 from commfuse_megatron.runtime.link import Watched
@@ -25,6 +29,10 @@ __all__ = [
     "record_weight_gradient",
     "sum_step",
 ]
+
+
+# Each GEMM fills a GPU but for its beginning and its end.
+_NUM_LANES = 2
 
 
 def matrix_of(weight: torch.Tensor, *, transposed: bool) -> Matrix:
@@ -62,6 +70,7 @@ class Gather(_Messages):
         self._shard = shard
         self._starts = list(itertools.accumulate(self.bound.chunk_rows, initial=0))
         self._own_copy: list[Key] = []
+        self._taken: list[Key] = []
         self._issued = -1
 
     def issue(self, index: int) -> None:
@@ -101,16 +110,23 @@ class Gather(_Messages):
             target = self.window.plus(self.bound.own_start * self.row_bytes)
             self._own_copy.append(self._tape.copy(target, self._shard, self.bound.own_rows * self.row_bytes, flag=0))
 
-    def wait(self, batches: Iterable[int], *, own_too: bool = False) -> None:
-        """Wait for what these steps receive, each once, and for the copy of the own rows."""
+    def wait(self, batches: Iterable[int]) -> None:
+        """Wait for what these steps receive, each once."""
         keys = [self._arrivals.pop(index) for index in batches if index in self._arrivals]
-        self._tape.wait(*keys, *(self._own_copy if own_too else ()))
-        for key in keys:
-            self._tape.note(key)
+        self._tape.wait(*keys)
+        self._take(keys)
 
     def complete(self) -> None:
-        """Wait for the whole window, the own rows included."""
-        self.wait(list(self._arrivals), own_too=True)
+        """Wait for the whole window, the own rows included; also for what another lane has waited for."""
+        keys = list(self._arrivals.values())
+        self._arrivals.clear()
+        self._tape.wait(*self._taken, *keys, *self._own_copy)
+        self._take(keys)
+
+    def _take(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            self._tape.note(key)
+            self._taken.append(key)
 
     def chunk(self, index: int) -> Ref:
         """Where chunk `index` lies once it is here."""
@@ -129,11 +145,12 @@ def _multiply_gathered(
     weight: Matrix,
     refs: tuple[Ref, Ref],
     bias: Ref | None,
+    lanes: PieceLanes,
     *,
     is_bulk: bool = False,
     after_first: Callable[[], None] = lambda: None,
 ) -> None:
-    """out [M, n] = gathered [M, k] @ weight [k, n] (+ bias), chunk by chunk, or in at most three GEMMs."""
+    """out [M, n] = gathered [M, k] @ weight [k, n] (+ bias), chunk by chunk, or in at most three GEMMs, on `lanes`."""
     weight_at, out_at = refs
     k, n = weight.shape
     bound = gather.bound
@@ -149,14 +166,18 @@ def _multiply_gathered(
                 after_first()
             gather.issue(index)
             if step.compute is not None:
+                lanes.next()
                 gather.wait([] if step.needs_batch is None else [step.needs_batch])
                 multiply(bound.chunk_rows[step.compute], gather.chunk(step.compute), gather.start(step.compute))
         return
     own_stop = bound.own_start + bound.own_rows
+    lanes.next()
     multiply(bound.own_rows, gather.chunk(bound.own_chunks.start), bound.own_start)
     after_first()
+    lanes.next()
     gather.wait(range(bound.group_rank))
     multiply(bound.own_start, gather.window, 0)
+    lanes.next()
     gather.wait(range(bound.group_rank, bound.schedule.group_size - 1))
     multiply(bound.total_rows - own_stop, gather.window.plus(own_stop * gather.row_bytes), own_stop)
 
@@ -268,14 +289,14 @@ def multiply_scattered(
     *,
     between: Callable[[], None] | None = None,
     after_first: Callable[[], None] = lambda: None,
-    prepare: Callable[[int], None] = lambda chunk: None,
+    before_gemm: Callable[[], None] = lambda: None,
     arrived: Callable[[int], Ref] | None = None,
 ) -> None:
     """Partials of a [M, k] @ weight [k, n]: others' to where they are sent from, the own to `out`, own chunks last.
 
-    between: compute this before the own chunks, and each rank's others in at most two GEMMs. prepare: called before
-    each chunk's GEMM, to compute its rows of a. arrived: what, once it is here, the GEMM of own chunk number i adds;
-    None: nothing, or where the scatter folds, the one partial that there is.
+    between: compute this before the own chunks, and each rank's others in at most two GEMMs. before_gemm: chooses the
+    lane of the next GEMM, and computes its rows of a where they are still to be computed. arrived: what, once it is
+    here, the GEMM of own chunk number i adds; None: nothing, or where the scatter folds, the one partial that there is.
     """
     if arrived is None and scatter.folds:
         arrived = scatter.wait_for_own
@@ -293,12 +314,15 @@ def multiply_scattered(
     if between is not None:
         own_stop = bound.own_start + bound.own_rows
         later = bound.schedule.group_size - 1 - bound.group_rank
+        before_gemm()
         multiply(bound.total_rows - own_stop, own_stop, scatter.sent(bound.own_start))
         for index in range(1, 1 + later):
             scatter.issue(index)
+        before_gemm()
         multiply(bound.own_start, 0, scatter.sent(0))
         for index in range(1 + later, bound.schedule.group_size):
             scatter.issue(index)
+        before_gemm()
         between()
     for index, step in enumerate(bound.steps):
         if index == 1:
@@ -308,7 +332,7 @@ def multiply_scattered(
         if step.compute is None or (between is not None and not step.is_own):
             continue
         rows, start = bound.chunk_rows[step.compute], starts[step.compute]
-        prepare(step.compute)
+        before_gemm()
         if not step.is_own:
             multiply(rows, start, scatter.partial(step.compute))
             continue
@@ -319,6 +343,12 @@ def multiply_scattered(
             multiply(rows, start, target)
 
 
+def _begin_lanes(build: Build) -> PieceLanes:
+    lanes = PieceLanes(build, _NUM_LANES)
+    lanes.begin()
+    return lanes
+
+
 def record_gather(build: Build, call: TapeCall) -> None:
     """`all_gather_linear` forward: first x [own rows, K], last bias [N] or None -> out [M, N]."""
     problem = build.p.problem
@@ -326,7 +356,9 @@ def record_gather(build: Build, call: TapeCall) -> None:
     gather = Gather(build, Ref(FIRST, 0), problem.K)
     refs = (Ref(WEIGHT, 0), Ref(OUT, 0))
     bias = None if call.last is None else Ref(LAST, 0)
-    _multiply_gathered(build, gather, matrix_of(call.weight, transposed=True), refs, bias)
+    lanes = _begin_lanes(build)
+    _multiply_gathered(build, gather, matrix_of(call.weight, transposed=True), refs, bias, lanes)
+    lanes.join()
     build.tape.wait(*gather.remaining())
 
 
@@ -336,7 +368,10 @@ def record_scatter(build: Build, call: TapeCall) -> None:
     refs = (Ref(FIRST, 0), Ref(WEIGHT, 0), Ref(OUT, 0))
     bias = Ref(LAST, 0)
     folded = bias if call.last is not None and scatter.folds else None
-    multiply_scattered(build, scatter, matrix_of(call.weight, transposed=True), refs, folded)
+    lanes = _begin_lanes(build)
+    weight = matrix_of(call.weight, transposed=True)
+    multiply_scattered(build, scatter, weight, refs, folded, before_gemm=lanes.next)
+    lanes.join()
     if not scatter.folds:
         scatter.sum(call.out.view(-1, call.out.size(-1)), refs[2], call.last, bias)
     build.tape.wait(*scatter.remaining())
@@ -355,12 +390,15 @@ def record_gather_backward(build: Build, call: TapeCall) -> None:
 
     weight, refs = matrix_of(call.weight, transposed=False), (Ref(FIRST, 0), Ref(WEIGHT, 0), Ref(OUT, 0))
     gather.issue_all()
+    lanes = _begin_lanes(build)
     if is_bulk:
         gather.copy_own()
-        multiply_scattered(build, scatter, weight, refs, None, between=multiply_weight_gradient)
+        multiply_scattered(build, scatter, weight, refs, None, between=multiply_weight_gradient, before_gemm=lanes.next)
     else:
-        multiply_scattered(build, scatter, weight, refs, None, after_first=gather.copy_own)
+        multiply_scattered(build, scatter, weight, refs, None, after_first=gather.copy_own, before_gemm=lanes.next)
+        lanes.next()
         multiply_weight_gradient()
+    lanes.join()
     if not scatter.folds:
         scatter.sum(call.out.view(-1, call.out.size(-1)), refs[2], None, NOWHERE)
     build.tape.wait(*gather.remaining(), *scatter.remaining())
@@ -374,9 +412,12 @@ def record_scatter_backward(build: Build, call: TapeCall) -> None:
     gather.issue_all()
     refs = (Ref(WEIGHT, 0), Ref(OUT, 0))
     weight = matrix_of(call.weight, transposed=False)
-    _multiply_gathered(build, gather, weight, refs, None, is_bulk=is_bulk, after_first=gather.copy_own)
+    lanes = _begin_lanes(build)
+    _multiply_gathered(build, gather, weight, refs, None, lanes, is_bulk=is_bulk, after_first=gather.copy_own)
+    lanes.next()
     gather.complete()
     record_weight_gradient(build, call, (gather.window, Ref(SECOND, 0)))
+    lanes.join()
     build.tape.wait(*gather.remaining())
 
 
