@@ -85,11 +85,19 @@ class AttentionKernel(Protocol):
         """Gradients of q, k and v from that of `out`. operands: q, k, v, out of the forward call."""
 
     def bind_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, mask: SplitMask, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        mask: SplitMask,
+        scale: float,
+        state_rows: int | None = None,
     ) -> BoundForward | None:
         """`forward` without dropout for tensors like these, on addresses; None where it cannot be had.
 
-        The state is one tensor, fp32 [B, H, S_q, 1], which the caller allocates.
+        The state is one tensor, fp32 [B, H, S_q, 1], which the caller allocates: contiguous, or these rows of a
+        contiguous one with `state_rows` of them.
         """
 
     def bind_backward(
@@ -185,7 +193,14 @@ class MathAttention:
         return grad_q, grad_k, grad_v
 
     def bind_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, mask: SplitMask, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        mask: SplitMask,
+        scale: float,
+        state_rows: int | None = None,
     ) -> BoundForward | None:
         """None: PyTorch's functions take tensors."""
         return None

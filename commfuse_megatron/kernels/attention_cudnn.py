@@ -6,6 +6,7 @@ kernel is first asked for. The contract that bites: a handle belongs to one stre
 """
 
 import importlib
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,8 @@ from commfuse_megatron.kernels.cudnn_graph import CudnnGraph, StreamScratch
 from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
 
 __all__ = ["CudnnAttention", "cudnn_attention_unavailable_reason"]
+
+logger = logging.getLogger(__name__)
 
 _MOST_FEATURES = 128
 
@@ -120,12 +123,25 @@ class CudnnAttention:
         return (stats,)
 
     def bind_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, mask: SplitMask, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        mask: SplitMask,
+        scale: float,
+        state_rows: int | None = None,
     ) -> BoundForward | None:
-        """See `AttentionKernel`. The state is `forward`'s, contiguous."""
+        """See `AttentionKernel`. The state is `forward`'s."""
         if q.size(0) == k.size(0) == 1:
             return None
-        graph = self._forward_graph(q, k, v, out, mask, scale)
+        try:
+            graph = self._forward_graph(q, k, v, out, mask, scale, state_rows)
+        except Exception as error:  # the front end's own exceptions, which differ between its versions
+            if state_rows is None:  # it was probed
+                raise
+            logger.info("cudnn attention does not leave its state among others': %s", error)
+            return None
         scratch_at, handle_of = self._scratch.address, self._graphs.handle_of
 
         def run(stream: int, q_at: int, k_at: int, v_at: int, out_at: int, state_at: int) -> None:
@@ -135,10 +151,18 @@ class CudnnAttention:
         return run
 
     def _forward_graph(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, mask: SplitMask, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        mask: SplitMask,
+        scale: float,
+        state_rows: int | None = None,
     ) -> CudnnGraph:
         layouts = tuple(map(Layout.of, (q, k, v, out)))
-        return self._graphs.forward(layouts, q.dtype, forward_piece(_sizes_of(layouts, mask)).mask, scale)
+        piece = forward_piece(_sizes_of(layouts, mask))
+        return self._graphs.forward(layouts, q.dtype, piece.mask, scale, state_rows)
 
     def backward(
         self,

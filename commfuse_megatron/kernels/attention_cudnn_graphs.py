@@ -67,10 +67,12 @@ class CudnnGraphs:
         self._handles: dict[int, Any] = {}
         self._graphs: dict[tuple, CudnnGraph] = {}
 
-    def forward(self, layouts: tuple[Layout, ...], dtype: torch.dtype, mask: Mask, scale: float) -> CudnnGraph:
+    def forward(
+        self, layouts: tuple[Layout, ...], dtype: torch.dtype, mask: Mask, scale: float, stats_rows: int | None = None
+    ) -> CudnnGraph:
         """The graph of `build_forward`, kept."""
-        key = ("forward", layouts, dtype, mask, scale)
-        return self._find(key, lambda: self.build_forward(layouts, dtype, mask, scale))
+        key = ("forward", layouts, dtype, mask, scale, stats_rows)
+        return self._find(key, lambda: self.build_forward(layouts, dtype, mask, scale, stats_rows))
 
     def backward(self, layouts: tuple[Layout, ...], dtype: torch.dtype, mask: Mask, scale: float) -> CudnnGraph:
         """The graph of `build_backward`, kept."""
@@ -85,8 +87,16 @@ class CudnnGraphs:
             graph = self._graphs[key] = build()
         return graph
 
-    def build_forward(self, layouts: Sequence[Layout], dtype: torch.dtype, mask: Mask, scale: float) -> CudnnGraph:
-        """Runs on q, k, v, out, stats. layouts: of all but stats, which is a contiguous fp32 [B, H, S_q, 1].
+    def build_forward(
+        self,
+        layouts: Sequence[Layout],
+        dtype: torch.dtype,
+        mask: Mask,
+        scale: float,
+        stats_rows: int | None = None,
+    ) -> CudnnGraph:
+        """Runs on q, k, v, out, stats. layouts: of all but stats, which is an fp32 [B, H, S_q, 1], contiguous, or
+        rows of a contiguous one with `stats_rows` of them.
 
         Raises what the front end does, where it refuses.
         """
@@ -99,7 +109,8 @@ class CudnnGraphs:
         result.set_uid(_OUT).set_output(True).set_dim(list(out.sizes)).set_stride(list(out.strides))
         result.set_data_type(self._io_type(dtype))
         sizes = [*out.sizes[:3], 1]
-        stats.set_uid(_STATS).set_output(True).set_dim(sizes).set_stride(_dense(sizes))
+        whole = sizes if stats_rows is None else [*sizes[:2], stats_rows, 1]
+        stats.set_uid(_STATS).set_output(True).set_dim(sizes).set_stride(_dense(whole))
         stats.set_data_type(self._cudnn.data_type.FLOAT)
         return self._finish(graph, _OF_FORWARD)
 

@@ -151,7 +151,14 @@ class FlashAttention:
         return grad_q, grad_k, grad_v
 
     def bind_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, mask: SplitMask, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        mask: SplitMask,
+        scale: float,
+        state_rows: int | None = None,
     ) -> BoundForward | None:
         """None: PyTorch's functions take tensors."""
         return None

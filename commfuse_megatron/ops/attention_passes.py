@@ -12,6 +12,8 @@ import torch
 from commfuse_megatron.kernels.attention import Dropout, join_states
 from commfuse_megatron.ops.arguments import remember, with_unit_stride
 from commfuse_megatron.ops.attention_recordings import (
+    AttentionAtOnce,
+    new_joint_states,
     new_states,
     num_lanes_of,
     record_query_split,
@@ -51,7 +53,8 @@ class AttentionCall(NamedTuple):
 class Saved(NamedTuple):
     """What a backward pass needs of its forward pass.
 
-    states: by split, as kernels return them; or all in one tensor, as a tape left them.
+    states: by split, as kernels return them; or all in one tensor, as a tape left them: one behind the other, or
+    [B, H, S, 1], as one call would have left them.
     """
 
     heads: Heads
@@ -91,15 +94,20 @@ def attention_backward(
             found = _replayed_backward(p, attention, saved, grad_shard, weight, call.weight_grad)
             if found is not None:
                 return found
-        splits = _split(call.forward, call).splits
-        saved = saved._replace(states=split_states(saved.states, _attention_of(p), splits))
+        if saved.states.dim() == 1:
+            splits = _split(call.forward, call).splits
+            saved = saved._replace(states=split_states(saved.states, _attention_of(p), splits))
     if p.plan.is_scheduled:
         sums = InputGradients(saved.heads) if needs_input else None
         grad_weight = _query_split_backward(p, attention, saved, grad_shard, sums, weight, call.weight_grad)
         return None if sums is None else sums.result(), grad_weight
-    attended = saved.attended.flatten(2)
+    attended, projection = saved.attended.flatten(2), _projection_pass(p, call)
+    if needs_input and attended.numel() and attention.is_plain and projection.can_replay:
+        found = _replayed_at_once(p, projection, attention, saved, (grad_shard, weight), call.weight_grad)
+        if found is not None:
+            return found
     operands = ScatterOperands(grad_shard, attended, weight, needs_input, needs_weight)
-    grad_attended, grad_weight = scatter_backward(_projection_pass(p, call), operands, call.weight_grad)
+    grad_attended, grad_weight = scatter_backward(projection, operands, call.weight_grad)
     if not needs_input:
         return None, grad_weight
     if not attended.numel():
@@ -115,7 +123,8 @@ def _state_of_all(
     p: PreparedPass, call: AttentionCall, attention: SplitAttention, saved: Saved
 ) -> tuple[torch.Tensor, ...]:
     """What a forward pass of all queries at once would have left."""
-    assert not isinstance(saved.states, torch.Tensor)
+    if isinstance(saved.states, torch.Tensor):  # of all splits in one
+        return (saved.states,)
     if not call.forward.plan.is_scheduled:
         (state,) = saved.states
         return state
@@ -139,11 +148,11 @@ def _query_split_forward(
     with p as link:
         if attention.is_plain and p.can_replay:
             q, k, v = heads
-            all_states = new_states(q, problem, attention.splits)
-            key = (attention.scale, q.stride(), k.stride(), v.stride())
-            tape_call = TapeCall(q, attended, weight, y, bias, more=(k, v, all_states), key=key)
-            if replay(p, link, record_query_split, tape_call):
-                return y, Saved(heads, attended, all_states)
+            for all_states in _memory_for_states(p, attention, q):
+                key = (attention.scale, q.stride(), k.stride(), v.stride(), all_states.dim())
+                tape_call = TapeCall(q, attended, weight, y, bias, more=(k, v, all_states), key=key)
+                if replay(p, link, record_query_split, tape_call):
+                    return y, Saved(heads, attended, all_states)
         lanes = context.lanes
         lanes.begin(num_lanes_of(p))
         operands = split_rows(attended.view(problem.M, problem.K), p.scatter.bound.chunk_rows)
@@ -163,6 +172,16 @@ def _query_split_forward(
     return y, Saved(heads, attended, states)
 
 
+def _memory_for_states(p: PreparedPass, attention: SplitAttention, like: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Where a tape may leave the states, what suits the backward pass best first."""
+    problem = _attention_of(p)
+    if p.plan.backward_path is not None and problem.needs:
+        joint = new_joint_states(like, problem, attention.splits)
+        if joint is not None:
+            yield joint
+    yield new_states(like, problem, attention.splits)
+
+
 def _replayed_backward(
     p: PreparedPass,
     attention: SplitAttention,
@@ -174,10 +193,7 @@ def _replayed_backward(
     """The whole pass from a tape: gradients of heads and weight; None where there is none for these layouts."""
     (q, k, v), states = saved.heads, saved.states
     assert isinstance(states, torch.Tensor)
-    grad_weight = None
-    if "weight" in p.problem.needs:
-        grad_weight = torch.empty_like(weight) if weight_grad is None else weight_grad.accumulate
-    gradients = Heads(*(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in saved.heads))
+    gradients, grad_weight = _memory_for_gradients(p, saved, weight, weight_grad)
     slabs = p.memo.get("slabs")
     if slabs is None:
         slabs = p.memo["slabs"] = GradientSlabs(_attention_of(p), attention.splits)
@@ -198,6 +214,59 @@ def _replayed_backward(
     if grad_weight is not None and weight_grad is not None:
         grad_weight = weight_grad.result()
     return gradients, grad_weight
+
+
+def _replayed_at_once(
+    p: PreparedPass,
+    projection: PreparedPass,
+    attention: SplitAttention,
+    saved: Saved,
+    operands: tuple[torch.Tensor, torch.Tensor],
+    weight_grad: WeightGradTarget | None,
+) -> tuple[Heads, torch.Tensor | None] | None:
+    """The same of a pass whose attention is not split. operands: the gradient of the own rows, and the weight."""
+    states = saved.states
+    if not isinstance(states, torch.Tensor):
+        if len(states) != 1 or len(states[0]) != 1:
+            return None
+        ((states,),) = states
+    if states.dim() != 4 or states.dtype != torch.float32 or not states.is_contiguous():
+        return None
+    (q, k, v), (grad_shard, weight) = saved.heads, operands
+    if "at once" not in p.memo:
+        assert p.attention is not None
+        p.memo["at once"] = AttentionAtOnce(_attention_of(p), p.attention)
+    recorder = p.memo["at once"]
+    if recorder is None:
+        return None
+    gradients, grad_weight = _memory_for_gradients(p, saved, weight, weight_grad)
+    tape_call = TapeCall(
+        grad_shard,
+        saved.attended,
+        weight,
+        torch.empty_like(saved.attended),
+        grad_weight,
+        grad_weight is not None and weight_grad is not None,
+        more=(k, v, states, *gradients, q),
+        key=(attention.scale, q.stride(), k.stride(), v.stride(), torch.are_deterministic_algorithms_enabled()),
+    )
+    with projection as link:
+        if not replay(projection, link, recorder.record, tape_call):
+            p.memo["at once"] = None  # not asked again: what it takes to ask, every call would
+            return None
+    if grad_weight is not None and weight_grad is not None:
+        grad_weight = weight_grad.result()
+    return gradients, grad_weight
+
+
+def _memory_for_gradients(
+    p: PreparedPass, saved: Saved, weight: torch.Tensor, weight_grad: WeightGradTarget | None
+) -> tuple[Heads, torch.Tensor | None]:
+    """Of the heads; and of the weight, if one is due, new or what it is added to."""
+    grad_weight = None
+    if "weight" in p.problem.needs:
+        grad_weight = torch.empty_like(weight) if weight_grad is None else weight_grad.accumulate
+    return Heads(*(torch.empty_like(head, memory_format=torch.contiguous_format) for head in saved.heads)), grad_weight
 
 
 def _query_split_backward(

@@ -27,7 +27,15 @@ import torch
 from commfuse_megatron.kernels.attention import AttentionKernel, BoundBackward, SplitMask
 from commfuse_megatron.ops.attention_slabs import GradientSlabs
 from commfuse_megatron.ops.piece_lanes import PieceLanes
-from commfuse_megatron.ops.recordings import Gather, Scatter, matrix_of, multiply_scattered, record_weight_gradient
+from commfuse_megatron.ops.recordings import (
+    Gather,
+    Scatter,
+    begin_lanes,
+    matrix_of,
+    multiply_gathered,
+    multiply_scattered,
+    record_weight_gradient,
+)
 from commfuse_megatron.ops.replay import FIRST, LAST, MORE, OUT, SECOND, WEIGHT, Build, TapeCall, Unservable
 from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
 from commfuse_megatron.runtime.lanes import choose_num_lanes
@@ -36,6 +44,8 @@ from commfuse_megatron.transport.copy_tape import Ref, Step
 
 __all__ = [
     "bind_attention",
+    "AttentionAtOnce",
+    "new_joint_states",
     "new_states",
     "num_lanes_of",
     "record_query_split",
@@ -56,6 +66,14 @@ def state_starts(problem: AttentionProblem, splits: Sequence[RowRange]) -> list[
 def new_states(like: torch.Tensor, problem: AttentionProblem, splits: Sequence[RowRange]) -> torch.Tensor:
     """Memory for the states of all splits."""
     return like.new_empty(state_starts(problem, splits)[-1], dtype=torch.float32)
+
+
+def new_joint_states(like: torch.Tensor, problem: AttentionProblem, splits: Sequence[RowRange]) -> torch.Tensor | None:
+    """Memory for the states of all splits as one call for all queries would leave them; None where kernels could not
+    load one split's."""
+    if any(queries.start % _FLOATS_PER_LOAD for queries in splits):
+        return None
+    return like.new_empty(problem.batch, problem.heads, problem.rows, 1, dtype=torch.float32)
 
 
 def split_states(
@@ -93,11 +111,20 @@ def record_query_split(build: Build, call: TapeCall) -> None:
     k, v, states = call.more
     operands = (call.first, k, v, call.second)
     splits = _splits(build)
-    starts = state_starts(problem, splits)
+    is_joint = states.dim() > 1
+    starts = [queries.start for queries in splits] if is_joint else state_starts(problem, splits)
     kernel = build.p.attention
     assert kernel is not None
     attend = [
-        bind_attention(problem, kernel, operands, queries, states.element_size() * start, call.key[0])
+        bind_attention(
+            problem,
+            kernel,
+            operands,
+            queries,
+            states.element_size() * start,
+            call.key[0],
+            state_rows=problem.rows if is_joint else None,
+        )
         for queries, start in zip(splits, starts, strict=False)
     ]
     tape, lanes = build.tape, PieceLanes(build, num_lanes_of(build.p))
@@ -147,16 +174,18 @@ def bind_attention(
     queries: RowRange,
     state_start: int,
     scale: float,
+    state_rows: int | None = None,
 ) -> Step | None:
     """The attention of one split, of a call that brings q first, more k, v and the states, second attended; None if it
-    has no queries. operands: tensors like these: q, k, v, attended. Raises Unservable."""
+    has no queries. operands: tensors like these: q, k, v, attended. state_rows: see `bind_forward`. Raises Unservable.
+    """
     if not queries.size:
         return None
     q, k, v, attended = operands
     band = problem.visible_keys(queries)
     seen = slice(band.keys.start, band.keys.stop)
     rows = slice(queries.start, queries.stop)
-    bound = kernel.bind_forward(q[rows], k[seen], v[seen], attended[rows], SplitMask(band), scale)
+    bound = kernel.bind_forward(q[rows], k[seen], v[seen], attended[rows], SplitMask(band), scale, state_rows)
     if bound is None:
         raise Unservable
 
@@ -266,3 +295,58 @@ def _bound_step(bound: BoundBackward, refs: Sequence[Ref]) -> Step:
         bound(stream, *[at[slot] + offset for slot, offset in refs])
 
     return step
+
+
+# Of the tensors in `more` of `AttentionAtOnce`, by number.
+_AT_ONCE = range(MORE, MORE + 7)
+
+
+class AttentionAtOnce:
+    """The backward pass of the projection as of a linear of its own, and that of attention at once:
+
+        current  [dgrad on lanes, under the all-gather of dy]
+        lane 0                                               [attention backward]
+        lane 1                                               [weight gradient]
+
+    One object for each problem and kernel: tapes are found again by its method.
+    """
+
+    def __init__(self, problem: AttentionProblem, kernel: AttentionKernel) -> None:
+        self._problem = problem
+        self._kernel = kernel
+
+    def record(self, build: Build, call: TapeCall) -> None:
+        """On the projection's pass: first grad_y [own rows, N], second attended -> out its gradient, last grad_weight
+        or None; more k, v, the state, the gradients of q, k and v, and q. key: the scale of scores comes first in it.
+        """
+        projection, tape = build.p.problem, build.tape
+        attention = self._attend(call)
+        tape.order()
+        gather = Gather(build, Ref(FIRST, 0), projection.N)
+        gather.issue_all()
+        lanes = begin_lanes(build)
+        copy_own = gather.copy_own if call.last is not None else lambda: None
+        weight, refs = matrix_of(call.weight, transposed=False), (Ref(WEIGHT, 0), Ref(OUT, 0))
+        multiply_gathered(build, gather, weight, refs, None, lanes, is_bulk=build.p.is_bulk, after_first=copy_own)
+        lanes.join()
+        lanes = begin_lanes(build)
+        lanes.next()
+        tape.compute(attention)
+        if call.last is not None:
+            lanes.next()
+            gather.complete()
+            record_weight_gradient(build, call, (gather.window, Ref(SECOND, 0)))
+        lanes.join()
+        tape.wait(*gather.remaining())
+
+    def _attend(self, call: TapeCall) -> Step:
+        assert call.second is not None
+        assert isinstance(call.key, tuple)
+        k, v, _, _, _, _, q = call.more
+        band = self._problem.visible_keys(RowRange(0, self._problem.rows))
+        bound = self._kernel.bind_backward(call.out, (q, k, v, call.second), SplitMask(band), call.key[0])
+        if bound is None:
+            raise Unservable
+        at_k, at_v, at_state, at_grad_q, at_grad_k, at_grad_v, at_q = _AT_ONCE
+        slots = (at_q, at_k, at_v, SECOND, at_state, OUT, at_grad_q, at_grad_k, at_grad_v)
+        return _bound_step(bound, [Ref(slot, 0) for slot in slots])

@@ -20,7 +20,9 @@ from commfuse_megatron.transport.copy_tape import Ref, Step
 __all__ = [
     "Gather",
     "Scatter",
+    "begin_lanes",
     "matrix_of",
+    "multiply_gathered",
     "multiply_scattered",
     "record_gather",
     "record_gather_backward",
@@ -139,7 +141,7 @@ class Gather(_Messages):
         return self._starts[chunk]
 
 
-def _multiply_gathered(
+def multiply_gathered(
     build: Build,
     gather: Gather,
     weight: Matrix,
@@ -343,7 +345,8 @@ def multiply_scattered(
             multiply(rows, start, target)
 
 
-def _begin_lanes(build: Build) -> PieceLanes:
+def begin_lanes(build: Build) -> PieceLanes:
+    """Lanes for GEMMs, which go on from where the current stream is."""
     lanes = PieceLanes(build, _NUM_LANES)
     lanes.begin()
     return lanes
@@ -356,8 +359,8 @@ def record_gather(build: Build, call: TapeCall) -> None:
     gather = Gather(build, Ref(FIRST, 0), problem.K)
     refs = (Ref(WEIGHT, 0), Ref(OUT, 0))
     bias = None if call.last is None else Ref(LAST, 0)
-    lanes = _begin_lanes(build)
-    _multiply_gathered(build, gather, matrix_of(call.weight, transposed=True), refs, bias, lanes)
+    lanes = begin_lanes(build)
+    multiply_gathered(build, gather, matrix_of(call.weight, transposed=True), refs, bias, lanes)
     lanes.join()
     build.tape.wait(*gather.remaining())
 
@@ -368,7 +371,7 @@ def record_scatter(build: Build, call: TapeCall) -> None:
     refs = (Ref(FIRST, 0), Ref(WEIGHT, 0), Ref(OUT, 0))
     bias = Ref(LAST, 0)
     folded = bias if call.last is not None and scatter.folds else None
-    lanes = _begin_lanes(build)
+    lanes = begin_lanes(build)
     weight = matrix_of(call.weight, transposed=True)
     multiply_scattered(build, scatter, weight, refs, folded, before_gemm=lanes.next)
     lanes.join()
@@ -390,7 +393,7 @@ def record_gather_backward(build: Build, call: TapeCall) -> None:
 
     weight, refs = matrix_of(call.weight, transposed=False), (Ref(FIRST, 0), Ref(WEIGHT, 0), Ref(OUT, 0))
     gather.issue_all()
-    lanes = _begin_lanes(build)
+    lanes = begin_lanes(build)
     if is_bulk:
         gather.copy_own()
         multiply_scattered(build, scatter, weight, refs, None, between=multiply_weight_gradient, before_gemm=lanes.next)
@@ -412,8 +415,8 @@ def record_scatter_backward(build: Build, call: TapeCall) -> None:
     gather.issue_all()
     refs = (Ref(WEIGHT, 0), Ref(OUT, 0))
     weight = matrix_of(call.weight, transposed=False)
-    lanes = _begin_lanes(build)
-    _multiply_gathered(build, gather, weight, refs, None, lanes, is_bulk=is_bulk, after_first=gather.copy_own)
+    lanes = begin_lanes(build)
+    multiply_gathered(build, gather, weight, refs, None, lanes, is_bulk=is_bulk, after_first=gather.copy_own)
     lanes.next()
     gather.complete()
     record_weight_gradient(build, call, (gather.window, Ref(SECOND, 0)))

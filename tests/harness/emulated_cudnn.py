@@ -49,7 +49,8 @@ class EmulatedCudnn(types.ModuleType):
     """The module.
 
     launches: of all graphs, in the order in which they ran. is_deterministic: of backward graphs, as they were built.
-    refused: what it says not to support, for tests to fill.
+    refused: what it says not to support, for tests to fill; takes_stats_among_others: whether it writes the statistics
+    of fewer rows than lie there.
     """
 
     data_type = types.SimpleNamespace(**{name: name for name in _DTYPES})
@@ -60,6 +61,7 @@ class EmulatedCudnn(types.ModuleType):
         self.launches: list[Launch] = []
         self.is_deterministic: list[bool] = []
         self.refused: set[Launch] = set()
+        self.takes_stats_among_others = True
 
     def create_handle(self) -> types.SimpleNamespace:
         return types.SimpleNamespace(stream=None)
@@ -203,6 +205,10 @@ class _Graph:
                 self._check()
             if step == "check_support" and self._launch in self._cudnn.refused:
                 raise RuntimeError(f"{self._launch} is not supported")
+            if step == "check_support" and not self._cudnn.takes_stats_among_others:
+                stats = self._tensors["stats"]
+                if stats.stride[1] != stats.dim[2]:
+                    raise RuntimeError("statistics must be packed")
             self._steps.append(step)
 
         return take

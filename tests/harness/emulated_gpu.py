@@ -275,7 +275,14 @@ class _Matmul:
 
 
 def _bind_attention(
-    kernel: MathAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, mask: SplitMask, scale
+    kernel: MathAttention,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    mask: SplitMask,
+    scale: float,
+    state_rows: int | None = None,
 ) -> BoundForward:
     likes = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (q, k, v, out)]
 

@@ -136,12 +136,22 @@ def test_graphs_of_linears_are_right_in_every_order_that_they_allow(group_size, 
 
 
 @pytest.mark.parametrize("group_size", [2, 3, 4])
-@pytest.mark.parametrize(("m", "num_lanes"), [(1, 2), (2, 3), (3, 2), (1, 4), (2, 4)])
-def test_graphs_of_attention_are_right_in_every_order_that_they_allow(group_size, m, num_lanes, monkeypatch):
+@pytest.mark.parametrize(
+    ("m", "num_lanes", "backward"),
+    [
+        (1, 2, "query_split"),
+        (2, 3, "query_split"),
+        (3, 2, "query_split"),
+        (1, 4, "query_split"),
+        (2, 4, "query_split"),
+        (2, 2, "row_parallel"),
+    ],
+)
+def test_graphs_of_attention_are_right_in_every_order_that_they_allow(group_size, m, num_lanes, backward, monkeypatch):
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(attention_recordings, "choose_num_lanes", lambda *arguments: num_lanes)
     monkeypatch.setattr(tape_graphs, "_STEPWISE", -1)
-    attention = AttentionConfig(path="query_split", splits_per_shard=m)
+    attention = AttentionConfig(path="query_split", splits_per_shard=m, backward=backward)
     config = OverlapConfig(attention=attention, transport=TransportConfig(backend="copy_engine"))
 
     def body(group, device):
