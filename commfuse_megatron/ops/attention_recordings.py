@@ -304,9 +304,9 @@ _AT_ONCE = range(MORE, MORE + 7)
 class AttentionAtOnce:
     """The backward pass of the projection as of a linear of its own, and that of attention at once:
 
-        current  [dgrad on lanes, under the all-gather of dy]
-        lane 0                                               [attention backward]
-        lane 1                                               [weight gradient]
+        current  [dgrad under the all-gather of dy]
+        lane 0                                     [attention backward]
+        lane 1                                              [weight gradient]
 
     One object for each problem and kernel: tapes are found again by its method.
     """
@@ -329,7 +329,8 @@ class AttentionAtOnce:
         weight, refs = matrix_of(call.weight, transposed=False), (Ref(WEIGHT, 0), Ref(OUT, 0))
         multiply_gathered(build, gather, weight, refs, None, lanes, is_bulk=build.p.is_bulk, after_first=copy_own)
         lanes.join()
-        lanes = begin_lanes(build)
+        lanes = PieceLanes(build, 2)
+        lanes.begin()
         lanes.next()
         tape.compute(attention)
         if call.last is not None:
