@@ -282,6 +282,9 @@ def _print(rows: list[Row], outcome: Outcome) -> None:
         console.print(f"[yellow]missing[/] {escape(piece)}")
     for failure in outcome.failures:
         console.print(f"[red]failed[/] {escape(failure)}")
+    shrunk = sorted({row.shrink for row in rows} - {1})
+    if shrunk:
+        console.print(f"sizes are the models' divided by {' and '.join(map(str, shrunk))} (--shrink)")
     cases = len({row.problem for row in rows})
     console.print(
         f"{say_count(len(rows), 'row')} of {say_count(cases, 'case')}, {len(outcome.missing)} missing,"

@@ -106,4 +106,6 @@ def _print(found: list[CaseResult], failed: list[CaseResult], rank: Rank) -> Non
             console.print(f"    {escape(complaint)}")
     if len(failed) > MAX_FAILURES_SHOWN:
         console.print(f"... and {len(failed) - MAX_FAILURES_SHOWN} more (all are in --json FILE)")
+    if rank.world_size == 1:
+        console.print("one rank: nothing was sent, and no transport tested")
     console.print(f"{len(found) - len(failed)} passed, {len(failed)} failed")

@@ -13,7 +13,6 @@ The contract that bites: the streams are this context's own. On one of PyTorch's
 what a flag waits for, and libraries would give both the same scratch memory.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,8 +26,6 @@ _FEWEST, _MOST = 2, 4
 # Attention kernels give a block to every 128 queries of a head.
 _QUERIES_PER_BLOCK = 128
 _ASSUMED_SMS = 132
-# A device of which that part is busy counts as full: a further piece would only delay the first one's transfer.
-_FILLED = 0.95
 
 
 def choose_num_lanes(queries: int, heads: int, device: torch.device) -> int:
@@ -44,7 +41,7 @@ def choose_num_lanes(queries: int, heads: int, device: torch.device) -> int:
     if device.type == "cuda":
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     blocks = max(1, heads * -(-queries // _QUERIES_PER_BLOCK))
-    return min(_MOST, max(_FEWEST, 1 + math.ceil(_FILLED * num_sms / blocks)))
+    return min(_MOST, max(_FEWEST, 1 + -(-num_sms // blocks)))
 
 
 class Lanes:

@@ -31,6 +31,13 @@ def test_verify_passes_on_two_ranks(tmp_path: Path) -> None:
     assert f"{data['passed']} passed, 0 failed" in ran.stdout
     assert "verifying" in ran.stderr, "progress belongs on stderr"
     assert "verifying" not in ran.stdout
+    assert "nothing was sent" not in ran.stdout
+
+
+def test_verify_says_that_one_rank_sends_nothing() -> None:
+    ran = run_commfuse("verify", "--ranks", "1", "--dtype", "float32")
+    assert ran.returncode == 0, ran.stderr
+    assert "one rank: nothing was sent, and no transport tested" in ran.stdout
 
 
 def test_verify_compares_models_under_torchrun(tmp_path: Path) -> None:
@@ -90,6 +97,7 @@ def test_the_benchmark_checks_attention_blocks_on_cpu_ranks(tmp_path: Path) -> N
     variants = {"sequential", "slicing C=4", "row_parallel gloo", "query_split m=1 gloo", "planned"}
     assert variants <= {row["variant"] for row in data["rows"]}
     assert " ms" not in ran.stdout, "times of a CPU say nothing"
+    assert "sizes are the models' divided by " in ran.stdout
 
 
 def test_the_benchmark_checks_every_variant_on_cpu_ranks(tmp_path: Path) -> None:
@@ -109,6 +117,7 @@ def test_the_benchmark_checks_every_variant_on_cpu_ranks(tmp_path: Path) -> None
     assert "left out userbuffers" in ran.stdout
     assert "speed" not in ran.stdout.lower()
     assert " ms" not in ran.stdout, "times of a CPU say nothing"
+    assert "sizes are the models' divided by " in ran.stdout
     # Another run goes on where this one ended, and does not forget what had failed.
     data["failures"] = ["planned: another result"]
     file.write_text(json.dumps(data), encoding="utf-8")
