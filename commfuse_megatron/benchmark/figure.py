@@ -68,10 +68,11 @@ def draw_rows(path: str | Path, rows: Sequence[Row]) -> Path:
     return path
 
 
-def draw_predictions(path: str | Path, predictions: Sequence[Sequence[Prediction]]) -> Path:
-    """Draw, per case and group size, the best way's and the sequential program's time over the ideal into `path`.
+def draw_predictions(path: str | Path, predictions: Sequence[Sequence[Prediction]], device: str) -> Path:
+    """Draw, a panel per group size, the fastest way's and the sequential program's time over the ideal into `path`.
 
-    predictions: per case the ways, the fastest first. Raises UnsupportedError without matplotlib.
+    predictions: forward passes, per case the ways, the fastest first. device: whose GEMMs were measured. Raises
+    UnsupportedError without matplotlib.
     """
     reason = missing_matplotlib()
     if reason is not None:
@@ -79,25 +80,31 @@ def draw_predictions(path: str | Path, predictions: Sequence[Sequence[Prediction
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4.2), dpi=130, layout="constrained")
+    panels: dict[int, list[Prediction]] = {}
+    for ways in predictions:
+        panels.setdefault(ways[0].group_size, []).append(ways[0])
+    widest = max(map(len, panels.values()))
+    figure = Figure(figsize=(max(8.0, 0.45 * widest), 3.2 * len(panels)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    best = [ways[0] for ways in predictions]
-    ideal = [max(way.compute_ms, way.comm_ms) for way in best]
-    for offset, (label, color, times) in enumerate(
-        (
-            ("sequential", _COLORS["sequential"], [way.sequential_ms for way in best]),
-            ("best overlapped way", _COLORS[PLANNED], [way.ms for way in best]),
+    all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    for axes, (group_size, best) in zip(all_axes, panels.items(), strict=True):
+        for offset, (label, color, times) in enumerate(
+            (
+                ("sequential", _COLORS["sequential"], [way.sequential_ms for way in best]),
+                ("fastest way", _COLORS[PLANNED], [way.ms for way in best]),
+            )
+        ):
+            heights = [ms / max(way.compute_ms, way.comm_ms) for ms, way in zip(times, best, strict=True)]
+            axes.bar([at + 0.4 * offset - 0.2 for at in range(len(best))], heights, 0.4, color=color, label=label)
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set_xticks(
+            range(len(best)), [f"{way.case}\nM {way.M}" for way in best], fontsize=7, rotation=45, ha="right"
         )
-    ):
-        heights = [ms / least for ms, least in zip(times, ideal, strict=True)]
-        axes.bar([at + 0.4 * offset - 0.2 for at in range(len(best))], heights, 0.4, color=color, label=label)
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    labels = [f"{way.case}\nM {way.M}, {way.group_size} ranks" for way in best]
-    axes.set_xticks(range(len(best)), labels, fontsize=6, rotation=60, ha="right")
-    axes.set_ylabel("time / max(compute, comm)")
-    axes.set_title(f"predicted, not measured: link {best[0].link}", loc="left", fontsize=10)
-    axes.legend(fontsize=8)
+        axes.set_ylabel("time / max(compute, comm)")
+        axes.set_title(f"{group_size} ranks", loc="left", fontsize=10)
+    all_axes[0].legend(fontsize=8)
+    link = next(iter(panels.values()))[0].link
+    figure.suptitle(f"forward, predicted and not measured: {device}, link {link}; smaller is better", fontsize=10)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

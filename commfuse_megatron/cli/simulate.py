@@ -89,7 +89,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     if arguments.figure:
         from commfuse_megatron.benchmark.figure import draw_predictions
 
-        results().print(f"drawn: {draw_predictions(arguments.figure, predictions)}")
+        results().print(f"drawn: {draw_predictions(arguments.figure, predictions, curves.device)}")
     return 0
 
 
