@@ -372,3 +372,26 @@ def test_a_context_that_plans_by_cost_calibrates_once_and_decides_alike():
     found = run_threads(2, body)
     assert found[0] == found[1]
     assert all(record.reason.split(":")[0] in ("predicted", "measured") for record in found[0])
+
+
+def test_who_may_still_win_is_timed_more_often(monkeypatch):
+    """On every rank the same, though each finds other times."""
+    times = [{"sliced m=1": 100.0, "sliced m=2": 103.0, "sliced m=4": 120.0}, {"sliced m=1": 99.0, "sliced m=2": 80.0}]
+    bursts = [[], []]
+
+    def of_rank(rank, name):
+        bursts[rank].append(name)
+        return times[rank].get(name, 1.0)
+
+    monkeypatch.setattr(TRIAL, lambda device: MadeUpTimes(of_rank))
+
+    def body(group, device):
+        with OverlapContext(group, config()) as context:
+            problem = layer_problem("8b.qkv", 8, dtype="float32", needs="")
+            plans = [LinearPlan("sliced", "", Algorithm.DIRECT, m, keep_gathered_input=False) for m in (1, 2, 4)]
+            return run_trial(lambda problem, context: lambda prepared: None, context, problem, plans)
+
+    assert run_threads(2, body) == [[100.0, 103.0, 120.0]] * 2
+    for of_one_rank in bursts:
+        assert [of_one_rank.count(f"sliced m={m}") for m in (1, 2, 4)] == [9, 9, 3]
+        assert of_one_rank[:6] == [f"sliced m={m}" for m in (1, 2, 4, 2, 4, 1)]
