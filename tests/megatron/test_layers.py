@@ -2,11 +2,18 @@
 
 import pytest
 
-from tests.megatron import capture_checks, fallback_checks, layer_checks, lifetime_checks, model_checks
+from tests.megatron import (
+    capture_checks,
+    conversion_checks,
+    fallback_checks,
+    layer_checks,
+    lifetime_checks,
+    model_checks,
+)
 from tests.megatron.harness import names_of_checks, run_checks
 
 #: In the order in which they run: the last ones destroy.
-MODULES = (layer_checks, fallback_checks, model_checks, capture_checks, lifetime_checks)
+MODULES = (layer_checks, fallback_checks, model_checks, conversion_checks, capture_checks, lifetime_checks)
 CHECKS = [(module.__name__, name) for module in MODULES for name in names_of_checks(module)]
 
 
