@@ -113,7 +113,8 @@ class AttentionConfig(_Checked):
     splits_per_shard: pieces that one owner's queries are cut into; None: the planner chooses.
     backward: what follows a forward pass with split queries. "query_split": its splits backward, each as its rows of
     the gradient arrive; "row_parallel": the projection's backward pass as a linear of its own, then attention at once.
-    With dropout it is always the first, since splits have masks of their own. "auto": the planner chooses.
+    With dropout it is always the first, since splits have masks of their own, and where only the weight needs a
+    gradient, since attention has no backward pass then. "auto": the planner chooses.
     kernel: what computes attention in `ops`. "auto" takes the first that can of cuDNN's front end ("cudnn"), PyTorch's
     flash attention ("flash": its own, or FlashAttention-3 or -4 where the program has activated it in PyTorch) and
     "math", which keeps a split's scores in memory and takes everything. In Megatron, "row_parallel" and "sequential"
@@ -134,8 +135,8 @@ class AttentionConfig(_Checked):
             ):
                 if value != unset:
                     raise ConfigError(
-                        f"attention.{name} = {value} is about split queries, which path "
-                        f'"{self.path}" does not have; set attention.path to "query_split" or "auto"'
+                        f"{name} = {value} is about split queries, which path "
+                        f'"{self.path}" does not have; set path to "query_split" or "auto"'
                     )
         if self.splits_per_shard is not None and self.splits_per_shard < 1:
             raise ConfigError(f"splits_per_shard must be at least 1, got {self.splits_per_shard}")

@@ -57,6 +57,8 @@ class AttentionKernel(Protocol):
     """One way to compute attention. Kernels run on the current stream and block nothing."""
 
     name: str
+    #: Whether `bind_forward` and `bind_backward` may give something.
+    can_bind: bool
 
     def forward(
         self,
@@ -141,6 +143,7 @@ class MathAttention:
     """
 
     name = "math"
+    can_bind = False
 
     def forward(
         self,

@@ -67,6 +67,7 @@ class CudnnAttention:
     """
 
     name = "cudnn"
+    can_bind = True
 
     def __init__(self, device: torch.device) -> None:
         self._graphs = CudnnGraphs(importlib.import_module("cudnn"), device)
@@ -75,13 +76,13 @@ class CudnnAttention:
         self._of_one_key = MathAttention()
 
     def probe(self, problem: AttentionProblem) -> str | None:
-        """Why the first or the last shard's queries cannot be computed, forward and backward; None if they can."""
+        """Why the first or the last shard's queries, or all at once, cannot be computed, forward and backward; None if
+        they can."""
         shards = [
             chunk for chunks in chunk_ranges(problem.rows, problem.group_size, 1) for chunk in chunks if chunk.size
         ]
-        return next(
-            (reason for queries in shards[:: max(1, len(shards) - 1)] if (reason := self._try(problem, queries))), None
-        )
+        tried = [*shards[:: max(1, len(shards) - 1)], RowRange(0, problem.rows)] if shards else []
+        return next((reason for queries in tried if (reason := self._try(problem, queries))), None)
 
     def _try(self, problem: AttentionProblem, queries: RowRange) -> str | None:
         band = problem.visible_keys(queries)

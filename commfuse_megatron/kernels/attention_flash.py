@@ -87,6 +87,8 @@ class FlashAttention:
     be others, and one must not be given what the other saved.
     """
 
+    can_bind = False
+
     def __init__(self) -> None:
         self._implementation = active_flash_implementation()
         self.name = "flash" if self._implementation is None else f"flash ({self._implementation})"

@@ -102,10 +102,14 @@ def attention_backward(
         grad_weight = _query_split_backward(p, attention, saved, grad_shard, sums, weight, call.weight_grad)
         return None if sums is None else sums.result(), grad_weight
     attended, projection = saved.attended.flatten(2), _projection_pass(p, call)
-    if needs_input and attended.numel() and attention.is_plain and projection.can_replay:
-        found = _replayed_at_once(p, projection, attention, saved, (grad_shard, weight), call.weight_grad)
-        if found is not None:
-            return found
+    state: tuple[torch.Tensor, ...] = ()
+    if needs_input and attended.numel():
+        state = _state_of_all(p, call, attention, saved)
+        if attention.is_plain and projection.can_replay and len(state) == 1:
+            operands_at_once = (grad_shard, weight, state[0])
+            found = _replayed_at_once(p, projection, attention, saved, operands_at_once, call.weight_grad)
+            if found is not None:
+                return found
     operands = ScatterOperands(grad_shard, attended, weight, needs_input, needs_weight)
     grad_attended, grad_weight = scatter_backward(projection, operands, call.weight_grad)
     if not needs_input:
@@ -114,7 +118,6 @@ def attention_backward(
         return Heads(*map(torch.zeros_like, saved.heads)), grad_weight
     assert grad_attended is not None
     with _recorded_alone(p, "attend backward"):
-        state = _state_of_all(p, call, attention, saved)
         gradients = attention.gradients(0, saved.heads, saved.attended, state, grad_attended.view(saved.attended.shape))
         return Heads(*(gradient.to(saved.heads.q.dtype) for gradient in gradients)), grad_weight
 
@@ -221,24 +224,17 @@ def _replayed_at_once(
     projection: PreparedPass,
     attention: SplitAttention,
     saved: Saved,
-    operands: tuple[torch.Tensor, torch.Tensor],
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     weight_grad: WeightGradTarget | None,
 ) -> tuple[Heads, torch.Tensor | None] | None:
-    """The same of a pass whose attention is not split. operands: the gradient of the own rows, and the weight."""
-    states = saved.states
-    if not isinstance(states, torch.Tensor):
-        if len(states) != 1 or len(states[0]) != 1:
-            return None
-        ((states,),) = states
-    if states.dim() != 4 or states.dtype != torch.float32 or not states.is_contiguous():
+    """The same of a pass whose attention is not split. operands: the own rows' gradient, the weight, the state."""
+    (q, k, v), (grad_shard, weight, state) = saved.heads, operands
+    assert p.attention is not None
+    if not p.attention.can_bind or not state.is_contiguous():
         return None
-    (q, k, v), (grad_shard, weight) = saved.heads, operands
-    if "at once" not in p.memo:
-        assert p.attention is not None
-        p.memo["at once"] = AttentionAtOnce(_attention_of(p), p.attention)
-    recorder = p.memo["at once"]
+    recorder = p.memo.get("at once")
     if recorder is None:
-        return None
+        recorder = p.memo["at once"] = AttentionAtOnce(_attention_of(p), p.attention)
     gradients, grad_weight = _memory_for_gradients(p, saved, weight, weight_grad)
     tape_call = TapeCall(
         grad_shard,
@@ -247,12 +243,11 @@ def _replayed_at_once(
         torch.empty_like(saved.attended),
         grad_weight,
         grad_weight is not None and weight_grad is not None,
-        more=(k, v, states, *gradients, q),
+        more=(k, v, state, *gradients, q),
         key=(attention.scale, q.stride(), k.stride(), v.stride(), torch.are_deterministic_algorithms_enabled()),
     )
     with projection as link:
         if not replay(projection, link, recorder.record, tape_call):
-            p.memo["at once"] = None  # not asked again: what it takes to ask, every call would
             return None
     if grad_weight is not None and weight_grad is not None:
         grad_weight = weight_grad.result()
@@ -265,8 +260,12 @@ def _memory_for_gradients(
     """Of the heads; and of the weight, if one is due, new or what it is added to."""
     grad_weight = None
     if "weight" in p.problem.needs:
-        grad_weight = torch.empty_like(weight) if weight_grad is None else weight_grad.accumulate
-    return Heads(*(torch.empty_like(head, memory_format=torch.contiguous_format) for head in saved.heads)), grad_weight
+        grad_weight = _empty_contiguous(weight) if weight_grad is None else weight_grad.accumulate
+    return Heads(*map(_empty_contiguous, saved.heads)), grad_weight
+
+
+def _empty_contiguous(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 def _query_split_backward(
@@ -390,4 +389,7 @@ def _for_kernels(tensor: torch.Tensor) -> torch.Tensor:
     per_load = 16 // tensor.element_size()
     *outer, last = tensor.stride()
     is_aligned = last == 1 and not any(stride <= 0 or stride % per_load for stride in outer)
-    return tensor if is_aligned and tensor.data_ptr() % 16 == 0 else tensor.contiguous()
+    if is_aligned and tensor.data_ptr() % 16 == 0:
+        return tensor
+    # Not `contiguous`, which leaves what begins elsewhere, or has an odd stride in a dimension of size 1, as it is.
+    return tensor.clone(memory_format=torch.contiguous_format)

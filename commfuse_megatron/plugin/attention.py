@@ -12,6 +12,7 @@ that bites: a placeholder must go straight from one to the other. Where Megatron
 call takes Megatron's own attention, with a reason; if one gets lost nevertheless, that is an error.
 """
 
+import dataclasses
 import functools
 import inspect
 import logging
@@ -20,9 +21,13 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from commfuse_megatron import ops
+from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.errors import UnsupportedError
-from commfuse_megatron.ops.attention_arguments import AttentionInputs, find_attention_complaint
+from commfuse_megatron.ops.attention_arguments import (
+    AttentionInputs,
+    find_attention_complaint,
+    state_attention_problem,
+)
 from commfuse_megatron.ops.query_split_attention import find_attention_kernel, plan_attention
 from commfuse_megatron.ops.stated import attention_problems
 from commfuse_megatron.plugin import capture
@@ -247,19 +252,28 @@ class _Pairing:
         complaint = find_attention_complaint(inputs, context.device)  # of mixed dtypes under autocast, say
         if complaint is not None:
             return complaint
-        kernel = find_attention_kernel(inputs, context)
-        if isinstance(kernel, str):
-            return kernel
-        if query.is_cuda and context.config.attention.path == "auto":
-            capability = torch.cuda.get_device_capability(query.device)
-            reason = reason_to_keep_megatrons(kernel.name, capability, self._attention.config)
-            if reason is not None:
-                return reason
+        reason = self._judge_kernel(inputs, context)
+        if reason is not None:
+            return reason
         plan = plan_attention(inputs, context)
         if plan.path != "query_split":
             return f"planned as {plan.path}: {plan.reason}"
         reason = capture.reason_not_to_capture(context, problems) if is_capturing else None
         return reason or _Job(inputs, placeholder)
+
+    def _judge_kernel(self, inputs: AttentionInputs, context: OverlapContext) -> str | None:
+        """Why no rank splits these queries, or should, for want of a kernel; the same on all of them.
+
+        What is installed may differ between ranks, and one that went its own way would keep the others waiting.
+        """
+        problem = dataclasses.replace(state_attention_problem(inputs, context.group_size), needs="")
+        kernel = find_attention_kernel(inputs, context)
+        reason = kernel if isinstance(kernel, str) else None
+        if not isinstance(kernel, str) and inputs.q.is_cuda and context.config.attention.path == "auto":
+            capability = torch.cuda.get_device_capability(inputs.q.device)
+            passed_over = context.attention_kernels.passed_over_reason(problem, context.config.attention.kernel)
+            reason = reason_to_keep_megatrons(kernel.name, passed_over, capability, self._attention.config)
+        return context.first_reason(("attention kernel", problem), reason)
 
     def _attend_and_project(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         job, projection = self._job, self._projection
@@ -300,17 +314,18 @@ class _Pairing:
         )
 
 
-def reason_to_keep_megatrons(kernel: str, capability: tuple[int, int], config: Any) -> str | None:
+def reason_to_keep_megatrons(kernel: str, passed_over: str, capability: tuple[int, int], config: Any) -> str | None:
     """Why path "auto" leaves an attention that `kernel` could compute on a GPU to Megatron; None if it need not.
 
-    The trial times our kernel both ways; Megatron's own may be another one.
+    The trial times our kernel both ways; Megatron's own may be another one. passed_over: why no better one was taken.
     """
     if kernel == "math":
         return "only the plain kernel can compute it, and Megatron's own attention may be faster"
     if kernel == "flash" and capability >= _HOPPER:
+        why = f" ({passed_over})" if passed_over else ""
         return (
             "PyTorch's flash attention has about half of cuDNN's speed on this GPU, and Megatron's own attention may be"
-            " faster: install nvidia-cudnn-frontend"
+            f" faster{why}"
         )
     backend = getattr(getattr(config, "attention_backend", None), "name", "auto")
     if backend not in ("auto", _BACKENDS.get(kernel.partition(" ")[0])):

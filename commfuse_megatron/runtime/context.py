@@ -36,6 +36,10 @@ from commfuse_megatron.transport.stream_memory import StreamEvent
 __all__ = ["OpRecord", "OverlapContext"]
 
 
+# Sequence lengths that vary from call to call must not fill the memory.
+_MOST_REASONS = 1024
+
+
 @dataclass(frozen=True, slots=True)
 class OpRecord:
     """One line of the report: a problem, the path it takes and how often it ran.
@@ -142,6 +146,7 @@ class OverlapContext:
         self.latest_plan: LinearPlan | None = None
         #: Calls whose arguments were seen before, by everything a check looks at: `ops.arguments` fills and reads it.
         self.known_calls: dict[Hashable, PreparedPass] = {}
+        self._first_reasons: dict[Hashable, str] = {}
         self._gemms: dict[tuple[torch.dtype, bool], SliceGemm] = {}
         self.planner = Planner(self)
         self._is_closed = False
@@ -221,6 +226,23 @@ class OverlapContext:
     def exchange(self, text: str) -> list[str]:
         """What every rank brings, by rank."""
         return self._in_step("an exchange between ranks", lambda: self._agreement.exchange(text))
+
+    def first_reason(self, key: Hashable, reason: str | None) -> str | None:
+        """`reason`, or that of the first rank that has one; None if none has. Collective the first time of each key.
+
+        While a graph is captured nobody can be asked: then this rank's own, of a new key.
+        """
+        known = self._first_reasons.get(key)
+        if known is None:
+            if self.is_capturing:
+                return reason
+            if len(self._first_reasons) >= _MOST_REASONS:
+                self._first_reasons.clear()
+            everyone = enumerate(self.exchange(reason or ""))
+            found = next(((rank, text) for rank, text in everyone if text), (self.group_rank, ""))
+            elsewhere = f"group rank {found[0]}: " if found[1] and not reason else ""
+            known = self._first_reasons[key] = elsewhere + found[1]
+        return known or None
 
     def make_together[T](self, make: Callable[[], T]) -> T | str:
         """What `make` makes, if no rank runs out of memory; else, on all ranks, which one did."""

@@ -68,6 +68,7 @@ def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "BlasMatmul", _Matmul)
     monkeypatch.setattr(recordings, "bind_sum", _bind_sum)
     monkeypatch.setattr(attention_slabs, "bind_sum", _bind_sum)
+    monkeypatch.setattr(MathAttention, "can_bind", True)
     monkeypatch.setattr(MathAttention, "bind_forward", _bind_attention)
     monkeypatch.setattr(MathAttention, "bind_backward", _bind_attention_backward)
     monkeypatch.setattr(Lanes, "handles", lambda lanes, num_lanes=2: _LANES[:num_lanes])

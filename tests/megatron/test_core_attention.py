@@ -119,7 +119,7 @@ def test_transformer_engines(attributes: dict, kind: str, expected: CoreAttentio
         ("cudnn", (8, 0), "unfused", "asks for unfused"),
         ("flash", (8, 0), "flash", None),
         ("flash", (8, 6), "auto", None),
-        ("flash", (9, 0), "flash", "half of cuDNN's speed"),
+        ("flash", (9, 0), "flash", r"half of cuDNN's speed.*faster \(it is not installed\)"),
         ("flash (FA3)", (9, 0), "flash", None),
         ("flash (FA3)", (9, 0), "fused", r"would run flash \(FA3\)"),
         ("math", (8, 0), "auto", "only the plain kernel"),
@@ -127,7 +127,9 @@ def test_transformer_engines(attributes: dict, kind: str, expected: CoreAttentio
 )
 def test_where_auto_leaves_attention_to_megatron(kernel, capability, backend, words):
     config = SimpleNamespace(attention_backend=AttnBackend[backend])
-    reason = reason_to_keep_megatrons(kernel, capability, config)
+    reason = reason_to_keep_megatrons(kernel, "it is not installed", capability, config)
     assert (reason is None) == (words is None)
     assert words is None or re.search(words, reason)
-    assert backend != "auto" or reason_to_keep_megatrons(kernel, capability, SimpleNamespace()) == reason
+    assert backend != "auto" or reason_to_keep_megatrons(kernel, "", capability, SimpleNamespace()) == (
+        reason and reason.replace(" (it is not installed)", "")
+    )

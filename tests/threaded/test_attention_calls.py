@@ -118,9 +118,9 @@ def test_with_dropout_a_call_is_split_alike_with_and_without_gradients(monkeypat
 
 def test_splits_that_nothing_would_be_split_into_are_an_error():
     for path in ("row_parallel", "sequential"):
-        with pytest.raises(ConfigError, match="splits_per_shard = 2"):
+        with pytest.raises(ConfigError, match=r"^splits_per_shard = 2"):
             AttentionConfig(path=path, splits_per_shard=2)
-        with pytest.raises(ConfigError, match="backward = row_parallel"):
+        with pytest.raises(ConfigError, match=r"^backward = row_parallel"):
             AttentionConfig(path=path, backward="row_parallel")
 
 

@@ -395,3 +395,14 @@ def test_who_may_still_win_is_timed_more_often(monkeypatch):
     for of_one_rank in bursts:
         assert [of_one_rank.count(f"sliced m={m}") for m in (1, 2, 4)] == [9, 9, 3]
         assert of_one_rank[:6] == [f"sliced m={m}" for m in (1, 2, 4, 2, 4, 1)]
+
+
+def test_a_reason_of_one_rank_is_one_of_all():
+    def body(group, device):
+        with OverlapContext(group, config()) as context:
+            here = "it is not installed" if group.rank() == 1 else None
+            return [context.first_reason("a", here), context.first_reason("a", None), context.first_reason("b", None)]
+
+    first, second, third = run_threads(3, body)
+    assert first == third == ["group rank 1: it is not installed"] * 2 + [None]
+    assert second == ["it is not installed"] * 2 + [None]
