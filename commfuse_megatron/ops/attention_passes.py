@@ -86,8 +86,7 @@ def attention_backward(
     p: PreparedPass, call: AttentionCall, saved: Saved, grad_shard: torch.Tensor, weight: torch.Tensor
 ) -> tuple[Heads | None, torch.Tensor | None]:
     """Gradients of heads and weight, as far as they are due. grad_shard: [M_r, N]."""
-    problem = p.problem
-    needs_input, needs_weight = "input" in problem.needs, "weight" in problem.needs
+    needs_input = "input" in p.problem.needs
     attention = _split(p, call)
     if isinstance(saved.states, torch.Tensor):
         if needs_input and p.can_replay:
@@ -101,6 +100,19 @@ def attention_backward(
         sums = InputGradients(saved.heads) if needs_input else None
         grad_weight = _query_split_backward(p, attention, saved, grad_shard, sums, weight, call.weight_grad)
         return None if sums is None else sums.result(), grad_weight
+    return _backward_at_once(p, call, attention, saved, grad_shard, weight)
+
+
+def _backward_at_once(
+    p: PreparedPass,
+    call: AttentionCall,
+    attention: SplitAttention,
+    saved: Saved,
+    grad_shard: torch.Tensor,
+    weight: torch.Tensor,
+) -> tuple[Heads | None, torch.Tensor | None]:
+    """The projection's backward pass as a linear of its own, and that of all queries at once."""
+    needs_input, needs_weight = "input" in p.problem.needs, "weight" in p.problem.needs
     attended, projection = saved.attended.flatten(2), _projection_pass(p, call)
     state: tuple[torch.Tensor, ...] = ()
     if needs_input and attended.numel():
