@@ -8,8 +8,8 @@ As in `runtime/lanes.py` the pieces, attention and GEMM of one chunk of queries,
     copies                       [y 1 ...  ][y 2 ...]
 
 They are submitted in the order attend 1, attend 2, project 1, attend own, project 2, ...: with one hardware queue, as
-Megatron has it, a GEMM that waits for its attention holds up everything behind it, and of pieces submitted one by one
-no two would ever run at a time.
+Megatron has it, a GEMM that waits for its attention holds up everything behind it, so pieces submitted one by one
+would hardly run side by side.
 
 The last GEMM adds what arrived, so no pass over the output follows. Of more than two ranks, what arrived is added up
 first, beside the attention of the own queries.
