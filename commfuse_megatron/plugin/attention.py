@@ -249,12 +249,11 @@ class _Pairing:
         problems = attention_problems(inputs, context) if is_capturing else ()
         if problems and context.known_plan(problems[0]) is None:
             return capture.reason_not_to_capture(context, problems) or ""
-        complaint = find_attention_complaint(inputs, context.device)  # of mixed dtypes under autocast, say
-        if complaint is not None:
-            return complaint
-        reason = self._judge_kernel(inputs, context)
-        if reason is not None:
-            return reason
+        if inputs.key not in context.known_calls:  # else the like of it was found fit, and planned
+            reason = find_attention_complaint(inputs, context.device)  # of mixed dtypes under autocast, say
+            reason = reason or self._judge_kernel(inputs, context)
+            if reason is not None:
+                return reason
         plan = plan_attention(inputs, context)
         if plan.path != "query_split":
             return f"planned as {plan.path}: {plan.reason}"
