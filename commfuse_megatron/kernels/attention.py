@@ -19,6 +19,7 @@ __all__ = [
     "BoundForward",
     "Dropout",
     "MathAttention",
+    "Operands",
     "SplitMask",
     "join_states",
 ]
@@ -45,6 +46,9 @@ class SplitMask(NamedTuple):
     band: VisibleKeys
     hidden: torch.Tensor | None = None
 
+
+#: Of one call: q, k, v, out.
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 #: A forward call on addresses: (handle of the stream, q, k, v, out, state).
 BoundForward = Callable[[int, int, int, int, int, int], None]
@@ -78,7 +82,7 @@ class AttentionKernel(Protocol):
     def backward(
         self,
         grad_out: torch.Tensor,
-        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        operands: Operands,
         state: tuple[torch.Tensor, ...],
         mask: SplitMask,
         scale: float,
@@ -87,14 +91,7 @@ class AttentionKernel(Protocol):
         """Gradients of q, k and v from that of `out`. operands: q, k, v, out of the forward call."""
 
     def bind_forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        mask: SplitMask,
-        scale: float,
-        state_rows: int | None = None,
+        self, operands: Operands, mask: SplitMask, scale: float, state_rows: int | None = None
     ) -> BoundForward | None:
         """`forward` without dropout for tensors like these, on addresses; None where it cannot be had.
 
@@ -105,7 +102,7 @@ class AttentionKernel(Protocol):
     def bind_backward(
         self,
         grad_out: torch.Tensor,
-        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        operands: Operands,
         mask: SplitMask,
         scale: float,
     ) -> BoundBackward | None:
@@ -167,7 +164,7 @@ class MathAttention:
     def backward(
         self,
         grad_out: torch.Tensor,
-        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        operands: Operands,
         state: tuple[torch.Tensor, ...],
         mask: SplitMask,
         scale: float,
@@ -196,14 +193,7 @@ class MathAttention:
         return grad_q, grad_k, grad_v
 
     def bind_forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        mask: SplitMask,
-        scale: float,
-        state_rows: int | None = None,
+        self, operands: Operands, mask: SplitMask, scale: float, state_rows: int | None = None
     ) -> BoundForward | None:
         """None: PyTorch's functions take tensors."""
         return None
@@ -211,7 +201,7 @@ class MathAttention:
     def bind_backward(
         self,
         grad_out: torch.Tensor,
-        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        operands: Operands,
         mask: SplitMask,
         scale: float,
     ) -> BoundBackward | None:

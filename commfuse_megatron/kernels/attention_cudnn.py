@@ -11,7 +11,14 @@ from collections.abc import Sequence
 
 import torch
 
-from commfuse_megatron.kernels.attention import BoundBackward, BoundForward, Dropout, MathAttention, SplitMask
+from commfuse_megatron.kernels.attention import (
+    BoundBackward,
+    BoundForward,
+    Dropout,
+    MathAttention,
+    Operands,
+    SplitMask,
+)
 from commfuse_megatron.kernels.attention_cudnn_backward import BackwardSplit, CudnnBackward
 from commfuse_megatron.kernels.attention_cudnn_graphs import CudnnGraphs, Layout
 from commfuse_megatron.kernels.attention_pieces import SplitSizes, forward_piece
@@ -118,26 +125,20 @@ class CudnnAttention:
         """Fill `out`; returns the statistics of the softmax [B, H, S_q, 1]."""
         if q.size(0) == k.size(0) == 1:
             return self._of_one_key.forward(q, k, v, out, mask, scale, dropout)
-        graph = self._forward_graph(q, k, v, out, mask, scale)
+        graph = self._forward_graph((q, k, v, out), mask, scale)
         stats = q.new_empty(q.size(1), q.size(2), q.size(0), 1, dtype=torch.float32)
         self._graphs.execute(graph, [tensor.data_ptr() for tensor in (q, k, v, out, stats)])
         return (stats,)
 
     def bind_forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        mask: SplitMask,
-        scale: float,
-        state_rows: int | None = None,
+        self, operands: Operands, mask: SplitMask, scale: float, state_rows: int | None = None
     ) -> BoundForward | None:
         """See `AttentionKernel`. The state is `forward`'s."""
+        q, k, _, _ = operands
         if q.size(0) == k.size(0) == 1:
             return None
         try:
-            graph = self._forward_graph(q, k, v, out, mask, scale, state_rows)
+            graph = self._forward_graph(operands, mask, scale, state_rows)
         except Exception as error:  # the front end's own exceptions, which differ between its versions
             if state_rows is None:  # it was probed
                 raise
@@ -152,23 +153,16 @@ class CudnnAttention:
         return run
 
     def _forward_graph(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        mask: SplitMask,
-        scale: float,
-        state_rows: int | None = None,
+        self, operands: Operands, mask: SplitMask, scale: float, state_rows: int | None = None
     ) -> CudnnGraph:
-        layouts = tuple(map(Layout.of, (q, k, v, out)))
+        layouts = tuple(map(Layout.of, operands))
         piece = forward_piece(_sizes_of(layouts, mask))
-        return self._graphs.forward(layouts, q.dtype, piece.mask, scale, state_rows)
+        return self._graphs.forward(layouts, operands[0].dtype, piece.mask, scale, state_rows)
 
     def backward(
         self,
         grad_out: torch.Tensor,
-        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        operands: Operands,
         state: tuple[torch.Tensor, ...],
         mask: SplitMask,
         scale: float,
@@ -187,7 +181,7 @@ class CudnnAttention:
     def bind_backward(
         self,
         grad_out: torch.Tensor,
-        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        operands: Operands,
         mask: SplitMask,
         scale: float,
     ) -> BoundBackward | None:

@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import current_flash_attention_impl
 
 from commfuse_megatron.errors import UnsupportedError
-from commfuse_megatron.kernels.attention import BoundBackward, BoundForward, Dropout, SplitMask
+from commfuse_megatron.kernels.attention import BoundBackward, BoundForward, Dropout, Operands, SplitMask
 from commfuse_megatron.problem import AttentionProblem
 
 __all__ = ["FlashAttention", "active_flash_implementation", "flash_attention_unavailable_reason"]
@@ -125,7 +125,7 @@ class FlashAttention:
     def backward(
         self,
         grad_out: torch.Tensor,
-        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        operands: Operands,
         state: tuple[torch.Tensor, ...],
         mask: SplitMask,
         scale: float,
@@ -153,14 +153,7 @@ class FlashAttention:
         return grad_q, grad_k, grad_v
 
     def bind_forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        mask: SplitMask,
-        scale: float,
-        state_rows: int | None = None,
+        self, operands: Operands, mask: SplitMask, scale: float, state_rows: int | None = None
     ) -> BoundForward | None:
         """None: PyTorch's functions take tensors."""
         return None
@@ -168,7 +161,7 @@ class FlashAttention:
     def bind_backward(
         self,
         grad_out: torch.Tensor,
-        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        operands: Operands,
         mask: SplitMask,
         scale: float,
     ) -> BoundBackward | None:

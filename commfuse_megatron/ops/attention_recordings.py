@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 import torch
 
-from commfuse_megatron.kernels.attention import AttentionKernel, BoundBackward, SplitMask
+from commfuse_megatron.kernels.attention import AttentionKernel, BoundBackward, Operands, SplitMask
 from commfuse_megatron.ops.attention_slabs import GradientSlabs
 from commfuse_megatron.ops.piece_lanes import PieceLanes
 from commfuse_megatron.ops.recordings import (
@@ -170,7 +170,7 @@ def _start_of(tensor: torch.Tensor, row: int) -> int:
 def bind_attention(
     problem: AttentionProblem,
     kernel: AttentionKernel,
-    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    operands: Operands,
     queries: RowRange,
     state_start: int,
     scale: float,
@@ -185,7 +185,7 @@ def bind_attention(
     band = problem.visible_keys(queries)
     seen = slice(band.keys.start, band.keys.stop)
     rows = slice(queries.start, queries.stop)
-    bound = kernel.bind_forward(q[rows], k[seen], v[seen], attended[rows], SplitMask(band), scale, state_rows)
+    bound = kernel.bind_forward((q[rows], k[seen], v[seen], attended[rows]), SplitMask(band), scale, state_rows)
     if bound is None:
         raise Unservable
 

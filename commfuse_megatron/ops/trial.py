@@ -55,9 +55,12 @@ def run_trial(
         calls = [functools.partial(run, context.make_pass(problem, plan)) for plan in plans]
         bursts = _Bursts(calls, [_burst_length(plan) for plan in plans], make_stopwatch(context.device))
         times = _slowest(bursts.medians_us(range(len(plans)), _ROUNDS), context)
-        leaders = [index for index, time_us in enumerate(times) if time_us <= _MAY_WIN * min(times)]
+        best_us = min(times)
+        leaders = [index for index, time_us in enumerate(times) if time_us <= _MAY_WIN * best_us]
         if len(leaders) > 1:
             again = _slowest(bursts.medians_us(leaders, _MORE_ROUNDS), context)
+            # Who is out keeps its distance from the best: the device may have become slower since.
+            times = [time_us * min(again) / best_us for time_us in times]
             for index, time_us in zip(leaders, again, strict=True):
                 times[index] = time_us
     return times

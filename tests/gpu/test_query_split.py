@@ -112,7 +112,10 @@ def test_cudnn_bound_to_addresses_equals_the_plain_one(kind, worth, monkeypatch)
         out, mask = torch.empty_like(grad), SplitMask(band)
         stats = torch.empty(problem.batch, problem.heads, queries.size, 1, device=device)
         gradients = [torch.empty_like(tensor) for tensor in (q, k, v)]
-        bound = (kernel.bind_forward(q, k, v, out, mask, 0.11), kernel.bind_backward(grad, (q, k, v, out), mask, 0.11))
+        bound = (
+            kernel.bind_forward((q, k, v, out), mask, 0.11),
+            kernel.bind_backward(grad, (q, k, v, out), mask, 0.11),
+        )
         loaded = [tensor.data_ptr() for tensor in (q, k, v, out, stats)]
         more = [tensor.data_ptr() for tensor in (grad, *gradients)]
         calls.append((streams[number % 2], bound, loaded, more, (q, k, v, grad), mask, (out, *gradients), stats))

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.kernels.attention import BoundBackward, BoundForward, MathAttention, SplitMask
+from commfuse_megatron.kernels.attention import BoundBackward, BoundForward, MathAttention, Operands, SplitMask
 from commfuse_megatron.kernels.blas import Matrix
 from commfuse_megatron.ops import attention_slabs, recordings, replay
 from commfuse_megatron.runtime import context, prepared
@@ -276,16 +276,9 @@ class _Matmul:
 
 
 def _bind_attention(
-    kernel: MathAttention,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    mask: SplitMask,
-    scale: float,
-    state_rows: int | None = None,
+    kernel: MathAttention, operands: Operands, mask: SplitMask, scale: float, state_rows: int | None = None
 ) -> BoundForward:
-    likes = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (q, k, v, out)]
+    likes = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in operands]
 
     def attend(*addresses: int) -> None:
         *operands_at, state_at = addresses

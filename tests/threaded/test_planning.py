@@ -397,6 +397,24 @@ def test_who_may_still_win_is_timed_more_often(monkeypatch):
         assert of_one_rank[:6] == [f"sliced m={m}" for m in (1, 2, 4, 2, 4, 1)]
 
 
+def test_who_is_out_does_not_win_because_the_device_became_slower(monkeypatch):
+    times = {
+        "sliced m=1": [100.0] * 3 + [150.0] * 6,
+        "sliced m=2": [101.0] * 3 + [160.0] * 6,
+        "sliced m=4": [120.0] * 3,
+    }
+    monkeypatch.setattr(TRIAL, lambda device: MadeUpTimes(lambda rank, name: times[name, rank].pop(0)))
+    times = {(name, rank): list(each) for name, each in times.items() for rank in range(2)}
+
+    def body(group, device):
+        with OverlapContext(group, config()) as context:
+            problem = layer_problem("8b.qkv", 8, dtype="float32", needs="")
+            plans = [LinearPlan("sliced", "", Algorithm.DIRECT, m, keep_gathered_input=False) for m in (1, 2, 4)]
+            return run_trial(lambda problem, context: lambda prepared: None, context, problem, plans)
+
+    assert run_threads(2, body) == [[150.0, 160.0, 180.0]] * 2
+
+
 def test_a_reason_of_one_rank_is_one_of_all():
     def body(group, device):
         with OverlapContext(group, config()) as context:

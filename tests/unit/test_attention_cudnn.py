@@ -96,7 +96,7 @@ class Split:
 
     def run_bound(self, kernel: CudnnAttention, stream: int = 5) -> list[torch.Tensor]:
         """The same on addresses."""
-        forward = kernel.bind_forward(*self.operands, self.mask, SCALE)
+        forward = kernel.bind_forward(self.operands, self.mask, SCALE)
         backward = kernel.bind_backward(self.grad_out, self.operands, self.mask, SCALE)
         assert forward is not None
         assert backward is not None
@@ -198,7 +198,7 @@ def test_one_query_that_sees_one_key_is_left_to_the_formula(cudnn, kernel) -> No
     split.run(kernel)
     assert (split.out == split.v).all()
     assert cudnn.launches == []
-    assert kernel.bind_forward(*split.operands, split.mask, SCALE) is None
+    assert kernel.bind_forward(split.operands, split.mask, SCALE) is None
     assert kernel.bind_backward(split.grad_out, split.operands, split.mask, SCALE) is None
 
 
