@@ -1,7 +1,7 @@
 """A larger group as measured, beside what two ranks had said of it: emulated, and predicted from their curves."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from commfuse_megatron.benchmark.curves import Curves
@@ -42,15 +42,19 @@ class Comparison:
         }
 
 
-def compare(measured: Iterable[Row], rows: Iterable[Row], curves: Curves) -> list[Comparison]:
+def compare(
+    measured: Iterable[Row], rows: Iterable[Row], curves: Curves, left_out: Collection[str] = ()
+) -> list[Comparison]:
     """Every measured forward row that was emulated among `rows` or can be predicted from `curves`.
 
-    Only rows of the curves' device and link count: between machines nothing is compared.
+    Only rows of the curves' device and link count: between machines nothing is compared. left_out: cases
+    that are not wanted.
     """
     real = [
         row
         for row in measured
         if (row.device, row.link, row.pass_name, row.emulated) == (curves.device, curves.link, "fprop", False)
+        and row.case not in left_out
     ]
     emulated = {_key(row): row.median_ms for row in rows if row.emulated and row.pass_name == "fprop"}
     predicted = {

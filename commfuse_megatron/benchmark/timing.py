@@ -1,8 +1,8 @@
 """How variants are timed against each other: warm, interleaved in random order, maximum over ranks.
 
 One sample is a burst of calls between one pair of events (CPU: readings of the clock). Every round takes one sample of
-every variant, in an order that all ranks shuffle alike; the sample of a group is its slowest rank's. Clocks drift: only
-compare within one `measure`.
+every variant, in an order that all ranks shuffle alike; the sample of a group is its slowest rank's. A burst begins on
+all ranks at a time, when the host is a call ahead. Clocks drift: only compare within one `measure`.
 """
 
 import random
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import distributed as dist
 
+from commfuse_megatron.runtime.head_start import start_together
+
 __all__ = ["Sample", "Timed", "measure", "measure_host_us"]
 
 Call = Callable[[], object]
@@ -24,8 +26,10 @@ _MOST_CALLS = 50
 _WARM_UP_CALLS = 2
 _FEWEST_ROUNDS = 5
 _HOST_CALLS, _HOST_RUN = 90, 10
-# Cycles, about 0.2 ms: the host is ahead when the clock starts, as it is in a training loop.
-_HEAD_START_CYCLES = 400_000
+# The host is ahead when the clock starts, as it is in a training loop: by one call, and by half of it for good measure.
+# By no more: calls whose host is slower than their GPU are to show it.
+_HEAD_START_CALLS = 1.5
+_LEAST_HEAD_START_US, _MOST_HEAD_START_US = 200.0, 5000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,8 @@ def measure(
     for name in names:
         _burst(timed[name], group, device, _WARM_UP_CALLS)
     first = [_burst(timed[name], group, device, 2) for name in names]
-    first_ms = _max_over_ranks([first], group, device)[0]
+    first_ms = _max_over_ranks([[burst.device_ms for burst in first]], group, device)[0]
+    head_starts_us = {name: _head_start_us(burst) for name, burst in zip(names, first, strict=True)}
     most_calls = 1 if device.type == "cpu" else _MOST_CALLS
     calls = [max(1, min(most_calls, round(_BURST_MS / max(ms, 1e-3)))) for ms in first_ms]
     if limit_s is not None:
@@ -74,7 +79,8 @@ def measure(
     calls_of = dict(zip(names, calls, strict=True))
     for _ in range(rounds):
         for name in shuffle.sample(names, len(names)):
-            times[name].append(_burst(timed[name], group, device, calls_of[name]))
+            burst = _burst(timed[name], group, device, calls_of[name], head_starts_us[name])
+            times[name].append(burst.device_ms)
     slowest = _max_over_ranks([times[name] for name in names], group, device)
     return {name: _summary(row) for name, row in zip(names, slowest, strict=True)}
 
@@ -98,8 +104,26 @@ def measure_host_us(timed: Timed, group: dist.ProcessGroup, device: torch.device
     return _max_over_ranks([[statistics.median(times)]], group, device)[0][0]
 
 
-def _burst(timed: Timed, group: dist.ProcessGroup, device: torch.device, calls: int) -> float:
-    """Milliseconds per call."""
+@dataclass(frozen=True, slots=True)
+class _Burst:
+    """Milliseconds per call: between the events, and that the host took to submit it."""
+
+    device_ms: float
+    host_ms: float
+
+
+def _head_start_us(burst: _Burst) -> float:
+    wanted_us = _HEAD_START_CALLS * burst.host_ms * 1e3
+    return min(max(wanted_us, _LEAST_HEAD_START_US), _MOST_HEAD_START_US)
+
+
+def _burst(
+    timed: Timed,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    calls: int,
+    head_start_us: float = _LEAST_HEAD_START_US,
+) -> _Burst:
     if timed.before_burst is not None:
         timed.before_burst(calls)
     _synchronize(device)
@@ -108,15 +132,18 @@ def _burst(timed: Timed, group: dist.ProcessGroup, device: torch.device, calls: 
         start_s = time.perf_counter()
         for _ in range(calls):
             timed.call()
-        return (time.perf_counter() - start_s) / calls * 1e3
+        call_ms = (time.perf_counter() - start_s) / calls * 1e3
+        return _Burst(call_ms, call_ms)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_HEAD_START_CYCLES)
+    start_together(group, device, head_start_us)
     start.record()
+    start_s = time.perf_counter()
     for _ in range(calls):
         timed.call()
+    host_ms = (time.perf_counter() - start_s) / calls * 1e3
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / calls
+    return _Burst(start.elapsed_time(end) / calls, host_ms)
 
 
 def _synchronize(device: torch.device) -> None:

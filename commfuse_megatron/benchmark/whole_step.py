@@ -26,6 +26,7 @@ from commfuse_megatron.benchmark.userbuffers import close_userbuffers, missing_u
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError, VerificationError
 from commfuse_megatron.runtime.context import OpRecord
+from commfuse_megatron.runtime.head_start import start_together
 from commfuse_megatron.runtime.recorder import Interval, Recorder
 from commfuse_megatron.tracing.collectives import local_copies, recorded_calls
 from commfuse_megatron.tracing.kernels import gather_profile, profile_calls, split_calls
@@ -50,9 +51,9 @@ STOCK, PLUGIN, FREE = "stock", "plugin", "without communication"
 USERBUFFERS = "stock with tp_comm_overlap"
 MEGATRONS = "Megatron's GEMMs"
 
-# Cycles, about 10 ms: the host is ahead when the clock starts, as it is behind the step before. Without it the first
-# 5 ms of a step were gaps between small kernels (8B, 2 x H200), of every variant, and counted as exposed ones.
-_HEAD_START_CYCLES = 20_000_000
+# The host is ahead when the clock starts, as it is behind the step before. Without it the first 5 ms of a step were
+# gaps between small kernels (8B, 2 x H200), of every variant, and counted as exposed ones.
+_HEAD_START_US = 10_000.0
 
 #: Sizes by name, from the models' published configurations; the layers are as many as asked for.
 MODELS: dict[str, dict[str, int]] = {
@@ -323,7 +324,7 @@ def _one_step_ms(step: _Step, device: torch.device) -> list[float]:
         marks_s.append(time.perf_counter())
         return [1e3 * (mark - marks_s[0]) for mark in marks_s[1:]]
     start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    torch.cuda._sleep(_HEAD_START_CYCLES)
+    start_together(None, device, _HEAD_START_US)
     start.record()
     step(between=middle.record)
     end.record()

@@ -63,7 +63,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     add("--virtual-ranks", nargs="+", type=int, default=[], metavar="V", help="emulate groups of V on two ranks")
     add("--rounds", type=int, default=9, help="samples of every variant (default 9)")
     add("--case-s", type=float, default=1.5, help="about how long the rounds of a case may take (default 1.5)")
-    add("--budget-s", type=float, metavar="S", help="start no case that would not be done S seconds from the start")
+    add("--budget-s", type=float, metavar="S", help="start no case that would end S seconds after the first began")
     add("--shrink", type=int, metavar="F", help=f"divide all sizes by F (default 1; {CPU_SHRINK} on the CPU)")
     add("--figure", metavar="FILE", help="draw the rows into FILE (.png or .svg); missing folders are made")
     add("--resume", action="store_true", help="keep the rows of --json FILE and run what is not in there")

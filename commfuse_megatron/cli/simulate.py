@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,9 +35,9 @@ _ALARMING = 0.2
 
 def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     """The options of `commfuse simulate`. Imports no torch."""
-    from commfuse_megatron.benchmark.cases import CASE_NAMES, LINEARS
+    from commfuse_megatron.benchmark.cases import LINEARS
 
-    models = [name for name in dict.fromkeys(case.split(".")[0] for case in CASE_NAMES) if name != "paper-mlp"]
+    models = list(dict.fromkeys(name.split(".")[0] for name in _selectable_linears()))
     add = parser.add_argument
     add("--rows", metavar="FILE", help="rows that `commfuse bench --json FILE` measured on GPUs")
     add("--against", metavar="FILE", help="rows of a larger group on such a machine: how wrong emulation and model are")
@@ -47,6 +47,12 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS), metavar="L", help=f"of {', '.join(LINEARS)}")
     add("--tokens", nargs="+", type=int, default=[8192], metavar="M", help="of the whole sequence (default 8192)")
     add("--figure", metavar="FILE", help="draw the predictions into FILE (.png or .svg); missing folders are made")
+
+
+def _selectable_linears() -> list[str]:
+    from commfuse_megatron.benchmark.cases import CASE_NAMES
+
+    return [name for name in CASE_NAMES if not name.startswith("paper-mlp.")]
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
@@ -65,7 +71,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     names = [f"{model}.{linear}" for model in arguments.models for linear in arguments.linears]
     cases = cases_of(names, arguments.tokens, arguments.ranks)
     found = deviations(rows, curves)
-    comparisons = _compare(arguments.against, rows, curves)
+    comparisons = _compare(arguments.against, rows, curves, set(_selectable_linears()) - set(names))
     predictions: list[list[Prediction]] = []
     with make_progress() as progress:
         task = progress.add_task("simulating", total=len(cases))
@@ -121,17 +127,17 @@ def _read_curves(path: Path, link: str | None) -> tuple[Curves, list[Row]]:
     return dataclasses.replace(curves, link=f"{bandwidth_gb_s:g} GB/s", messages=slow, collective=collective), rows
 
 
-def _compare(path: str | None, rows: list[Row], curves: Curves) -> list[Comparison]:
+def _compare(path: str | None, rows: list[Row], curves: Curves, left_out: Collection[str]) -> list[Comparison]:
     from commfuse_megatron.benchmark.against import compare
     from commfuse_megatron.benchmark.rows import load_report
 
     if path is None:
         return []
-    comparisons = compare(load_report(Path(path))[1], rows, curves)
+    comparisons = compare(load_report(Path(path))[1], rows, curves, left_out)
     if not comparisons:
         raise UsageError(
-            f"--against {path}: no forward rows of {curves.device} over {curves.link} that were emulated or can be "
-            "predicted; rows of other machines and links are not compared"
+            f"--against {path}: of these models and linears no forward rows of {curves.device} over {curves.link} that "
+            "were emulated or can be predicted; rows of other machines and links are not compared"
         )
     return comparisons
 

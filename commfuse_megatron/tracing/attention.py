@@ -20,10 +20,11 @@ from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.problem import shard_range
 from commfuse_megatron.runtime.context import OpRecord, OverlapContext
+from commfuse_megatron.runtime.head_start import start_together
 from commfuse_megatron.runtime.meter import COMPUTE, union_spans
 from commfuse_megatron.runtime.recorder import Interval, Recorder
 from commfuse_megatron.tracing.collectives import recorded_calls
-from commfuse_megatron.tracing.kernels import gather_profile, profile_calls, split_calls
+from commfuse_megatron.tracing.kernels import HEAD_START_US, gather_profile, profile_calls, split_calls
 from commfuse_megatron.tracing.session import Session, gather_recording, meet, require_work
 from commfuse_megatron.tracing.summary import Summary, drop_nested, is_attention, is_gemm, summarize
 
@@ -200,7 +201,11 @@ def _recorded(
 def _profiled(
     wanted: BlockToTrace, counted: Callable[[], object], group: dist.ProcessGroup, device: torch.device
 ) -> list[Recording]:
-    own = profile_calls([counted] * wanted.calls, prepare=lambda _: meet(group, device), are_apart=True)
+    def prepare(_: int) -> None:
+        meet(group, device)
+        start_together(group, device, HEAD_START_US)
+
+    own = profile_calls([counted] * wanted.calls, prepare=prepare, are_apart=True)
     return split_calls(gather_profile(own, group), wanted.calls)
 
 

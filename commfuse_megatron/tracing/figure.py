@@ -228,10 +228,10 @@ def _overlap_line(shown: Mapping[int, Sequence[Interval]]) -> str:
     parts = []
     for rank, intervals in shown.items():
         overlap = measure_overlap(intervals)
-        parts.append(f"rank {rank}: {overlap.exposed_us / 1e3:.2f} of {overlap.transfer_us / 1e3:.2f} ms exposed")
+        parts.append(f"rank {rank} {overlap.exposed_us / 1e3:.2f} of {overlap.transfer_us / 1e3:.2f} ms")
     # Two ranks fill a line of the picture; a third would be cut off at its edge.
     lines = ["; ".join(parts[start : start + 2]) for start in range(0, min(4, len(parts)), 2)]
-    return "transfers: " + ";\n".join(lines) + ("; ..." if len(parts) > 4 else "")
+    return "transfers exposed: " + ";\n".join(lines) + ("; ..." if len(parts) > 4 else "")
 
 
 def _add_legend(figure: Any, colors: dict[str, str], *, has_arrivals: bool) -> None:

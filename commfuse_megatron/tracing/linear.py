@@ -19,9 +19,10 @@ from commfuse_megatron import ops
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.problem import shard_range
 from commfuse_megatron.runtime.context import OpRecord, OverlapContext
+from commfuse_megatron.runtime.head_start import start_together
 from commfuse_megatron.runtime.recorder import Interval, Recorder
 from commfuse_megatron.tracing.collectives import recorded_calls
-from commfuse_megatron.tracing.kernels import gather_profile, profile_calls, split_calls
+from commfuse_megatron.tracing.kernels import HEAD_START_US, gather_profile, profile_calls, split_calls
 from commfuse_megatron.tracing.session import Session, gather_recording, meet, require_work
 from commfuse_megatron.tracing.summary import Summary, drop_nested, summarize
 
@@ -157,6 +158,7 @@ def _profiled(
         if number == 1:
             call()
             meet(group, device)
+            start_together(group, device, HEAD_START_US)
 
     own = profile_calls([counted] * wanted.calls, prepare=prepare)
     return gather_profile(own, group)

@@ -393,15 +393,15 @@ def test_who_may_still_win_is_timed_more_often(monkeypatch):
 
     assert run_threads(2, body) == [[100.0, 103.0, 120.0]] * 2
     for of_one_rank in bursts:
-        assert [of_one_rank.count(f"sliced m={m}") for m in (1, 2, 4)] == [9, 9, 3]
+        assert [of_one_rank.count(f"sliced m={m}") for m in (1, 2, 4)] == [13, 13, 5]
         assert of_one_rank[:6] == [f"sliced m={m}" for m in (1, 2, 4, 2, 4, 1)]
 
 
 def test_who_is_out_does_not_win_because_the_device_became_slower(monkeypatch):
     times = {
-        "sliced m=1": [100.0] * 3 + [150.0] * 6,
-        "sliced m=2": [101.0] * 3 + [160.0] * 6,
-        "sliced m=4": [120.0] * 3,
+        "sliced m=1": [100.0] * 5 + [150.0] * 8,
+        "sliced m=2": [101.0] * 5 + [160.0] * 8,
+        "sliced m=4": [120.0] * 5,
     }
     monkeypatch.setattr(TRIAL, lambda device: MadeUpTimes(lambda rank, name: times[name, rank].pop(0)))
     times = {(name, rank): list(each) for name, each in times.items() for rank in range(2)}

@@ -262,6 +262,15 @@ def test_a_larger_group_stands_beside_what_two_ranks_said_of_it(rows_file: Path,
     assert (entry["measured_ms"], entry["emulated_ms"]) == (2.0, 2.2)
     assert entry["emulation_error"] == pytest.approx(0.1)
     assert entry["prediction_error"] == pytest.approx(entry["predicted_ms"] / 2.0 - 1)
+    other_model = [*options, "--models", "llama-8b"]
+    for wanted in (other_model, [*options, "--linears", "qkv"]):
+        assert cli.main(["simulate", *wanted, "--against", str(real)]) == 2
+        assert "of these models and linears no forward rows" in capsys.readouterr().err
+    paper = linear_case("paper-mlp.fc1", 131072, 4)
+    Report(real, {}, [measured, a_row(paper, "sliced m=1 copy_engine", "sliced", 2.0, **way)]).write()
+    assert cli.main(["simulate", *other_model, "--against", str(real)]) == 0
+    assert [entry["case"] for entry in json.loads(out.read_text())["against"]] == ["paper-mlp.fc1"]
+    capsys.readouterr()
     Report(real, {}, [elsewhere]).write()
     assert cli.main(["simulate", *options, "--against", str(real)]) == 2
     assert "rows of other machines and links are not compared" in capsys.readouterr().err
