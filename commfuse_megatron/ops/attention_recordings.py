@@ -30,7 +30,6 @@ from commfuse_megatron.ops.piece_lanes import PieceLanes
 from commfuse_megatron.ops.recordings import (
     Gather,
     Scatter,
-    begin_lanes,
     matrix_of,
     multiply_gathered,
     multiply_scattered,
@@ -43,8 +42,8 @@ from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.transport.copy_tape import Ref, Step
 
 __all__ = [
-    "bind_attention",
     "AttentionAtOnce",
+    "bind_attention",
     "new_joint_states",
     "new_states",
     "num_lanes_of",
@@ -324,11 +323,9 @@ class AttentionAtOnce:
         tape.order()
         gather = Gather(build, Ref(FIRST, 0), projection.N)
         gather.issue_all()
-        lanes = begin_lanes(build)
         copy_own = gather.copy_own if call.last is not None else lambda: None
         weight, refs = matrix_of(call.weight, transposed=False), (Ref(WEIGHT, 0), Ref(OUT, 0))
-        multiply_gathered(build, gather, weight, refs, None, lanes, is_bulk=build.p.is_bulk, after_first=copy_own)
-        lanes.join()
+        multiply_gathered(build, gather, weight, refs, None, is_bulk=build.p.is_bulk, after_first=copy_own)
         lanes = PieceLanes(build, 2)
         lanes.begin()
         lanes.next()

@@ -15,13 +15,12 @@ from commfuse_megatron.ops.piece_lanes import PieceLanes
 from commfuse_megatron.ops.replay import FIRST, LAST, NOWHERE, OUT, SECOND, WEIGHT, ZERO, Build, TapeCall, Unservable
 from commfuse_megatron.runtime.binding import BoundSchedule
 from commfuse_megatron.runtime.link import Watched
-from commfuse_megatron.transport.copy_engine import Key
+from commfuse_megatron.transport.copy_flags import Key
 from commfuse_megatron.transport.copy_tape import Ref, Step
 
 __all__ = [
     "Gather",
     "Scatter",
-    "begin_lanes",
     "matrix_of",
     "multiply_gathered",
     "multiply_scattered",
@@ -151,12 +150,15 @@ def multiply_gathered(
     weight: Matrix,
     refs: tuple[Ref, Ref],
     bias: Ref | None,
-    lanes: PieceLanes,
     *,
     is_bulk: bool = False,
     after_first: Callable[[], None] = lambda: None,
+    before_gemm: Callable[[], None] = lambda: None,
 ) -> None:
-    """out [M, n] = gathered [M, k] @ weight [k, n] (+ bias), chunk by chunk, or in at most three GEMMs, on `lanes`."""
+    """out [M, n] = gathered [M, k] @ weight [k, n] (+ bias), chunk by chunk, or in at most three GEMMs.
+
+    before_gemm: chooses the lane of the next GEMM, and of its waiting.
+    """
     weight_at, out_at = refs
     k, n = weight.shape
     bound = gather.bound
@@ -172,18 +174,18 @@ def multiply_gathered(
                 after_first()
             gather.issue(index)
             if step.compute is not None:
-                lanes.next()
+                before_gemm()
                 gather.wait([] if step.needs_batch is None else [step.needs_batch])
                 multiply(bound.chunk_rows[step.compute], gather.chunk(step.compute), gather.start(step.compute))
         return
     own_stop = bound.own_start + bound.own_rows
-    lanes.next()
+    before_gemm()
     multiply(bound.own_rows, gather.chunk(bound.own_chunks.start), bound.own_start)
     after_first()
-    lanes.next()
+    before_gemm()
     gather.wait(range(bound.group_rank))
     multiply(bound.own_start, gather.window, 0)
-    lanes.next()
+    before_gemm()
     gather.wait(range(bound.group_rank, bound.schedule.group_size - 1))
     multiply(bound.total_rows - own_stop, gather.window.plus(own_stop * gather.row_bytes), own_stop)
 
@@ -349,12 +351,11 @@ def multiply_scattered(
             multiply(rows, start, target)
 
 
-def begin_lanes(build: Build) -> PieceLanes:
-    """Lanes for GEMMs, which go on from where the current stream is; none where they do not pay."""
+def _begin_lanes(build: Build) -> PieceLanes:
+    """Lanes for a forward pass's GEMMs, which go on from where the current stream is; none where they do not pay."""
     p, problem = build.p, build.p.problem
     rows = -(-problem.rows // (problem.group_size * p.plan.chunks_per_shard)) * problem.batch
-    pays = problem.pass_name == "fprop" and 2.0 * rows * problem.N * problem.K <= _MOST_FLOP
-    lanes = PieceLanes(build, _NUM_LANES if pays else 0)
+    lanes = PieceLanes(build, _NUM_LANES if 2.0 * rows * problem.N * problem.K <= _MOST_FLOP else 0)
     lanes.begin()
     return lanes
 
@@ -366,8 +367,9 @@ def record_gather(build: Build, call: TapeCall) -> None:
     gather = Gather(build, Ref(FIRST, 0), problem.K)
     refs = (Ref(WEIGHT, 0), Ref(OUT, 0))
     bias = None if call.last is None else Ref(LAST, 0)
-    lanes = begin_lanes(build)
-    multiply_gathered(build, gather, matrix_of(call.weight, transposed=True), refs, bias, lanes)
+    lanes = _begin_lanes(build)
+    weight = matrix_of(call.weight, transposed=True)
+    multiply_gathered(build, gather, weight, refs, bias, before_gemm=lanes.next)
     lanes.join()
     build.tape.wait(*gather.remaining())
 
@@ -378,7 +380,7 @@ def record_scatter(build: Build, call: TapeCall) -> None:
     refs = (Ref(FIRST, 0), Ref(WEIGHT, 0), Ref(OUT, 0))
     bias = Ref(LAST, 0)
     folded = bias if call.last is not None and scatter.folds else None
-    lanes = begin_lanes(build)
+    lanes = _begin_lanes(build)
     weight = matrix_of(call.weight, transposed=True)
     multiply_scattered(build, scatter, weight, refs, folded, before_gemm=lanes.next)
     lanes.join()
@@ -400,15 +402,12 @@ def record_gather_backward(build: Build, call: TapeCall) -> None:
 
     weight, refs = matrix_of(call.weight, transposed=False), (Ref(FIRST, 0), Ref(WEIGHT, 0), Ref(OUT, 0))
     gather.issue_all()
-    lanes = begin_lanes(build)
     if is_bulk:
         gather.copy_own()
-        multiply_scattered(build, scatter, weight, refs, None, between=multiply_weight_gradient, before_gemm=lanes.next)
+        multiply_scattered(build, scatter, weight, refs, None, between=multiply_weight_gradient)
     else:
-        multiply_scattered(build, scatter, weight, refs, None, after_first=gather.copy_own, before_gemm=lanes.next)
-        lanes.next()
+        multiply_scattered(build, scatter, weight, refs, None, after_first=gather.copy_own)
         multiply_weight_gradient()
-    lanes.join()
     if not scatter.folds:
         scatter.sum(call.out.view(-1, call.out.size(-1)), refs[2], None, NOWHERE)
     build.tape.wait(*gather.remaining(), *scatter.remaining())
@@ -422,12 +421,9 @@ def record_scatter_backward(build: Build, call: TapeCall) -> None:
     gather.issue_all()
     refs = (Ref(WEIGHT, 0), Ref(OUT, 0))
     weight = matrix_of(call.weight, transposed=False)
-    lanes = begin_lanes(build)
-    multiply_gathered(build, gather, weight, refs, None, lanes, is_bulk=is_bulk, after_first=gather.copy_own)
-    lanes.next()
+    multiply_gathered(build, gather, weight, refs, None, is_bulk=is_bulk, after_first=gather.copy_own)
     gather.complete()
     record_weight_gradient(build, call, (gather.window, Ref(SECOND, 0)))
-    lanes.join()
     build.tape.wait(*gather.remaining())
 
 

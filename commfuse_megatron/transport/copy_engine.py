@@ -17,24 +17,25 @@ windows out differently. Therefore a rank without a message for a peer takes the
 its own, for which the peer waits before it grants again: else a grant of an earlier operation would be left over.
 """
 
+import functools
 import logging
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, override
+from collections.abc import Callable
+from typing import override
 
 import torch
 from torch import distributed as dist
 
 from commfuse_megatron.errors import TransportError
-from commfuse_megatron.transport.base import MOST_FLAGS, Message, Place, Released, Transfer, Transport, Window
+from commfuse_megatron.transport.base import Message, Place, Released, Transfer, Transport, Window
+from commfuse_megatron.transport.copy_flags import NO_MESSAGE, CopyFlags, Key, bytes_of_flags, clear_flags
 from commfuse_megatron.transport.copy_tape import BoundOperation, Ref, Step
+from commfuse_megatron.transport.mapped_window import MappedWindow, leave_multicast_alone, map_window
 from commfuse_megatron.transport.stream_memory import (
     Batch,
     FlagPage,
-    MemoryOp,
     OwnStream,
     StreamEvent,
     StreamMemory,
@@ -44,40 +45,14 @@ from commfuse_megatron.transport.stream_memory import (
 )
 from commfuse_megatron.transport.tape_graphs import TapeGraphs
 
-__all__ = ["CopyEngineTransport", "Key"]
+__all__ = ["CopyEngineTransport"]
 
 logger = logging.getLogger(__name__)
-
-_FLAG_BYTES = 4
-_CLEAR, _SET = 0, 1
-_NO_MESSAGE = MOST_FLAGS  # the flag that stands for all messages of an operation in which there are none
-_FLAGS_PER_PEER = MOST_FLAGS + 1
 
 # Streams blocked by a peer that never came are let go in rounds, since queued work clears flags again.
 _ABORT_ROUND_S = 0.005
 _ABORT_IDLE_ROUNDS = 20
 _ABORT_LIMIT_S = 60.0
-
-#: Both ends of a batch: (peer received from, its flag, peer sent to, flag there); -1 where there is none.
-Key = tuple[int, int, int, int]
-
-
-class _MappedWindow(Window):
-    """A window and the addresses at which this process sees those of all ranks."""
-
-    __slots__ = ("_handle", "addresses")
-
-    def __init__(self, tensor: torch.Tensor, handle: Any) -> None:
-        super().__init__(tensor)
-        self._handle = handle  # keeps the mappings alive
-        self.addresses: list[int] = list(handle.buffer_ptrs)
-
-
-class _Silence(NamedTuple):
-    """Of an operation: what tells the peers that get no message, and the flags of those from whom none comes."""
-
-    told: Batch
-    awaited: tuple[Key, ...]
 
 
 class _Operation:
@@ -127,28 +102,6 @@ class _CopyTransfer(Transfer):
         return self.is_complete() or self._transport.has_arrived(self._key)
 
 
-def why_memory_cannot_be_shared(group: dist.ProcessGroup, device: torch.device) -> str:
-    """What PyTorch says when the ranks of `group` map a little of each other's memory, "" if they can. Collective.
-
-    Some containers forbid what that takes (`pidfd_getfd`), which no property of a GPU tells.
-    """
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
-    _leave_multicast_alone()
-    try:
-        tensor = symmetric_memory.empty(_FLAG_BYTES, dtype=torch.uint8, device=device)
-        symmetric_memory.rendezvous(tensor, group.group_name)
-    except RuntimeError as error:
-        return f"group rank {group.rank()} cannot share memory with the others: {error}"
-    return ""
-
-
-def _leave_multicast_alone() -> None:
-    # Read by PyTorch at the first rendezvous of the process. We never need multicast, and on some machines making a
-    # multicast object takes the whole fabric down.
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-
-
 class CopyEngineTransport(Transport):
     """Copies between the members of one process group, all of which reach each other's memory."""
 
@@ -168,7 +121,7 @@ class CopyEngineTransport(Transport):
 
         cuda_graphs: so many replayed calls whose addresses were seen before are launched as one CUDA graph each.
         """
-        _leave_multicast_alone()
+        leave_multicast_alone()
         self._group = group
         self._exchange = exchange
         self._device = device
@@ -181,13 +134,14 @@ class CopyEngineTransport(Transport):
         if cuda_graphs:
             self._graph_stream = borrow_stream(device)
             self._graphs = TapeGraphs(self._graph_stream, self._stream, self._memory.run, cuda_graphs)
-        # full [sender, flag], sent [receiver, flag], free [receiver]
-        self._flags = self._map((2 * _FLAGS_PER_PEER + 1) * self._size * _FLAG_BYTES, self._clear_flags)
-        self._page = FlagPage(self._flags.tensor.view(torch.int32))
+        clear = functools.partial(clear_flags, group_size=self._size)
+        window = map_window(group, device, bytes_of_flags(self._size), exchange, clear)
+        self._flags = CopyFlags(self._memory, window, self._rank)
+        self._page = FlagPage(self._flags.tensor)
         self._takes: dict[int, Batch] = {}
         self._deliveries: dict[tuple[int, int], Batch] = {}
         self._waits: dict[Key, Batch] = {}
-        self._releases: dict[tuple[Key, ...], tuple[_Silence, Batch]] = {}
+        self._releases: dict[tuple[Key, ...], tuple[Batch, tuple[Key, ...], Batch]] = {}
         self._operation = _Operation()
         self._in_flight: deque[_Operation] = deque()
         self._is_aborted = False
@@ -196,7 +150,7 @@ class CopyEngineTransport(Transport):
     def window(self, size_bytes: int, device: torch.device) -> Window:
         # All that this rank received or sent is ordered before this; after the rendezvous that holds for all ranks.
         torch.cuda.current_stream(self._device).synchronize()
-        return self._map(size_bytes, None)
+        return map_window(self._group, self._device, size_bytes, self._exchange)
 
     @override
     def exchange(self, send: Message | None, receive: Message | None, turn: int = 0) -> Transfer:
@@ -219,21 +173,18 @@ class CopyEngineTransport(Transport):
         silent: tuple[Key, ...] = ()
         if release is None:
             keys = tuple(operation.keys)
-            (told, silent), release = self._releases.get(keys) or self._make_release(keys)
+            told, silent, release = self._releases.get(keys) or self._make_release(keys)
             if told:
                 if not operation.granted:  # nothing was sent: a graph that is being captured needs the fork
-                    self._issued.record(stream)
-                    self._issued.wait(self._stream.handle)
+                    self._fork(stream)
                 self._memory.run(self._stream.handle, told)
                 if is_capturing:  # what the release waits for is told by peers who wait for the same from here
-                    self._copied.record(self._stream.handle)
-                    self._copied.wait(stream)
+                    self._join(stream)
         if not operation.is_released:
             self._memory.run(stream, release)
         self._operation = _Operation()
         if is_capturing:  # a forked stream must join again before the capture ends
-            self._copied.record(self._stream.handle)
-            self._copied.wait(stream)
+            self._join(stream)
             return None
         done = operation.done = self._spare_event()
         done.record(stream)
@@ -251,8 +202,7 @@ class CopyEngineTransport(Transport):
         if self._graphs is not None and not is_capturing and self._graphs.run(tape, addresses, stream):
             operation.is_released = True
         elif is_capturing:
-            self._issued.record(stream)
-            self._issued.wait(self._stream.handle)
+            self._fork(stream)
             for step in tape.captured:
                 step(addresses, stream)
         else:
@@ -275,13 +225,22 @@ class CopyEngineTransport(Transport):
 
     # -- sending and waiting ------------------------------------------------------------------------------------------
 
+    def _fork(self, stream: int) -> None:
+        """The copy stream goes on from where `stream` is."""
+        self._issued.record(stream)
+        self._issued.wait(self._stream.handle)
+
+    def _join(self, stream: int) -> None:
+        """`stream` goes on from where the copy stream is."""
+        self._copied.record(self._stream.handle)
+        self._copied.wait(stream)
+
     def _push(self, send: Message, operation: _Operation) -> tuple[int, int]:
         tensor, peer, _, place = send
-        if place is None or not isinstance(place.window, _MappedWindow):
+        if place is None or not isinstance(place.window, MappedWindow):
             raise TransportError("the copy engine sends into windows only: the message has no place in one")
         memory, copies = self._memory, self._stream
-        self._issued.record(torch._C._cuda_getCurrentRawStream(self._device.index))
-        self._issued.wait(copies.handle)
+        self._fork(torch._C._cuda_getCurrentRawStream(self._device.index))
         if peer not in operation.granted:
             operation.granted.add(peer)
             memory.run(copies.handle, self._takes.get(peer) or self._make_take(peer))
@@ -334,14 +293,14 @@ class CopyEngineTransport(Transport):
 
     def bind_push(self, peer: int, place: Place, source: Ref, size_bytes: int) -> Step:
         """Copy to a place at `peer` and say so there and here."""
-        assert isinstance(place.window, _MappedWindow)
+        assert isinstance(place.window, MappedWindow)
         key = (peer, place.flag)
         ops = self._deliveries.get(key) or self._make_delivery(key)
         return self._bind_copy(Ref(0, place.window.addresses[peer] + place.offset), source, size_bytes, ops)
 
     def bind_copy(self, target: Ref, source: Ref, size_bytes: int, flag: int) -> Step:
         """Copy within this device on the copy stream; `key_of_copy(flag)` is what to wait for."""
-        ops = batch([self._memory.write_value(self._sent_at(self._rank, flag), _SET)])
+        ops = batch(self._flags.copied(self._rank, flag))
         return self._bind_copy(target, source, size_bytes, ops)
 
     def key_of_copy(self, flag: int) -> Key:
@@ -351,18 +310,18 @@ class CopyEngineTransport(Transport):
     def bind_wait(self, keys: tuple[Key, ...]) -> Step:
         """The current stream goes on when all batches are complete."""
         run = self._memory.run
-        ops = batch(self._wait_ops(keys))
+        ops = batch(self._flags.wait(keys))
         return lambda at, stream: run(stream, ops)
 
     def bind_silence(self, keys: tuple[Key, ...]) -> tuple[Step | None, tuple[Key, ...]]:
         """What the copy stream tells peers to whom none of these batches goes, and the keys of those who send none."""
-        told, awaited = self._silence(keys)
-        run, copies = self._memory.run, self._stream.handle
-        return (lambda at, stream: run(copies, told)) if told else None, awaited
+        told, awaited = self._flags.silence(keys)
+        run, copies, ops = self._memory.run, self._stream.handle, batch(told)
+        return (lambda at, stream: run(copies, ops)) if told else None, awaited
 
     def bind_release(self, keys: tuple[Key, ...], awaited: tuple[Key, ...]) -> Batch:
         """What ends an operation of these batches, and waits for some of them first."""
-        return batch([*self._wait_ops(awaited), *self._release_ops(keys)])
+        return batch([*self._flags.wait(awaited), *self._flags.release(keys)])
 
     def _bind_copy(self, target: Ref, source: Ref, size_bytes: int, ops: Batch) -> Step:
         copy, run, copies = self._memory.copy, self._memory.run, self._stream.handle
@@ -375,102 +334,34 @@ class CopyEngineTransport(Transport):
 
         return step
 
-    # -- flags --------------------------------------------------------------------------------------------------------
-
-    def _full_at(self, receiver: int, sender: int, flag: int) -> int:
-        return self._flags.addresses[receiver] + (sender * _FLAGS_PER_PEER + flag) * _FLAG_BYTES
-
-    def _sent_at(self, receiver: int, flag: int) -> int:
-        base = self._flags.addresses[self._rank] + self._size * _FLAGS_PER_PEER * _FLAG_BYTES
-        return base + (receiver * _FLAGS_PER_PEER + flag) * _FLAG_BYTES
-
-    def _free_at(self, sender: int, receiver: int) -> int:
-        return self._flags.addresses[sender] + (2 * self._size * _FLAGS_PER_PEER + receiver) * _FLAG_BYTES
+    # -- what is made once ---------------------------------------------------------------------------------------------
 
     def _make_take(self, peer: int) -> Batch:
-        ops = self._takes[peer] = batch(self._take_ops(peer))
+        ops = self._takes[peer] = batch(self._flags.take(peer))
         return ops
-
-    def _take_ops(self, peer: int) -> list[MemoryOp]:
-        at = self._free_at(self._rank, peer)
-        return [self._memory.wait_for(at, _SET), self._memory.write_value(at, _CLEAR)]
 
     def _make_delivery(self, key: tuple[int, int]) -> Batch:
-        peer, flag = key
-        full = self._memory.write_value(self._full_at(peer, self._rank, flag), _SET)
-        sent = self._memory.write_value(self._sent_at(peer, flag), _SET)
-        ops = self._deliveries[key] = batch([full, sent])
+        ops = self._deliveries[key] = batch(self._flags.deliver(*key))
         return ops
-
-    def _own_flags(self, key: Key) -> list[int]:
-        from_rank, received_flag, to_rank, sent_flag = key
-        addresses = [] if from_rank < 0 else [self._full_at(self._rank, from_rank, received_flag)]
-        return addresses if to_rank < 0 else [*addresses, self._sent_at(to_rank, sent_flag)]
 
     def _make_wait(self, key: Key) -> Batch:
-        ops = self._waits[key] = batch(self._wait_ops((key,)))
+        ops = self._waits[key] = batch(self._flags.wait((key,)))
         return ops
 
-    def _wait_ops(self, keys: Iterable[Key]) -> list[MemoryOp]:
-        return [self._memory.wait_for(at, _SET) for key in keys for at in self._own_flags(key)]
-
-    def _silence(self, keys: tuple[Key, ...]) -> _Silence:
-        senders, receivers = {key[0] for key in keys}, {key[2] for key in keys}
-        peers = [peer for peer in range(self._size) if peer != self._rank]
-        told: list[MemoryOp] = []
-        for peer in peers:
-            if peer not in receivers:
-                told += self._take_ops(peer)
-                told.append(self._memory.write_value(self._full_at(peer, self._rank, _NO_MESSAGE), _SET))
-        return _Silence(batch(told), tuple((peer, _NO_MESSAGE, -1, -1) for peer in peers if peer not in senders))
-
-    def _make_release(self, keys: tuple[Key, ...]) -> tuple[_Silence, Batch]:
-        silence = self._silence(keys)
-        ops = self.bind_release((*keys, *silence.awaited), silence.awaited)
-        made = self._releases[keys] = silence, ops
+    def _make_release(self, keys: tuple[Key, ...]) -> tuple[Batch, tuple[Key, ...], Batch]:
+        told, awaited = self._flags.silence(keys)
+        made = self._releases[keys] = batch(told), awaited, self.bind_release((*keys, *awaited), awaited)
         return made
-
-    def _release_ops(self, keys: tuple[Key, ...]) -> list[MemoryOp]:
-        memory = self._memory
-        clears = [memory.write_value(at, _CLEAR) for key in keys for at in self._own_flags(key)]
-        sources = sorted({key[0] for key in keys if key[0] >= 0})
-        grants = [memory.write_value(self._free_at(source, self._rank), _SET) for source in sources]
-        return [*clears, *grants]
-
-    def _clear_flags(self, tensor: torch.Tensor) -> None:
-        flags = tensor.view(torch.int32)
-        flags.zero_()
-        flags[2 * self._size * _FLAGS_PER_PEER :].fill_(_SET)
-
-    def _map(self, size_bytes: int, fill: Any) -> _MappedWindow:
-        from torch.distributed import _symmetric_memory as symmetric_memory
-
-        tensor, complaint = None, ""
-        try:
-            tensor = symmetric_memory.empty(max(size_bytes, 1), dtype=torch.uint8, device=self._device)
-        except RuntimeError as error:  # out of memory: the others must not wait for this rank in the rendezvous
-            complaint = f"no {size_bytes / 2**20:.0f} MiB of symmetric memory: {error}"
-        if complaint:
-            complaint = f"group rank {self._rank} has {complaint}"
-        complaints = [complaint] if self._exchange is None else self._exchange(complaint)
-        if any(complaints) or tensor is None:
-            raise TransportError(next(text for text in complaints if text))
-        if fill is not None:  # before the rendezvous: afterwards the peers may write there
-            fill(tensor)
-            torch.cuda.current_stream(self._device).synchronize()
-        return _MappedWindow(tensor, symmetric_memory.rendezvous(tensor, self._group.group_name))
 
     # -- when a peer does not come ------------------------------------------------------------------------------------
 
     def has_arrived(self, key: Key) -> bool:
         """Whether the flags of a batch are set now; slow, for diagnosis."""
-        base = self._flags.addresses[self._rank]
-        flags = self._page.read()
-        return all(int(flags[(at - base) // _FLAG_BYTES]) == _SET for at in self._own_flags(key))
+        return self._flags.are_set(key, self._page.read())
 
     def silent_peer(self, operation: BoundOperation) -> int | None:
         """A peer that has no message for this rank in the operation and has not said so yet; slow, for diagnosis."""
-        waiting = (key[0] for key in operation.keys if key[1] == _NO_MESSAGE and not self.has_arrived(key))
+        waiting = (key[0] for key in operation.keys if key[1] == NO_MESSAGE and not self.has_arrived(key))
         return next(waiting, None)
 
     def undelivered_peer(self, operation: BoundOperation) -> int | None:

@@ -21,7 +21,8 @@ from commfuse_megatron.transport.base import Place
 from commfuse_megatron.transport.stream_memory import Batch
 
 if TYPE_CHECKING:
-    from commfuse_megatron.transport.copy_engine import CopyEngineTransport, Key
+    from commfuse_megatron.transport.copy_engine import CopyEngineTransport
+    from commfuse_megatron.transport.copy_flags import Key
 
 __all__ = ["BoundOperation", "CopyTape", "Ref", "Step"]
 

@@ -15,8 +15,9 @@ from torch import distributed as dist
 from commfuse_megatron.config import OverlapConfig, TransportConfig
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.transport.base import Transport
-from commfuse_megatron.transport.copy_engine import CopyEngineTransport, why_memory_cannot_be_shared
+from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.gloo import GlooTransport
+from commfuse_megatron.transport.mapped_window import why_memory_cannot_be_shared
 from commfuse_megatron.transport.nccl import NcclTransport
 
 __all__ = [

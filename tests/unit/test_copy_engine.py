@@ -9,6 +9,7 @@ import torch
 from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport import copy_engine
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
+from commfuse_megatron.transport.mapped_window import map_window
 
 symmetric_memory = pytest.importorskip("torch.distributed._symmetric_memory")
 
@@ -25,12 +26,10 @@ def test_a_rank_without_memory_stops_all_before_the_rendezvous(is_here, monkeypa
 
     monkeypatch.setattr(symmetric_memory, "empty", empty)
     monkeypatch.setattr(symmetric_memory, "rendezvous", rendezvous)
-    transport = object.__new__(CopyEngineTransport)
-    transport._device, transport._rank = torch.device("cpu"), 0
+    group = SimpleNamespace(rank=lambda: 0)
     elsewhere = "" if is_here else "group rank 1 has no 3 MiB of symmetric memory: out of memory"
-    transport._exchange = lambda own: [own, elsewhere]
     with pytest.raises(TransportError, match=f"group rank {0 if is_here else 1} has no 3 MiB of symmetric memory"):
-        transport._map(3 << 20, None)
+        map_window(group, torch.device("cpu"), 3 << 20, lambda own: [own, elsewhere])
 
 
 def test_transfers_are_given_up_also_while_a_graph_is_captured(monkeypatch):

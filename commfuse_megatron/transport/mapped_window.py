@@ -1,0 +1,81 @@
+"""Memory of this GPU that the other ranks of a group write to by address: PyTorch's symmetric memory.
+
+Mapping is collective. Multicast is never used.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from commfuse_megatron.errors import TransportError
+from commfuse_megatron.transport.base import Window
+
+__all__ = ["MappedWindow", "leave_multicast_alone", "map_window", "why_memory_cannot_be_shared"]
+
+#: Hands one string of every rank to all.
+Exchange = Callable[[str], list[str]]
+
+
+class MappedWindow(Window):
+    """A window and the addresses at which this process sees those of all ranks."""
+
+    __slots__ = ("_handle", "addresses")
+
+    def __init__(self, tensor: torch.Tensor, handle: Any) -> None:
+        super().__init__(tensor)
+        self._handle = handle  # keeps the mappings alive
+        self.addresses: list[int] = list(handle.buffer_ptrs)
+
+
+def map_window(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    size_bytes: int,
+    exchange: Exchange | None,
+    fill: Callable[[torch.Tensor], None] | None = None,
+) -> MappedWindow:
+    """A new window; collective over `group`. fill: writes what the peers are to find.
+
+    Raises TransportError on all ranks if one has no memory left; without `exchange` on that one alone.
+    """
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    tensor, complaint = None, ""
+    try:
+        tensor = symmetric_memory.empty(max(size_bytes, 1), dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # out of memory: the others must not wait for this rank in the rendezvous
+        complaint = f"group rank {group.rank()} has no {size_bytes / 2**20:.0f} MiB of symmetric memory: {error}"
+    complaints = [complaint] if exchange is None else exchange(complaint)
+    if any(complaints) or tensor is None:
+        raise TransportError(next(text for text in complaints if text))
+    if fill is not None:  # before the rendezvous: afterwards the peers may write there
+        fill(tensor)
+        torch.cuda.current_stream(device).synchronize()
+    return MappedWindow(tensor, symmetric_memory.rendezvous(tensor, group.group_name))
+
+
+def why_memory_cannot_be_shared(group: dist.ProcessGroup, device: torch.device) -> str:
+    """What PyTorch says when the ranks of `group` map a little of each other's memory, "" if they can. Collective.
+
+    Some containers forbid what that takes (`pidfd_getfd`), which no property of a GPU tells.
+    """
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    leave_multicast_alone()
+    try:
+        tensor = symmetric_memory.empty(4, dtype=torch.uint8, device=device)
+        symmetric_memory.rendezvous(tensor, group.group_name)
+    except RuntimeError as error:
+        return f"group rank {group.rank()} cannot share memory with the others: {error}"
+    return ""
+
+
+def leave_multicast_alone() -> None:
+    """Before the first rendezvous of the process, when PyTorch reads it.
+
+    We never need multicast, and on some machines making a multicast object takes the whole fabric down.
+    """
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
