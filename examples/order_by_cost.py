@@ -2,8 +2,9 @@
 
     python examples/order_by_cost.py --ranks 2 3 4
     python examples/order_by_cost.py --ranks 2 3 4 5 6 7 8 --chunks 1 2 4
+    python examples/order_by_cost.py --ranks 3 4 5 6 7 8 --chunks 1 2 --at-a-time 2 4
 
-The second line makes the tables of `docs/order_by_cost.md`, in about a minute.
+The last two make the tables of `docs/order_by_cost.md`, in about a minute.
 Read `commfuse_megatron/schedule/order.py`.
 """
 
@@ -29,9 +30,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What the order of owners gains under a causal mask.")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 3, 4], metavar="N", help="default: 2 3 4")
     parser.add_argument("--chunks", nargs="+", type=int, default=[1], metavar="M", help="chunks per shard (default: 1)")
+    parser.add_argument(
+        "--at-a-time", nargs="+", type=int, default=[], metavar="N", help="instead: with N chunks computed at a time"
+    )
     chosen = parser.parse_args()
-    if min(chosen.ranks) < 2 or max(chosen.ranks) > 8 or min(chosen.chunks) < 1:
-        parser.error("--ranks takes 2 to 8, --chunks 1 and more")
+    if min(chosen.ranks) < 2 or max(chosen.ranks) > 8 or min(*chosen.chunks, *chosen.at_a_time, 1) < 1:
+        parser.error("--ranks takes 2 to 8, --chunks and --at-a-time 1 and more")
+    for number in chosen.at_a_time:
+        print(f"reduce_scatter, {number} chunks at a time: rotation > best order (gain in %)")
+        print("\n".join(order_rows(Collective.REDUCE_SCATTER, chosen.ranks, chosen.chunks, number)), end="\n\n")
+    if chosen.at_a_time:
+        return
     show_one(max(chosen.ranks))
     for collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER):
         print(f"{collective}: rotation > best order (gain in %), computing alone = 1, by transfers / computing")

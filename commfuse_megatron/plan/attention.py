@@ -14,13 +14,21 @@ from commfuse_megatron.schedule import (
     Algorithm,
     Chunk,
     Collective,
+    OwnerOrder,
     build_all_gather,
     build_reduce_scatter,
     choose_order,
     simulate,
 )
 
-__all__ = ["attention_buffer_needs", "list_attention_plans", "predict_attention_us", "with_owner_orders"]
+__all__ = [
+    "MOST_AT_A_TIME",
+    "attention_blocks",
+    "attention_buffer_needs",
+    "list_attention_plans",
+    "predict_attention_us",
+    "with_owner_orders",
+]
 
 # Splits of one owner's queries worth considering: each is one more attention kernel, and a smaller one.
 _SPLITS = (1, 2, 4)
@@ -29,6 +37,17 @@ _SPLITS = (1, 2, 4)
 # the same. cuDNN, 16 heads of 128, S 8192, causal: 0.484 ms or 568 TFLOP/s of 790 (H200, November 2026).
 _ATTENTION_RATE = 0.7
 _BACKWARD_WORK = 2.5
+
+# Attention kernels give a block, which takes an SM, to every 128 queries of a head.
+_QUERIES_PER_BLOCK = 128
+
+#: Splits of a forward pass that run at a time; see `runtime/lanes.py`.
+MOST_AT_A_TIME = 4
+
+
+def attention_blocks(queries: int, heads: int) -> int:
+    """Blocks that the kernel of a split gives to the device, forward. heads: of one rank, of the whole batch."""
+    return max(1, heads * -(-queries // _QUERIES_PER_BLOCK))
 
 
 def list_attention_plans(problem: AttentionProblem, config: OverlapConfig) -> list[LinearPlan]:
@@ -84,18 +103,22 @@ def with_owner_orders(problem: AttentionProblem, plan: LinearPlan, machine: Mach
     if plan.path != "query_split":
         return plan
     costs = _Costs(problem, plan, machine)
-    orders = {
-        collective: choose_order(
+
+    def order(collective: Collective, work: float, at_a_time: int) -> OwnerOrder | None:
+        return choose_order(
             problem.group_size,
             costs.split_costs_us(work),
             costs.longest_transfer_us(),
             collective=collective,
             chunks_per_shard=plan.chunks_per_shard,
+            at_a_time=at_a_time,
         ).order
-        for collective, work in ((Collective.REDUCE_SCATTER, 1.0), (Collective.ALL_GATHER, _BACKWARD_WORK))
-    }
+
+    # Backward a kernel gives blocks to keys, of which the later splits have many.
     return dataclasses.replace(
-        plan, scatter_order=orders[Collective.REDUCE_SCATTER], gather_order=orders[Collective.ALL_GATHER]
+        plan,
+        scatter_order=order(Collective.REDUCE_SCATTER, 1.0, costs.splits_at_a_time()),
+        gather_order=order(Collective.ALL_GATHER, _BACKWARD_WORK, 1),
     )
 
 
@@ -172,6 +195,13 @@ class _Costs:
         """Every split, owner by owner."""
         splits = (Chunk(owner, index) for owner, shard in enumerate(self.chunks) for index in range(len(shard)))
         return [self._split_us(split, work) for split in splits]
+
+    def splits_at_a_time(self) -> int:
+        """How many splits the device has room for, forward."""
+        if not self.machine.traits.replays:  # submitted one by one, each before its GEMM: hardly any two
+            return 1
+        blocks = attention_blocks(self._rows(Chunk(0, 0)).size, self.problem.heads * self.problem.batch)
+        return min(MOST_AT_A_TIME, max(1, self.machine.traits.num_sms // blocks))
 
     def longest_transfer_us(self) -> float:
         """One split's partial output; the first shard is as large as any."""

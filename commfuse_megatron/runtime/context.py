@@ -216,7 +216,9 @@ class OverlapContext:
             if self.is_capturing:  # what is captured now is agreed on at the first call outside
                 return
             plan = prepared.plan
-            self.agree(f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}")
+            orders = [order for order in (plan.scatter_order, plan.gather_order) if order is not None]
+            owners = f", owners {orders}" if orders else ""
+            self.agree(f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}{owners}")
         prepared.is_agreed = True
 
     def agree(self, statement: str) -> None:

@@ -18,13 +18,12 @@ from contextlib import contextmanager
 
 import torch
 
+from commfuse_megatron.plan.attention import MOST_AT_A_TIME, attention_blocks
 from commfuse_megatron.transport.stream_memory import OwnStream, borrow_stream, give_stream_back
 
 __all__ = ["Lanes", "choose_num_lanes"]
 
-_FEWEST, _MOST = 2, 4
-# Attention kernels give a block to every 128 queries of a head.
-_QUERIES_PER_BLOCK = 128
+_FEWEST = 2
 _ASSUMED_SMS = 132
 
 
@@ -40,8 +39,7 @@ def choose_num_lanes(queries: int, heads: int, device: torch.device) -> int:
     num_sms = _ASSUMED_SMS
     if device.type == "cuda":
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    blocks = max(1, heads * -(-queries // _QUERIES_PER_BLOCK))
-    return min(_MOST, max(_FEWEST, 1 + -(-num_sms // blocks)))
+    return min(MOST_AT_A_TIME, max(_FEWEST, 1 + -(-num_sms // attention_blocks(queries, heads))))
 
 
 class Lanes:

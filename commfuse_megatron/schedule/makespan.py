@@ -1,7 +1,8 @@
 """How long a direct schedule takes in a given order of owners: what `simulate` finds, by a short recurrence.
 
 For searches that try thousands of orders, so position by position: orders that begin alike share their beginning. Every
-rank's computation of a chunk costs the same, and so does every transfer. A test holds it against `simulate`.
+rank's computation of a chunk costs the same, and so does every transfer. A test holds it against `simulate`, which
+computes one chunk at a time.
 
 The contract that bites: as in `simulate`, all slots are there (none is reused), and the batches of an all-gather are
 issued ahead of its computations.
@@ -16,8 +17,9 @@ __all__ = ["Clock", "Ends", "least_makespan_us", "makespan_us"]
 
 type ChunkCosts = Sequence[Sequence[float]]
 
-#: Per rank: when its last computation ends, and when its last batch would if it dealt with no slower rank.
-type Ends = tuple[list[float], list[float]]
+#: Per rank: when its latest computations end, of each lane one, those of the lane whose turn it is first; and when its
+#: last batch would if it dealt with no slower rank.
+type Ends = tuple[list[tuple[float, ...]], list[float]]
 
 
 class Clock:
@@ -36,14 +38,23 @@ class Clock:
         ended      |- batch 0 -|- batch 1 -|- ...
         computed   |- own -|   |- chunk 0 -|- chunk 1 -| ...
 
+    Where one chunk leaves part of the device idle, some are computed at a time: they take turns on so many lanes, and
+    each takes so much longer than it would if it could be spread over the whole device.
+
+        lane 0     |- - chunk 0 - -|- - chunk 2 ...
+        lane 1     |- - - chunk 1 - - -|- chunk 3 ...
+
     Args:
-        costs_us: of every chunk, by owner.
+        costs_us: of every chunk, by owner; together they are what the device computes in that time.
         transfer_us: of every chunk, latency included.
+        at_a_time: how many chunks are computed at a time.
     """
 
-    def __init__(self, collective: Collective, costs_us: ChunkCosts, transfer_us: float) -> None:
+    def __init__(self, collective: Collective, costs_us: ChunkCosts, transfer_us: float, *, at_a_time: int = 1) -> None:
         self.is_backwards = collective is Collective.ALL_GATHER
-        self.costs_us = [list(reversed(chunks)) if self.is_backwards else list(chunks) for chunks in costs_us]
+        self.at_a_time = at_a_time
+        lasting_us = [[at_a_time * cost for cost in chunks] for chunks in costs_us]
+        self.costs_us = [chunks[::-1] for chunks in lasting_us] if self.is_backwards else lasting_us
         self.transfer_us = transfer_us
         self.group_size = len(costs_us)
         self.chunks_per_shard = len(costs_us[0])
@@ -51,20 +62,30 @@ class Clock:
 
     def start(self) -> Ends:
         """Before the first position."""
-        return [0.0] * self.group_size, [0.0] * self.group_size
+        return [(0.0,) * self.at_a_time] * self.group_size, [0.0] * self.group_size
 
     def advance(self, ends: Ends, owners: Sequence[int]) -> Ends:
         """One position further, in which rank r takes the shard of owners[r]."""
         computed, ended = ends
         chunks = [self.costs_us[owner] for owner in owners]
         for index in range(self.chunks_per_shard):
-            computed = [end + costs[index] for end, costs in zip(computed, chunks, strict=True)]
-            ended = [max(done, end) + self.transfer_us for done, end in zip(computed, ended, strict=True)]
+            computed = [(*lanes[1:], lanes[0] + costs[index]) for lanes, costs in zip(computed, chunks, strict=True)]
+            ended = [max(lanes[-1], end) + self.transfer_us for lanes, end in zip(computed, ended, strict=True)]
         return computed, ended
 
     def least_us(self, ends: Ends, num_left: int) -> float:
         """The makespan if nothing waits in the `num_left` positions that are left; exact when none is."""
-        return max(self.total_us, max(ends[1]) + num_left * self.chunks_per_shard * self.transfer_us)
+        computed_us = self.total_us if num_left or self.at_a_time == 1 else self._last_computed_us(ends[0])
+        return max(computed_us, max(ends[1]) + num_left * self.chunks_per_shard * self.transfer_us)
+
+    def _last_computed_us(self, computed: Sequence[tuple[float, ...]]) -> float:
+        """When the last rank has computed its own chunks, too."""
+        last_us = 0.0
+        for lanes, own in zip(computed, self.costs_us, strict=True):
+            for cost in own:
+                lanes = (*lanes[1:], lanes[0] + cost)
+            last_us = max(last_us, *lanes)
+        return last_us
 
     def make_order(self, positions: Sequence[tuple[int, ...]]) -> OwnerOrder:
         """The order that has these owners, position by position as the clock goes."""
@@ -94,7 +115,7 @@ def least_makespan_us(clock: Clock) -> float:
     (an owner's stay together), and all that follow leave one after the other; what owner j receives, one after the
     other, begins with some rank's first chunk of it. An all-gather is that backwards.
     """
-    chunks, m = clock.costs_us, clock.chunks_per_shard
+    chunks, m, lanes = clock.costs_us, clock.chunks_per_shard, clock.at_a_time
     num_transfers = (clock.group_size - 1) * m
     shards = [sum(owner) for owner in chunks]
     bounds = [clock.total_us]
@@ -107,7 +128,7 @@ def least_makespan_us(clock: Clock) -> float:
                 sum(chunks[last][:begun]) + _sum_least(whole, (shards[owner] for owner in others if owner != last))
                 for last in (others if begun else [rank])
             )
-            bounds.append(computed_us + (num_transfers - number) * clock.transfer_us)
+            bounds.append(computed_us / lanes + (num_transfers - number) * clock.transfer_us)
     return max(bounds)
 
 

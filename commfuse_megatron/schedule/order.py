@@ -36,7 +36,7 @@ class OrderChoice:
     """An order and what it gains.
 
     order: for `build_reduce_scatter`, `build_all_gather` and `bind`; None for the rotation.
-    makespan_us: of this order, as `simulate` has it; rotation_us: of the rotation.
+    makespan_us: of this order, with one chunk computed at a time as `simulate` has it; rotation_us: of the rotation.
     least_us: no order takes less, not even one for which ranks would send and receive in different positions.
     """
 
@@ -64,6 +64,7 @@ def choose_order(
     *,
     collective: Collective = Collective.REDUCE_SCATTER,
     chunks_per_shard: int = 1,
+    at_a_time: int = 1,
     least_gain: float = 0.01,
 ) -> OrderChoice:
     """Return the order with the shortest makespan found, or the rotation if that saves no more than `least_gain`.
@@ -77,6 +78,7 @@ def choose_order(
             attention): group_size * chunks_per_shard numbers.
         transfer_us: what one chunk takes to another rank, latency included.
         collective: an all-gather is taken to issue its batches ahead of the computations, as `simulate` does.
+        at_a_time: how many chunks a rank computes at a time, where one leaves part of the device idle: `Clock`.
 
     Raises:
         ScheduleError: sizes below 1, another number of costs, or a cost that is no time.
@@ -84,15 +86,16 @@ def choose_order(
     Cost: 0.1 s for 8 ranks at most, then cached.
     """
     costs_us = tuple(costs_us)
-    if group_size < 1 or chunks_per_shard < 1 or len(costs_us) != group_size * chunks_per_shard:
+    if min(group_size, chunks_per_shard, at_a_time) < 1 or len(costs_us) != group_size * chunks_per_shard:
         raise ScheduleError(
-            f"an order was asked for with group_size={group_size}, chunks_per_shard={chunks_per_shard} and "
-            f"{len(costs_us)} costs: sizes must be at least 1, and every chunk needs one cost."
+            f"an order was asked for with group_size={group_size}, chunks_per_shard={chunks_per_shard}, at_a_time="
+            f"{at_a_time} and {len(costs_us)} costs: sizes must be at least 1, and every chunk needs one cost."
         )
     wrong = next((us for us in (*costs_us, transfer_us) if not (math.isfinite(us) and us >= 0)), None)
     if wrong is not None:
         raise ScheduleError(f"an order was asked for with a cost of {wrong}: it must be a time, finite, not negative.")
-    return _choose(group_size, costs_us, float(transfer_us), Collective(collective), chunks_per_shard, least_gain)
+    clock_of = (costs_us, float(transfer_us), Collective(collective), chunks_per_shard, at_a_time)
+    return _choose(group_size, *clock_of, least_gain)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -102,10 +105,11 @@ def _choose(
     transfer_us: float,
     collective: Collective,
     chunks_per_shard: int,
+    at_a_time: int,
     least_gain: float,
 ) -> OrderChoice:
     costs = [list(owner) for owner in itertools.batched(costs_us, chunks_per_shard)]
-    clock = Clock(collective, costs, transfer_us)
+    clock = Clock(collective, costs, transfer_us, at_a_time=at_a_time)
     rotation_us = makespan_us(clock, rotation(collective, group_size))
     least_us = least_makespan_us(clock)
     rotated = OrderChoice(None, rotation_us, rotation_us, least_us)

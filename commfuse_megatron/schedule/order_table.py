@@ -23,7 +23,9 @@ _TRIALS = 300
 _NOTHING = 5e-4
 
 
-def choose_causal_order(collective: Collective, group_size: int, chunks_per_shard: int, ratio: float) -> OrderChoice:
+def choose_causal_order(
+    collective: Collective, group_size: int, chunks_per_shard: int, ratio: float, at_a_time: int = 1
+) -> OrderChoice:
     """The best order found, however little it gains, where all computations take 1 and all transfers `ratio`."""
     return choose_order(
         group_size,
@@ -31,17 +33,20 @@ def choose_causal_order(collective: Collective, group_size: int, chunks_per_shar
         _transfer(group_size, chunks_per_shard, ratio),
         collective=collective,
         chunks_per_shard=chunks_per_shard,
+        at_a_time=at_a_time,
         least_gain=0.0,
     )
 
 
-def order_rows(collective: Collective, group_sizes: Iterable[int], chunks: Iterable[int]) -> Iterator[str]:
+def order_rows(
+    collective: Collective, group_sizes: Iterable[int], chunks: Iterable[int], at_a_time: int = 1
+) -> Iterator[str]:
     """Rows of a Markdown table: the rotation's time and, where another order takes less, its time and gain in %."""
     yield from _head()
     for group_size, m in _pairs(group_sizes, chunks):
         cells = []
         for ratio in RATIOS:
-            choice = choose_causal_order(collective, group_size, m, ratio)
+            choice = choose_causal_order(collective, group_size, m, ratio, at_a_time)
             better = f" > {choice.makespan_us:.3f} ({100 * choice.gain:.1f})" if choice.gain > _NOTHING else ""
             cells.append(f"{choice.rotation_us:.3f}{better}")
         yield _row(group_size, m, cells)

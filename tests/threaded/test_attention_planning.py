@@ -7,6 +7,7 @@ import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import AttentionConfig, PlanConfig
+from commfuse_megatron.errors import ShapeError
 from commfuse_megatron.plan.attention import attention_buffer_needs
 from commfuse_megatron.plan.machine import GemmRate
 from tests.harness import run_threads
@@ -121,6 +122,22 @@ def test_owners_are_taken_in_the_order_that_their_costs_call_for(m, monkeypatch)
     assert list(taken) == [[*order[rank], rank] for rank in range(4)]
     rotation = [tuple((rank - d) % 4 for d in (1, 2, 3)) for rank in range(4)]
     assert list(received) == [[rank, *(back or rotation)[rank]] for rank in range(4)]
+
+
+def test_ranks_that_would_take_owners_in_different_orders_say_so(monkeypatch):
+    """They think differently of the link, say; what they send each other would not fit."""
+    monkeypatch.setattr("commfuse_megatron.plan.attention._Costs.projection_us", lambda *_: 0.0)
+
+    def body(group, device):
+        with OverlapContext(group, attention_config(m=1)) as context:
+            slow = machine(link_gb_s=0.00366 if group.rank() == 2 else 1e9)
+            rate = GemmRate(tflops=1e-3, memory_gb_s=1e9, launch_us=0.0)
+            context.planner.machines["float64"] = dataclasses.replace(slow, gemm=rate)
+            operands, grad_y = draw(Case(rows=64, batch=1, N=2), group.rank(), group.size())
+            with pytest.raises(ShapeError, match="owners"):
+                run(operands, grad_y, ops.query_split_attention, context=context)
+
+    run_threads(4, body)
 
 
 def own_steps(bound):

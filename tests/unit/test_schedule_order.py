@@ -218,6 +218,45 @@ def test_the_recurrence_is_what_simulate_finds(
 
 
 @given(
+    order=orders(max_group_size=6),
+    m=st.integers(1, 3),
+    at_a_time=st.integers(1, 4),
+    transfer_us=st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+    rng=st.randoms(use_true_random=False),
+)
+@settings(deadline=None, max_examples=60)
+def test_some_chunks_at_a_time_are_each_slower(
+    order: OwnerOrder, m: int, at_a_time: int, transfer_us: float, rng: random.Random
+) -> None:
+    """Against one that lets batches wait for all that they deal with: their own and the peers' batch before."""
+    group_size = len(order)
+    costs_us = make_costs(rng, group_size * m)
+    ready_us: list[list[float]] = []
+    last_us = 0.0
+    for rank, owners in enumerate(order):
+        lanes = [0.0] * at_a_time
+        times = []
+        chunks = [owner * m + index for owner in (*owners, rank) for index in range(m)]
+        for number, chunk in enumerate(chunks):
+            lanes[number % at_a_time] += at_a_time * costs_us[chunk]
+            times.append(lanes[number % at_a_time])
+        ready_us.append(times[: len(owners) * m])
+        last_us = max(last_us, *lanes)
+    sent_us, received_us = [0.0] * group_size, [0.0] * group_size
+    for batch in range((group_size - 1) * m):
+        starts_us = [
+            max(ready_us[rank][batch], sent_us[rank], received_us[owners[batch // m]])
+            for rank, owners in enumerate(order)
+        ]
+        for rank, owners in enumerate(order):
+            sent_us[rank] = received_us[owners[batch // m]] = starts_us[rank] + transfer_us
+    clock = Clock(Collective.REDUCE_SCATTER, list(itertools.batched(costs_us, m)), transfer_us, at_a_time=at_a_time)
+    expected_us = max(last_us, *received_us)
+    assert makespan_us(clock, order) == pytest.approx(expected_us)
+    assert least_makespan_us(clock) <= expected_us * (1 + 1e-9)
+
+
+@given(
     collective=st.sampled_from(COLLECTIVES),
     group_size=st.integers(1, 8),
     m=st.integers(1, 3),
@@ -321,7 +360,7 @@ def test_large_groups_keep_the_rotation() -> None:
     ("arguments", "message"),
     [
         ((0, [], 1.0), "group_size=0"),
-        ((2, [1.0], 1.0), "group_size=2, chunks_per_shard=1 and 1 costs"),
+        ((2, [1.0], 1.0), "group_size=2, chunks_per_shard=1, at_a_time=1 and 1 costs"),
         ((2, [1.0, -1.0], 1.0), "with a cost of -1.0"),
         ((2, [1.0, 1.0], float("nan")), "with a cost of nan"),
     ],
@@ -377,4 +416,6 @@ def test_the_document_has_the_tables_that_are_computed() -> None:
     for collective in COLLECTIVES:
         assert "\n".join(order_rows(collective, range(2, 9), [1, 2, 4])) in text
     assert "\n".join(free_rows([2, 3], [1, 2, 4])) in text
+    for at_a_time in (2, 4):
+        assert "\n".join(order_rows(Collective.REDUCE_SCATTER, range(3, 9), [1, 2], at_a_time)) in text
     assert len(re.findall(r"^\| 8 \| 4 \|", text, re.MULTILINE)) == 3
