@@ -9,6 +9,7 @@ __all__ = [
     "CASE_NAMES",
     "HEADLINE_M",
     "HEADLINE_MODELS",
+    "FULL_M",
     "LINEARS",
     "MODELS",
     "PASSES",
@@ -43,6 +44,9 @@ _MODELS = {
 
 MODELS = tuple(_MODELS)
 LINEARS = ("qkv", "proj", "fc1", "fc2")
+
+#: Tokens of the cases in which all variants are measured.
+FULL_M = (2048, 8192)
 PASSES = ("fprop", "backward")
 #: What a run that is cut short should have measured comes first.
 TOKENS = (8192, 2048, 16384, 4096, 1024)

@@ -22,13 +22,10 @@ from commfuse_megatron.benchmark.userbuffers import Userbuffers
 from commfuse_megatron.benchmark.variant import Variant
 from commfuse_megatron.errors import ConfigError
 
-__all__ = ["BOUNDS", "FULL_M", "begins_so", "choose", "for_large", "make_emulated_variants", "make_variants"]
+__all__ = ["BOUNDS", "begins_so", "choose", "for_large", "make_emulated_variants", "make_variants"]
 
 #: Without these (or what begins so) a case has no rows.
 BOUNDS = ("compute_only", "comm_only collective", "sequential")
-
-#: Where all variants are measured.
-FULL_M = (2048, 8192)
 
 _PIECES = (2, 4, 8)
 

@@ -152,10 +152,11 @@ class Report:
             return
         lines = ",\n  ".join(json.dumps(row.as_json()) for row in self.rows)
         head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in self.header.items())
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_name(f"{self.path.name}.part")
+        path = self.path.resolve()  # a link stays one
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.part")
         unfinished.write_text(f'{{\n{head} "rows": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
-        os.replace(unfinished, self.path)
+        os.replace(unfinished, path)
 
 
 def load_report(path: Path) -> tuple[dict[str, Any], list[Row]]:

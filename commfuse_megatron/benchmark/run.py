@@ -22,10 +22,18 @@ from commfuse_megatron.benchmark.attention_cases import (
     attention_tokens,
 )
 from commfuse_megatron.benchmark.attention_emulate import emulated_attention_variants, emulated_attention_work
-from commfuse_megatron.benchmark.cases import CASE_NAMES, LINEARS, PASSES, TOKENS, LinearCase, linear_case, tokens_of
+from commfuse_megatron.benchmark.cases import (
+    CASE_NAMES,
+    FULL_M,
+    LINEARS,
+    PASSES,
+    TOKENS,
+    LinearCase,
+    linear_case,
+    tokens_of,
+)
 from commfuse_megatron.benchmark.catalog import (
     BOUNDS,
-    FULL_M,
     begins_so,
     choose,
     for_large,
@@ -49,20 +57,25 @@ _LONGEST_CALL_FOR_HOST_MS = 3.0
 # What is said to be possible where the group that is there is not.
 _SIZES_TO_PROPOSE = (2, 3, 4, 8, 16)
 
+_CHUNKS = (1, 2, 4)
+
 _MOST_UNUSED_BYTES = 16 << 30
 _LEAST_FREE_BYTES = 24 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to run. See `commfuse bench --help`. attention: attention blocks instead of linears."""
+    """What to run. See `commfuse bench --help`. attention: attention blocks instead of linears.
+
+    chunks: those forced, with all variants in every case; empty: `_CHUNKS`, of linears where all variants are measured.
+    """
 
     models: tuple[str, ...]
     linears: tuple[str, ...] = LINEARS
     tokens: tuple[int, ...] = TOKENS
     passes: tuple[str, ...] = PASSES
     variants: tuple[str, ...] = ()
-    chunks: tuple[int, ...] = (1, 2, 4)
+    chunks: tuple[int, ...] = ()
     config_files: tuple[str, ...] = ()
     virtual_ranks: tuple[int, ...] = ()
     rounds: int = 9
@@ -149,6 +162,12 @@ def require_work(settings: Settings, device: torch.device, group_size: int) -> N
         others = f"; with these options groups of {', '.join(sizes)} can" if sizes else ""
         more = f"; and {len(reasons) - 2} more" if len(reasons) > 2 else ""
         raise ConfigError(f"nothing of this can run: {'; '.join(reasons[:2])}{more}{others}")
+    for piece, case in possible:
+        shard_rows = case.M // case.batch // case.group_size
+        if max(settings.chunks, default=1) > shard_rows:
+            raise ConfigError(
+                f"{max(settings.chunks)} chunks of a shard were asked for; of {piece} it has {shard_rows} rows"
+            )
     variants = _make_variants(settings, device, group_size)
     found = [variant.name for piece, case in possible for variant in _choose(variants, settings, case, piece, ())]
     for prefix in settings.variants:
@@ -178,12 +197,12 @@ def _make_case(settings: Settings, piece: Piece) -> LinearCase:
 
 def _make_variants(settings: Settings, device: torch.device, group_size: int) -> list[Variant]:
     if settings.attention and settings.virtual_ranks:
-        return emulated_attention_variants(device, settings.chunks)
+        return emulated_attention_variants(device, settings.chunks or _CHUNKS)
     if settings.attention:
-        return attention_variants(device, settings.chunks)
+        return attention_variants(device, settings.chunks or _CHUNKS)
     if settings.virtual_ranks:
         return make_emulated_variants(device)
-    return make_variants(device, group_size, settings.chunks, settings.config_files)
+    return make_variants(device, group_size, settings.chunks or _CHUNKS, settings.config_files)
 
 
 def _choose(
@@ -201,7 +220,7 @@ def _is_paper(piece: Piece) -> bool:
 def _is_full(settings: Settings, piece: Piece) -> bool:
     # Of the paper's case all variants run what the paper measured.
     is_papers_pass = _is_paper(piece) and piece.pass_name == "fprop"
-    return settings.attention or piece.M in FULL_M or piece.is_emulated or is_papers_pass
+    return bool(settings.chunks) or settings.attention or piece.M in FULL_M or piece.is_emulated or is_papers_pass
 
 
 def run_grid(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ class _Options:
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
     """What `commfuse bench` takes besides ranks and device. Imports no torch."""
     from commfuse_megatron.benchmark.attention_cases import ATTENTION_MODELS
-    from commfuse_megatron.benchmark.cases import LINEARS, MODELS, PASSES
+    from commfuse_megatron.benchmark.cases import FULL_M, LINEARS, MODELS, PASSES
 
     add = parser.add_argument
     known = list(dict.fromkeys((*MODELS, *ATTENTION_MODELS)))
@@ -52,7 +53,15 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     add("--tokens", nargs="+", type=int, metavar="M", help="of the whole sequence; the paper's cases have their own")
     add("--passes", nargs="+", choices=PASSES, default=list(PASSES), metavar="P", help="fprop, backward (default both)")
     add("--variants", nargs="+", default=[], metavar="NAME", help="only variants whose names begin so, and the bounds")
-    add("--chunks", nargs="+", type=int, default=[1, 2, 4], metavar="m", help="chunks or splits per shard, forced")
+    add(
+        "--chunks",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="m",
+        help=f"chunks or splits per shard, forced, with all variants in every case (default 1 2 4; of linears at M"
+        f" {' and '.join(map(str, FULL_M))} only)",
+    )
     add(
         "--config",
         nargs="+",
@@ -86,7 +95,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
         raise UsageError("one rank has nothing to communicate; use --ranks 2 or more")
     _require_sense(arguments, num_ranks)
     bounds = parse_bounds(arguments.check)
-    shrink = arguments.shrink or (1 if arguments.device == "cuda" else CPU_SHRINK)
+    by_default = 1 if arguments.device == "cuda" else CPU_SHRINK
+    shrink = by_default if arguments.shrink is None else arguments.shrink
     settings = Settings(
         models=tuple(arguments.models or (ATTENTION_MODELS if arguments.attention else MODELS)),
         linears=tuple(arguments.linears),
@@ -126,19 +136,35 @@ def _config_files(arguments: argparse.Namespace) -> tuple[str, ...]:
 def _require_sense(arguments: argparse.Namespace, num_ranks: int) -> None:
     """Before any rank starts: what could only end in an error later."""
     numbers = {"--tokens": arguments.tokens or [1], "--chunks": arguments.chunks, "--rounds": [arguments.rounds]}
-    numbers |= {"--shrink": [arguments.shrink or 1], "--virtual-ranks": arguments.virtual_ranks}
+    numbers |= {"--shrink": [1 if arguments.shrink is None else arguments.shrink]}
+    numbers |= {"--virtual-ranks": arguments.virtual_ranks}
     for option, values in numbers.items():
         if any(value < 1 for value in values):
             raise UsageError(f"{option} must be at least 1, got {min(values)}")
+    for option, seconds in (("--case-s", arguments.case_s), ("--budget-s", arguments.budget_s)):
+        if seconds is not None and not 0 <= seconds < math.inf:
+            raise UsageError(f"{option} must be a time in seconds, got {seconds}")
     if arguments.virtual_ranks and (num_ranks != 2 or min(arguments.virtual_ranks) < 2):
         raise UsageError("--virtual-ranks emulates groups of 2 and more on exactly two ranks: use --ranks 2")
-    if arguments.virtual_ranks and arguments.config:
-        raise UsageError("--config: an emulated group runs fixed variants; leave it or --virtual-ranks out")
+    if arguments.virtual_ranks:
+        _require_emulated(arguments)
     _require_models(arguments)
     if arguments.resume and not arguments.json:
         raise UsageError("--resume needs the --json FILE to go on with")
     if arguments.device == "cpu" and (arguments.check or arguments.figure):
         raise UsageError("times from a CPU are neither compared nor drawn: --check and --figure need --device cuda")
+
+
+def _require_emulated(arguments: argparse.Namespace) -> None:
+    if arguments.config:
+        raise UsageError("--config: an emulated group runs fixed variants; leave it or --virtual-ranks out")
+    if "fprop" not in arguments.passes:
+        raise UsageError("--passes: an emulated group runs forward only; add fprop, or leave --virtual-ranks out")
+    if arguments.chunks and not (arguments.attention and arguments.device == "cuda"):
+        raise UsageError(
+            "--chunks: emulated groups run one per shard, but for --attention on --device cuda; leave it or"
+            " --virtual-ranks out"
+        )
 
 
 def _require_models(arguments: argparse.Namespace) -> None:

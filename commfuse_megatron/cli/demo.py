@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from commfuse_megatron.cli.launch import launch
-from commfuse_megatron.cli.output import make_progress, results, silence_foreign_warnings, write_json
+from commfuse_megatron.cli.output import make_progress, require_files, results, silence_foreign_warnings, write_json
 from commfuse_megatron.cli.ranks import CannotRunError, Rank, UsageError, choose_num_ranks
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
         raise UsageError(f"the demo's model can be cut for {', '.join(map(str, RANKS))} ranks, not {num_ranks}")
     if util.find_spec("megatron") is None:
         raise CannotRunError("Megatron-Core is not installed: pip install megatron-core")
+    require_files(arguments.output, ("timeline.json", "timeline.png"))
     options = _Options(
         num_steps=arguments.steps,
         dtype=arguments.dtype,

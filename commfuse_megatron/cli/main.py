@@ -8,6 +8,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from commfuse_megatron import __version__
@@ -18,6 +19,8 @@ from commfuse_megatron.errors import CommFuseError, ConfigError, UnsupportedErro
 __all__ = ["build_parser", "main"]
 
 PASSED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+
+_PICTURES = (".png", ".svg")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,6 +65,8 @@ def _require_writable(arguments: argparse.Namespace) -> None:
         if reason is not None:
             raise UsageError(f"--{option} {place}: {reason}")
     if getattr(arguments, "figure", None):
+        if Path(arguments.figure).suffix.lower() not in _PICTURES:
+            raise UsageError(f"--figure {arguments.figure}: pictures are {' or '.join(_PICTURES)}")
         from commfuse_megatron.tracing.figure import missing_matplotlib
 
         missing = missing_matplotlib()

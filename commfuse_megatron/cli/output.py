@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,9 +14,13 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from commfuse_megatron.cli.ranks import UsageError
+
 __all__ = [
     "configure_logging",
     "make_progress",
+    "require_files",
+    "require_names_for_files",
     "results",
     "say_count",
     "silence_foreign_warnings",
@@ -91,9 +95,26 @@ def why_file_cannot_be_written(path: str | Path) -> str | None:
     path = Path(path)
     if path.is_dir():
         return "is a folder; name a file"
+    if path.exists() and not path.is_file():
+        return "is no regular file"
     if path.exists() and not os.access(path, os.W_OK):
         return "cannot be overwritten"
     return why_folder_cannot_be_written(path.parent)
+
+
+def require_names_for_files(option: str, name: str) -> None:
+    """Raise UsageError where `name`, which files in a folder begin with, would lead out of that folder."""
+    if Path(name).name != name:
+        raise UsageError(f"{option} {name}: name the files, not a folder; that is what --output is for")
+
+
+def require_files(folder: str | Path, names: Iterable[str]) -> None:
+    """Raise UsageError where files of these names could not be written into `folder`. Makes nothing."""
+    for name in names:
+        path = Path(folder) / name
+        reason = why_file_cannot_be_written(path)
+        if reason is not None:
+            raise UsageError(f"{path}: {reason}")
 
 
 def why_folder_cannot_be_written(path: str | Path) -> str | None:

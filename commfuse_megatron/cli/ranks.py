@@ -30,6 +30,8 @@ __all__ = [
 ]
 
 DEFAULT_RANKS = 2
+#: Each is a process with a PyTorch of its own.
+MOST_LOCAL_RANKS = 64
 #: How long the first rank may take to say why no rank can run; a busy machine imports PyTorch in so many seconds.
 _FIRST_RANK_SPEAKS_S = 10.0
 
@@ -134,6 +136,11 @@ def choose_num_ranks(requested: int | None) -> int:
         raise UsageError(f"--ranks must be at least 1, got {requested}")
     numbers = read_launcher()
     if numbers is None:
+        if (requested or 0) > MOST_LOCAL_RANKS:
+            raise UsageError(
+                f"--ranks {requested}: as many processes would start here; at most {MOST_LOCAL_RANKS} do, torchrun"
+                " starts more"
+            )
         return requested or DEFAULT_RANKS
     world_size = numbers["WORLD_SIZE"]
     if requested not in (None, world_size):

@@ -18,7 +18,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from commfuse_megatron.cli.launch import launch
-from commfuse_megatron.cli.output import make_progress, results, say_count, write_json
+from commfuse_megatron.cli.output import (
+    make_progress,
+    require_files,
+    require_names_for_files,
+    results,
+    say_count,
+    write_json,
+)
 from commfuse_megatron.cli.ranks import Rank, UsageError, choose_num_ranks
 from commfuse_megatron.config import OverlapConfig, config_file_from_environment
 
@@ -129,14 +136,18 @@ def run_trace(arguments: argparse.Namespace) -> int:
     """Trace what is asked for. 0: done."""
     if not arguments.attention:
         refuse_given(arguments, ("paths", "splits", "shrink"), "of an attention block; add --attention, or leave out")
+    if arguments.name is not None:
+        require_names_for_files("--name", arguments.name)
+    if arguments.path not in (None, "auto", "sliced"):
+        refuse_given(arguments, ("algorithm", "chunks"), f"--path {arguments.path} sends no chunks: leave out")
     if arguments.step:
         from commfuse_megatron.cli.trace_step import run_trace_step
 
         return run_trace_step(arguments)
     if arguments.profiler and arguments.device != "cuda":
         raise UsageError("--profiler looks at GPU kernels; use it with --device cuda")
-    if arguments.path == "bulk" and arguments.pass_name == "fprop":
-        raise UsageError("--path bulk is a way of the backward pass; add --pass backward")
+    if arguments.path in ("bulk", "async") and arguments.pass_name == "fprop":
+        raise UsageError(f"--path {arguments.path} is a way of the backward pass; add --pass backward")
     if arguments.attention:
         from commfuse_megatron.cli.trace_attention import run_trace_attention
 
@@ -145,6 +156,8 @@ def run_trace(arguments: argparse.Namespace) -> int:
     refuse_given(arguments, ("seq",), "of --attention and --step; one linear has --tokens: leave out")
     require_positive(arguments, ("calls", "tokens", "N", "K"))
     op, M, N, K = _problem(arguments, num_ranks)
+    name = arguments.name or f"{op}_{arguments.pass_name}"
+    require_files(arguments.output, (f"{name}.json", f"{name}.png"))
     options = _Options(
         op=op,
         pass_name=arguments.pass_name,
@@ -157,7 +170,7 @@ def run_trace(arguments: argparse.Namespace) -> int:
         calls=arguments.calls,
         is_profiled=arguments.profiler,
         output=arguments.output,
-        name=arguments.name or f"{op}_{arguments.pass_name}",
+        name=name,
         json=arguments.json,
     )
     return launch(_trace_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
@@ -270,7 +283,8 @@ def _print(traced: LinearTrace, wanted: LinearToTrace, rank: Rank, options: _Opt
     for label, summary in [*rows, ("largest", worst_of(list(summaries.values())))]:
         times_us = (summary.span_us, summary.compute_us, summary.gemm_us, summary.transfer_us, summary.exposed_us)
         # The largest of each number belongs to different ranks, and a fraction of those to none.
-        hidden = "" if label == "largest" else f"{100 * summary.hidden_fraction:.1f}"
+        is_none = label == "largest" or not summary.transfer_us
+        hidden = "" if is_none else f"{100 * summary.hidden_fraction:.1f}"
         table.add_row(label, *(f"{us:.0f}" for us in times_us), hidden, f"{summary.tail_us:.0f}")
     console.print(table)
     if not any(summary.compute_us for summary in summaries.values()):

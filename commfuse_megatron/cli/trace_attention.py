@@ -14,7 +14,14 @@ from rich.table import Table
 
 from commfuse_megatron.cli.bench import CPU_SHRINK
 from commfuse_megatron.cli.launch import launch
-from commfuse_megatron.cli.output import make_progress, results, say_count, silence_foreign_warnings, write_json
+from commfuse_megatron.cli.output import (
+    make_progress,
+    require_files,
+    results,
+    say_count,
+    silence_foreign_warnings,
+    write_json,
+)
 from commfuse_megatron.cli.ranks import Rank, UsageError, choose_num_ranks
 from commfuse_megatron.cli.trace import (
     ATTENTION_PATHS,
@@ -70,19 +77,24 @@ def run_trace_attention(arguments: argparse.Namespace) -> int:
     if "query_split" not in paths:
         refuse_given(arguments, ("splits",), "no path is query_split: leave out")
     case = _case(arguments, num_ranks)
+    configs = {path: _config(arguments, path) for path in paths}
+    splits = configs["query_split"].attention.splits_per_shard if "query_split" in configs else None
     rows = case.rows // num_ranks
-    if arguments.splits is not None and arguments.splits > rows:
+    if splits is not None and splits > rows:
         shrunk = f" (sizes are divided by {case.shrink}: --shrink)" if case.shrink > 1 else ""
-        raise UsageError(f"--splits {arguments.splits}: a shard has {rows} rows{shrunk}")
+        given = "--splits" if arguments.splits is not None else "attention.splits_per_shard"
+        raise UsageError(f"{given} {splits}: a shard has {rows} rows{shrunk}")
+    name = arguments.name or f"{case.name}_{arguments.pass_name}"
+    require_files(arguments.output, (f"{name}.json", f"{name}.png"))
     options = _Options(
         case=case,
         pass_name=arguments.pass_name,
         dtype=arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32"),
-        configs={path: _config(arguments, path) for path in paths},
+        configs=configs,
         calls=arguments.calls,
         is_profiled=arguments.profiler,
         output=arguments.output,
-        name=arguments.name or f"{case.name}_{arguments.pass_name}",
+        name=name,
         json=arguments.json,
         is_verbose=arguments.verbose,
     )
@@ -171,7 +183,7 @@ def _print(traced: dict[str, BlockTrace], rank: Rank, options: _Options) -> None
     table.add_column("", no_wrap=True)
     for column in ("duration", "shortest", "longest", "attention", "GEMM", "transfers", "exposed", "hidden"):
         table.add_column(column, justify="right")
-    for trace in traced.values():
+    for path, trace in traced.items():
         worst = worst_of(list(trace.summaries.values()))
         attention = max(map(attention_us, trace.typical.values()))
         times_us = (
@@ -179,11 +191,11 @@ def _print(traced: dict[str, BlockTrace], rank: Rank, options: _Options) -> None
             worst.transfer_us, worst.exposed_us,
         )  # fmt: skip
         table.add_row(
-            trace.record.path, *(f"{us / 1e3:.3f}" for us in times_us), f"{100 * worst.hidden_fraction:.0f} %"
+            _label(path, trace), *(f"{us / 1e3:.3f}" for us in times_us), f"{100 * worst.hidden_fraction:.0f} %"
         )
     console.print(table)
-    for trace in traced.values():
-        way = f"{_way(trace)}: {trace.record.reason}; kernel {trace.record.attention}"
+    for path, trace in traced.items():
+        way = f"{_way(path, trace)}: {trace.record.reason}; kernel {trace.record.attention}"
         if trace.projection is not None:
             way += f"; projection: {trace.projection.reason}"
         console.print(f"    {escape(way)}", soft_wrap=True)
@@ -203,7 +215,7 @@ def _write_files(traced: dict[str, BlockTrace], rank: Rank, options: _Options) -
         picture = draw_runs(
             folder / f"{options.name}.png",
             {
-                f"{_way(trace)}: {trace.duration_us / 1e3:.2f} ms": shown_ranks(recordings[path])
+                f"{_way(path, trace)}: {trace.duration_us / 1e3:.2f} ms": shown_ranks(recordings[path])
                 for path, trace in traced.items()
             },
             title=_what(options),
@@ -225,14 +237,20 @@ def _what(options: _Options) -> str:
     )
 
 
-def _way(trace: BlockTrace) -> str:
+def _label(path: str, trace: BlockTrace) -> str:
+    """The way, and where a backward pass goes another one than its forward pass, that."""
+    return path if trace.record.path == path else f"{path}, {trace.record.path} backward"
+
+
+def _way(path: str, trace: BlockTrace) -> str:
     record, projection = trace.record, trace.projection
     if record.path == "query_split":
         return f"{record.path}, {say_count(record.chunks_per_shard, 'split')} per shard"
+    label = _label(path, trace)
     if projection is None:
-        return record.path
+        return label
     pieces = f" {projection.algorithm}, {projection.chunks_per_shard} per shard" if projection.path == "sliced" else ""
-    return f"{record.path}, projection {projection.path}{pieces}"
+    return f"{label}, projection {projection.path}{pieces}"
 
 
 def _machine_line(traced: dict[str, BlockTrace], rank: Rank, options: _Options) -> str:

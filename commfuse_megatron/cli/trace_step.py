@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from commfuse_megatron.cli.launch import launch
-from commfuse_megatron.cli.output import make_progress, results, silence_foreign_warnings, write_json
+from commfuse_megatron.cli.output import make_progress, require_files, results, silence_foreign_warnings, write_json
 from commfuse_megatron.cli.ranks import CannotRunError, Rank, UsageError, choose_num_ranks
 from commfuse_megatron.cli.trace import config_of, hardware, machine_line, require_positive, shown_ranks
 from commfuse_megatron.config import OverlapConfig
@@ -58,6 +58,8 @@ def run_trace_step(arguments: argparse.Namespace) -> int:
     if num_ranks not in (2, 4, 8):
         raise UsageError(f"the models can be cut for 2, 4 or 8 ranks, not {num_ranks}")
     require_positive(arguments, ("seq", "layers", "batch", "rounds"))
+    name = arguments.name or f"step_{arguments.model}"
+    require_files(arguments.output, (f"{name}.json", f"{name}.png"))
     options = _Options(
         model=arguments.model,
         num_layers=arguments.layers or (2 if is_demo else 4),
@@ -69,7 +71,7 @@ def run_trace_step(arguments: argparse.Namespace) -> int:
         has_fusions=arguments.fusions,
         rounds=arguments.rounds,
         output=arguments.output,
-        name=arguments.name or f"step_{arguments.model}",
+        name=name,
         json=arguments.json,
         is_verbose=arguments.verbose,
     )

@@ -28,7 +28,10 @@ def split_rows(tensor: torch.Tensor, rows: tuple[int, ...]) -> list[torch.Tensor
 
 def _places(bound: BoundSchedule, window: Window, row_bytes: int, first_flag: int) -> StepPlaces:
     if len(bound.chunk_rows) > MOST_FLAGS // 2:
-        raise ConfigError(f"{len(bound.chunk_rows)} chunks are more than {MOST_FLAGS // 2}: lower chunks_per_shard")
+        raise ConfigError(
+            f"{len(bound.chunk_rows)} chunks are more than {MOST_FLAGS // 2}: lower chunks_per_shard, or"
+            " attention's splits_per_shard"
+        )
     return [
         (
             None if step.send is None else Place(window, step.send_row * row_bytes, first_flag + step.send[0]),

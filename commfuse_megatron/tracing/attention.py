@@ -125,7 +125,8 @@ def trace_block(
         for _ in range(wanted.warm_up):
             counted()
         record, projection = _records(context, wanted.pass_name)
-        if config.attention.path not in ("auto", record.path):
+        asked = _asked_path(config, wanted.pass_name)
+        if record.path not in asked:
             raise UnsupportedError(
                 f"attention.path {config.attention.path} was asked for and {record.path} taken: {record.reason}"
             )
@@ -163,14 +164,23 @@ def _prepared_call(wanted: BlockToTrace, context: OverlapContext, device: torch.
     return lambda: torch.autograd.grad(y, leaves, grad_y, retain_graph=True)
 
 
+def _asked_path(config: OverlapConfig, pass_name: str) -> tuple[str, ...]:
+    """The paths that a pass may take."""
+    chosen = config.attention
+    if chosen.path == "auto":
+        return ("sequential", "row_parallel", "query_split")
+    if chosen.path == "query_split" and pass_name == "backward":
+        return ("row_parallel", "query_split") if chosen.backward == "auto" else (chosen.backward,)
+    return (chosen.path,)
+
+
 def _records(context: OverlapContext, pass_name: str) -> tuple[OpRecord, OpRecord | None]:
     """(of the block, of the linear that its projection is, if it is one)."""
     met = [record for record in context.report() if record.pass_name == pass_name]
     (block,) = [record for record in met if record.op == _OP]
     if block.path != "row_parallel":
         return block, None
-    (projection,) = [record for record in met if record.op == "linear_reduce_scatter"]
-    return block, projection
+    return block, next((record for record in met if record.op == "linear_reduce_scatter"), None)
 
 
 def _recorded(

@@ -17,6 +17,7 @@ from torch import distributed as dist
 
 from commfuse_megatron import ops
 from commfuse_megatron.config import OverlapConfig
+from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.problem import shard_range
 from commfuse_megatron.runtime.context import OpRecord, OverlapContext
 from commfuse_megatron.runtime.head_start import start_together
@@ -70,8 +71,8 @@ def trace_linear(
     Args:
         on_call: called after every recorded or warm-up call that was submitted.
 
-    Raises UnsupportedError, on all ranks, where nothing was seen to run on one: the recorder does not see kernels that
-    PyTorch does not know of, beside a plain collective or none.
+    Raises UnsupportedError, on all ranks, where another path was taken than asked for, or nothing was seen to run on
+    one: the recorder does not see kernels that PyTorch does not know of, beside a plain collective or none.
     """
     config = dataclasses.replace(wanted.config, record=not wanted.is_profiled)
     with OverlapContext(group, config) as context:
@@ -84,6 +85,9 @@ def trace_linear(
         for _ in range(wanted.warm_up):
             counted()
         (record,) = [r for r in context.report() if r.pass_name == wanted.pass_name]
+        asked = wanted.config.linear.fprop if wanted.pass_name == "fprop" else wanted.config.linear.dgrad
+        if record.path not in (asked.path, "local") and asked.path != "auto":
+            raise UnsupportedError(f"path {asked.path} was asked for and {record.path} taken: {record.reason}")
         if wanted.is_profiled:
             recording = _profiled(wanted, call, counted, group, device)
             require_work(f"a call of {record.path}", split_calls(recording, wanted.calls))

@@ -22,6 +22,8 @@ from torch import distributed as dist
 from commfuse_megatron.config import CONFIG_VARIABLE, OverlapConfig, config_file_from_environment
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.kernels import persistent_matmul_unavailable_reason
+from commfuse_megatron.kernels.attention_cudnn import cudnn_attention_unavailable_reason
+from commfuse_megatron.problem import AttentionProblem
 from commfuse_megatron.verify.gpus import Gpu, GpuLink, inspect_gpus
 
 __all__ = ["Ability", "Machine", "Setting", "inspect_machine"]
@@ -35,6 +37,7 @@ DISTRIBUTIONS = (
     "numpy",
     "cuda-bindings",
     "nvidia-ml-py",
+    "nvidia-cudnn-frontend",
 )
 IMPORT_TIMEOUT_S = 120
 
@@ -130,10 +133,34 @@ def _abilities(gpus: tuple[Gpu, ...], links: tuple[GpuLink, ...]) -> tuple[Abili
             needs="slices in bf16 and fp16 beside NCCL; torch.mm otherwise",
             missing=persistent_matmul_unavailable_reason("cuda", torch.bfloat16),
         ),
+        Ability(
+            name="query-split attention (cuDNN)",
+            needs="self-attention split by queries; else Megatron's own, or flash kernels where they serve",
+            missing=_why_no_cudnn_attention(gpus),
+        ),
         Ability(name="Megatron-Core plugin", needs="layers, specs, the demo", missing=megatron),
         Ability(name="Transformer Engine layers", needs="specs with Transformer Engine", missing=transformer_engine),
         Ability(name="timeline picture", needs="the demo's picture", missing=matplotlib),
     )
+
+
+def _why_no_cudnn_attention(gpus: tuple[Gpu, ...]) -> str | None:
+    if not gpus:
+        return "PyTorch can use no GPU"
+    usual = AttentionProblem(
+        pass_name="fprop",
+        rows=8192,
+        batch=1,
+        heads=16,
+        kv_heads=4,
+        head_dim=128,
+        value_dim=128,
+        N=4096,
+        dtype="bfloat16",
+        group_size=2,
+        right=0,
+    )
+    return cudnn_attention_unavailable_reason(usual, torch.device("cuda", gpus[0].index))
 
 
 def _why_no_nccl(gpus: tuple[Gpu, ...]) -> str | None:

@@ -56,6 +56,16 @@ def test_every_variant_gives_the_sequential_result(group_size):
     assert [row.median_ms for row in rows] == [row.median_ms for row in results[1][0]]
 
 
+def test_chunks_that_are_asked_for_are_forced_in_every_case():
+    """At M 1024 they were left out without a word."""
+    sizes = {"models": ("llama-8b",), "linears": ("fc2",), "tokens": (1024,), "passes": ("fprop",), "shrink": 64}
+    for chunks, forced in (((2,), {"sliced m=2 gloo"}), ((), set())):
+        settings = Settings(**sizes, variants=("planned", "sliced"), chunks=chunks, rounds=1)
+        rows, outcome = run_settings(2, settings)[0]
+        assert {row.variant for row in rows if row.variant.startswith("sliced")} == forced
+        assert (outcome.missing, outcome.failures) == ([], [])
+
+
 def test_a_run_stops_before_its_time_is_up():
     settings = Settings(models=("llama-8b",), tokens=(2048,), variants=("none",), shrink=64, rounds=1, budget_s=0.0)
     for rows, outcome in run_settings(2, settings):

@@ -64,6 +64,18 @@ def test_query_split_shows_attention_and_product_of_every_split(ranks, m, pass_n
                 assert one.end_us <= other.start_us or other.end_us <= one.start_us, "recorded twice"
 
 
+def test_a_backward_pass_at_once_after_splits_is_traced_where_the_configuration_says_so():
+    """It was refused as the wrong path."""
+    base = attention_config(m=2)
+    config = dataclasses.replace(base, attention=dataclasses.replace(base.attention, backward="row_parallel"))
+    found = traced(2, config, pass_name="backward")
+    assert found.record.path == "row_parallel"
+    for recording in found.calls:
+        for intervals in recording.values():
+            assert len([i for i in intervals if is_attention(i)]) == 1
+    assert traced(2, config).record.path == "query_split"
+
+
 @pytest.mark.parametrize("pass_name", ["fprop", "backward"])
 def test_row_parallel_shows_its_attention_and_how_its_projection_ran(pass_name):
     """Fails where attention is not recorded: only the projection was seen."""

@@ -164,6 +164,14 @@ def test_a_report_is_whole_after_every_case(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_a_link_to_a_report_stays_one(tmp_path: Path):
+    file, link = tmp_path / "rows.json", tmp_path / "latest.json"
+    link.symlink_to(file)
+    Report(link, {"commit": "0"}, [a_row()]).write()
+    assert link.is_symlink()
+    assert load_report(file) == load_report(link)
+
+
 def test_rows_of_earlier_versions_can_be_read():
     old = Path(__file__).resolve().parents[2] / "docs" / "results" / "nccl_linears_h200_202611.json"
     _, rows = load_report(old)

@@ -228,11 +228,21 @@ def test_a_package_that_cannot_be_imported_says_why() -> None:
         (["verify", "--json", "{file}/x.json"], "--json {file}/x.json: the folder cannot be made: "),
         (["demo", "--output", "{file}"], "--output {file}: the folder cannot be made: "),
         (["bench", "--device", "cuda", "--figure", "{folder}"], "--figure {folder}: is a folder; name a file"),
+        (["simulate", "--figure", "{folder}/x.bmp"], "--figure {folder}/x.bmp: pictures are .png or .svg"),
+        (["simulate", "--figure", "{folder}/x"], "--figure {folder}/x: pictures are .png or .svg"),
+        (["bench", "--json", "/dev/null"], "--json /dev/null: is no regular file"),
+        (["trace", "--output", "{folder}", "--name", "a/b"], "--name a/b: name the files, not a folder"),
+        (["trace", "--output", "{folder}", "--name", "taken"], "{folder}/taken.png: is a folder; name a file"),
+        (["trace", "--attention", "--output", "{folder}", "--name", "taken"], "{folder}/taken.png: is a folder"),
+        (["trace", "--step", "--output", "{folder}", "--name", "taken"], "{folder}/taken.png: is a folder"),
+        (["demo", "--output", "{folder}"], "{folder}/timeline.png: is a folder; name a file"),
     ],
 )
 def test_results_that_cannot_be_written_are_refused_before_any_work(arguments, message, tmp_path, capsys):
     file = tmp_path / "file"
     file.write_text("")
+    for taken in ("taken.png", "timeline.png"):
+        (tmp_path / taken).mkdir()
     names = {"folder": str(tmp_path), "file": str(file)}
     assert cli.main([argument.format(**names) for argument in arguments]) == 2
     require_usage_error(capsys, arguments[0], message.format(**names))
@@ -287,6 +297,21 @@ def test_help_says_that_folders_are_made():
         (["--attention", "--variants", "sliced"], "row_parallel gloo, query_split m=1 gloo"),
         (["--models", "paper-mlp", "--linears", "qkv"], "which are paper-mlp.fc1, paper-mlp.fc2"),
         (["--virtual-ranks", "4", "--config", "f"], "leave it or --virtual-ranks out"),
+        (["--virtual-ranks", "4", "--passes", "backward"], "an emulated group runs forward only"),
+        (["--virtual-ranks", "4", "--chunks", "4"], "emulated groups run one per shard, but for --attention on"),
+        (["--virtual-ranks", "4", "--attention", "--chunks", "4"], "emulated groups run one per shard"),
+        (
+            ["--models", "llama-8b", "--tokens", "1024", "--chunks", "2", "9"],
+            "of llama-8b.qkv M=1024 fprop it has 8 rows",
+        ),
+        (
+            ["--attention", "--models", "llama-8b", "--tokens", "1024", "--chunks", "9"],
+            "9 chunks of a shard were asked",
+        ),
+        (["--shrink", "0"], "--shrink must be at least 1, got 0"),
+        (["--case-s", "-1"], "--case-s must be a time in seconds, got -1.0"),
+        (["--budget-s", "nan"], "--budget-s must be a time in seconds, got nan"),
+        (["--ranks", "999"], "as many processes would start here; at most 64 do"),
     ],
 )
 def test_a_benchmark_that_makes_no_sense_is_refused_before_any_rank_starts(arguments, message, capsys):
@@ -310,6 +335,9 @@ OF_THE_CONFIGURATION = (
     [
         (["--profiler"], "--profiler looks at GPU kernels; use it with --device cuda"),
         (["--path", "bulk"], "--path bulk is a way of the backward pass"),
+        (["--path", "async"], "--path async is a way of the backward pass"),
+        (["--path", "sequential", "--chunks", "4"], "--path sequential sends no chunks: leave out --chunks"),
+        (["--path", "bulk", "--pass", "backward", "--algorithm", "ring"], "sends no chunks: leave out --algorithm"),
         (["--calls", "0"], "--calls must be at least 1, got 0"),
         (["--case", "llama-70b.fc2", "--N", "8"], "--case gives N and K"),
         (["--case", "llama-9b.fc2"], 'unknown case "llama-9b.fc2"'),
