@@ -293,7 +293,7 @@ class OurAttention(Variant):
 
     @override
     def check_path(self, work: Work, ready: Ready) -> None:
-        record = self._latest_record(work)
+        record = self._latest_record(work, work.case.op)
         what = f"{work.case.name} {work.pass_name}, {self.name}"
         if record is None:
             raise VerificationError(f"{what}: the report does not list this call")
@@ -302,14 +302,14 @@ class OurAttention(Variant):
         ready.path, ready.reason = record.path, f"{record.reason}; kernel {record.attention}"
         if record.path == "query_split":
             ready.algorithm, ready.chunks_per_shard = record.algorithm, record.chunks_per_shard
-        if record.path == "sequential":
-            ready.transport = collective_name(work.pool.device)
+        projection = self._latest_record(work, "linear_reduce_scatter") if record.path == "row_parallel" else None
+        ready.transport = (projection or record).transport
 
-    def _latest_record(self, work: Work) -> OpRecord | None:
+    def _latest_record(self, work: Work, op: str) -> OpRecord | None:
         """Cases of as many tokens differ in their batch, which records do not say: the newest is this one's."""
         assert self._context is not None
         case = work.case
-        wanted = (case.op, work.pass_name, case.M, case.N, case.K)
+        wanted = (op, work.pass_name, case.M, case.N, case.K)
         return next(
             (
                 record

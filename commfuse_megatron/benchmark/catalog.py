@@ -16,13 +16,14 @@ from commfuse_megatron.benchmark.emulate import (
     EmulatedTransfers,
 )
 from commfuse_megatron.benchmark.ours import Ours, Way, forced_ways, planned
+from commfuse_megatron.benchmark.rows import begins_so
 from commfuse_megatron.benchmark.slicing import DataSlicing
 from commfuse_megatron.benchmark.stock import Megatron
 from commfuse_megatron.benchmark.userbuffers import Userbuffers
 from commfuse_megatron.benchmark.variant import Variant
 from commfuse_megatron.errors import ConfigError
 
-__all__ = ["BOUNDS", "begins_so", "choose", "for_large", "make_emulated_variants", "make_variants"]
+__all__ = ["BOUNDS", "choose", "for_large", "make_emulated_variants", "make_variants"]
 
 #: Without these (or what begins so) a case has no rows.
 BOUNDS = ("compute_only", "comm_only collective", "sequential")
@@ -79,15 +80,10 @@ def choose(
     """Those for one pass of one case of `op`. prefixes: only names that begin with these words; bounds always."""
 
     def is_asked_for(variant: Variant) -> bool:
-        is_bound = variant.name.startswith(("comm_only", *BOUNDS))
+        is_bound = any(begins_so(variant.name, bound) for bound in ("comm_only", *BOUNDS))
         return is_bound or not prefixes or any(begins_so(variant.name, prefix) for prefix in prefixes)
 
     return [v for v in variants if v.serves(op, pass_name) and (is_full or v.is_basic) and is_asked_for(v)]
-
-
-def begins_so(name: str, prefix: str) -> bool:
-    """Whether the first words of a variant's name are `prefix`."""
-    return f"{name} ".startswith(f"{prefix} ")
 
 
 def for_large(variants: Iterable[Variant]) -> list[Variant]:

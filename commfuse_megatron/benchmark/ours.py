@@ -128,10 +128,7 @@ class Ours(Variant):
                 f"{record.reason}"
             )
         ready.path, ready.reason = record.path, record.reason
-        if record.path in ("sequential", "async"):
-            ready.transport = "nccl" if work.pool.device.type == "cuda" else "gloo"
-        else:
-            ready.transport = record.transport
+        ready.transport = record.transport
         if record.path == "sliced":
             ready.algorithm, ready.chunks_per_shard = record.algorithm, record.chunks_per_shard
 

@@ -13,6 +13,7 @@ On the CPU the times only show that the code runs: none of these is given there.
 """
 
 import json
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -20,9 +21,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from commfuse_megatron.errors import ConfigError
+from commfuse_megatron.problem import DTYPE_BYTES
 
-__all__ = ["Report", "Row", "load_report"]
+__all__ = ["Report", "Row", "begins_so", "load_report"]
 
+_TIMES = ("median_ms", "p95_ms", "compute_only_ms", "comm_only_ms", "comm_only_collective_ms", "sequential_ms")
 _DERIVED = ("exposed_ms", "overlap_efficiency", "ideal_fraction", "schedule_fraction")
 
 
@@ -32,7 +35,8 @@ class Row:
 
     compute_only_ms: the best of the GEMMs measured. comm_only_ms: the best of our transports' transfers alone and the
     collective. comm_only_collective_ms: the group's own collectives for the same data.
-    schedule_bound_ms: the closed form for the variant's chunks, from this row's compute_only and comm_only.
+    schedule_bound_ms: the closed form for the variant's chunks, from this row's compute_only and comm_only. Transfers
+    alone are issued step by step: a call that a graph moves faster, as small ones, can be below it.
     host_us: host time of a call that finds the device idle. reason: why the planner chose this path.
     group_size: of an emulated row, the size that is emulated. shrink: what the published sizes were divided by.
     """
@@ -112,7 +116,8 @@ class Row:
     @property
     def problem(self) -> tuple[object, ...]:
         """What is solved, whatever the variant: rows that share it were measured together."""
-        return (self.case, self.pass_name, self.M, self.group_size, self.emulated, self.device, self.link)
+        sizes = (self.M, self.N, self.K, self.dtype, self.shrink, self.group_size)
+        return (self.case, self.pass_name, *sizes, self.emulated, self.device, self.link, self.commit)
 
     def as_json(self) -> dict[str, object]:
         """The row with the key names of the report format, and what follows from it."""
@@ -127,6 +132,27 @@ class Row:
         known = {field.name for field in fields(cls)}
         values = {key: value for key, value in data.items() if key in known}
         return cls(pass_name=data["pass"], **values)
+
+    def complain(self) -> str | None:
+        """What of it nobody can have measured, in one sentence; None if nothing."""
+        for name in _TIMES:
+            time_ms = getattr(self, name)
+            if time_ms is None and name == "sequential_ms":  # of earlier versions
+                continue
+            if (
+                not isinstance(time_ms, int | float)
+                or not 0 <= time_ms < math.inf
+                or (name == "median_ms" and not time_ms)
+            ):
+                return f"{name} is no time in milliseconds: {time_ms!r}"
+        for name, least in (("M", 1), ("N", 1), ("K", 1), ("group_size", 2), ("shrink", 1)):
+            number = getattr(self, name)
+            if not isinstance(number, int) or number < least:
+                return f"{name} must be an integer of at least {least}, is {number!r}"
+        for name, words in (("dtype", tuple(DTYPE_BYTES)), ("algorithm", ("", "direct", "ring"))):
+            if getattr(self, name) not in words:
+                return f"{name} must be of {', '.join(words)}, is {getattr(self, name)!r}"
+        return None
 
 
 #: What every row in a file has, under the names of the report format.
@@ -176,4 +202,12 @@ def load_report(path: Path) -> tuple[dict[str, Any], list[Row]]:
         if missing:
             raise ConfigError(f"{what}: row {number} of its rows has no {', '.join(missing)}")
         rows.append(Row.from_json(row))
+        complaint = rows[-1].complain()
+        if complaint is not None:
+            raise ConfigError(f"{what}: row {number} of its rows: {complaint}")
     return data, rows
+
+
+def begins_so(name: str, prefix: str) -> bool:
+    """Whether the first words of a variant's name are `prefix`; "sequential_mine" is no "sequential"."""
+    return f"{name} ".startswith(f"{prefix} ")

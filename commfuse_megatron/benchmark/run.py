@@ -34,7 +34,6 @@ from commfuse_megatron.benchmark.cases import (
 )
 from commfuse_megatron.benchmark.catalog import (
     BOUNDS,
-    begins_so,
     choose,
     for_large,
     make_emulated_variants,
@@ -43,7 +42,7 @@ from commfuse_megatron.benchmark.catalog import (
 from commfuse_megatron.benchmark.emulate import make_emulated_work
 from commfuse_megatron.benchmark.operands import Pool, Work, check_results, make_work
 from commfuse_megatron.benchmark.ours import Ours
-from commfuse_megatron.benchmark.rows import Row
+from commfuse_megatron.benchmark.rows import Row, begins_so
 from commfuse_megatron.benchmark.tail import TailMeter
 from commfuse_megatron.benchmark.timing import Timed, measure, measure_host_us
 from commfuse_megatron.benchmark.variant import Ready, Variant
@@ -275,7 +274,7 @@ class _Runner:
         is_paper, is_full = _is_paper(piece), _is_full(settings, piece)
         chosen = _choose(self._variants, settings, case, piece, settings.variants)
         measured = {variant.name: entry for variant in chosen if (entry := self._build(variant, work)) is not None}
-        lacking = [name for name in BOUNDS if not any(found.startswith(name) for found in measured)]
+        lacking = [name for name in BOUNDS if not any(begins_so(found, name) for found in measured)]
         if lacking:
             self.outcome.missing.append(f"{piece}: nothing to compare with: there is no {', no '.join(lacking)}")
             return []

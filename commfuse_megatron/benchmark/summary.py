@@ -1,12 +1,13 @@
 """What a whole run comes to: geometric means over the headline cases, and whether the planned path is ever slower."""
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from commfuse_megatron.benchmark.cases import HEADLINE_M, HEADLINE_MODELS, LINEARS
 from commfuse_megatron.benchmark.ours import PLANNED
-from commfuse_megatron.benchmark.rows import Row
+from commfuse_megatron.benchmark.rows import Row, begins_so
 from commfuse_megatron.errors import ConfigError
 
 __all__ = ["METRICS", "Metric", "Summary", "check_bounds", "parse_bounds", "summarize"]
@@ -81,11 +82,11 @@ def summarize(rows: Sequence[Row]) -> Summary:
 
 def _is_headline(row: Row) -> bool:
     is_one = row.is_linear and row.case.split(".")[0] in HEADLINE_MODELS
-    return is_one and (row.M, row.pass_name) == (HEADLINE_M, "fprop")
+    return is_one and (row.M, row.pass_name, row.shrink) == (HEADLINE_M, "fprop", 1)
 
 
 def _best(variants: dict[str, Row], prefix: str) -> float | None:
-    return min((row.median_ms for name, row in variants.items() if name.startswith(prefix)), default=None)
+    return min((row.median_ms for name, row in variants.items() if begins_so(name, prefix)), default=None)
 
 
 def _stock_times(variants: dict[str, Row]) -> Iterable[float]:
@@ -103,7 +104,9 @@ def parse_bounds(texts: Sequence[str]) -> dict[str, float]:
         try:
             bounds[name] = float(value)
         except ValueError:
-            raise ConfigError(f"--check {text}: write NAME=LARGEST, such as ideal=1.10") from None
+            bounds[name] = math.nan
+        if not math.isfinite(bounds[name]):
+            raise ConfigError(f"--check {text}: write NAME=LARGEST, such as ideal=1.10")
     return bounds
 
 

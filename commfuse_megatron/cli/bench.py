@@ -224,7 +224,7 @@ def _bench_on_rank(rank: Rank, options: _Options) -> int:
     done = {
         (row.case, row.M * row.shrink, row.pass_name, row.group_size, row.emulated)
         for row in kept[0]
-        if (row.shrink, row.link) == (settings.shrink, link_name(device))
+        if (row.shrink, row.link, row.device) == (settings.shrink, link_name(device), header["device"])
     }
     pieces = [
         piece

@@ -29,6 +29,9 @@ __all__ = ["add_simulate_options", "run_simulate"]
 
 RANKS_OF_A_NODE = 8
 
+# NCCL's transfers take up to 20 of them.
+_FEWEST_SMS = 40
+
 # An error that turns which of two ways is faster.
 _ALARMING = 0.2
 
@@ -115,7 +118,10 @@ def _read_curves(path: Path, link: str | None) -> tuple[Curves, list[Row]]:
     if base not in measured_links:
         raise ConfigError(f"--link {link}: {path} has rows of {', '.join(measured_links)} only; measure that link too")
     device = next(row.device for row in rows if row.link == base)
-    curves = fit_curves(rows, device=device, link=base, sms=header.get("multiprocessors", 132))
+    sms = header.get("multiprocessors", 132)
+    if not isinstance(sms, int) or sms < _FEWEST_SMS:
+        raise ConfigError(f"{path} is of a GPU with {sms} SMs: what is predicted from takes {_FEWEST_SMS} and more")
+    curves = fit_curves(rows, device=device, link=base, sms=sms)
     if bandwidth_gb_s is None:
         return curves, rows
     if "nccl" not in curves.messages:

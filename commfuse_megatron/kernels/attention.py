@@ -250,5 +250,6 @@ def _scores(
 def _kept(probabilities: torch.Tensor, dropout: Dropout) -> torch.Tensor:
     """0 where dropped, else 1 / (1 - p): the same for the same seed."""
     generator = torch.Generator(probabilities.device).manual_seed(dropout.seed)
-    drawn = torch.rand(probabilities.shape, generator=generator, device=probabilities.device)
+    # Not in the program's default dtype, which may be another one when the backward pass comes, and too coarse.
+    drawn = torch.rand(probabilities.shape, generator=generator, device=probabilities.device, dtype=torch.float32)
     return (drawn >= dropout.probability).to(probabilities.dtype).div_(1 - dropout.probability)

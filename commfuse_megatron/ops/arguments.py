@@ -14,7 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from commfuse_megatron.errors import ConfigError, ShapeError
-from commfuse_megatron.ops.kinds import find_kind_complaint
+from commfuse_megatron.ops.kinds import OF_TORCH, find_kind_complaint, stands_for_others
 from commfuse_megatron.ops.trial import Rehearse, run_trial
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, Problem, shard_range
@@ -83,10 +83,14 @@ def hidden_trait_of(*operands: torch.Tensor | None) -> str:
 
     "unsavable": a backward pass may be asked for, and some were made in inference mode. "negated": some are negative by
     a mark beside their memory. "transformed": a transform of torch.func, or forward-mode differentiation, looks on.
+    "foreign": some stand for memory that is not their own.
     """
     given = [operand for operand in operands if operand is not None]
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return "transformed"
+    is_usual = [type(o) in OF_TORCH and not o._is_zerotensor() and not torch._is_functional_tensor(o) for o in given]
+    if not all(is_usual) and any(map(stands_for_others, given)):
+        return "foreign"
     if any([operand.is_neg() for operand in given]):
         return "negated"
     if not any([operand.is_inference() for operand in given]) or not torch.is_grad_enabled():
@@ -99,6 +103,9 @@ def complain_of_hidden_trait(named: Mapping[str, torch.Tensor]) -> str | None:
     trait = hidden_trait_of(*named.values())
     if trait == "transformed":
         return "torch.func transforms and forward-mode differentiation are not supported"
+    if trait == "foreign":
+        which = _say_which(named, stands_for_others)
+        return f"{which} not a tensor with memory of its own: pass the tensor that it stands for"
     if trait == "negated":
         return f"{_say_which(named, torch.Tensor.is_neg)} lazily negated: pass resolve_neg() of it"
     if trait == "unsavable":
@@ -133,6 +140,7 @@ def is_fitting_target(target: WeightGradTarget | None, weight: torch.Tensor) -> 
         and (total.dtype is weight.dtype or total.dtype in _WIDE)
         and (total.is_contiguous() or not _overlaps_itself(total))
         and not total.is_inference()
+        and not stands_for_others(total)
         and callable(target.result)
     )
 

@@ -17,7 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["find_kind_complaint"]
+__all__ = ["OF_TORCH", "find_kind_complaint", "stands_for_others"]
+
+#: Types that do nothing of their own.
+OF_TORCH = (torch.Tensor, torch.nn.Parameter)
 
 
 def find_kind_complaint(signature: Callable[..., object], given: Mapping[str, object]) -> str | None:
@@ -28,6 +31,14 @@ def find_kind_complaint(signature: Callable[..., object], given: Mapping[str, ob
     kinds = _kinds_of(signature)
     complaints = (_complain(name, kinds[name], value) for name, value in given.items())
     return next((complaint for complaint in complaints if complaint is not None), None)
+
+
+def stands_for_others(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory of its own that kernels and transports could use: nested ones, and those that
+    compute by a dispatch of their own (DTensor, FakeTensor ...), are functional, or are zero by a mark."""
+    if type(tensor) not in OF_TORCH and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return True
+    return tensor._is_zerotensor() or tensor.is_nested or torch._is_functional_tensor(tensor)
 
 
 @functools.cache
@@ -51,7 +62,9 @@ def _complain(name: str, annotation: Any, value: object) -> str | None:
 
 def _is_of(value: object, kind: Any) -> bool:
     if kind is torch.Tensor:
-        return isinstance(value, kind) and value.layout == torch.strided
+        return isinstance(value, kind) and value.layout == torch.strided and not stands_for_others(value)
+    if kind is bool and isinstance(value, numbers.Integral):
+        return value in (0, 1)
     kind = typing.get_origin(kind) or kind
     return isinstance(value, _WIDER.get(kind, kind))
 
@@ -69,7 +82,7 @@ _WIDER: dict[Any, Any] = {
     tuple: (tuple, list),
 }
 _WORDS: dict[Any, str] = {
-    torch.Tensor: "a dense tensor",
+    torch.Tensor: "a dense tensor with memory of its own",
     bool: "True or False",
     int: "an integer",
     float: "a number",

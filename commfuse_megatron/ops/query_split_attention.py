@@ -255,7 +255,10 @@ def _draw(dropout: float, context: OverlapContext) -> Dropout | None:
     if not dropout:
         return None
     # The CPU's generator is usually in the same state on all ranks, but their heads must not drop alike.
-    seed = int(torch.randint(1 << 40, ()).item()) * context.group_size + context.group_rank
+    seed = (
+        int(torch.randint(1 << 40, (), dtype=torch.int64, device="cpu").item()) * context.group_size
+        + context.group_rank
+    )
     return Dropout(dropout, seed)
 
 

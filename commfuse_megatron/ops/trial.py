@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from commfuse_megatron.errors import TransportError
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import Problem
 from commfuse_megatron.runtime.context import OverlapContext
@@ -46,7 +47,11 @@ _LEAST_CALLS, _MOST_CALLS = 3, 20
 def run_trial(
     rehearse: Rehearse, context: OverlapContext, problem: Problem, plans: Sequence[LinearPlan]
 ) -> list[float] | str:
-    """Microseconds per call of every plan, median over rounds, of the slowest rank; or why there are none."""
+    """Microseconds per call of every plan, median over rounds, of the slowest rank; infinite for what runs out of
+    memory on all ranks. Or why there are none.
+
+    Raises TransportError on all ranks, and the context has failed, where one ran out of memory and others did not.
+    """
     with torch.no_grad(), context.unrecorded():
         run = context.make_together(lambda: rehearse(problem, context))
         if isinstance(run, str):
@@ -55,7 +60,12 @@ def run_trial(
             run = _through_autograd(run, context.device)
         calls = [functools.partial(run, context.make_pass(problem, plan)) for plan in plans]
         bursts = _Bursts(calls, [_burst_length(plan) for plan in plans], make_stopwatch(context.device))
-        times = _slowest(bursts.medians_us(range(len(plans)), _ROUNDS), context)
+        fitting = [index for index, plan in enumerate(plans) if bursts.warm_up(index, plan, context)]
+        if not fitting:
+            return "every way ran out of memory"
+        times = [math.inf] * len(plans)
+        for index, time_us in zip(fitting, _slowest(bursts.medians_us(fitting, _ROUNDS), context), strict=True):
+            times[index] = time_us
         best_us = min(times)
         leaders = [index for index, time_us in enumerate(times) if time_us <= _MAY_WIN * best_us]
         if len(leaders) > 1:
@@ -106,14 +116,25 @@ def _through_autograd(run: Callable[[PreparedPass], object], device: torch.devic
 
 
 class _Bursts:
-    """The bursts of all candidates; the first of each is preceded by calls that are not timed."""
+    """The bursts of all candidates; `warm_up` comes before the first of each."""
 
     def __init__(self, calls: Sequence[Callable[[], object]], lengths: Sequence[int], stopwatch: Stopwatch) -> None:
         self._calls, self._lengths, self._stopwatch = calls, lengths, stopwatch
         self._samples: list[list[float]] = [[] for _ in calls]
-        for call in calls:
+
+    def warm_up(self, index: int, plan: LinearPlan, context: OverlapContext) -> bool:
+        """Run calls of a candidate that are not timed; False if they run out of memory on all ranks."""
+        complaint = ""
+        try:
             for _ in range(_WARM_UP_CALLS):
-                call()
+                self._calls[index]()
+        except torch.OutOfMemoryError as error:
+            complaint = f"group rank {context.group_rank}: {str(error).partition('.')[0]}"
+        complaints = [text for text in context.exchange(complaint) if text]
+        if 0 < len(complaints) < context.group_size:  # the others may wait for what it has not sent
+            found = f"{plan.name} was tried, and ran out of memory on some ranks only: {'; '.join(complaints)}"
+            raise context.link.fail(TransportError(f"{found}; force another way, or leave more memory"))
+        return not complaints
 
     def medians_us(self, of: Sequence[int], rounds: int) -> list[float]:
         """Run so many rounds of the candidates `of`; the median of all rounds that each has had."""

@@ -5,6 +5,7 @@ problem, the configuration, and numbers that they have exchanged.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from commfuse_megatron.config import PlanConfig
@@ -97,7 +98,7 @@ def select_for_trial(candidates: Candidates, config: PlanConfig) -> tuple[Linear
 
 
 def choose_measured(plans: Sequence[LinearPlan], measured_us: Sequence[float], note: str = "") -> LinearPlan:
-    """The plan with the shortest measured time; `measured_us` are equal on all ranks."""
+    """The plan with the shortest measured time; `measured_us` are equal on all ranks, infinite without memory."""
     best = _fastest(measured_us)
     plan = dataclasses.replace(plans[best], measured_us=measured_us[best])
     return _because(plan, f"measured: {_say_times(plans, measured_us)}", note)
@@ -119,18 +120,16 @@ def _best_of_each_path(plans: Sequence[LinearPlan], times_us: Sequence[float]) -
 
 def _say_times(plans: Sequence[LinearPlan], times_us: Sequence[float]) -> str:
     """Such as "sliced m=2 0.812 ms, sequential 1.020": the chosen one, then the best of the other paths."""
-    chosen = _fastest(times_us)
+    chosen = plans[_fastest(times_us)]
+    timed = [(us, plan) for us, plan in zip(times_us, plans, strict=True) if math.isfinite(us)]
     heads = _best_of_each_path(plans, times_us)
-    others = [
-        (time_us, plan)
-        for plan, time_us in zip(plans, times_us, strict=True)
-        if plan in heads and plan.path != plans[chosen].path
-    ]
+    others = [(us, plan) for us, plan in timed if plan in heads and plan.path != chosen.path]
     if not others:  # variants of one path
-        others = [(t, plan) for plan, t in zip(plans, times_us, strict=True) if plan is not plans[chosen]]
+        others = [(us, plan) for us, plan in timed if plan is not chosen]
     others.sort(key=lambda pair: pair[0])
-    first = f"{plans[chosen].name} {times_us[chosen] / 1e3:.3f} ms"
-    return ", ".join([first, *(f"{plan.name} {time_us / 1e3:.3f}" for time_us, plan in others)])
+    first = f"{chosen.name} {times_us[plans.index(chosen)] / 1e3:.3f} ms"
+    too_large = [f"{plan.name} out of memory" for us, plan in zip(times_us, plans, strict=True) if math.isinf(us)]
+    return ", ".join([first, *(f"{plan.name} {us / 1e3:.3f}" for us, plan in others), *too_large])
 
 
 def _predicted(plan: LinearPlan) -> float:

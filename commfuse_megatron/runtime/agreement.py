@@ -12,7 +12,7 @@ from commfuse_megatron.errors import ShapeError, TransportError, TransportTimeou
 
 __all__ = ["Agreement"]
 
-_ERROR_MARK = "error: "
+_ERROR_MARK, _LATE_MARK = "error: ", "too late: "
 
 
 class Agreement:
@@ -28,13 +28,14 @@ class Agreement:
     def agree(self, statement: str) -> None:
         """Return if all ranks bring the same `statement`; else raise ShapeError on all of them.
 
-        Raises TransportTimeoutError when a rank says nothing in time, TransportError when the store is gone: no further
-        round may follow, since nobody knows which call the others are at.
+        Raises TransportTimeoutError when a rank says nothing in time, this one included, TransportError when the store
+        is gone: no further round may follow, since nobody knows which call the others are at.
         """
         self._post(statement)
         found = self._collect(statement)
         if len(set(found)) == 1 and not statement.startswith(_ERROR_MARK):
             return
+        self._require_awaited(found)
         lines = [f"  group rank {rank}: {text}" for rank, text in enumerate(found)]
         raise ShapeError("\n".join(["the ranks of the group do not agree on the next operation:", *lines]))
 
@@ -42,6 +43,7 @@ class Agreement:
         """What every rank brings, by rank; raises like `agree`, ShapeError where a rank refused."""
         self._post(text)
         found = self._collect("an exchange between ranks")
+        self._require_awaited(found)
         if any(other.startswith(_ERROR_MARK) for other in found):
             lines = [f"  group rank {rank}: {other}" for rank, other in enumerate(found)]
             raise ShapeError("\n".join(["a rank of the group cannot go on:", *lines]))
@@ -87,11 +89,19 @@ class Agreement:
             return self._unreachable(error)
         complaint = f"group rank {self._group_rank} waited {self._timeout_s} s for group ranks {missing}"
         # Who comes late must not take this rank's word for being there still.
-        self._post(f"{_ERROR_MARK}{complaint}")
+        self._post(f"{_LATE_MARK}{complaint}")
         return TransportTimeoutError(
             f"{statement}: {complaint} to announce the same operation. Either they died, or they are doing something "
             "else."
         )
+
+    def _require_awaited(self, found: list[str]) -> None:
+        """Raise TransportTimeoutError where the others no longer waited for this rank."""
+        late = [f"  {text.removeprefix(_LATE_MARK)}" for text in found if text.startswith(_LATE_MARK)]
+        if late:
+            raise TransportTimeoutError(
+                "\n".join([f"group rank {self._group_rank} came too late, the others have given up:", *late])
+            )
 
     def _unreachable(self, error: Exception) -> TransportError:
         return TransportError(

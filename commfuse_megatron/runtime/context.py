@@ -36,6 +36,9 @@ from commfuse_megatron.transport.stream_memory import StreamEvent
 __all__ = ["OpRecord", "OverlapContext"]
 
 
+# Paths on which the group's own collectives carry everything.
+_COLLECTIVE_PATHS = ("sequential", "async")
+
 # Sequence lengths that vary from call to call must not fill the memory.
 _MOST_REASONS = 1024
 
@@ -44,7 +47,8 @@ _MOST_REASONS = 1024
 class OpRecord:
     """One line of the report: a problem, the path it takes and how often it ran.
 
-    M, N, K: tokens of the full sequence, output and input features of this rank's weight.
+    M, N, K: tokens of the full sequence, output and input features of this rank's weight. transport: what carries it;
+    on paths without transfers of ours the backend of the group's collectives.
     exposed_comm_us: mean over the latest recorded calls of the time in which a transfer ran and nothing computed; None
     unless the configuration records. predicted_us, measured_us: what the planner knew of the path taken; None where it
     did not ask. attention: the kernel of an attention, "flash (FA3)" say where the program activated FlashAttention-3;
@@ -355,7 +359,7 @@ class OverlapContext:
                 reason=entry.plan.reason,
                 algorithm=str(entry.plan.algorithm),
                 chunks_per_shard=entry.plan.chunks_per_shard,
-                transport=self.transport_name,
+                transport=self._collectives if entry.plan.path in _COLLECTIVE_PATHS else self.transport_name,
                 gemm=entry.gemm.name,
                 calls=entry.calls,
                 exposed_comm_us=exposed.get(entry.problem),
@@ -437,6 +441,14 @@ class OverlapContext:
                 regains_sms=self.nccl.regains_sms,
             )
         return self._gemms[key]
+
+    @property
+    def _collectives(self) -> str:
+        """What carries the group's own collectives."""
+        try:
+            return str(self.group._get_backend(self.device).name())
+        except RuntimeError:  # the group serves other devices only
+            return "none"
 
     def _exposed_by_problem(self) -> dict[Problem, float]:
         if self._recorder is None:

@@ -6,12 +6,15 @@ import re
 import time
 import types
 import typing
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.errors import ShapeError
@@ -31,19 +34,55 @@ OPS = {
         ops.embedding_reduce_scatter,
     )
 }
+
+
+class Wrapper(torch.Tensor):
+    """Stands for a tensor and computes by a dispatch of its own, as DTensor does."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args = tree_map(lambda value: value.inner if isinstance(value, cls) else value, args)
+        return function(*args, **(kwargs or {}))
+
+
+class Marked(torch.Tensor):
+    """A type of somebody's own that computes as any tensor."""
+
+
 ARRAY = np.zeros((TOKENS, 1, FEATURES), dtype=np.float32)
 TENSOR = torch.ones(FEATURES, FEATURES)
+with warnings.catch_warnings(action="ignore"):
+    FOREIGN = [
+        torch.nested.nested_tensor([TENSOR, TENSOR]),
+        torch._efficientzerotensor((FEATURES, FEATURES)),
+        torch._to_functional_tensor(TENSOR),
+        FakeTensorMode().from_tensor(TENSOR),
+        Wrapper(TENSOR),
+    ]
 #: By what a signature says.
 WRONG: dict[Any, list[Any]] = {
-    torch.Tensor: [None, 5, "a", [TENSOR], ARRAY, object()],
+    torch.Tensor: [None, 5, "a", [TENSOR], ARRAY, object(), *FOREIGN],
     torch.Tensor | None: [5, "b", [1], ARRAY, object()],
     int: [None, float(FEATURES), "7", [7], TENSOR],
     int | None: [float(TOKENS), "7", [7], TENSOR],
-    bool: [None, "yes", [True], TENSOR],
+    bool: [None, 2, "yes", [True], TENSOR],
     float: [None, "a", 1j, [0.5], TENSOR],
     float | None: ["a", 1j, [0.5], TENSOR],
     tuple[int, int] | None: [5, "ab", {1, 2}, {1: 2}, TENSOR],
-    WeightGradTarget | None: [TENSOR, 5, WeightGradTarget(None, lambda: None), WeightGradTarget(ARRAY, lambda: None)],
+    WeightGradTarget | None: [
+        TENSOR,
+        5,
+        WeightGradTarget(None, lambda: None),
+        WeightGradTarget(ARRAY, lambda: None),
+        WeightGradTarget(FOREIGN[1], lambda: None),
+    ],
 }
 
 
@@ -140,6 +179,10 @@ def test_what_does_as_well_is_taken() -> None:
             embedding = good("embedding_reduce_scatter", group.rank(), group.size())
             for first in (np.int64(embedding["first_id"]), embedding["first_id"]):
                 ops.embedding_reduce_scatter(**{**embedding, "first_id": first}, context=context)
+            linear = good("linear_reduce_scatter", group.rank(), group.size())
+            of_another_type = {name: tensor.as_subclass(Marked) for name, tensor in linear.items()}
+            found = [ops.linear_reduce_scatter(**each, context=context) for each in (linear, of_another_type)]
+            assert torch.equal(*found)
             attention = good("query_split_attention", group.rank(), group.size())
             results = [
                 ops.query_split_attention(**attention, **numbers, context=context)

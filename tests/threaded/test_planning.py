@@ -1,15 +1,18 @@
 """Plans of a context: the default, forced paths, trials and calibration over gloo with times that a test makes up."""
 
 import dataclasses
+import functools
 import logging
+import math
 
 import pytest
 import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import LinearConfig, PassConfig, PlanConfig, TransportConfig, WgradConfig
-from commfuse_megatron.errors import ShapeError
+from commfuse_megatron.errors import ShapeError, TransportError
 from commfuse_megatron.ops.trial import run_trial
+from commfuse_megatron.plan.choose import choose_measured
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import Channel, GemmRate, HostTimes, MachineModel, Traits
 from commfuse_megatron.runtime.calibrate import calibrate
@@ -264,6 +267,50 @@ def test_a_rank_without_memory_for_a_trial_lets_the_model_decide_everywhere(monk
     for record in found[0]:
         assert record.reason.startswith("predicted: sequential")
         assert record.reason.endswith("not measured: group rank 1: no memory")
+
+
+def out_of_memory_in(name, ranks):
+    """Makes what runs plans, where the one of that name runs out of memory on those ranks."""
+
+    def rehearse(problem, context):
+        def run(prepared):
+            if prepared.plan.name == name and context.group_rank in ranks:
+                run_out_of_memory()
+
+        return run
+
+    return rehearse
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_a_way_that_runs_out_of_memory_is_left_out_or_named(monkeypatch, ranks):
+    """It became the user's error; and of one rank alone, the others waited for what it had not sent."""
+    times = {"sliced m=1": 100.0, "sliced m=2": 90.0}
+    monkeypatch.setattr(TRIAL, lambda device: MadeUpTimes(lambda rank, name: times.get(name, 1.0)))
+
+    def body(group, device):
+        context = OverlapContext(group, config())
+        problem = layer_problem("8b.qkv", 8, dtype="float32", needs="")
+        plans = [LinearPlan("sliced", "", Algorithm.DIRECT, m, keep_gathered_input=False) for m in (1, 2, 4)]
+        try_out = functools.partial(run_trial, out_of_memory_in("sliced m=4", ranks), context, problem)
+        if ranks == (1,):
+            with pytest.raises(
+                TransportError, match="sliced m=4 was tried, and ran out of memory on some ranks only: group rank 1"
+            ):
+                try_out(plans)
+            assert not context.is_usable
+            return None
+        found = try_out(plans)
+        assert try_out(plans[2:]) == "every way ran out of memory"
+        context.close()
+        return found, choose_measured(plans, found).reason
+
+    results = run_threads(2, body)
+    assert results[0] == results[1]
+    if ranks == (0, 1):
+        found, reason = results[0]
+        assert found == [100.0, 90.0, math.inf]
+        assert reason == "measured: sliced m=2 0.090 ms, sliced m=1 0.100, sliced m=4 out of memory"
 
 
 def test_a_trial_is_neither_counted_nor_recorded_and_logged_once(monkeypatch, caplog):

@@ -358,6 +358,36 @@ def test_dropout_is_repeated_from_the_same_state(path):
     run_threads(1, body)  # threads share the CPU's generator
 
 
+@pytest.mark.parametrize("path", ["query_split", "row_parallel"])
+def test_dropout_does_not_depend_on_the_default_dtype(path):
+    """The mask was drawn in the default dtype: of another one in the backward pass it was another mask. y is linear in
+    v, so <dv, v> over all ranks is <dy, y>."""
+
+    def body(group, device):
+        operands, grad_y = draw(Case(), group.rank(), group.size())
+        v = operands["v"].requires_grad_()
+        with OverlapContext(group, attention_config(path)) as context:
+            group.barrier().wait()
+            if group.rank() == 0:  # of the process, so of all threads
+                torch.set_default_dtype(torch.bfloat16)
+            group.barrier().wait()
+            try:
+                y = ops.query_split_attention(*operands.values(), causal=False, dropout=0.3, context=context)
+                group.barrier().wait()
+            finally:
+                torch.set_default_dtype(torch.float32)
+            group.barrier().wait()
+            y.backward(grad_y)
+        bias = operands.get("out_bias")
+        without_bias = y if bias is None else y - bias
+        pair = torch.stack([(v.grad * v).sum(), (grad_y * without_bias).sum()]).detach()
+        group.allreduce([pair]).wait()
+        return pair
+
+    found, expected = run_threads(2, body)[0]
+    assert found == pytest.approx(expected)
+
+
 def test_dropout_differs_between_ranks_and_splits():
     """Queries and keys of zero weigh all values alike, so rows and ranks differ by what they drop only."""
 

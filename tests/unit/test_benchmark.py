@@ -164,6 +164,45 @@ def test_a_report_is_whole_after_every_case(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"median_ms": 0.0}, "median_ms is no time in milliseconds: 0.0"),
+        ({"median_ms": float("nan")}, "median_ms is no time in milliseconds: nan"),
+        ({"median_ms": None}, "median_ms is no time in milliseconds: None"),
+        ({"compute_only_ms": -1.0}, "compute_only_ms is no time in milliseconds: -1.0"),
+        ({"comm_only_ms": float("inf")}, "comm_only_ms is no time in milliseconds: inf"),
+        ({"group_size": 1}, "group_size must be an integer of at least 2, is 1"),
+        ({"K": "many"}, "K must be an integer of at least 1, is 'many'"),
+        ({"dtype": "int8"}, "dtype must be of "),
+        ({"algorithm": "tree"}, "algorithm must be of , direct, ring, is 'tree'"),
+    ],
+)
+def test_rows_that_nobody_can_have_measured_are_refused(changed, complaint, tmp_path: Path):
+    """Predictions from them were nonsense, or a traceback."""
+    file = tmp_path / "rows.json"
+    rows = [a_row().as_json(), a_row().as_json() | changed]
+    file.write_text(json.dumps({"rows": rows}))
+    with pytest.raises(ConfigError, match="row 2 of its rows: ") as raised:
+        load_report(file)
+    assert complaint in str(raised.value)
+
+
+def test_rows_of_other_sizes_and_names_do_not_mix():
+    """A shrunken case has the same name and tokens; a configuration of a user's may be named like a variant."""
+    rows = headline_rows()
+    before = summarize(rows).metrics
+    shrunk = [dataclasses.replace(row, shrink=4, N=1, K=1, median_ms=row.median_ms / 9) for row in rows]
+    assert summarize([*rows, *shrunk]).metrics["vs_sequential"] == before["vs_sequential"]
+    assert "vs_sequential" not in summarize(shrunk).metrics
+    mine = [
+        dataclasses.replace(row, variant=f"{row.variant.split()[0]}_mine", median_ms=row.median_ms / 9)
+        for row in rows
+        if row.variant != "planned"
+    ]
+    assert summarize([*rows, *mine]).metrics == before
+
+
 def test_a_link_to_a_report_stays_one(tmp_path: Path):
     file, link = tmp_path / "rows.json", tmp_path / "latest.json"
     link.symlink_to(file)
@@ -217,7 +256,7 @@ def test_figures_of_a_whole_run():
     assert check_bounds(partly, {"ideal": 2.0}) == ["ideal: measured in 7 of 8 cases only"]
 
 
-@pytest.mark.parametrize("text", ["nonsense=1", "ideal", "ideal=fast"])
+@pytest.mark.parametrize("text", ["nonsense=1", "ideal", "ideal=fast", "ideal=nan", "ideal=inf"])
 def test_bounds_that_cannot_be_read(text):
     with pytest.raises(ConfigError, match=f"--check {text}"):
         parse_bounds([text])
