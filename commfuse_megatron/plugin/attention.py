@@ -249,12 +249,13 @@ class _Pairing:
         problems = attention_problems(inputs, context) if is_capturing else ()
         if problems and context.known_plan(problems[0]) is None:
             return capture.reason_not_to_capture(context, problems) or ""
-        if inputs.key not in context.known_calls:  # else the like of it was found fit, and planned
+        known = context.known_calls.get(inputs.key)  # the like of it was found fit, and planned
+        if known is None:
             reason = find_attention_complaint(inputs, context.device)  # of mixed dtypes under autocast, say
             reason = reason or self._judge_kernel(inputs, context)
             if reason is not None:
                 return reason
-        plan = plan_attention(inputs, context)
+        plan = plan_attention(inputs, context) if known is None else known.plan
         if plan.path != "query_split":
             return f"planned as {plan.path}: {plan.reason}"
         reason = capture.reason_not_to_capture(context, problems) if is_capturing else None
