@@ -118,11 +118,12 @@ def test_files_that_documents_name_exist() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_command_for_the_figure_in_the_readme_draws_that_figure() -> None:
+def test_the_commands_for_the_figures_in_the_readme_draw_them() -> None:
     readme, tracing = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/tracing.md"))
-    (figure,) = re.findall(r"!\[[^]]*\]\((.*)\.png\)", readme)
-    command = tracing.split("## The README's figure")[1].split("##")[0]
-    assert re.findall(r"--output (\S+) --name (\S+)", command) == [tuple(figure.rsplit("/", 1))]
+    figures = re.findall(r"!\[[^]]*\]\((.*)\.png\)", readme)
+    commands = tracing.split("## The README's figures")[1].split("##")[0]
+    assert re.findall(r"--output (\S+) --name (\S+)", commands) == [tuple(each.rsplit("/", 1)) for each in figures]
+    assert figures
 
 
 def test_no_machine_paths_and_no_package_hosts() -> None:
