@@ -115,9 +115,14 @@ class Row:
 
     @property
     def problem(self) -> tuple[object, ...]:
-        """What is solved, whatever the variant: rows that share it were measured together."""
+        """What is solved, whatever the variant, and by which commit: rows that share it were measured together."""
+        return (*self.task, self.commit)
+
+    @property
+    def task(self) -> tuple[object, ...]:
+        """What is solved, and where."""
         sizes = (self.M, self.N, self.K, self.dtype, self.shrink, self.group_size)
-        return (self.case, self.pass_name, *sizes, self.emulated, self.device, self.link, self.commit)
+        return (self.case, self.pass_name, *sizes, self.emulated, self.device, self.link)
 
     def as_json(self) -> dict[str, object]:
         """The row with the key names of the report format, and what follows from it."""

@@ -47,13 +47,15 @@ class Summary:
 def summarize(rows: Sequence[Row]) -> Summary:
     """The metrics of measured rows; emulated rows and rows from a CPU do not count.
 
-    A file may hold several runs: the headline is that of the machine and link of its last row.
+    A file may hold several runs: the headline is that of the machine and link of its last row, and what was measured
+    again, by another commit, counts as it was last.
     """
     problems: dict[tuple[object, ...], dict[str, Row]] = {}
     for row in rows:
         if row.is_comparable and not row.emulated:
             problems.setdefault(row.problem, {})[row.variant] = row
-    planned = [(variants[PLANNED], variants) for variants in problems.values() if PLANNED in variants]
+    latest = {variants[PLANNED].task: variants for variants in problems.values() if PLANNED in variants}
+    planned = [(variants[PLANNED], variants) for variants in latest.values()]
     here = next(((row.device, row.link, row.group_size) for row, _ in reversed(planned)), None)
     headline = [
         (row, variants)

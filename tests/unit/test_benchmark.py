@@ -201,6 +201,9 @@ def test_rows_of_other_sizes_and_names_do_not_mix():
         if row.variant != "planned"
     ]
     assert summarize([*rows, *mine]).metrics == before
+    again = [dataclasses.replace(row, commit="later", median_ms=2 * row.median_ms) for row in rows]
+    assert summarize([*again, *rows]).metrics == before
+    assert summarize([*rows, *again]).metrics["ideal"].value == pytest.approx(2 * before["ideal"].value)
 
 
 def test_a_link_to_a_report_stays_one(tmp_path: Path):
