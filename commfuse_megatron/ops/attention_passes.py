@@ -3,7 +3,7 @@
 Knows prepared passes and kernels; must not know autograd.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from commfuse_megatron.ops.attention_slabs import GradientSlabs
 from commfuse_megatron.ops.linear_reduce_scatter import OPERATION as PROJECTION
 from commfuse_megatron.ops.linear_reduce_scatter import ScatterOperands, scatter_backward, scatter_forward
 from commfuse_megatron.ops.passes import gather_chunks, scatter_chunks, start_gather, weight_gradient
-from commfuse_megatron.ops.replay import TapeCall, replay
+from commfuse_megatron.ops.replay import Build, TapeCall, replay
 from commfuse_megatron.ops.split_attention import Heads, InputGradients, SplitAttention
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
 from commfuse_megatron.plan.linear_plan import LinearPlan
@@ -205,30 +205,14 @@ def _replayed_backward(
     weight: torch.Tensor,
     weight_grad: WeightGradTarget | None,
 ) -> tuple[Heads, torch.Tensor | None] | None:
-    """The whole pass from a tape: gradients of heads and weight; None where there is none for these layouts."""
-    (q, k, v), states = saved.heads, saved.states
-    assert isinstance(states, torch.Tensor)
-    gradients, grad_weight = _memory_for_gradients(p, saved, weight, weight_grad)
+    """The whole pass with split queries from a tape: see `_from_tape`."""
+    assert isinstance(saved.states, torch.Tensor)
     slabs = p.memo.get("slabs")
     if slabs is None:
         slabs = p.memo["slabs"] = GradientSlabs(_attention_of(p), attention.splits)
-    key = (attention.scale, q.stride(), k.stride(), v.stride(), torch.are_deterministic_algorithms_enabled())
-    tape_call = TapeCall(
-        grad_shard,
-        saved.attended,
-        weight,
-        torch.empty_like(saved.attended),
-        grad_weight,
-        grad_weight is not None and weight_grad is not None,
-        more=(k, v, states, *gradients, slabs.new(k), slabs.new(v), q),
-        key=key,
-    )
-    with p as link:
-        if not replay(p, link, record_query_split_backward, tape_call):
-            return None
-    if grad_weight is not None and weight_grad is not None:
-        grad_weight = weight_grad.result()
-    return gradients, grad_weight
+    operands = (grad_shard, weight, saved.states)
+    memory = (slabs.new(saved.heads.k), slabs.new(saved.heads.v))
+    return _from_tape(p, p, record_query_split_backward, attention.scale, saved, operands, weight_grad, memory)
 
 
 def _replayed_at_once(
@@ -239,14 +223,31 @@ def _replayed_at_once(
     operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     weight_grad: WeightGradTarget | None,
 ) -> tuple[Heads, torch.Tensor | None] | None:
-    """The same of a pass whose attention is not split. operands: the own rows' gradient, the weight, the state."""
-    (q, k, v), (grad_shard, weight, state) = saved.heads, operands
+    """The same of a pass whose attention is not split, on a tape of the projection's pass."""
     assert p.attention is not None
-    if not p.attention.can_bind or not state.is_contiguous():
+    if not p.attention.can_bind or not operands[-1].is_contiguous():
         return None
     recorder = p.memo.get("at once")
     if recorder is None:
         recorder = p.memo["at once"] = AttentionAtOnce(_attention_of(p), p.attention)
+    return _from_tape(p, projection, recorder.record, attention.scale, saved, operands, weight_grad)
+
+
+def _from_tape(
+    p: PreparedPass,
+    owner: PreparedPass,
+    record: Callable[[Build, TapeCall], None],
+    scale: float,
+    saved: Saved,
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    weight_grad: WeightGradTarget | None,
+    slabs: tuple[torch.Tensor, ...] = (),
+) -> tuple[Heads, torch.Tensor | None] | None:
+    """Gradients of heads and weight, by the tape of `record` that the pass `owner` keeps; None where there is none for
+    these layouts. operands: the own rows' gradient, the weight, and what the forward pass left. slabs: more memory for
+    the gradients of keys and values.
+    """
+    (q, k, v), (grad_shard, weight, states) = saved.heads, operands
     gradients, grad_weight = _memory_for_gradients(p, saved, weight, weight_grad)
     tape_call = TapeCall(
         grad_shard,
@@ -255,11 +256,11 @@ def _replayed_at_once(
         torch.empty_like(saved.attended),
         grad_weight,
         grad_weight is not None and weight_grad is not None,
-        more=(k, v, state, *gradients, q),
-        key=(attention.scale, q.stride(), k.stride(), v.stride(), torch.are_deterministic_algorithms_enabled()),
+        more=(k, v, states, *gradients, *slabs, q),
+        key=(scale, q.stride(), k.stride(), v.stride(), torch.are_deterministic_algorithms_enabled()),
     )
-    with projection as link:
-        if not replay(projection, link, recorder.record, tape_call):
+    with owner as link:
+        if not replay(owner, link, record, tape_call):
             return None
     if grad_weight is not None and weight_grad is not None:
         grad_weight = weight_grad.result()

@@ -1,7 +1,6 @@
 """Plans of a context: the default, forced paths, trials and calibration over gloo with times that a test makes up."""
 
 import dataclasses
-import functools
 import logging
 import math
 
@@ -269,6 +268,13 @@ def test_a_rank_without_memory_for_a_trial_lets_the_model_decide_everywhere(monk
         assert record.reason.endswith("not measured: group rank 1: no memory")
 
 
+def try_three_ways(context, rehearse=lambda problem, context: lambda prepared: None, m=(1, 2, 4)):
+    """What a trial of direct schedules with so many chunks finds; by default nothing is run."""
+    problem = layer_problem("8b.qkv", 8, dtype="float32", needs="")
+    plans = [LinearPlan("sliced", "", Algorithm.DIRECT, each, keep_gathered_input=False) for each in m]
+    return plans, run_trial(rehearse, context, problem, plans)
+
+
 def out_of_memory_in(name, ranks):
     """Makes what runs plans, where the one of that name runs out of memory on those ranks."""
 
@@ -290,18 +296,16 @@ def test_a_way_that_runs_out_of_memory_is_left_out_or_named(monkeypatch, ranks):
 
     def body(group, device):
         context = OverlapContext(group, config())
-        problem = layer_problem("8b.qkv", 8, dtype="float32", needs="")
-        plans = [LinearPlan("sliced", "", Algorithm.DIRECT, m, keep_gathered_input=False) for m in (1, 2, 4)]
-        try_out = functools.partial(run_trial, out_of_memory_in("sliced m=4", ranks), context, problem)
+        rehearse = out_of_memory_in("sliced m=4", ranks)
         if ranks == (1,):
             with pytest.raises(
                 TransportError, match="sliced m=4 was tried, and ran out of memory on some ranks only: group rank 1"
             ):
-                try_out(plans)
+                try_three_ways(context, rehearse)
             assert not context.is_usable
             return None
-        found = try_out(plans)
-        assert try_out(plans[2:]) == "every way ran out of memory"
+        plans, found = try_three_ways(context, rehearse)
+        assert try_three_ways(context, rehearse, m=(4,))[1] == "every way ran out of memory"
         context.close()
         return found, choose_measured(plans, found).reason
 
@@ -434,9 +438,7 @@ def test_who_may_still_win_is_timed_more_often(monkeypatch):
 
     def body(group, device):
         with OverlapContext(group, config()) as context:
-            problem = layer_problem("8b.qkv", 8, dtype="float32", needs="")
-            plans = [LinearPlan("sliced", "", Algorithm.DIRECT, m, keep_gathered_input=False) for m in (1, 2, 4)]
-            return run_trial(lambda problem, context: lambda prepared: None, context, problem, plans)
+            return try_three_ways(context)[1]
 
     assert run_threads(2, body) == [[100.0, 103.0, 120.0]] * 2
     for of_one_rank in bursts:
@@ -455,9 +457,7 @@ def test_who_is_out_does_not_win_because_the_device_became_slower(monkeypatch):
 
     def body(group, device):
         with OverlapContext(group, config()) as context:
-            problem = layer_problem("8b.qkv", 8, dtype="float32", needs="")
-            plans = [LinearPlan("sliced", "", Algorithm.DIRECT, m, keep_gathered_input=False) for m in (1, 2, 4)]
-            return run_trial(lambda problem, context: lambda prepared: None, context, problem, plans)
+            return try_three_ways(context)[1]
 
     assert run_threads(2, body) == [[150.0, 160.0, 180.0]] * 2
 
