@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import AttentionConfig, TransportConfig
@@ -349,3 +350,50 @@ def _captured(group, device, backend):
 @pytest.mark.parametrize("backend", ["nccl", "copy_engine"])
 def test_a_forward_pass_can_be_captured(backend):
     run_spawned(2, _captured, backend, backend="nccl")
+
+
+def _both_passes_captured(group, device, backend, backward):
+    case = Case(rows=256, batch=1, heads=4, kv_heads=2, head_dim=64, value_dim=64, N=128, dtype=torch.bfloat16)
+    operands, grad_y = draw(case, group.rank(), 2)
+    leaves = [tensor.to(device).requires_grad_() for tensor in operands.values()]
+    grad_y = grad_y.to(device)
+    with OverlapContext(group, config(backend, m=2, backward=backward)) as context:
+
+        def step():
+            y = ops.query_split_attention(*leaves, context=context)
+            return y, *torch.autograd.grad(y, leaves, grad_y)
+
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream(device).wait_stream(side)
+        torch.cuda.synchronize()
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            captured = step()
+        for _ in range(3):
+            with torch.no_grad():
+                for leaf in leaves:
+                    leaf.copy_(torch.randn_like(leaf))
+            for found in captured:
+                found.zero_()
+            graph.replay()
+            side.wait_stream(torch.cuda.current_stream(device))  # a context cannot see replays
+            with torch.cuda.stream(side):
+                eager = step()
+            torch.cuda.synchronize()
+            for what, found, expected in zip(("y", "q", "k", "v", "weight", "bias"), captured, eager, strict=True):
+                torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2, msg=what)
+            assert torch.equal(captured[0], eager[0])
+        del graph, captured
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+@two_gpus
+@pytest.mark.parametrize("backward", ["query_split", "row_parallel"])
+@pytest.mark.parametrize("backend", ["nccl", "copy_engine"])
+def test_both_passes_can_be_captured(backend, backward):
+    run_spawned(2, _both_passes_captured, backend, backward, backend="nccl")
