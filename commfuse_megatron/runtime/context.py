@@ -396,6 +396,7 @@ class OverlapContext:
             self._finalizer()
             if self._last_done is not None:
                 self._last_done.wait(torch._C._cuda_getCurrentRawStream(self.device.index))
+            self.forget_programs()
             self.slots.release()
 
     def __enter__(self) -> Self:

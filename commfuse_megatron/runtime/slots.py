@@ -72,7 +72,7 @@ class Slots:
         self._retired.clear()
         self._drop_views()
         for buffer in buffers:
-            self._free(buffer)
+            buffer.free()
 
     def note_capture(self) -> None:
         """Remember that a CUDA graph now uses these buffers."""
@@ -97,15 +97,10 @@ class Slots:
         if old is not None and self._is_captured:
             self._retired.append(old)
         elif old is not None:
-            self._free(old)
+            old.free()
 
     def _drop_views(self) -> None:
         self.generation += 1
         for keeper in self._keepers:
             keeper.drop_views()
         self._keepers.clear()
-
-    def _free(self, buffer: Window) -> None:
-        if buffer.tensor.is_cuda:
-            # It may have been used on another stream than the one its memory returns to.
-            buffer.tensor.record_stream(torch.cuda.current_stream(self._device))

@@ -30,6 +30,12 @@ class Window:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
+    def free(self) -> None:
+        """Give the memory up. The current stream comes after all that uses it; the window is of no use afterwards."""
+        if self.tensor.is_cuda:
+            # It may have been used on another stream than the one its memory returns to.
+            self.tensor.record_stream(torch.cuda.current_stream(self.tensor.device))
+
 
 class Place(NamedTuple):
     """Where a message arrives: `offset` bytes into the receiver's window, which is made together with `window`.

@@ -1,11 +1,18 @@
 """Memory of this GPU that the other ranks of a group write to by address: PyTorch's symmetric memory.
 
 Mapping is collective. Multicast is never used.
+
+The contract that bites: PyTorch waits for the device when such memory is freed, which ends the process while a CUDA
+graph is captured, and may block for good when a peer is gone. Garbage collection must not choose that moment. So what
+is mapped is kept here, and freed only where windows are made or given up, once nothing looks at it any more.
 """
 
+import atexit
+import ctypes
 import os
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, override
 
 import torch
 from torch import distributed as dist
@@ -22,12 +29,17 @@ Exchange = Callable[[str], list[str]]
 class MappedWindow(Window):
     """A window and the addresses at which this process sees those of all ranks."""
 
-    __slots__ = ("_handle", "addresses")
+    __slots__ = ("addresses",)
 
-    def __init__(self, tensor: torch.Tensor, handle: Any) -> None:
+    def __init__(self, tensor: torch.Tensor, addresses: list[int]) -> None:
         super().__init__(tensor)
-        self._handle = handle  # keeps the mappings alive
-        self.addresses: list[int] = list(handle.buffer_ptrs)
+        self.addresses = addresses
+
+    @override
+    def free(self) -> None:
+        device = self.tensor.device
+        del self.tensor
+        _free_unused(device)
 
 
 def map_window(
@@ -43,6 +55,7 @@ def map_window(
     """
     from torch.distributed import _symmetric_memory as symmetric_memory
 
+    _free_unused(device)
     tensor, complaint = None, ""
     try:
         tensor = symmetric_memory.empty(max(size_bytes, 1), dtype=torch.uint8, device=device)
@@ -54,7 +67,38 @@ def map_window(
     if fill is not None:  # before the rendezvous: afterwards the peers may write there
         fill(tensor)
         torch.cuda.current_stream(device).synchronize()
-    return MappedWindow(tensor, symmetric_memory.rendezvous(tensor, group.group_name))
+    mapping = symmetric_memory.rendezvous(tensor, group.group_name)
+    with _mapped_lock:
+        _mapped.append(_Mapped(tensor.untyped_storage(), mapping))
+    return MappedWindow(tensor, list(mapping.buffer_ptrs))
+
+
+class _Mapped(NamedTuple):
+    """What frees memory when it is dropped: that of this rank, and this process's view of the peers'."""
+
+    storage: torch.UntypedStorage
+    mapping: Any
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no tensor, however derived, lies in it."""
+        return bool(torch._C._storage_Use_Count(self.storage._cdata) == 1)
+
+
+_mapped: list[_Mapped] = []
+_mapped_lock = threading.Lock()
+# To the end of the process, when the driver frees everything without waiting for streams that nobody will let go.
+atexit.register(ctypes.pythonapi.Py_IncRef, ctypes.py_object(_mapped))
+
+
+def _free_unused(device: torch.device) -> None:
+    """Free what was mapped and is not looked at any more; not while a graph is captured."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
+    with _mapped_lock:
+        unused = [each for each in _mapped if each.is_unused]
+        _mapped[:] = [each for each in _mapped if not any(each is other for other in unused)]
+    del unused
 
 
 def why_memory_cannot_be_shared(group: dist.ProcessGroup, device: torch.device) -> str:

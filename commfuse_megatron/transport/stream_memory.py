@@ -5,8 +5,10 @@ the call. The contract that bites: such a wait is invisible to CUDA, so nothing 
 the flag must never be submitted behind the wait.
 """
 
+import gc
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -199,6 +201,25 @@ def give_stream_back(device: torch.device, stream: OwnStream) -> None:
         _spare_streams.setdefault(device, []).append(stream)
 
 
+_collection_lock = threading.Lock()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python's garbage collection out of a capture that the program knows nothing of.
+
+    What it finds may be somebody's memory whose freeing waits for the device, which no capture allows.
+    """
+    with _collection_lock:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
+
+
 class StreamGraph:
     """What a stream of our own is told once, launched again on any stream by one call."""
 
@@ -207,11 +228,12 @@ class StreamGraph:
         self._exec: Any = None
         driver = self._driver = _driver()
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        _check(driver.cuStreamBeginCapture(stream.handle, mode)[0], "cuStreamBeginCapture")
-        try:
-            tell()
-        finally:
-            status, graph = driver.cuStreamEndCapture(stream.handle)
+        with _no_collection():
+            _check(driver.cuStreamBeginCapture(stream.handle, mode)[0], "cuStreamBeginCapture")
+            try:
+                tell()
+            finally:
+                status, graph = driver.cuStreamEndCapture(stream.handle)
         _check(status, "cuStreamEndCapture")
         status, self._exec = driver.cuGraphInstantiate(graph, 0)
         driver.cuGraphDestroy(graph)

@@ -1,11 +1,13 @@
-"""Calls of the copy engine that became CUDA graphs: new data at the same addresses, late ranks, hardware queues."""
+"""Calls of the copy engine that became CUDA graphs: new data, late ranks, hardware queues, garbage meanwhile."""
 
+import gc
 import os
 
 import pytest
 import torch
+from torch import distributed as dist
 
-from commfuse_megatron import OverlapContext
+from commfuse_megatron import OverlapContext, ops
 from tests.gpu.test_transports import linear_config
 from tests.harness import run_spawned
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
@@ -46,3 +48,45 @@ def test_calls_at_the_same_addresses_see_new_data(connections, monkeypatch):
     else:
         monkeypatch.setitem(os.environ, "CUDA_DEVICE_MAX_CONNECTIONS", connections)
     run_spawned(2, _calls_at_the_same_addresses, backend="nccl")
+
+
+def _collect_garbage_during_captures(group, device):
+    case = Case(op=OPS[0], rows=512, N=64, K=64, dtype=torch.bfloat16)
+    operands = draw(case, group.rank(), group.size(), device)
+    expected = reference(case, operands, group)
+    gc.collect()
+    gc.freeze()  # collections look at what follows only, or take long
+    thresholds = gc.get_threshold()
+    try:
+        with OverlapContext(group, linear_config("copy_engine", m=2)) as context:
+            for _ in range(3):
+                garbage = [context.link.transport.window(1 << 20, device)]  # what a context leaves that has outgrown it
+                garbage.append(garbage)
+                gc.set_threshold(1, 1, 1)
+                for _ in range(8):  # step by step, rehearsed, captured, and as a graph
+                    del garbage
+                    assert_equal(overlapped(case, operands, context), expected)
+                    garbage = []
+                gc.set_threshold(*thresholds)
+            garbage = [context.link.transport.window(1 << 20, device)]
+            garbage.append(garbage)
+            torch.cuda.synchronize()
+            dist.barrier()
+            graph = torch.cuda.CUDAGraph()
+            with torch.no_grad(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                del garbage
+                gc.collect()
+                y = ops.all_gather_linear(operands.x, operands.weight, operands.bias, context=context)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(y, expected["y"])
+            tapes = [tape.operation for p in context._prepared.values() for tape in p.tapes.values()]
+            assert any(not isinstance(made, int) for tape in tapes for made in tape.graphs.values())
+            del graph
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
+def test_garbage_that_is_found_during_a_capture_does_no_harm():
+    run_spawned(2, _collect_garbage_during_captures, backend="nccl")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import importlib
 import itertools
 
@@ -21,7 +22,7 @@ from commfuse_megatron.ops import (
     reference as references,
 )
 from commfuse_megatron.ops.trial import run_trial
-from commfuse_megatron.transport import tape_graphs
+from commfuse_megatron.transport import mapped_window, tape_graphs
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from tests.harness import run_threads
 from tests.harness.emulated_gpu import capture_call, emulate_copy_engine, take_part
@@ -285,6 +286,45 @@ def test_windows_grow_and_tapes_are_recorded_again(monkeypatch):
                     assert_equal(overlapped(case, operands, context), reference(case, operands, group))
 
     run_threads(3, body)
+
+
+def test_windows_that_were_outgrown_or_closed_are_freed_at_once(monkeypatch):
+    """Though their views were in tapes, programs and graphs, and though nobody collects garbage."""
+    emulate_copy_engine(monkeypatch)
+    monkeypatch.setattr(tape_graphs, "_STEPWISE", 0)
+    monkeypatch.setattr(mapped_window, "_mapped", [])
+    attention = AttentionConfig(path="query_split", splits_per_shard=2)
+
+    def body(group, device):
+        everyone = group.size()
+        with take_part(group):
+            config = dataclasses.replace(config_for("sliced", "direct", 2), attention=attention)
+            with OverlapContext(group, config) as context:
+                sizes = []
+                for rows in (8, 16, 64):
+                    for op in OPS:
+                        case = Case(op=op, rows=rows, N=16, K=8, has_bias=True)
+                        operands = draw(case, group.rank(), group.size(), device)
+                        for _ in range(4):
+                            overlapped(case, operands, context)
+                    heads = AttentionCase(rows=rows, dtype=torch.float32)
+                    leaves, grad_y = draw_attention(heads, group.rank(), everyone)
+                    for _ in range(4):
+                        run(leaves, grad_y, query_split_attention, context=context)
+                    group.barrier().wait()
+                    sizes.append(len(mapped_window._mapped))
+                    group.barrier().wait()
+            group.barrier().wait()
+            return sizes, len(mapped_window._mapped)
+
+    gc.disable()
+    try:
+        found = run_threads(3, body)
+    finally:
+        gc.enable()
+    for sizes, after in found:
+        assert len(set(sizes)) == 1
+        assert after == 3  # every rank's flags, which its context keeps
 
 
 @pytest.mark.parametrize("is_in_graphs", [False, True])

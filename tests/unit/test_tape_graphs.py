@@ -1,5 +1,9 @@
 """When a call of a tape is made step by step, when as a graph: by how often its addresses were seen."""
 
+import contextlib
+import gc
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -105,6 +109,39 @@ def test_addresses_that_do_not_return_are_forgotten_and_graphs_are_not(graphs, m
         graphs.run(one, (number,), 0)
     assert len(one.graphs) <= 8
     assert isinstance(one.graphs[HERE], Graph)
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_no_garbage_is_collected_during_a_capture(is_enabled, fails, monkeypatch):
+    """What is freed then may wait for the device, which ends the process."""
+    modes = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=0)
+    driver = SimpleNamespace(
+        CUstreamCaptureMode=modes,
+        cuStreamBeginCapture=lambda stream, mode: (0,),
+        cuStreamEndCapture=lambda stream: (0, "graph"),
+        cuGraphInstantiate=lambda graph, flags: (0, "executable"),
+        cuGraphDestroy=lambda graph: (0,),
+        cuGraphExecDestroy=lambda executable: (0,),
+        cuGraphLaunch=lambda executable, stream: (0,),
+    )
+    monkeypatch.setattr(stream_memory, "_driver", lambda: driver)
+    seen = []
+
+    def tell():
+        seen.append(gc.isenabled())
+        if fails:
+            raise ValueError("refused")
+
+    before = gc.isenabled()
+    try:
+        (gc.enable if is_enabled else gc.disable)()
+        with pytest.raises(ValueError, match="refused") if fails else contextlib.nullcontext():
+            stream_memory.StreamGraph(SimpleNamespace(handle=1), tell)
+        assert gc.isenabled() == is_enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert seen == [False]
 
 
 def test_streams_of_closed_contexts_serve_later_ones(monkeypatch):

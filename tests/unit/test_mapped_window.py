@@ -1,0 +1,81 @@
+"""When memory that peers write to is freed: where windows are made or given up, never when garbage is collected."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from commfuse_megatron.transport import mapped_window
+from commfuse_megatron.transport.mapped_window import map_window
+
+symmetric_memory = pytest.importorskip("torch.distributed._symmetric_memory")
+
+GROUP = SimpleNamespace(rank=lambda: 0, group_name="test")
+DEVICE = torch.device("cpu")
+
+
+class Mapping:
+    def __init__(self, tensor):
+        self.buffer_ptrs = [tensor.data_ptr()]
+
+
+@pytest.fixture
+def mapped(monkeypatch):
+    """Weak references to all mappings, in the order in which they were made."""
+    made = []
+
+    def rendezvous(tensor, name):
+        mapping = Mapping(tensor)
+        made.append(weakref.ref(mapping))
+        return mapping
+
+    monkeypatch.setattr(mapped_window, "_mapped", [])
+    monkeypatch.setattr(symmetric_memory, "empty", lambda size, **kwargs: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(symmetric_memory, "rendezvous", rendezvous)
+    return made
+
+
+def are_alive(mapped):
+    return [reference() is not None for reference in mapped]
+
+
+def test_a_window_that_is_given_up_is_freed_at_once(mapped):
+    first, second = (map_window(GROUP, DEVICE, 64, None) for _ in range(2))
+    first.free()
+    assert are_alive(mapped) == [False, True]
+    second.free()
+    assert are_alive(mapped) == [False, False]
+
+
+def test_garbage_is_freed_when_the_next_window_is_made(mapped):
+    garbage = [map_window(GROUP, DEVICE, 64, None)]
+    garbage.append(garbage)
+    del garbage
+    gc.collect()
+    assert are_alive(mapped) == [True]
+    map_window(GROUP, DEVICE, 64, None)
+    assert are_alive(mapped) == [False, True]
+
+
+def test_memory_that_is_looked_at_outlives_its_window(mapped):
+    window = map_window(GROUP, DEVICE, 64, None)
+    view = window.tensor[:8].view(torch.int32)
+    window.free()
+    other = map_window(GROUP, DEVICE, 64, None)
+    assert are_alive(mapped) == [True, True]
+    view.zero_()
+    del view
+    other.free()
+    assert are_alive(mapped) == [False, False]
+
+
+def test_nothing_is_freed_while_a_graph_is_captured(mapped, monkeypatch):
+    map_window(GROUP, DEVICE, 64, None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    mapped_window._free_unused(torch.device("cuda"))
+    assert are_alive(mapped) == [True]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    mapped_window._free_unused(torch.device("cuda"))
+    assert are_alive(mapped) == [False]
