@@ -24,6 +24,7 @@ from commfuse_megatron.problem import Problem
 from commfuse_megatron.runtime.agreement import Agreement
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.lanes import Lanes
+from commfuse_megatron.runtime.leaving import forget_at_exit, look_at_exit
 from commfuse_megatron.runtime.link import Link, Peers
 from commfuse_megatron.runtime.meter import exposed_us
 from commfuse_megatron.runtime.planning import Planner, TryOut
@@ -160,6 +161,7 @@ class OverlapContext:
         self._last_stream = 0
         # Runs at garbage collection and at interpreter exit: an unclosed communicator would outlive what it needs.
         self._finalizer = weakref.finalize(self, _release, self.link, self.lanes)
+        look_at_exit(self.link)
 
     # -- what operations use ------------------------------------------------------------------------------------------
 
@@ -465,6 +467,7 @@ def _release(link: Link, lanes: Lanes) -> None:
     if link.failure is None:
         link.transport.close()
         lanes.close()
+    forget_at_exit(link)
 
 
 def _private_store(group: dist.ProcessGroup, group_rank: int) -> dist.Store:

@@ -58,7 +58,7 @@ class Link:
         self.failure: Exception | None = None
         self.is_capturing = False
         self._peers = peers
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._next_tag = 0
         self._has_begun = False  # what all ranks begin: a rank may have nothing to send in it
         self._open: dict[tuple[int, int], object] = {}
@@ -174,9 +174,9 @@ class Link:
             return self._silence_error(peer)
         me = self._peers.name(self._peers.group_rank)
         if (peer := transport.undelivered_peer(operation)) is not None:
-            return TransportTimeoutError(f"{me} could not deliver to {self._peers.name(peer)} for {self._timeout_s} s")
+            return TransportTimeoutError(f"{me} could not deliver to {self._peers.name(peer)} for {self.timeout_s} s")
         return TransportTimeoutError(
-            f"{me}: all messages of a call are here, but it did not end in {self._timeout_s} s: "
+            f"{me}: all messages of a call are here, but it did not end in {self.timeout_s} s: "
             "something else holds up its stream"
         )
 
@@ -187,7 +187,7 @@ class Link:
     def _silence_error(self, peer: int) -> TransportTimeoutError:
         me = self._peers.name(self._peers.group_rank)
         return TransportTimeoutError(
-            f"{me} waited {self._timeout_s} s for {self._peers.name(peer)}, which has nothing to send in this call but "
+            f"{me} waited {self.timeout_s} s for {self._peers.name(peer)}, which has nothing to send in this call but "
             "must come to it: it has not, or the call before has not ended there"
         )
 
@@ -198,5 +198,5 @@ class Link:
         grid = render(bound.schedule, mark=(me, index))
         return TransportTimeoutError(
             f"{label}, step {index} of {len(bound.steps)}: {self._peers.name(me)} {verb} {self._peers.name(peer)} "
-            f"for {self._timeout_s} s. Schedule:\n{grid}"
+            f"for {self.timeout_s} s. Schedule:\n{grid}"
         )
