@@ -227,7 +227,7 @@ def record_query_split_backward(build: Build, call: TapeCall) -> None:
     weight, bound = matrix_of(call.weight, transposed=False), gather.bound
     pieces = [index for index, step in enumerate(bound.steps) if step.compute is not None]
     for index, step in enumerate(bound.steps):
-        if index == min(1, pieces[-1]) and call.last is not None:  # not after the weight gradient, which waits for it
+        if index == pieces[-1] and call.last is not None:
             gather.copy_own()
         if step.compute is None:
             continue
@@ -325,7 +325,7 @@ class AttentionAtOnce:
         gather.issue_all()
         copy_own = gather.copy_own if call.last is not None else lambda: None
         weight, refs = matrix_of(call.weight, transposed=False), (Ref(WEIGHT, 0), Ref(OUT, 0))
-        multiply_gathered(build, gather, weight, refs, None, is_bulk=build.p.is_bulk, after_first=copy_own)
+        multiply_gathered(build, gather, weight, refs, None, is_bulk=build.p.is_bulk, before_last=copy_own)
         lanes = PieceLanes(build, 2)
         lanes.begin()
         lanes.next()

@@ -109,7 +109,8 @@ class Gather(_Messages):
         """Put the own rows beside the others', on the side.
 
         The copy is a kernel, and gets SMs when the GEMM beside it ends, with all that is behind it on the copy stream.
-        So it goes beside the last GEMM before the one that needs it, behind transfers that are needed by then.
+        So it goes beside the last GEMM before the one that needs it, behind transfers that are needed by then: with one
+        hardware queue, GEMMs that are submitted behind it wait for those transfers, too.
         """
         if self.bound.own_rows:
             target = self.window.plus(self.bound.own_start * self.row_bytes)
@@ -152,12 +153,12 @@ def multiply_gathered(
     bias: Ref | None,
     *,
     is_bulk: bool = False,
-    after_first: Callable[[], None] = lambda: None,
+    before_last: Callable[[], None] = lambda: None,
     before_gemm: Callable[[], None] = lambda: None,
 ) -> None:
     """out [M, n] = gathered [M, k] @ weight [k, n] (+ bias), chunk by chunk, or in at most three GEMMs.
 
-    before_gemm: chooses the lane of the next GEMM, and of its waiting.
+    before_last: called before the last GEMM. before_gemm: chooses the lane of the next GEMM, and of its waiting.
     """
     weight_at, out_at = refs
     k, n = weight.shape
@@ -169,25 +170,36 @@ def multiply_gathered(
         build.matmul(shapes, (a_at, weight_at, out_at.plus(first_row * out_row_bytes)), bias=bias)
 
     if not is_bulk:
+        last = _last_that_computes(bound)
         for index, step in enumerate(bound.steps):
-            if index == 1:
-                after_first()
+            if index == last:
+                before_last()
             gather.issue(index)
             if step.compute is not None:
                 before_gemm()
                 gather.wait([] if step.needs_batch is None else [step.needs_batch])
                 multiply(bound.chunk_rows[step.compute], gather.chunk(step.compute), gather.start(step.compute))
         return
-    own_stop = bound.own_start + bound.own_rows
-    before_gemm()
-    multiply(bound.own_rows, gather.chunk(bound.own_chunks.start), bound.own_start)
-    after_first()
-    before_gemm()
-    gather.wait(range(bound.group_rank))
-    multiply(bound.own_start, gather.window, 0)
-    before_gemm()
-    gather.wait(range(bound.group_rank, bound.schedule.group_size - 1))
-    multiply(bound.total_rows - own_stop, gather.window.plus(own_stop * gather.row_bytes), own_stop)
+    own_stop, me = bound.own_start + bound.own_rows, bound.group_rank
+    behind = gather.window.plus(own_stop * gather.row_bytes)
+    pieces = (
+        (bound.own_rows, gather.chunk(bound.own_chunks.start), bound.own_start, range(0)),
+        (bound.own_start, gather.window, 0, range(me)),
+        (bound.total_rows - own_stop, behind, own_stop, range(me, bound.schedule.group_size - 1)),
+    )
+    with_rows = [piece for piece in pieces if piece[0]]
+    for piece in with_rows:
+        rows, a_at, first_row, batches = piece
+        if piece is with_rows[-1]:
+            before_last()
+        before_gemm()
+        gather.wait(batches)
+        multiply(rows, a_at, first_row)
+
+
+def _last_that_computes(bound: BoundSchedule) -> int:
+    """The last step with a GEMM."""
+    return max(index for index, step in enumerate(bound.steps) if step.compute is not None)
 
 
 class Scatter(_Messages):
@@ -296,15 +308,16 @@ def multiply_scattered(
     bias: Ref | None,
     *,
     between: Callable[[], None] | None = None,
-    after_first: Callable[[], None] = lambda: None,
+    before_last: Callable[[], None] = lambda: None,
     before_gemm: Callable[[], None] = lambda: None,
     arrived: Callable[[int], Ref] | None = None,
 ) -> None:
     """Partials of a [M, k] @ weight [k, n]: others' to where they are sent from, the own to `out`, own chunks last.
 
-    between: compute this before the own chunks, and each rank's others in at most two GEMMs. before_gemm: chooses the
-    lane of the next GEMM, and computes its rows of a where they are still to be computed. arrived: what, once it is
-    here, the GEMM of own chunk number i adds; None: nothing, or where the scatter folds, the one partial that there is.
+    between: compute this before the own chunks, and each rank's others in at most two GEMMs. before_last: called before
+    the last GEMM. before_gemm: chooses the lane of the next GEMM, and computes its rows of a where they are still to be
+    computed. arrived: what, once it is here, the GEMM of own chunk number i adds; None: nothing, or where the scatter
+    folds, the one partial that there is.
     """
     if arrived is None and scatter.folds:
         arrived = scatter.wait_for_own
@@ -332,9 +345,10 @@ def multiply_scattered(
             scatter.issue(index)
         before_gemm()
         between()
+    last = _last_that_computes(bound)
     for index, step in enumerate(bound.steps):
-        if index == 1:
-            after_first()
+        if index == last:
+            before_last()
         if between is None:
             scatter.issue(index)
         if step.compute is None or (between is not None and not step.is_own):
@@ -406,7 +420,7 @@ def record_gather_backward(build: Build, call: TapeCall) -> None:
         gather.copy_own()
         multiply_scattered(build, scatter, weight, refs, None, between=multiply_weight_gradient)
     else:
-        multiply_scattered(build, scatter, weight, refs, None, after_first=gather.copy_own)
+        multiply_scattered(build, scatter, weight, refs, None, before_last=gather.copy_own)
         multiply_weight_gradient()
     if not scatter.folds:
         scatter.sum(call.out.view(-1, call.out.size(-1)), refs[2], None, NOWHERE)
@@ -421,7 +435,7 @@ def record_scatter_backward(build: Build, call: TapeCall) -> None:
     gather.issue_all()
     refs = (Ref(WEIGHT, 0), Ref(OUT, 0))
     weight = matrix_of(call.weight, transposed=False)
-    multiply_gathered(build, gather, weight, refs, None, is_bulk=is_bulk, after_first=gather.copy_own)
+    multiply_gathered(build, gather, weight, refs, None, is_bulk=is_bulk, before_last=gather.copy_own)
     gather.complete()
     record_weight_gradient(build, call, (gather.window, Ref(SECOND, 0)))
     build.tape.wait(*gather.remaining())

@@ -5,6 +5,7 @@ import functools
 import gc
 import importlib
 import itertools
+import threading
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from commfuse_megatron.ops import (
     attention_recordings,
     linear_reduce_scatter,
     query_split_attention,
+    recordings,
+    replay,
 )
 from commfuse_megatron.ops import (
     reference as references,
@@ -325,6 +328,36 @@ def test_windows_that_were_outgrown_or_closed_are_freed_at_once(monkeypatch):
     for sizes, after in found:
         assert len(set(sizes)) == 1
         assert after == 3  # every rank's flags, which its context keeps
+
+
+@pytest.mark.parametrize(
+    ("op", "path", "m"),
+    [(op, "sliced", m) for op in OPS for m in (1, 2, 4)] + [("linear_reduce_scatter", "bulk", 1)],
+)
+def test_own_rows_are_copied_beside_the_last_gemm_before_the_weight_gradient(op, path, m, monkeypatch):
+    """With one hardware queue, GEMMs behind the copy would wait for all transfers before it."""
+    emulate_copy_engine(monkeypatch)
+    logs: dict[int, list[str]] = {}
+
+    def logged(name, call):
+        def wrapped(*args, **keywords):
+            logs.setdefault(threading.get_ident(), []).append(name)
+            return call(*args, **keywords)
+
+        return wrapped
+
+    monkeypatch.setattr(recordings.Gather, "copy_own", logged("copy", recordings.Gather.copy_own))
+    monkeypatch.setattr(replay.Build, "matmul", logged("gemm", replay.Build.matmul))
+
+    def body(group, device):
+        with take_part(group), OverlapContext(group, config_for(path, "direct", m)) as context:
+            case = Case(op=op, rows=24, N=16, K=8)
+            overlapped(case, draw(case, group.rank(), group.size(), device), context)
+        return logs[threading.get_ident()]
+
+    for log in run_threads(3, body):
+        assert log.count("copy") == 1
+        assert log[-3:] == ["copy", "gemm", "gemm"]
 
 
 @pytest.mark.parametrize("is_in_graphs", [False, True])
