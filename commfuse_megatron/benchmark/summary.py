@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from commfuse_megatron.benchmark.cases import HEADLINE_M, HEADLINE_MODELS, LINEARS
@@ -53,8 +53,14 @@ def summarize(rows: Sequence[Row]) -> Summary:
     problems: dict[tuple[object, ...], dict[str, Row]] = {}
     for row in rows:
         if row.is_comparable and not row.emulated:
-            problems.setdefault(row.problem, {})[row.variant] = row
-    latest = {variants[PLANNED].task: variants for variants in problems.values() if PLANNED in variants}
+            variants = problems.pop(row.problem, {})
+            variants[row.variant] = row
+            problems[row.problem] = variants  # behind what was measured before
+    latest: dict[tuple[object, ...], dict[str, Row]] = {}
+    for variants in problems.values():
+        if PLANNED in variants:
+            latest.pop(variants[PLANNED].task, None)
+            latest[variants[PLANNED].task] = variants
     planned = [(variants[PLANNED], variants) for variants in latest.values()]
     here = next(((row.device, row.link, row.group_size) for row, _ in reversed(planned)), None)
     headline = [
@@ -73,7 +79,7 @@ def summarize(rows: Sequence[Row]) -> Summary:
         if values
     }
     offenders = sorted(
-        ((row.median_ms / min(_stock_times(variants)), row) for row, variants in planned),
+        ((row.median_ms / min(stock), row) for row, variants in planned if (stock := _stock_times(variants))),
         key=lambda pair: pair[0],
         reverse=True,
     )
@@ -91,7 +97,7 @@ def _best(variants: dict[str, Row], prefix: str) -> float | None:
     return min((row.median_ms for name, row in variants.items() if begins_so(name, prefix)), default=None)
 
 
-def _stock_times(variants: dict[str, Row]) -> Iterable[float]:
+def _stock_times(variants: dict[str, Row]) -> list[float]:
     """What a user has without us."""
     return [variants[name].median_ms for name in ("sequential", "megatron") if name in variants]
 

@@ -75,9 +75,12 @@ class BlasMatmul:
         library = _library()
         self._has_addend = has_addend
         # The library counts columns first, so it computes the transposed product from the transposed operands.
-        descriptor = _create(library.cublasLtMatmulDescCreate, _COMPUTE_32F, _TYPES[torch.float32])
-        first, first_is_transposed = _operand(b)
-        second, second_is_transposed = _operand(a)
+        self._destroy = library.cublasLtMatmulDescDestroy, library.cublasLtMatrixLayoutDestroy
+        self._layouts: list[int] = []
+        self._descriptor: int | None = None
+        self._descriptor = descriptor = _create(library.cublasLtMatmulDescCreate, _COMPUTE_32F, _TYPES[torch.float32])
+        first, first_is_transposed = self._operand(b)
+        second, second_is_transposed = self._operand(a)
         for attribute, is_transposed in ((_TRANSPOSE_A, first_is_transposed), (_TRANSPOSE_B, second_is_transposed)):
             value = ctypes.c_int32(int(is_transposed))
             _check(library.cublasLtMatmulDescSetAttribute(descriptor, attribute, ctypes.byref(value), 4), "attribute")
@@ -90,14 +93,14 @@ class BlasMatmul:
                 library.cublasLtMatmulDescSetAttribute, descriptor, _BIAS_AT, ctypes.addressof(self._bias), 8
             )
             _check(self._set_bias(), "bias")
-        target = _layout(out.shape[1], out.shape[0], out.strides[0], out.dtype)
+        target = self._layout(out.shape[1], out.shape[0], out.strides[0], out.dtype)
         found = _find(library, (descriptor, first, second, target), (b.alignment, a.alignment, out.alignment))
         self._algorithm = ctypes.create_string_buffer(bytes(found.algorithm), _ALGORITHM_BYTES)
         self._workspace_bytes = found.workspace_bytes
         one, beta = ctypes.c_float(1.0), ctypes.c_float(1.0 if has_addend else 0.0)
         self._keep = (one, beta)
         self._handle = _handle()
-        self._descriptor, self._first, self._second, self._target = descriptor, first, second, target
+        self._first, self._second, self._target = first, second, target
         self._one, self._beta = ctypes.addressof(one), ctypes.addressof(beta)
         self._algorithm_at = ctypes.addressof(self._algorithm)
         self._call = library.cublasLtMatmul
@@ -130,6 +133,27 @@ class BlasMatmul:
         )
         if status:
             _check(status, "cublasLtMatmul")
+
+    def __del__(self) -> None:
+        destroy_descriptor, destroy_layout = self._destroy
+        for layout in self._layouts:
+            destroy_layout(layout)
+        if self._descriptor is not None:
+            destroy_descriptor(self._descriptor)
+
+    def _operand(self, matrix: Matrix) -> tuple[int, bool]:
+        """(layout, is transposed) of the transposed operand, columns first."""
+        (rows, cols), (row_stride, col_stride) = matrix.shape, matrix.strides
+        if col_stride == 1 or cols == 1:
+            return self._layout(cols, rows, max(row_stride, cols), matrix.dtype), False
+        if row_stride == 1 or rows == 1:
+            return self._layout(rows, cols, max(col_stride, rows), matrix.dtype), True
+        raise UnsupportedError(f"cuBLASLt: a matrix with strides {matrix.strides} has no stride of 1")
+
+    def _layout(self, rows: int, cols: int, leading: int, dtype: torch.dtype) -> int:
+        layout = _create(_library().cublasLtMatrixLayoutCreate, _TYPES[dtype], rows, cols, leading)
+        self._layouts.append(layout)
+        return layout
 
 
 class Workspaces:
@@ -172,6 +196,8 @@ def _library() -> Any:
     library.cublasLtMatrixLayoutCreate.argtypes = [pointer, integer, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64]
     library.cublasLtMatmulPreferenceCreate.argtypes = [pointer]
     library.cublasLtMatmulPreferenceSetAttribute.argtypes = [pointer, integer, pointer, ctypes.c_size_t]
+    for destroy in ("MatmulDesc", "MatrixLayout", "MatmulPreference"):
+        getattr(library, f"cublasLt{destroy}Destroy").argtypes = [pointer]
     library.cublasLtMatmulAlgoGetHeuristic.argtypes = [pointer] * 7 + [integer, pointer, pointer]
     return library
 
@@ -182,30 +208,25 @@ def _handle() -> int:
 
 
 def _create(function: Any, *arguments: Any) -> int:
-    """What a `create(&made, ...)` function makes; kept for the life of the process."""
+    """What a `create(&made, ...)` function makes."""
     made = ctypes.c_void_p()
     _check(function(ctypes.byref(made), *arguments), function.__name__)
     assert made.value is not None
     return made.value
 
 
-def _operand(matrix: Matrix) -> tuple[int, bool]:
-    """(layout, is transposed) of the transposed operand, columns first."""
-    (rows, cols), (row_stride, col_stride) = matrix.shape, matrix.strides
-    if col_stride == 1 or cols == 1:
-        return _layout(cols, rows, max(row_stride, cols), matrix.dtype), False
-    if row_stride == 1 or rows == 1:
-        return _layout(rows, cols, max(col_stride, rows), matrix.dtype), True
-    raise UnsupportedError(f"cuBLASLt: a matrix with strides {matrix.strides} has no stride of 1")
-
-
-def _layout(rows: int, cols: int, leading: int, dtype: torch.dtype) -> int:
-    return _create(_library().cublasLtMatrixLayoutCreate, _TYPES[dtype], rows, cols, leading)
-
-
 def _find(library: Any, problem: tuple[int, int, int, int], alignments: tuple[int, int, int]) -> _Found:
-    descriptor, first, second, target = problem
     preference = _create(library.cublasLtMatmulPreferenceCreate)
+    try:
+        return _find_with(library, problem, preference, alignments)
+    finally:
+        library.cublasLtMatmulPreferenceDestroy(preference)
+
+
+def _find_with(
+    library: Any, problem: tuple[int, int, int, int], preference: int, alignments: tuple[int, int, int]
+) -> _Found:
+    descriptor, first, second, target = problem
     workspace = ctypes.c_uint64(_WORKSPACE_BYTES)
     set_attribute = library.cublasLtMatmulPreferenceSetAttribute
     _check(set_attribute(preference, _PREFER_WORKSPACE, ctypes.byref(workspace), 8), "preference")

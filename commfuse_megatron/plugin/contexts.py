@@ -7,11 +7,13 @@ Megatron's `parallel_state` and is there no more.
 """
 
 import weakref
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from commfuse_megatron import OverlapConfig, OverlapContext
+from commfuse_megatron.errors import CommFuseError
 from commfuse_megatron.plugin import compat
 
 __all__ = ["close_contexts", "context_for", "existing_context", "open_contexts"]
@@ -51,9 +53,13 @@ def open_contexts() -> list[OverlapContext]:
 
 
 def close_contexts() -> None:
-    """Close all contexts now; layers that are called again make new ones. Every rank must do so at the same point."""
-    for group in list(_CONTEXTS.keys()):
-        _close(group)
+    """Close all contexts now; layers that are called again make new ones. Every rank must do so at the same point.
+
+    Raises the first error of closing them, when all are closed; contexts that had failed before raise none.
+    """
+    with ExitStack() as closing:
+        for group in list(_CONTEXTS.keys()):
+            closing.callback(_close, group)
 
 
 def _close_stale_contexts() -> None:
@@ -65,9 +71,19 @@ def _close_stale_contexts() -> None:
 
 
 def _close(group: dist.ProcessGroup) -> None:
-    for entry in _CONTEXTS.pop(group, {}).values():
-        if entry.context.is_usable:
-            entry.context.close()
+    with ExitStack() as closing:
+        for entry in _CONTEXTS.pop(group, {}).values():
+            context = entry.context
+            if context.is_usable:
+                closing.callback(context.close)
+            else:
+                closing.callback(_close_quietly, context)
+
+
+def _close_quietly(context: OverlapContext) -> None:
+    """Close what has failed: whoever used it has been told why."""
+    with suppress(CommFuseError):
+        context.close()
 
 
 def _is_registered(group: dist.ProcessGroup) -> bool:

@@ -5,6 +5,7 @@ its own group only; closing it is local.
 """
 
 import dataclasses
+import functools
 import json
 import time
 import weakref
@@ -24,7 +25,7 @@ from commfuse_megatron.problem import Problem
 from commfuse_megatron.runtime.agreement import Agreement
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.lanes import Lanes
-from commfuse_megatron.runtime.leaving import forget_at_exit, look_at_exit
+from commfuse_megatron.runtime.leaving import look_at_exit, release_when_done
 from commfuse_megatron.runtime.link import Link, Peers
 from commfuse_megatron.runtime.meter import exposed_us
 from commfuse_megatron.runtime.planning import Planner, TryOut
@@ -157,10 +158,11 @@ class OverlapContext:
         self._is_closed = False
         check = self.config.check_agreement
         self._agrees_every_call = backend == "gloo" if check is None else check
-        self._last_done = StreamEvent() if self.device.type == "cuda" else None
+        self.link.last_done = StreamEvent() if self.device.type == "cuda" else None
         self._last_stream = 0
         # Runs at garbage collection and at interpreter exit: an unclosed communicator would outlive what it needs.
-        self._finalizer = weakref.finalize(self, _release, self.link, self.lanes)
+        release = functools.partial(_release, self.link, self.lanes, self.slots)
+        self._finalizer = weakref.finalize(self, release_when_done, self.link, release)
         look_at_exit(self.link)
 
     # -- what operations use ------------------------------------------------------------------------------------------
@@ -289,13 +291,13 @@ class OverlapContext:
     def enter(self, problem: Problem) -> Link:
         """Start one operation's use of the buffers, ordered after the one before, whatever stream that ran on."""
         link = self.link
-        if self._last_done is not None:
+        if self.link.last_done is not None:
             link.is_capturing = torch._C._cuda_isCurrentStreamCapturing()
             stream = torch._C._cuda_getCurrentRawStream(self.device.index)
             if link.is_capturing:
                 self.slots.note_capture()
             elif stream != self._last_stream:
-                self._last_done.wait(stream)
+                self.link.last_done.wait(stream)
                 self._last_stream = stream
         if self._recorder is not None:
             self._recorder.begin_call(problem)
@@ -307,9 +309,9 @@ class OverlapContext:
             self._recorder.end_call()
         done = self.link.release()
         if done is not None:
-            self._last_done = done
-        elif self._last_done is not None and not self.link.is_capturing:
-            self._last_done.record(torch._C._cuda_getCurrentRawStream(self.device.index))
+            self.link.last_done = done
+        elif self.link.last_done is not None and not self.link.is_capturing:
+            self.link.last_done.record(torch._C._cuda_getCurrentRawStream(self.device.index))
 
     def require_usable(self) -> None:
         """Raise what made the context fail, if it did, or TransportError if it is closed."""
@@ -394,12 +396,7 @@ class OverlapContext:
         try:
             self.synchronize()
         finally:
-            self._is_closed = True
-            self._finalizer()
-            if self._last_done is not None:
-                self._last_done.wait(torch._C._cuda_getCurrentRawStream(self.device.index))
-            self.forget_programs()
-            self.slots.release()
+            self._give_up()
 
     def __enter__(self) -> Self:
         return self
@@ -407,11 +404,16 @@ class OverlapContext:
     def __exit__(self, exc_type: object, exc: object, traceback: object) -> None:
         if exc_type is None:
             self.close()
-        else:  # the peers may never come: give up the transfers instead of waiting for them
-            self._is_closed = True
-            self._finalizer()
+        else:  # the peers may never come: do not wait for what is in flight
+            self._give_up()
 
     # -- details ------------------------------------------------------------------------------------------------------
+
+    def _give_up(self) -> None:
+        """Release all that nothing in flight uses, and the rest when nothing is."""
+        self._is_closed = True
+        self.forget_programs()
+        self._finalizer()
 
     def _fail_unless_in_step(self, error: Exception) -> Exception:
         """`error` for raising; the context fails unless all ranks are known to have stopped at the same call.
@@ -462,12 +464,14 @@ class OverlapContext:
         }
 
 
-def _release(link: Link, lanes: Lanes) -> None:
+def _release(link: Link, lanes: Lanes, slots: Slots) -> None:
     link.stop_watching()
     if link.failure is None:
         link.transport.close()
         lanes.close()
-    forget_at_exit(link)
+    if link.last_done is not None:
+        link.last_done.wait(torch._C._cuda_getCurrentRawStream(slots.device.index))
+    slots.release()
 
 
 def _private_store(group: dist.ProcessGroup, group_rank: int) -> dist.Store:

@@ -1,73 +1,96 @@
-"""Ends the process at its exit though a stream waits for a rank that never comes.
+"""What is left behind with transfers in flight: contexts are released when those are done, and the process ends.
 
-A wait in a stream is invisible to CUDA, and so to the libraries that wait for the device while they are torn down:
-NCCL's communicators, say. A program that raised on one rank would hang in its exit, and whoever started it would never
-learn of the error. Letting the stream go is no way out, since what is behind the wait would write into the memory of
-ranks that go on. So the process is given some time to end by itself; then it is killed, and nothing more is sent.
+Who gives up a context, by an exception or by forgetting it, may still want what is in flight, and so may the peers. So
+the watchdog goes on, and what the transfers use is neither stopped, freed nor handed to others before they are done.
+
+At the exit of the process a stream may wait for a rank that never comes. A wait in a stream is invisible to CUDA, and
+so to the libraries that wait for the device while they are torn down: NCCL's communicators, say. A program that raised
+on one rank would hang in its exit, and whoever started it would never learn of the error. Letting the stream go is no
+way out, since what is behind the wait would write into the memory of ranks that go on. So the exit waits for the ranks,
+as long as any wait does, and a process that then does not end by itself is killed, with nothing more sent.
 """
 
 import atexit
 import logging
-import math
 import signal
 import sys
-import threading
+import time
+from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["forget_at_exit", "look_at_exit"]
+import torch
+
+__all__ = ["look_at_exit", "release_when_done"]
 
 logger = logging.getLogger(__name__)
 
-# After an error the launcher is to know soon, but others' exit handlers may still have something to save.
-_AFTER_AN_ERROR_S = 30.0
-_LONGEST_S = 1_000_000
+# The exit of a program that has failed waits for other ranks no longer than this: the launcher is to know soon.
+_AFTER_AN_ERROR_S = 10.0
+# Seconds for other exit handlers and libraries; then the process is killed, if ranks are still missing.
+_TO_END_S = 30
+_POLL_S = 0.01
 
 
 class _Link(Protocol):
     timeout_s: float
 
     @property
-    def is_idle(self) -> bool: ...
+    def is_in_flight(self) -> bool: ...
 
 
-_lock = threading.Lock()
-_open: list[_Link] = []
-_left: list[_Link] = []
+# Without a lock: garbage collection may come here while this thread is here already.
+_links: set[_Link] = set()
+_left: dict[_Link, Callable[[], None]] = {}
 
 
 def look_at_exit(link: _Link) -> None:
     """Remember a link whose transfers may be in flight when the process ends."""
-    with _lock:
-        _forget_idle_ones()
-        _open.append(link)
+    _release_what_is_done()
+    _links.add(link)
 
 
-def forget_at_exit(link: _Link) -> None:
-    """Nothing is started on the link any more: it is forgotten once nothing is in flight."""
-    with _lock:
-        _open.remove(link)
-        _left.append(link)
-        _forget_idle_ones()
+def release_when_done(link: _Link, release: Callable[[], None]) -> None:
+    """Nothing is started on the link any more: `release` it, now if nothing is in flight.
+
+    Else, or if a CUDA graph is being captured, when a later context is made or given up.
+    """
+    _left[link] = release
+    _release_what_is_done()
 
 
-def _forget_idle_ones() -> None:
-    _left[:] = [link for link in _left if not link.is_idle]
+def _release_what_is_done() -> None:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return
+    for link in list(_left):
+        if not link.is_in_flight:
+            release = _left.pop(link, None)
+            if release is not None:  # by whoever comes first
+                _links.discard(link)
+                release()
 
 
 def _limit_the_exit() -> None:
-    waiting = [link for link in (*_open, *_left) if not link.is_idle]
+    waiting = [link for link in list(_links) if link.is_in_flight]
     if not waiting:
         return
     limit_s = max(link.timeout_s for link in waiting)
     if getattr(sys, "last_exc", None) is not None:  # what ended the program
         limit_s = min(limit_s, _AFTER_AN_ERROR_S)
-    limit_s = math.ceil(min(limit_s, _LONGEST_S))
+    deadline = time.monotonic() + limit_s
+    while any(link.is_in_flight for link in waiting):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_S)
+    else:
+        return
     logger.error(
-        "the process ends while transfers wait for other ranks; if they stay away it is killed in %d s", limit_s
+        "the process ends, but transfers have waited for other ranks for %.0f s: it is killed in %d s at the latest",
+        limit_s,
+        _TO_END_S,
     )
     # By the kernel: no thread of Python runs any more while libraries are torn down.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(limit_s)
+    signal.alarm(_TO_END_S)
 
 
 atexit.register(_limit_the_exit)

@@ -57,6 +57,8 @@ class Link:
         self.recorder = recorder
         self.failure: Exception | None = None
         self.is_capturing = False
+        #: On a stream, where the operation that began last has ended; None on the CPU. The context records it.
+        self.last_done: StreamEvent | None = None
         self._peers = peers
         self.timeout_s = timeout_s
         self._next_tag = 0
@@ -140,6 +142,11 @@ class Link:
     def is_idle(self) -> bool:
         """Whether no transfer is known to be in flight."""
         return self._watchdog is None or self._watchdog.is_idle
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether streams may still be at transfers; after a failure, until they were let go."""
+        return not self.is_idle if self.failure is None else not self.transport.has_given_up
 
     def stop_watching(self) -> None:
         """End the watchdog thread."""

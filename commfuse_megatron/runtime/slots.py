@@ -34,7 +34,7 @@ class Slots:
     """Named buffers on one device. Carved tensors are good until `generation` changes: then carve them again."""
 
     def __init__(self, device: torch.device, make_window: Callable[[int, torch.device], Window]) -> None:
-        self._device = device
+        self.device = device
         self._make_window = make_window
         self._buffers: dict[str, Window] = {}
         self._retired: list[Window] = []
@@ -82,7 +82,7 @@ class Slots:
         old = self._buffers.get(name)
         if old is not None and old.tensor.numel() >= size_bytes:
             return
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise TransportError(
                 f'buffer "{name}" would have to grow to {size_bytes} bytes during CUDA graph capture; '
                 "run the same shapes once before capturing"
@@ -90,9 +90,9 @@ class Slots:
         rounded = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         with torch.inference_mode(False):  # a call that trains uses it next
             if is_window:
-                self._buffers[name] = self._make_window(rounded, self._device)
+                self._buffers[name] = self._make_window(rounded, self.device)
             else:
-                self._buffers[name] = Window(torch.empty(rounded, dtype=torch.uint8, device=self._device))
+                self._buffers[name] = Window(torch.empty(rounded, dtype=torch.uint8, device=self.device))
         self._drop_views()
         if old is not None and self._is_captured:
             self._retired.append(old)

@@ -68,10 +68,13 @@ class Watchdog:
 
     def _drop_completed(self) -> None:
         try:
-            while self._in_flight and self._in_flight[0][0].is_complete():
-                self._in_flight.popleft()
-        except (IndexError, RuntimeError):
-            # IndexError: the context drops entries too. RuntimeError: an aborted communicator cannot be asked any more.
+            while self._in_flight:
+                head = self._in_flight[0]
+                if not head[0].is_complete():
+                    return
+                self._in_flight.remove(head)  # this one and no other: the program's threads drop entries, too
+        except (IndexError, ValueError, RuntimeError):
+            # The former two: another thread was faster. RuntimeError: an aborted communicator cannot be asked any more.
             logger.debug("watchdog: a transfer could not be queried", exc_info=True)
 
 

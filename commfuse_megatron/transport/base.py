@@ -132,6 +132,11 @@ class Transport(ABC):
     def abort(self) -> None:
         """Give up all transfers in flight so that no stream and no thread stays blocked. Local; ends the transport."""
 
+    @property
+    def has_given_up(self) -> bool:
+        """Whether `abort`, once called, has done its work."""
+        return True
+
     @abstractmethod
     def close(self) -> None:
         """Release the group. Local; the caller has seen all transfers complete."""

@@ -145,6 +145,7 @@ class CopyEngineTransport(Transport):
         self._operation = _Operation()
         self._in_flight: deque[_Operation] = deque()
         self._is_aborted = False
+        self._has_let_go = False
 
     @override
     def window(self, size_bytes: int, device: torch.device) -> Window:
@@ -215,6 +216,11 @@ class CopyEngineTransport(Transport):
         if not self._is_aborted:
             self._is_aborted = True
             threading.Thread(target=self._let_go, name="commfuse-abort", daemon=True).start()
+
+    @property
+    @override
+    def has_given_up(self) -> bool:
+        return self._has_let_go
 
     @override
     def close(self) -> None:
@@ -371,10 +377,10 @@ class CopyEngineTransport(Transport):
 
     def _is_idle(self) -> bool:
         """Whether nothing of this transport is under way, as far as can be told."""
-        last = self._in_flight[-1].done if self._in_flight else None
         try:
+            last = self._in_flight[-1].done if self._in_flight else None
             return self._stream.torch.query() and (last is None or last.query())
-        except RuntimeError:  # a stream that is being captured must not be asked
+        except (IndexError, RuntimeError):  # the program goes on; a stream that is being captured must not be asked
             return False
 
     def _let_go(self) -> None:
@@ -386,5 +392,6 @@ class CopyEngineTransport(Transport):
             is_idle = self._is_idle()
             idle_rounds = idle_rounds + 1 if is_idle else 0
             time.sleep(_ABORT_ROUND_S)
-        if idle_rounds < _ABORT_IDLE_ROUNDS:
+        self._has_let_go = idle_rounds >= _ABORT_IDLE_ROUNDS
+        if not self._has_let_go:
             logger.error("a stream was still blocked %.0f s after the transfers were given up", _ABORT_LIMIT_S)

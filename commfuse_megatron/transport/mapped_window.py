@@ -10,9 +10,8 @@ is mapped is kept here, and freed only where windows are made or given up, once 
 import atexit
 import ctypes
 import os
-import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, override
+from typing import Any, override
 
 import torch
 from torch import distributed as dist
@@ -67,17 +66,20 @@ def map_window(
     if fill is not None:  # before the rendezvous: afterwards the peers may write there
         fill(tensor)
         torch.cuda.current_stream(device).synchronize()
-    mapping = symmetric_memory.rendezvous(tensor, group.group_name)
-    with _mapped_lock:
-        _mapped.append(_Mapped(tensor.untyped_storage(), mapping))
-    return MappedWindow(tensor, list(mapping.buffer_ptrs))
+    mapped = _Mapped(tensor.untyped_storage())
+    _mapped.add(mapped)
+    mapped.mapping = symmetric_memory.rendezvous(tensor, group.group_name)
+    return MappedWindow(tensor, list(mapped.mapping.buffer_ptrs))
 
 
-class _Mapped(NamedTuple):
+class _Mapped:
     """What frees memory when it is dropped: that of this rank, and this process's view of the peers'."""
 
-    storage: torch.UntypedStorage
-    mapping: Any
+    __slots__ = ("mapping", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+        self.mapping: Any = None
 
     @property
     def is_unused(self) -> bool:
@@ -85,8 +87,8 @@ class _Mapped(NamedTuple):
         return bool(torch._C._storage_Use_Count(self.storage._cdata) == 1)
 
 
-_mapped: list[_Mapped] = []
-_mapped_lock = threading.Lock()
+# Without a lock: garbage collection may come here while this thread is here already.
+_mapped: set[_Mapped] = set()
 # To the end of the process, when the driver frees everything without waiting for streams that nobody will let go.
 atexit.register(ctypes.pythonapi.Py_IncRef, ctypes.py_object(_mapped))
 
@@ -95,10 +97,9 @@ def _free_unused(device: torch.device) -> None:
     """Free what was mapped and is not looked at any more; not while a graph is captured."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
-    with _mapped_lock:
-        unused = [each for each in _mapped if each.is_unused]
-        _mapped[:] = [each for each in _mapped if not any(each is other for other in unused)]
-    del unused
+    for each in list(_mapped):
+        if each.is_unused:
+            _mapped.discard(each)
 
 
 def why_memory_cannot_be_shared(group: dist.ProcessGroup, device: torch.device) -> str:

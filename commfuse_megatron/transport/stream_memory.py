@@ -8,7 +8,7 @@ the flag must never be submitted behind the wait.
 import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -102,13 +102,14 @@ class StreamMemory:
 class StreamEvent:
     """An event on raw stream handles: `torch.cuda.Event` takes several times the host time, to look up its stream."""
 
-    __slots__ = ("_event", "_query", "_record", "_wait")
+    __slots__ = ("_destroy", "_event", "_query", "_record", "_wait")
 
     def __init__(self) -> None:
         driver = _driver()
         status, self._event = driver.cuEventCreate(int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         _check(status, "cuEventCreate")
         self._record, self._wait, self._query = driver.cuEventRecord, driver.cuStreamWaitEvent, driver.cuEventQuery
+        self._destroy = driver.cuEventDestroy
 
     def record(self, stream: Any) -> None:
         """Mark where `stream` is."""
@@ -125,6 +126,9 @@ class StreamEvent:
     def query(self) -> bool:
         """Whether the mark was reached; True before the first one."""
         return not self._query(self._event)[0]
+
+    def __del__(self) -> None:
+        self._destroy(self._event)  # what was told to wait for it still does
 
 
 class FlagPage:
@@ -182,23 +186,20 @@ class OwnStream:
 
 
 # What libraries keep for a stream, they keep for good: contexts that are closed leave theirs to later ones.
+# Without a lock: garbage collection may give streams back while this thread borrows one.
 _spare_streams: dict[torch.device, list[OwnStream]] = {}
-_streams_lock = threading.Lock()
 
 
 def borrow_stream(device: torch.device) -> OwnStream:
     """A stream of usual priority that nobody else uses until it is given back."""
-    with _streams_lock:
-        spare = _spare_streams.get(device)
-        if spare:
-            return spare.pop()
+    with suppress(KeyError, IndexError):
+        return _spare_streams[device].pop()
     return OwnStream(device, is_high_priority=False)
 
 
 def give_stream_back(device: torch.device, stream: OwnStream) -> None:
     """Leave it to others. What is on it must have been done."""
-    with _streams_lock:
-        _spare_streams.setdefault(device, []).append(stream)
+    _spare_streams.setdefault(device, []).append(stream)
 
 
 _collection_lock = threading.Lock()

@@ -18,7 +18,7 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import LinearConfig, PassConfig, TransportConfig
 from commfuse_megatron.runtime import leaving
 
-leaving._AFTER_AN_ERROR_S = 5.0
+leaving._AFTER_AN_ERROR_S, leaving._TO_END_S = 3.0, 5
 backend, way = BACKEND, WAY
 rank = int(os.environ["RANK"])
 device = torch.device("cuda", rank)

@@ -1,17 +1,21 @@
 """The copy engine's flags, windows and tapes on the CPU: contract, every path, new data at every call."""
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import importlib
 import itertools
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.config import AttentionConfig, LinearConfig, PassConfig, TransportConfig
+from commfuse_megatron.errors import TransportError
 from commfuse_megatron.ops import (
     WeightGradTarget,
     all_gather_linear,
@@ -25,7 +29,8 @@ from commfuse_megatron.ops import (
     reference as references,
 )
 from commfuse_megatron.ops.trial import run_trial
-from commfuse_megatron.transport import mapped_window, tape_graphs
+from commfuse_megatron.runtime import executor, leaving
+from commfuse_megatron.transport import mapped_window, stream_memory, tape_graphs
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from tests.harness import run_threads
 from tests.harness.emulated_gpu import capture_call, emulate_copy_engine, take_part
@@ -295,7 +300,7 @@ def test_windows_that_were_outgrown_or_closed_are_freed_at_once(monkeypatch):
     """Though their views were in tapes, programs and graphs, and though nobody collects garbage."""
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(tape_graphs, "_STEPWISE", 0)
-    monkeypatch.setattr(mapped_window, "_mapped", [])
+    monkeypatch.setattr(mapped_window, "_mapped", set())
     attention = AttentionConfig(path="query_split", splits_per_shard=2)
 
     def body(group, device):
@@ -443,3 +448,104 @@ def test_who_has_not_come_is_named_also_where_no_message_is_due(op, monkeypatch)
             group.barrier().wait()
 
     run_threads(3, body)
+
+
+@pytest.mark.parametrize("how", ["by an exception", "with its last reference"])
+def test_a_context_that_is_given_up_is_released_when_its_transfers_are_done(how, monkeypatch):
+    """What is in flight goes on, is still watched, and keeps its streams to itself."""
+    emulate_copy_engine(monkeypatch)
+    monkeypatch.setattr(leaving, "_links", set())
+    monkeypatch.setattr(leaving, "_left", {})
+    transport = TransportConfig(backend="copy_engine", timeout_s=3.0)
+    config = dataclasses.replace(config_for("sliced", "direct", 1), transport=transport)
+
+    def given_up(group, is_done):
+        """The link of a context that was given up with a transfer in flight."""
+        context = OverlapContext(group, config)
+        all_gather_linear(torch.ones(8, 2, 8), torch.ones(8, 8), context=context)
+        link = context.link
+        link._watchdog.watch(SimpleNamespace(is_complete=is_done, has_arrived=is_done), 1 - group.rank())
+        if how == "by an exception":
+            with contextlib.suppress(ValueError), context:
+                raise ValueError("a fault of the program")
+        finalizer = context._finalizer
+        del context
+        while finalizer.alive:
+            gc.collect()  # does nothing while the other rank's thread is at it
+        return link
+
+    def body(group, device):
+        with take_part(group):
+            answers = [False]
+            link = given_up(group, lambda: answers[-1])
+            assert link._watchdog._thread.is_alive()
+            assert not any(link.transport._graph_stream in spare for spare in stream_memory._spare_streams.values())
+            assert not link.is_idle
+            answers.append(True)
+            leaving._release_what_is_done()  # or the other rank's thread does
+            link._watchdog._thread.join(10.0)
+            assert not link._watchdog._thread.is_alive()
+            assert link.failure is None
+            group.barrier().wait()
+            link = given_up(group, lambda: False)
+            deadline = time.monotonic() + 10.0
+            while link.failure is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert "has nothing to send" in str(link.failure)
+
+    monkeypatch.setattr(CopyEngineTransport, "abort", lambda self: None)
+    run_threads(2, body)
+
+
+def test_who_is_interrupted_while_closing_frees_nothing_that_is_in_flight(monkeypatch):
+    emulate_copy_engine(monkeypatch)
+    monkeypatch.setattr(leaving, "_links", set())
+    monkeypatch.setattr(leaving, "_left", {})
+
+    def body(group, device):
+        with take_part(group):
+            context = OverlapContext(group, config_for("sliced", "direct", 1))
+            all_gather_linear(torch.ones(8, 2, 8), torch.ones(8, 8), context=context)
+            link, answers = context.link, [False]
+            link._watchdog.watch(SimpleNamespace(is_complete=lambda: answers[-1]), 1 - group.rank())
+            monkeypatch.setattr(context, "synchronize", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                context.close()
+            assert link.is_in_flight
+            assert context.buffer_bytes > 0
+            assert link._watchdog._thread.is_alive()
+            answers.append(True)
+            leaving._release_what_is_done()
+            link._watchdog._thread.join(10.0)
+            assert not link._watchdog._thread.is_alive()
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    run_threads(2, body)
+
+
+def test_a_failed_context_is_forgotten_when_its_streams_were_let_go(monkeypatch):
+    emulate_copy_engine(monkeypatch)
+    monkeypatch.setattr(leaving, "_links", set())
+    monkeypatch.setattr(leaving, "_left", {})
+    monkeypatch.setattr(executor.ReduceScatterRun, "finish", lambda run: 1 / 0)
+    config = config_for("sliced", "ring", 2)
+
+    def body(group, device):
+        with take_part(group):
+            context = OverlapContext(group, config)
+            with pytest.raises(ZeroDivisionError):
+                linear_reduce_scatter(torch.ones(12, 2, 8), torch.ones(8, 8), context=context)
+            with pytest.raises(TransportError):
+                context.close()
+            deadline = time.monotonic() + 20.0
+            while context.link.is_in_flight:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            leaving._release_what_is_done()
+
+    run_threads(3, body)
+    leaving._release_what_is_done()
+    assert (leaving._links, leaving._left) == (set(), {})

@@ -206,6 +206,26 @@ def test_rows_of_other_sizes_and_names_do_not_mix():
     assert summarize([*rows, *again]).metrics["ideal"].value == pytest.approx(2 * before["ideal"].value)
 
 
+def test_what_comes_last_in_a_file_counts():
+    """Also where the machine, or the commit, was in the file before."""
+    rows = headline_rows()
+    before = summarize(rows).metrics["ideal"].value
+
+    def changed(factor, **values):
+        return [dataclasses.replace(row, median_ms=factor * row.median_ms, **values) for row in rows]
+
+    mixed = [*rows, *changed(9, link="host"), *changed(3, commit="later")]
+    assert summarize(mixed).metrics["ideal"].value == pytest.approx(3 * before)
+    mixed = [*changed(5), *changed(3, commit="later"), *changed(2)]
+    assert summarize(mixed).metrics["ideal"].value == pytest.approx(2 * before)
+
+
+def test_rows_without_what_a_user_has_without_us_are_summarized():
+    rows = [row for row in headline_rows() if row.variant not in ("sequential", "megatron")]
+    assert "never_slower" not in summarize(rows).metrics
+    assert summarize(rows).metrics["ideal"].value == summarize(headline_rows()).metrics["ideal"].value
+
+
 def test_a_link_to_a_report_stays_one(tmp_path: Path):
     file, link = tmp_path / "rows.json", tmp_path / "latest.json"
     link.symlink_to(file)

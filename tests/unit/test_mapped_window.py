@@ -31,7 +31,7 @@ def mapped(monkeypatch):
         made.append(weakref.ref(mapping))
         return mapping
 
-    monkeypatch.setattr(mapped_window, "_mapped", [])
+    monkeypatch.setattr(mapped_window, "_mapped", set())
     monkeypatch.setattr(symmetric_memory, "empty", lambda size, **kwargs: torch.empty(size, dtype=torch.uint8))
     monkeypatch.setattr(symmetric_memory, "rendezvous", rendezvous)
     return made

@@ -144,6 +144,24 @@ def test_no_garbage_is_collected_during_a_capture(is_enabled, fails, monkeypatch
     assert seen == [False]
 
 
+def test_events_are_given_back(monkeypatch):
+    """A tape has some for every slice, and lengths that vary make many tapes."""
+    destroyed = []
+    driver = SimpleNamespace(
+        CUevent_flags=SimpleNamespace(CU_EVENT_DISABLE_TIMING=2),
+        cuEventCreate=lambda flags: (0, f"event {flags}"),
+        cuEventRecord=None,
+        cuEventQuery=None,
+        cuStreamWaitEvent=None,
+        cuEventDestroy=destroyed.append,
+    )
+    monkeypatch.setattr(stream_memory, "_driver", lambda: driver)
+    event = stream_memory.StreamEvent()
+    assert destroyed == []
+    del event
+    assert destroyed == ["event 2"]
+
+
 def test_streams_of_closed_contexts_serve_later_ones(monkeypatch):
     monkeypatch.setattr(stream_memory, "OwnStream", lambda device, *, is_high_priority: object())
     monkeypatch.setattr(stream_memory, "_spare_streams", {})

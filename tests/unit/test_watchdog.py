@@ -1,11 +1,13 @@
 """The watchdog's thread must not break a CUDA graph that another thread captures."""
 
 import threading
+import time
 
 import pytest
 import torch
 
 from commfuse_megatron.runtime.watchdog import Watchdog
+from commfuse_megatron.transport.base import Transfer
 
 
 def _modes_asked_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
@@ -34,3 +36,32 @@ def test_it_may_ask_for_events_whatever_is_captured(monkeypatch: pytest.MonkeyPa
 def test_without_a_gpu_the_driver_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert _modes_asked_for(monkeypatch) == []
+
+
+class _Transfer(Transfer):
+    def __init__(self, is_done: bool) -> None:
+        self._is_done = is_done
+
+    def wait(self) -> None:
+        pass
+
+    def is_complete(self) -> bool:
+        time.sleep(1e-5)  # the interpreter's lock is released, as while the driver is asked
+        return self._is_done
+
+
+def test_who_asks_whether_all_is_done_takes_nothing_from_the_watchdogs_list() -> None:
+    """Both drop what is complete: what the other has dropped meanwhile must not cost the next entry."""
+    overdue: list[str] = []
+    for _ in range(20):
+        watchdog = Watchdog(0.02, overdue.append)  # its thread looks every 5 ms
+        for number in range(300):
+            watchdog.watch(_Transfer(is_done=True), f"{number}")
+        watchdog.watch(_Transfer(is_done=False), "missing")
+        deadline = time.monotonic() + 10.0
+        while not overdue:
+            assert not watchdog.is_idle
+            assert time.monotonic() < deadline
+        watchdog.stop()
+        assert overdue == ["missing"]
+        overdue.clear()

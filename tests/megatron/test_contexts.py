@@ -1,0 +1,37 @@
+"""The plugin's contexts: all are closed, whatever closing one of them raises."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from commfuse_megatron.errors import TransportError, TransportTimeoutError
+from commfuse_megatron.plugin import contexts
+
+
+class Group:
+    """Something that can be referred to weakly."""
+
+
+def test_all_contexts_are_closed_though_one_cannot_be(monkeypatch):
+    closed = []
+
+    def entry(name, error=None, *, is_usable=True):
+        def close():
+            closed.append(name)
+            if error is not None:
+                raise error
+
+        return contexts._Entry(SimpleNamespace(is_usable=is_usable, close=close), False, False)
+
+    groups = Group(), Group()
+    late, failed = TransportTimeoutError("a rank did not come"), TransportError("failed before")
+    known = {
+        groups[0]: {1: entry("first", late), 2: entry("second")},
+        groups[1]: {1: entry("third", failed, is_usable=False)},
+    }
+    monkeypatch.setattr(contexts, "_CONTEXTS", known)
+    with pytest.raises(TransportTimeoutError, match="did not come"):
+        contexts.close_contexts()
+    assert sorted(closed) == ["first", "second", "third"]
+    contexts.close_contexts()
+    assert len(closed) == 3
