@@ -63,6 +63,10 @@ def map_window(
     complaints = [complaint] if exchange is None else exchange(complaint)
     if any(complaints) or tensor is None:
         raise TransportError(next(text for text in complaints if text))
+    if tensor.is_cuda:
+        # PyTorch clears the memory on the default stream and does not wait for that: behind other work, or on a GPU
+        # that is shared, what the peers write first would be cleared.
+        torch.cuda.default_stream(device).synchronize()
     if fill is not None:  # before the rendezvous: afterwards the peers may write there
         fill(tensor)
         torch.cuda.current_stream(device).synchronize()

@@ -250,6 +250,27 @@ def test_what_is_sent_may_be_freed_at_once():
     run_spawned(2, _storm, backend="nccl")
 
 
+def _first_messages(group, device):
+    """The default stream is late, on one rank or the other, when windows are made and first written to."""
+    case = Case(op=OPS[1], rows=512, N=64, K=64, dtype=torch.bfloat16)
+    operands = draw(case, group.rank(), group.size(), device)
+    expected = reference(case, operands, group)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    for late in (0, 1, 0, 1):
+        if group.rank() == late:
+            torch.cuda._sleep(200_000_000)  # about 0.1 s
+        with torch.cuda.stream(side), OverlapContext(group, linear_config("copy_engine")) as context:
+            found = overlapped(case, operands, context)
+            side.synchronize()
+            assert_equal(found, expected)
+        torch.cuda.synchronize()
+
+
+def test_the_first_messages_in_new_memory_stay_there():
+    run_spawned(2, _first_messages, backend="nccl")
+
+
 @pytest.mark.parametrize("connections", ["1", "8", "32"])
 @BACKENDS
 def test_any_number_of_hardware_queues(backend, connections, monkeypatch):

@@ -79,3 +79,34 @@ def test_nothing_is_freed_while_a_graph_is_captured(mapped, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     mapped_window._free_unused(torch.device("cuda"))
     assert are_alive(mapped) == [False]
+
+
+def test_peers_are_let_in_when_the_memory_has_been_cleared(monkeypatch):
+    """PyTorch clears it on the default stream; what a peer wrote before that was lost, and the sum was wrong."""
+    order = []
+
+    class Tensor:
+        is_cuda = True
+
+        def untyped_storage(self):
+            return torch.empty(1).untyped_storage()
+
+    def empty(size, **keywords):
+        order.append("clearing")
+        return Tensor()
+
+    def default_stream(device):
+        return SimpleNamespace(synchronize=lambda: order.append("cleared"))
+
+    def rendezvous(tensor, name):
+        order.append("peers")
+        return SimpleNamespace(buffer_ptrs=[0])
+
+    monkeypatch.setattr(mapped_window, "_mapped", set())
+    monkeypatch.setattr(symmetric_memory, "empty", empty)
+    monkeypatch.setattr(symmetric_memory, "rendezvous", rendezvous)
+    monkeypatch.setattr(torch.cuda, "default_stream", default_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", default_stream)
+    map_window(GROUP, DEVICE, 64, None, lambda tensor: order.append("filled"))
+    assert order[:3] == ["clearing", "cleared", "filled"]
+    assert order[-1] == "peers"
