@@ -266,7 +266,7 @@ class OverlapConfig(_Checked):
         except OSError as error:
             raise ConfigError(f"{source}: cannot be read: {error.strerror or error}") from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{source}: not valid YAML: {error}") from error
+            raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
         return cls.from_dict({} if data is None else data, source=source)
 
     @classmethod

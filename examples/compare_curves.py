@@ -150,7 +150,10 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         "--picture", type=Path, metavar="FILE", help="draw the curves (needs matplotlib); folders are made"
     )
     parser.add_argument("--limit", type=float, metavar="X", help="exit with 1 if losses differ by more than X")
-    return parser, parser.parse_args()
+    chosen = parser.parse_args()
+    if chosen.limit is not None and not chosen.limit >= 0:
+        parser.error(f"--limit must be at least 0, got {chosen.limit:g}")
+    return parser, chosen
 
 
 if __name__ == "__main__":

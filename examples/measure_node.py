@@ -93,6 +93,8 @@ def parse() -> argparse.Namespace:
     chosen = parser.parse_args()
     if chosen.ranks < 2:
         parser.error(f"--ranks must be at least 2, got {chosen.ranks}")
+    if not chosen.budget_s > 0:
+        parser.error(f"--budget-s must be above 0, got {chosen.budget_s:g}")
     return chosen
 
 

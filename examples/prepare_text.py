@@ -129,7 +129,10 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         metavar="N",
         help="end with the document that reaches N MiB; default: 16",
     )
-    return parser, parser.parse_args()
+    chosen = parser.parse_args()
+    if not chosen.max_mib > 0:
+        parser.error(f"--max-mib must be above 0, got {chosen.max_mib:g}")
+    return parser, chosen
 
 
 if __name__ == "__main__":

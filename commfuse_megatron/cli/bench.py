@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from commfuse_megatron.cli.launch import launch
-from commfuse_megatron.cli.output import make_progress, results, say_count, silence_foreign_warnings
+from commfuse_megatron.cli.output import each_once, make_progress, results, say_count, silence_foreign_warnings
 from commfuse_megatron.cli.ranks import Rank, UsageError, choose_num_ranks, is_speaker
 from commfuse_megatron.config import CONFIG_VARIABLE, config_file_from_environment
 
@@ -98,14 +98,14 @@ def run_bench(arguments: argparse.Namespace) -> int:
     by_default = 1 if arguments.device == "cuda" else CPU_SHRINK
     shrink = by_default if arguments.shrink is None else arguments.shrink
     settings = Settings(
-        models=tuple(arguments.models or (ATTENTION_MODELS if arguments.attention else MODELS)),
-        linears=tuple(arguments.linears),
-        tokens=tuple(arguments.tokens or (ATTENTION_TOKENS if arguments.attention else TOKENS)),
-        passes=tuple(arguments.passes),
-        variants=tuple(arguments.variants),
-        chunks=tuple(arguments.chunks),
-        config_files=_config_files(arguments),
-        virtual_ranks=tuple(arguments.virtual_ranks),
+        models=each_once(arguments.models or (ATTENTION_MODELS if arguments.attention else MODELS)),
+        linears=each_once(arguments.linears),
+        tokens=each_once(arguments.tokens or (ATTENTION_TOKENS if arguments.attention else TOKENS)),
+        passes=each_once(arguments.passes),
+        variants=each_once(arguments.variants),
+        chunks=each_once(arguments.chunks),
+        config_files=each_once(_config_files(arguments)),
+        virtual_ranks=each_once(arguments.virtual_ranks),
         rounds=arguments.rounds if arguments.device == "cuda" else 1,
         case_s=arguments.case_s,
         budget_s=arguments.budget_s,
@@ -176,6 +176,8 @@ def _require_models(arguments: argparse.Namespace) -> None:
     if unknown:
         what = "attention blocks" if arguments.attention else "linears"
         raise UsageError(f"there are no {what} of {', '.join(unknown)}; known are {', '.join(known)}")
+    if arguments.tokens and all(model.startswith("paper") for model in arguments.models or ("any",)):
+        raise UsageError("--tokens: the paper's cases have their own; leave it out, or name another model")
     of_linears = {"--linears": arguments.linears != list(LINEARS), "--config": arguments.config}
     of_linears |= {"--check": arguments.check, "--figure": arguments.figure}
     given = [option for option, value in of_linears.items() if value]
@@ -213,13 +215,13 @@ def _bench_on_rank(rank: Rank, options: _Options) -> int:
     settings = options.settings
     path = None if options.json is None else Path(options.json)
     # All ranks must skip the same pieces, but only the first one's file counts.
-    kept: list[Any] = [[], []]
+    kept: list[Any] = [[], {}]  # rows and header
     if rank.is_first and options.resumes and path is not None and path.exists():
         before, kept[0] = load_report(path)
-        kept[1] = before.get("failures", [])
+        kept[1] = before
     dist.broadcast_object_list(kept)
     header = run_header(device, rank.world_size, settings.commit or this_commit())
-    header["settings"] = asdict(settings)
+    header["settings"] = _settings_of_all(settings, kept[1].get("settings", {}))
     report = Report(path if rank.is_first else None, header, kept[0])
     done = {
         (row.case, row.M * row.shrink, row.pass_name, row.group_size, row.emulated)
@@ -231,10 +233,16 @@ def _bench_on_rank(rank: Rank, options: _Options) -> int:
         for piece in grid(settings, rank.world_size)
         if (piece.name, piece.M, piece.pass_name, piece.group_size, piece.is_emulated) not in done
     ]
+    left = {str(piece) for piece in pieces}
+    still_missing = [text for text in kept[1].get("missing", []) if text.partition(":")[0] not in left]
+    # Until the end, for whoever interrupts this.
+    header["missing"] = [*still_missing, *(f"{piece}: not reached" for piece in pieces)]
+    header["left_out"], header["failures"] = kept[1].get("left_out", {}), kept[1].get("failures", [])
     with make_progress(is_shown=rank.is_first) as progress:
         task = progress.add_task("measuring" if device.type == "cuda" else "checking", total=len(pieces))
 
         def add_rows(piece: Piece, rows: list[Row]) -> None:
+            header["missing"] = [text for text in header["missing"] if text.partition(":")[0] != str(piece)]
             report.add(rows)
             progress.update(task, advance=1, description=str(piece))
 
@@ -245,7 +253,9 @@ def _bench_on_rank(rank: Rank, options: _Options) -> int:
         outcome = run_grid(pieces, group, device, settings, on_rows=add_rows, on_note=note)
     failures: list[list[str] | None] = [None] * rank.world_size
     dist.all_gather_object(failures, outcome.failures)
-    outcome.failures = list(dict.fromkeys(failure for own in [kept[1], *failures] for failure in own or []))
+    outcome.failures = list(dict.fromkeys(failure for own in [header["failures"], *failures] for failure in own or []))
+    outcome.missing = [*still_missing, *outcome.missing]
+    outcome.left_out = header["left_out"] | outcome.left_out
     report.header |= {"missing": outcome.missing, "left_out": outcome.left_out, "failures": outcome.failures}
     report.write()
     # Every rank has the same rows, so all come to the same exit code; the first one says why.
@@ -255,6 +265,15 @@ def _bench_on_rank(rank: Rank, options: _Options) -> int:
     if not_run and rank.is_first:
         results().print(f"[red]not run[/] {escape(', '.join(not_run))}: see what was left out", soft_wrap=True)
     return exit_code or (2 if is_empty or not_run else 0)
+
+
+def _settings_of_all(settings: Settings, before: dict[str, Any]) -> dict[str, Any]:
+    """Of the rows that there will be: what lists name was measured by this call or by those before it."""
+    now = asdict(settings)
+    return {
+        name: list(dict.fromkeys([*before.get(name, ()), *value])) if isinstance(value, tuple) else value
+        for name, value in now.items()
+    }
 
 
 def configurations_without_rows(config_files: Iterable[str], rows: Iterable[Row]) -> list[str]:

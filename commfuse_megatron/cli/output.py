@@ -44,6 +44,11 @@ def say_count(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
+def each_once[T](values: Iterable[T]) -> tuple[T, ...]:
+    """In the order in which they come first."""
+    return tuple(dict.fromkeys(values))
+
+
 def results() -> Console:
     """The console for results (stdout)."""
     return _console(sys.stdout, stderr=False)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from commfuse_megatron.cli.output import make_progress, results, write_json
+from commfuse_megatron.cli.output import each_once, make_progress, results, write_json
 from commfuse_megatron.cli.ranks import UsageError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ RANKS_OF_A_NODE = 8
 
 # NCCL's transfers take up to 20 of them.
 _FEWEST_SMS = 40
+_MOST_RANKS = 256
 
 # An error that turns which of two ways is faster.
 _ALARMING = 0.2
@@ -70,9 +71,15 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         )
     if min(arguments.ranks) < 2:
         raise UsageError(f"--ranks must be at least 2, got {min(arguments.ranks)}")
+    if max(arguments.ranks) > _MOST_RANKS:
+        largest = f"{_MOST_RANKS}, got {max(arguments.ranks)}"
+        raise UsageError(f"--ranks must be at most {largest}: every step of every rank is simulated")
+    if min(arguments.tokens) < 1:
+        raise UsageError(f"--tokens must be at least 1, got {min(arguments.tokens)}")
+    ranks, tokens = each_once(arguments.ranks), each_once(arguments.tokens)
     curves, rows = _read_curves(Path(arguments.rows), arguments.link)
-    names = [f"{model}.{linear}" for model in arguments.models for linear in arguments.linears]
-    cases = cases_of(names, arguments.tokens, arguments.ranks)
+    names = [f"{model}.{linear}" for model in each_once(arguments.models) for linear in each_once(arguments.linears)]
+    cases = cases_of(names, tokens, ranks)
     found = deviations(rows, curves)
     comparisons = _compare(arguments.against, rows, curves, set(_selectable_linears()) - set(names))
     predictions: list[list[Prediction]] = []
@@ -151,8 +158,9 @@ def _compare(path: str | None, rows: list[Row], curves: Curves, left_out: Collec
 def _bandwidth(link: str | None) -> float | None:
     from commfuse_megatron.errors import ConfigError
 
-    if link is None or link.isidentifier():
+    if link in (None, "nvlink", "host"):
         return None
+    assert link is not None
     try:
         bandwidth_gb_s = float(link)
     except ValueError:

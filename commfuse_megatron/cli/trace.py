@@ -46,6 +46,7 @@ __all__ = [
 
 OPS = ("all_gather_linear", "linear_reduce_scatter")
 ATTENTION_PATHS = ("sequential", "row_parallel", "query_split")
+OF_STEPS = ("model", "layers", "batch", "transformer_impl", "fusions", "rounds")
 MOST_RANKS_DRAWN = 4
 
 
@@ -138,6 +139,8 @@ def run_trace(arguments: argparse.Namespace) -> int:
         refuse_given(arguments, ("paths", "splits", "shrink"), "of an attention block; add --attention, or leave out")
     if arguments.name is not None:
         require_names_for_files("--name", arguments.name)
+    if arguments.transport in ("nccl", "copy_engine") and arguments.device != "cuda":
+        raise UsageError(f"--transport {arguments.transport} carries tensors of --device cuda only")
     if arguments.path not in (None, "auto", "sliced"):
         refuse_given(arguments, ("algorithm", "chunks"), f"--path {arguments.path} sends no chunks: leave out")
     if arguments.step:
@@ -154,8 +157,14 @@ def run_trace(arguments: argparse.Namespace) -> int:
         return run_trace_attention(arguments)
     num_ranks = choose_num_ranks(arguments.ranks)
     refuse_given(arguments, ("seq",), "of --attention and --step; one linear has --tokens: leave out")
+    refuse_given(arguments, OF_STEPS, "of a whole step; add --step, or leave out")
     require_positive(arguments, ("calls", "tokens", "N", "K"))
     op, M, N, K = _problem(arguments, num_ranks)
+    if arguments.path == "async" and op != OPS[0]:
+        raise UsageError(f"--path async is a way of {OPS[0]}'s backward pass, whose GEMMs need not wait; not of {op}")
+    rows = M // num_ranks
+    if (arguments.chunks or 1) > max(1, rows):
+        raise UsageError(f"--chunks {arguments.chunks}: a shard of {M} tokens on {num_ranks} ranks has {rows} rows")
     name = arguments.name or f"{op}_{arguments.pass_name}"
     require_files(arguments.output, (f"{name}.json", f"{name}.png"))
     options = _Options(
@@ -196,7 +205,11 @@ def _problem(arguments: argparse.Namespace, num_ranks: int) -> tuple[str, int, i
 def refuse_given(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
     """Raise UsageError where one of these options is given: another value than its default."""
     default = arguments.parser.get_default
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) != default(name)]
+    given = [
+        f"--{name.removesuffix('_name').replace('_', '-')}"  # `pass` is a word of Python's
+        for name in names
+        if getattr(arguments, name) != default(name)
+    ]
     if given:
         raise UsageError(f"{why} {', '.join(given)}")
 

@@ -25,6 +25,7 @@ from commfuse_megatron.cli.output import (
 from commfuse_megatron.cli.ranks import Rank, UsageError, choose_num_ranks
 from commfuse_megatron.cli.trace import (
     ATTENTION_PATHS,
+    OF_STEPS,
     config_of,
     hardware,
     machine_line,
@@ -44,7 +45,6 @@ DEFAULT_CASE = "llama-8b.attention"
 DEFAULT_ROWS = 8192
 
 _OF_LINEARS = ("op", "tokens", "N", "K")
-_OF_STEPS = ("model", "layers", "batch", "transformer_impl", "fusions", "rounds")
 _OF_PROJECTIONS = ("path", "algorithm", "chunks")
 
 
@@ -67,7 +67,7 @@ def run_trace_attention(arguments: argparse.Namespace) -> int:
     num_ranks = choose_num_ranks(arguments.ranks)
     if num_ranks < 2:
         raise UsageError("one rank has nothing to communicate; use --ranks 2 or more")
-    refuse_given(arguments, (*_OF_LINEARS, *_OF_STEPS), "--attention traces one attention block; leave out")
+    refuse_given(arguments, (*_OF_LINEARS, *OF_STEPS), "--attention traces one attention block; leave out")
     require_positive(arguments, ("calls", "seq", "splits", "shrink"))
     paths = arguments.paths or ATTENTION_PATHS
     if len(set(paths)) < len(paths):

@@ -16,7 +16,14 @@ from rich.table import Table
 from commfuse_megatron.cli.launch import launch
 from commfuse_megatron.cli.output import make_progress, require_files, results, silence_foreign_warnings, write_json
 from commfuse_megatron.cli.ranks import CannotRunError, Rank, UsageError, choose_num_ranks
-from commfuse_megatron.cli.trace import config_of, hardware, machine_line, require_positive, shown_ranks
+from commfuse_megatron.cli.trace import (
+    config_of,
+    hardware,
+    machine_line,
+    refuse_given,
+    require_positive,
+    shown_ranks,
+)
 from commfuse_megatron.config import OverlapConfig
 
 if TYPE_CHECKING:
@@ -47,8 +54,8 @@ def run_trace_step(arguments: argparse.Namespace) -> int:
     num_ranks = choose_num_ranks(arguments.ranks)
     if util.find_spec("megatron") is None:
         raise CannotRunError("Megatron-Core is not installed: pip install megatron-core")
-    if arguments.op or arguments.case or arguments.N or arguments.K or arguments.attention:
-        raise UsageError("--step traces a whole model; leave out --op, --case, --N, --K and --attention")
+    others = ("op", "case", "N", "K", "tokens", "pass_name", "calls", "profiler", "attention")
+    refuse_given(arguments, others, "--step traces a whole model; leave out")
     is_demo = arguments.model == "demo"
     if not is_demo and arguments.device == "cpu":
         raise UsageError(f"--model {arguments.model} is for GPUs; use --model demo, or --device cuda")

@@ -128,6 +128,8 @@ def test_the_benchmark_checks_every_variant_on_cpu_ranks(tmp_path: Path) -> None
     assert data["failures"] == ["planned: another result"]
     more = data["rows"]
     assert more[: len(rows)] == rows
+    assert "userbuffers" in data["left_out"]
+    assert data["settings"]["virtual_ranks"] == [4]
     assert {(row["emulated"], row["group_size"]) for row in more[len(rows) :]} == {(True, 4)}
 
 

@@ -354,7 +354,17 @@ OF_THE_CONFIGURATION = (
         (["--seq", "64"], "one linear has --tokens: leave out --seq"),
         (["--splits", "2", "--paths", "sequential"], "add --attention, or leave out --paths, --splits"),
         (["--step", "--shrink", "2"], "add --attention, or leave out --shrink"),
-        (["--attention", "--step"], "leave out --op, --case, --N, --K and --attention"),
+        (["--attention", "--step"], "--step traces a whole model; leave out --attention"),
+        (["--step", "--pass", "backward", "--calls", "3"], "--step traces a whole model; leave out --pass, --calls"),
+        (["--step", "--tokens", "64", "--profiler"], "--step traces a whole model; leave out --tokens, --profiler"),
+        (["--model", "llama-8b"], "of a whole step; add --step, or leave out --model"),
+        (
+            ["--layers", "2", "--batch", "2", "--rounds", "3", "--fusions"],
+            "add --step, or leave out --layers, --batch, --fusions, --rounds",
+        ),
+        (["--chunks", "300"], "--chunks 300: a shard of 512 tokens on 2 ranks has 256 rows"),
+        (["--pass", "backward", "--path", "async"], "--path async is a way of all_gather_linear's backward pass"),
+        (["--transport", "nccl"], "--transport nccl carries tensors of --device cuda only"),
         (
             ["--attention", "--layers", "2", "--transformer-impl", "transformer_engine", "--tokens", "8"],
             "leave out --tokens, --layers, --transformer-impl",

@@ -76,6 +76,7 @@ def test_errors_name_file_key_and_advice(tmp_path, text, message):
         OverlapConfig.from_file(path)
     assert str(error.value).startswith(str(path))
     assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
