@@ -25,7 +25,7 @@ from commfuse_megatron.problem import Problem
 from commfuse_megatron.runtime.agreement import Agreement
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.lanes import Lanes
-from commfuse_megatron.runtime.leaving import look_at_exit, release_when_done
+from commfuse_megatron.runtime.leaving import is_process_ending, look_at_exit, release_when_done
 from commfuse_megatron.runtime.link import Link, Peers
 from commfuse_megatron.runtime.meter import exposed_us
 from commfuse_megatron.runtime.planning import Planner, TryOut
@@ -469,6 +469,8 @@ def _release(link: Link, lanes: Lanes, slots: Slots) -> None:
     if link.failure is None:
         link.transport.close()
         lanes.close()
+    if is_process_ending():
+        return
     if link.last_done is not None:
         link.last_done.wait(torch._C._cuda_getCurrentRawStream(slots.device.index))
     slots.release()

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["look_at_exit", "release_when_done"]
+__all__ = ["is_process_ending", "look_at_exit", "release_when_done"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,12 @@ class _Link(Protocol):
 # Without a lock: garbage collection may come here while this thread is here already.
 _links: set[_Link] = set()
 _left: dict[_Link, Callable[[], None]] = {}
+_ending: list[bool] = []
+
+
+def is_process_ending() -> bool:
+    """Whether the exit has begun: what would wait for the device is left to the driver then."""
+    return bool(_ending)
 
 
 def look_at_exit(link: _Link) -> None:
@@ -70,6 +76,7 @@ def _release_what_is_done() -> None:
 
 
 def _limit_the_exit() -> None:
+    _ending.append(True)
     waiting = [link for link in list(_links) if link.is_in_flight]
     if not waiting:
         return

@@ -3,11 +3,12 @@
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from commfuse_megatron.runtime import leaving
+from commfuse_megatron.runtime import context, leaving
 
 
 class Link:
@@ -33,6 +34,7 @@ def alarms(monkeypatch):
     found = []
     monkeypatch.setattr(leaving, "_links", set())
     monkeypatch.setattr(leaving, "_left", {})
+    monkeypatch.setattr(leaving, "_ending", [])
     monkeypatch.setattr(signal, "signal", lambda number, handler: found.append((number, handler)))
     monkeypatch.setattr(signal, "alarm", found.append)
     monkeypatch.delattr(sys, "last_exc", raising=False)
@@ -70,6 +72,21 @@ def test_the_exit_takes_a_limited_time(is_given_up, timeout_s, error, limit_s, a
     assert limit_s <= time.monotonic() - began < 10
     assert alarms == [(signal.SIGALRM, signal.SIG_DFL), 30]
     assert "killed in 30 s" in caplog.text
+
+
+def test_buffers_are_left_to_the_driver_when_the_process_ends(alarms):
+    """Freeing them may wait for the device, where another context's stream may wait for a rank that never comes."""
+    freed = []
+    slots = SimpleNamespace(release=lambda: freed.append("slots"))
+    link = SimpleNamespace(
+        stop_watching=nothing, failure=None, transport=SimpleNamespace(close=nothing), last_done=None
+    )
+    lanes = SimpleNamespace(close=nothing)
+    context._release(link, lanes, slots)
+    assert freed == ["slots"]
+    leaving._limit_the_exit()
+    context._release(link, lanes, slots)
+    assert freed == ["slots"]
 
 
 def test_the_exit_waits_for_what_is_done_in_time(alarms):
