@@ -98,20 +98,30 @@ def _create_transport(backend, group, store, config, nccl, exchange) -> copy_eng
     return copy_engine.CopyEngineTransport(group, _CPU, exchange, cuda_graphs=config.cuda_graphs)
 
 
+# What windows that are being mapped lie in, by address.
+_unmapped: dict[int, bytearray] = {}
+
+
 def _aligned(size: int) -> torch.Tensor:
-    whole = torch.empty(size + 256, dtype=torch.uint8)
+    memory = bytearray(size + 256)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % 256
-    return whole[start : start + size]
+    window = whole[start : start + size]
+    _unmapped[window.data_ptr()] = memory
+    return window
 
 
 class _Mapping:
-    """Ranks are threads, so every address is valid everywhere."""
+    """Ranks are threads: every address is valid everywhere. A mapping keeps all ranks' memory, as the driver does."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         group = _local.group
         addresses = [[torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]]
         group.allgather(addresses, [torch.tensor([tensor.data_ptr()])]).wait()
         self.buffer_ptrs = [int(address) for address in addresses[0]]
+        self._memory = [_unmapped[address] for address in self.buffer_ptrs]
+        group.barrier().wait()
+        del _unmapped[tensor.data_ptr()]
 
 
 class _Memory:
