@@ -72,12 +72,12 @@ class BlasMatmul:
     """
 
     def __init__(self, a: Matrix, b: Matrix, out: Matrix, *, has_addend: bool = False, has_bias: bool = False) -> None:
+        self._layouts: list[int] = []
+        self._descriptor: int | None = None
         library = _library()
         self._has_addend = has_addend
         # The library counts columns first, so it computes the transposed product from the transposed operands.
         self._destroy = library.cublasLtMatmulDescDestroy, library.cublasLtMatrixLayoutDestroy
-        self._layouts: list[int] = []
-        self._descriptor: int | None = None
         self._descriptor = descriptor = _create(library.cublasLtMatmulDescCreate, _COMPUTE_32F, _TYPES[torch.float32])
         first, first_is_transposed = self._operand(b)
         second, second_is_transposed = self._operand(a)
@@ -135,6 +135,8 @@ class BlasMatmul:
             _check(status, "cublasLtMatmul")
 
     def __del__(self) -> None:
+        if not self._layouts and self._descriptor is None:
+            return
         destroy_descriptor, destroy_layout = self._destroy
         for layout in self._layouts:
             destroy_layout(layout)

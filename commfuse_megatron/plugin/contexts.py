@@ -6,17 +6,19 @@ when the group is gone, at the latest when the next context is made: torch.distr
 Megatron's `parallel_state` and is there no more.
 """
 
+import logging
 import weakref
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from commfuse_megatron import OverlapConfig, OverlapContext
-from commfuse_megatron.errors import CommFuseError
 from commfuse_megatron.plugin import compat
 
 __all__ = ["close_contexts", "context_for", "existing_context", "open_contexts"]
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -57,9 +59,7 @@ def close_contexts() -> None:
 
     Raises the first error of closing them, when all are closed; contexts that had failed before raise none.
     """
-    with ExitStack() as closing:
-        for group in list(_CONTEXTS.keys()):
-            closing.callback(_close, group)
+    _close(*_CONTEXTS.keys())
 
 
 def _close_stale_contexts() -> None:
@@ -70,20 +70,19 @@ def _close_stale_contexts() -> None:
             _close(group)
 
 
-def _close(group: dist.ProcessGroup) -> None:
-    with ExitStack() as closing:
-        for entry in _CONTEXTS.pop(group, {}).values():
-            context = entry.context
-            if context.is_usable:
-                closing.callback(context.close)
-            else:
-                closing.callback(_close_quietly, context)
-
-
-def _close_quietly(context: OverlapContext) -> None:
-    """Close what has failed: whoever used it has been told why."""
-    with suppress(CommFuseError):
-        context.close()
+def _close(*groups: dist.ProcessGroup) -> None:
+    errors: list[Exception] = []
+    for context in [entry.context for group in groups for entry in _CONTEXTS.pop(group, {}).values()]:
+        was_usable = context.is_usable
+        try:
+            context.close()
+        except Exception as error:
+            if was_usable:  # else whoever used it has been told why
+                errors.append(error)
+    for other in errors[1:]:
+        logger.error("another context could not be closed: %s", other)
+    if errors:
+        raise errors[0]
 
 
 def _is_registered(group: dist.ProcessGroup) -> bool:

@@ -10,7 +10,7 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Self
 
@@ -25,7 +25,12 @@ from commfuse_megatron.problem import Problem
 from commfuse_megatron.runtime.agreement import Agreement
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.lanes import Lanes
-from commfuse_megatron.runtime.leaving import is_process_ending, look_at_exit, release_when_done
+from commfuse_megatron.runtime.leaving import (
+    is_process_ending,
+    look_at_exit,
+    release_what_is_done,
+    release_when_done,
+)
 from commfuse_megatron.runtime.link import Link, Peers
 from commfuse_megatron.runtime.meter import exposed_us
 from commfuse_megatron.runtime.planning import Planner, TryOut
@@ -40,6 +45,9 @@ __all__ = ["OpRecord", "OverlapContext"]
 
 # Paths on which the group's own collectives carry everything.
 _COLLECTIVE_PATHS = ("sequential", "async")
+
+# How long the end of a failed context waits for its streams, before it leaves the rest to later.
+_LETTING_GO_S = 2.0
 
 # Sequence lengths that vary from call to call must not fill the memory.
 _MOST_REASONS = 1024
@@ -413,7 +421,11 @@ class OverlapContext:
         """Release all that nothing in flight uses, and the rest when nothing is."""
         self._is_closed = True
         self.forget_programs()
+        deadline = time.monotonic() + _LETTING_GO_S
+        while self.link.failure is not None and self.link.is_in_flight and time.monotonic() < deadline:
+            time.sleep(1e-3)  # what was given up is let go at once, as a rule
         self._finalizer()
+        release_what_is_done()
 
     def _fail_unless_in_step(self, error: Exception) -> Exception:
         """`error` for raising; the context fails unless all ranks are known to have stopped at the same call.
@@ -466,14 +478,16 @@ class OverlapContext:
 
 def _release(link: Link, lanes: Lanes, slots: Slots) -> None:
     link.stop_watching()
-    if link.failure is None:
-        link.transport.close()
-        lanes.close()
-    if is_process_ending():
-        return
-    if link.last_done is not None:
-        link.last_done.wait(torch._C._cuda_getCurrentRawStream(slots.device.index))
-    slots.release()
+    try:
+        if link.failure is None:
+            link.transport.close()
+            lanes.close()
+    finally:
+        if not is_process_ending():
+            with torch.cuda.device(slots.device) if slots.device.type == "cuda" else nullcontext():
+                if link.last_done is not None:
+                    link.last_done.wait(torch._C._cuda_getCurrentRawStream(slots.device.index))
+                slots.release()
 
 
 def _private_store(group: dist.ProcessGroup, group_rank: int) -> dist.Store:

@@ -12,15 +12,17 @@ as long as any wait does, and a process that then does not end by itself is kill
 
 import atexit
 import logging
+import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 import torch
 
-__all__ = ["is_process_ending", "look_at_exit", "release_when_done"]
+__all__ = ["is_process_ending", "look_at_exit", "release_what_is_done", "release_when_done"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ _POLL_S = 0.01
 
 class _Link(Protocol):
     timeout_s: float
+    failure: Exception | None
 
     @property
     def is_in_flight(self) -> bool: ...
@@ -51,20 +54,22 @@ def is_process_ending() -> bool:
 
 def look_at_exit(link: _Link) -> None:
     """Remember a link whose transfers may be in flight when the process ends."""
-    _release_what_is_done()
     _links.add(link)
+    release_what_is_done()
 
 
 def release_when_done(link: _Link, release: Callable[[], None]) -> None:
-    """Nothing is started on the link any more: `release` it, now if nothing is in flight.
+    """Nothing is started on the link any more: the next `release_what_is_done` may `release` it.
 
-    Else, or if a CUDA graph is being captured, when a later context is made or given up.
+    Not here: garbage collection may call this, in any thread and at any moment.
     """
     _left[link] = release
-    _release_what_is_done()
+    if _ending:
+        release_what_is_done()
 
 
-def _release_what_is_done() -> None:
+def release_what_is_done() -> None:
+    """Release the links with nothing in flight, unless a CUDA graph is being captured. What fails is logged."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return
     for link in list(_left):
@@ -72,7 +77,10 @@ def _release_what_is_done() -> None:
             release = _left.pop(link, None)
             if release is not None:  # by whoever comes first
                 _links.discard(link)
-                release()
+                try:
+                    release()
+                except Exception:  # of a context that the caller may know nothing of
+                    logger.exception("a context that was given up could not be released")
 
 
 def _limit_the_exit() -> None:
@@ -81,7 +89,8 @@ def _limit_the_exit() -> None:
     if not waiting:
         return
     limit_s = max(link.timeout_s for link in waiting)
-    if getattr(sys, "last_exc", None) is not None:  # what ended the program
+    has_failed = any(link.failure is not None for link in waiting)
+    if has_failed or getattr(sys, "last_exc", None) is not None:  # what ended the program
         limit_s = min(limit_s, _AFTER_AN_ERROR_S)
     deadline = time.monotonic() + limit_s
     while any(link.is_in_flight for link in waiting):
@@ -96,8 +105,15 @@ def _limit_the_exit() -> None:
         _TO_END_S,
     )
     # By the kernel: no thread of Python runs any more while libraries are torn down.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_TO_END_S)
 
 
+def _forget_all() -> None:
+    _links.clear()
+    _left.clear()
+
+
 atexit.register(_limit_the_exit)
+os.register_at_fork(after_in_child=_forget_all)  # a child has none of the parent's streams

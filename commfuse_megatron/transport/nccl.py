@@ -65,6 +65,7 @@ class NcclTransport(Transport):
         lanes: int = 1,
     ) -> None:
         self._lanes: list[Any] = []
+        self._has_given_up = False
         for lane in range(lanes):
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options._timeout = _BACKEND_TIMEOUT
@@ -97,6 +98,12 @@ class NcclTransport(Transport):
     def abort(self) -> None:
         for backend in self._lanes:
             backend.abort()
+        self._has_given_up = True
+
+    @property
+    @override
+    def has_given_up(self) -> bool:
+        return self._has_given_up
 
     @override
     def close(self) -> None:

@@ -106,6 +106,7 @@ class StreamEvent:
 
     def __init__(self) -> None:
         driver = _driver()
+        self._destroy: Any = None
         status, self._event = driver.cuEventCreate(int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         _check(status, "cuEventCreate")
         self._record, self._wait, self._query = driver.cuEventRecord, driver.cuStreamWaitEvent, driver.cuEventQuery
@@ -128,7 +129,8 @@ class StreamEvent:
         return not self._query(self._event)[0]
 
     def __del__(self) -> None:
-        self._destroy(self._event)  # what was told to wait for it still does
+        if self._destroy is not None:
+            self._destroy(self._event)  # what was told to wait for it still does
 
 
 class FlagPage:

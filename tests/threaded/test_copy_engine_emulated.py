@@ -482,7 +482,7 @@ def test_a_context_that_is_given_up_is_released_when_its_transfers_are_done(how,
             assert not any(link.transport._graph_stream in spare for spare in stream_memory._spare_streams.values())
             assert not link.is_idle
             answers.append(True)
-            leaving._release_what_is_done()  # or the other rank's thread does
+            leaving.release_what_is_done()  # or the other rank's thread does
             link._watchdog._thread.join(10.0)
             assert not link._watchdog._thread.is_alive()
             assert link.failure is None
@@ -516,7 +516,7 @@ def test_who_is_interrupted_while_closing_frees_nothing_that_is_in_flight(monkey
             assert context.buffer_bytes > 0
             assert link._watchdog._thread.is_alive()
             answers.append(True)
-            leaving._release_what_is_done()
+            leaving.release_what_is_done()
             link._watchdog._thread.join(10.0)
             assert not link._watchdog._thread.is_alive()
 
@@ -544,8 +544,8 @@ def test_a_failed_context_is_forgotten_when_its_streams_were_let_go(monkeypatch)
             while context.link.is_in_flight:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-            leaving._release_what_is_done()
+            leaving.release_what_is_done()
 
     run_threads(3, body)
-    leaving._release_what_is_done()
+    leaving.release_what_is_done()
     assert (leaving._links, leaving._left) == (set(), {})

@@ -1,5 +1,6 @@
 """What happens to contexts that are given up, and to the process, while transfers wait for ranks that never come."""
 
+import os
 import signal
 import sys
 import time
@@ -14,13 +15,14 @@ from commfuse_megatron.runtime import context, leaving
 class Link:
     def __init__(self, is_in_flight, timeout_s=600.0):
         self.is_in_flight, self.timeout_s = is_in_flight, timeout_s
+        self.failure = None
 
 
 class LinkUntil(Link):
     """In flight until so many seconds from now."""
 
     def __init__(self, after_s):
-        self.timeout_s = 600.0
+        self.timeout_s, self.failure = 600.0, None
         self._done = time.monotonic() + after_s
 
     @property
@@ -50,6 +52,7 @@ def test_nothing_happens_where_nothing_is_in_flight(alarms):
     for link in links:
         leaving.look_at_exit(link)
     leaving.release_when_done(links[0], nothing)
+    leaving.release_what_is_done()
     leaving._limit_the_exit()
     assert alarms == []
 
@@ -77,7 +80,7 @@ def test_the_exit_takes_a_limited_time(is_given_up, timeout_s, error, limit_s, a
 def test_buffers_are_left_to_the_driver_when_the_process_ends(alarms):
     """Freeing them may wait for the device, where another context's stream may wait for a rank that never comes."""
     freed = []
-    slots = SimpleNamespace(release=lambda: freed.append("slots"))
+    slots = SimpleNamespace(device=torch.device("cpu"), release=lambda: freed.append("slots"))
     link = SimpleNamespace(
         stop_watching=nothing, failure=None, transport=SimpleNamespace(close=nothing), last_done=None
     )
@@ -108,7 +111,9 @@ def test_links_are_released_once_and_forgotten_when_nothing_is_in_flight(alarms)
     assert leaving._links == set(links)
     links[0].is_in_flight = links[1].is_in_flight = False
     leaving.release_when_done(links[1], lambda: released.append(1))
-    leaving.look_at_exit(links[2])
+    assert released == [], "garbage collection may have called this"
+    leaving.release_what_is_done()
+    leaving.release_what_is_done()
     assert released == [0, 1]
     assert (leaving._links, leaving._left) == ({links[2]}, {})
 
@@ -118,6 +123,7 @@ def test_nothing_is_released_while_a_graph_is_captured(alarms, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     leaving.release_when_done(Link(is_in_flight=False), lambda: released.append(0))
+    leaving.release_what_is_done()
     assert released == []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     leaving.look_at_exit(Link(is_in_flight=False))
@@ -148,5 +154,38 @@ def test_a_context_may_be_found_by_garbage_collection_meanwhile(alarms):
     leaving.release_when_done(first, lambda: released.append("first"))
     first.is_busy, first.garbage = False, (found,)
     leaving.look_at_exit(later)
+    leaving.release_what_is_done()
     assert sorted(released) == ["first", "found"]
     assert (leaving._links, leaving._left) == ({later}, {})
+
+
+def test_what_cannot_be_released_is_no_error_of_another_context(alarms, caplog):
+    released = []
+    first, second = (Link(is_in_flight=False) for _ in range(2))
+    leaving.release_when_done(first, lambda: 1 / 0)
+    leaving.release_when_done(second, lambda: released.append("second"))
+    later = Link(is_in_flight=True)
+    leaving.look_at_exit(later)
+    assert released == ["second"]
+    assert "could not be released" in caplog.text
+    assert (leaving._links, leaving._left) == ({later}, {})
+
+
+def test_a_failed_context_makes_the_exit_short(alarms, monkeypatch):
+    monkeypatch.setattr(leaving, "_AFTER_AN_ERROR_S", 0.1)
+    link = Link(is_in_flight=True)
+    link.failure = ValueError()
+    leaving.look_at_exit(link)
+    began = time.monotonic()
+    leaving._limit_the_exit()
+    assert time.monotonic() - began < 10
+    assert alarms[-1] == 30
+
+
+def test_a_forked_child_has_none_of_the_links(alarms):
+    leaving.look_at_exit(Link(is_in_flight=True))
+    child = os.fork()
+    if child == 0:
+        os._exit(len(leaving._links))
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(leaving._links) == 1
