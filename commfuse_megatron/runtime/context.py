@@ -425,7 +425,7 @@ class OverlapContext:
         while self.link.failure is not None and self.link.is_in_flight and time.monotonic() < deadline:
             time.sleep(1e-3)  # what was given up is let go at once, as a rule
         self._finalizer()
-        release_what_is_done()
+        release_what_is_done(self.link)
 
     def _fail_unless_in_step(self, error: Exception) -> Exception:
         """`error` for raising; the context fails unless all ranks are known to have stopped at the same call.

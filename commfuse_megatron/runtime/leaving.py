@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,6 +45,8 @@ class _Link(Protocol):
 # Without a lock: garbage collection may come here while this thread is here already.
 _links: set[_Link] = set()
 _left: dict[_Link, Callable[[], None]] = {}
+#: Links that are being released, and by which thread.
+_at_work: dict[_Link, int] = {}
 _ending: list[bool] = []
 
 
@@ -68,19 +71,32 @@ def release_when_done(link: _Link, release: Callable[[], None]) -> None:
         release_what_is_done()
 
 
-def release_what_is_done() -> None:
-    """Release the links with nothing in flight, unless a CUDA graph is being captured. What fails is logged."""
+def release_what_is_done(own: _Link | None = None) -> None:
+    """Release the links with nothing in flight, unless a CUDA graph is being captured. What fails is logged.
+
+    own: a link that is not to be in the middle of it on return, if another thread was first.
+    """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return
+    this_thread = threading.get_ident()
     for link in list(_left):
-        if not link.is_in_flight:
-            release = _left.pop(link, None)
-            if release is not None:  # by whoever comes first
-                _links.discard(link)
-                try:
-                    release()
-                except Exception:  # of a context that the caller may know nothing of
-                    logger.exception("a context that was given up could not be released")
+        if not link.is_in_flight and _at_work.setdefault(link, this_thread) == this_thread:
+            _release_claimed(link)
+    while own is not None and _at_work.get(own, this_thread) != this_thread:
+        time.sleep(_POLL_S)
+
+
+def _release_claimed(link: _Link) -> None:
+    """Release it, unless another thread has done so since it was found."""
+    try:
+        release = _left.pop(link, None)
+        if release is not None:
+            _links.discard(link)
+            release()
+    except Exception:  # of a context that the caller may know nothing of
+        logger.exception("a context that was given up could not be released")
+    finally:
+        _at_work.pop(link, None)
 
 
 def _limit_the_exit() -> None:
@@ -113,6 +129,7 @@ def _limit_the_exit() -> None:
 def _forget_all() -> None:
     _links.clear()
     _left.clear()
+    _at_work.clear()
 
 
 atexit.register(_limit_the_exit)

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -157,6 +158,70 @@ def test_a_context_may_be_found_by_garbage_collection_meanwhile(alarms):
     leaving.release_what_is_done()
     assert sorted(released) == ["first", "found"]
     assert (leaving._links, leaving._left) == ({later}, {})
+
+
+@pytest.mark.parametrize("is_first_to_fail", [False, True])
+def test_who_closes_a_context_waits_for_the_thread_that_releases_it_already(is_first_to_fail, alarms):
+    """Else its buffers would be there still when close() returns."""
+    own, released, is_at_it, may_go_on = Link(is_in_flight=False), [], threading.Event(), threading.Event()
+
+    def release():
+        is_at_it.set()
+        assert may_go_on.wait(20.0)
+        released.append(0)
+        if is_first_to_fail:
+            raise ValueError
+
+    leaving.release_when_done(own, release)
+    other = threading.Thread(target=leaving.release_what_is_done)
+    other.start()
+    assert is_at_it.wait(20.0)
+    leaving.release_what_is_done(Link(is_in_flight=False))  # of which nobody knows: no wait
+    threading.Timer(0.2, may_go_on.set).start()
+    leaving.release_what_is_done(own)
+    assert released == [0]
+    other.join(20.0)
+    assert (leaving._left, leaving._at_work) == ({}, {})
+
+
+def test_a_context_may_be_closed_while_this_thread_releases_it(alarms):
+    """By a signal's handler, say, which must not wait for what it interrupts."""
+    own, released = Link(is_in_flight=False), []
+
+    def release():
+        leaving.release_what_is_done(own)
+        released.append(0)
+
+    leaving.release_when_done(own, release)
+    leaving.release_what_is_done(own)
+    assert released == [0]
+
+
+def test_many_threads_release_each_context_once_and_before_its_owner_goes_on(alarms):
+    released = []
+
+    class SlowLink(LinkUntil):
+        """Asking takes a while, so others ask, too."""
+
+        @property
+        def is_in_flight(self):
+            time.sleep(1e-4)
+            return False
+
+    def give_up(thread):
+        for number in range(50):
+            own = SlowLink(after_s=0)
+            leaving.release_when_done(own, lambda entry=(thread, number): (time.sleep(1e-3), released.append(entry)))
+            leaving.release_what_is_done(own)
+            if (thread, number) not in released:
+                released.append("too late")
+
+    threads = [threading.Thread(target=give_up, args=(thread,)) for thread in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    assert sorted(released, key=str) == sorted(((t, n) for t in range(8) for n in range(50)), key=str)
 
 
 def test_what_cannot_be_released_is_no_error_of_another_context(alarms, caplog):
