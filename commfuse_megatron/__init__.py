@@ -8,9 +8,10 @@ Importing this package touches neither CUDA nor Megatron; `commfuse_megatron.plu
 from typing import TYPE_CHECKING, Any
 
 from commfuse_megatron.config import OverlapConfig
+from commfuse_megatron.runtime.op_record import OpRecord
 
 if TYPE_CHECKING:
-    from commfuse_megatron.runtime.context import OpRecord, OverlapContext
+    from commfuse_megatron.runtime.context import OverlapContext
 
 __all__ = ["OpRecord", "OverlapConfig", "OverlapContext", "__version__", "ops"]
 
@@ -23,8 +24,8 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         return importlib.import_module("commfuse_megatron.ops")
-    if name in ("OverlapContext", "OpRecord"):
-        from commfuse_megatron.runtime import context
+    if name == "OverlapContext":
+        from commfuse_megatron.runtime.context import OverlapContext
 
-        return getattr(context, name)
+        return OverlapContext
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,7 +27,7 @@ from commfuse_megatron.kernels.attention import MathAttention
 from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.ops.split_attention import Heads, InputGradients, SplitAttention
 from commfuse_megatron.problem import RowRange, chunk_ranges
-from commfuse_megatron.runtime.context import OpRecord
+from commfuse_megatron.runtime.op_record import OpRecord
 
 __all__ = [
     "Pieces",

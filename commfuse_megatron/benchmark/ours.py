@@ -15,7 +15,7 @@ from commfuse_megatron.benchmark.operands import Work
 from commfuse_megatron.benchmark.variant import Ready, Variant, differentiable, require_own_link
 from commfuse_megatron.config import PassConfig
 from commfuse_megatron.errors import VerificationError
-from commfuse_megatron.runtime.context import OpRecord
+from commfuse_megatron.runtime.op_record import OpRecord
 
 __all__ = ["PLANNED", "Ours", "Way", "find_record", "forced_ways", "planned"]
 

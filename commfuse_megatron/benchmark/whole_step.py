@@ -25,8 +25,8 @@ from torch import distributed as dist
 from commfuse_megatron.benchmark.userbuffers import close_userbuffers, missing_userbuffers, open_userbuffers
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError, VerificationError
-from commfuse_megatron.runtime.context import OpRecord
 from commfuse_megatron.runtime.head_start import start_together
+from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.runtime.recorder import Interval, Recorder
 from commfuse_megatron.tracing.collectives import local_copies, recorded_calls
 from commfuse_megatron.tracing.kernels import gather_profile, profile_calls, split_calls

@@ -1,8 +1,9 @@
 """Checks of what a user passes to an operation, and the problem it states.
 
-Every check that could fail on one rank alone ends in `context.refuse`, so that the other ranks raise too. Arguments are
-looked up first: like some seen before, they need no check. The contract that bites: whatever a wrong kind of argument
-raises there counts as "not seen before", and what a key cannot tell from a good one must not be used after it.
+Every check that could fail on one rank alone ends in `context.consensus.refuse`, so that the other ranks raise too.
+Arguments are looked up first: like some seen before, they need no check. The contract that bites: whatever a wrong kind
+of argument raises there counts as "not seen before", and what a key cannot tell from a good one must not be used after
+it.
 """
 
 import dataclasses
@@ -182,7 +183,7 @@ def require_fitting(
     except Exception as error:
         complaint = f"the arguments cannot be judged: {type(error).__name__}: {error}"
     if complaint is not None:
-        context.refuse(ShapeError(f"{operation.name}, group rank {context.group_rank}: {complaint}"))
+        context.consensus.refuse(ShapeError(f"{operation.name}, group rank {context.group_rank}: {complaint}"))
 
 
 def prepare(

@@ -1,7 +1,7 @@
 """Checks of what a user passes to an attention operation, and the problem it states.
 
-As in `arguments`, a check that could fail on one rank alone ends in `context.refuse`. What is checked and stated needs
-no context, so that a layer can ask beforehand.
+As in `arguments`, a check that could fail on one rank alone ends in `context.consensus.refuse`. What is checked and
+stated needs no context, so that a layer can ask beforehand.
 """
 
 import math

@@ -201,7 +201,7 @@ def _prepare(
         try:
             _choose_kernel(problem, context)
         except UnsupportedError as error:
-            context.refuse(error)
+            context.consensus.refuse(error)
         if problem.has_dropout:
             # Splits draw masks of their own: recomputed with gradients, a call must be split as it was without.
             model = remember(context, (inputs.key, "plan"), _with_all_gradients(problem), _OPERATION)
@@ -222,7 +222,7 @@ def _require_current(p: PreparedPass) -> None:
     """Raise UnsupportedError if the kernel that was chosen can no longer be called; nothing of `p` was sent."""
     reason = None if p.attention is None else p.attention.stale_reason()
     if reason is not None:
-        p.context.refuse(UnsupportedError(reason))
+        p.context.consensus.refuse(UnsupportedError(reason))
 
 
 def _find_complaint(

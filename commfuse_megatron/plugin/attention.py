@@ -273,7 +273,7 @@ class _Pairing:
             capability = torch.cuda.get_device_capability(inputs.q.device)
             passed_over = context.attention_kernels.passed_over_reason(problem, context.config.attention.kernel)
             reason = reason_to_keep_megatrons(kernel.name, passed_over, capability, self._attention.config)
-        return context.first_reason(("attention kernel", problem), reason)
+        return context.consensus.first_reason(("attention kernel", problem), reason)
 
     def _attend_and_project(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         job, projection = self._job, self._projection

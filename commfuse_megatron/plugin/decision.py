@@ -157,7 +157,7 @@ def _compare_decision(layer: Any, input_: torch.Tensor, state: LayerState, reaso
         return
     decision = f"{label_of(layer)}: {reason or 'overlapped'}"
     digest = hashlib.blake2b(f"{state.decisions} {decision}".encode(), digest_size=8).hexdigest()
-    context_of(layer).agree(f"{decision} ({digest})")
+    context_of(layer).consensus.agree(f"{decision} ({digest})")
     state.decisions = digest
 
 

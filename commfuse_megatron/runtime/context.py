@@ -9,9 +9,8 @@ import functools
 import json
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -23,6 +22,7 @@ from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import Problem
 from commfuse_megatron.runtime.agreement import Agreement
+from commfuse_megatron.runtime.consensus import Consensus
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.lanes import Lanes
 from commfuse_megatron.runtime.leaving import (
@@ -33,6 +33,7 @@ from commfuse_megatron.runtime.leaving import (
 )
 from commfuse_megatron.runtime.link import Link, Peers
 from commfuse_megatron.runtime.meter import exposed_us
+from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.runtime.planning import Planner, TryOut
 from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.runtime.recorder import Recorder
@@ -40,7 +41,7 @@ from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.transport.select import choose_backend, choose_nccl_settings, create_transport, device_of_backend
 from commfuse_megatron.transport.stream_memory import StreamEvent
 
-__all__ = ["OpRecord", "OverlapContext"]
+__all__ = ["OverlapContext"]
 
 
 # Paths on which the group's own collectives carry everything.
@@ -48,51 +49,6 @@ _COLLECTIVE_PATHS = ("sequential", "async")
 
 # How long the end of a failed context waits for its streams, before it leaves the rest to later.
 _LETTING_GO_S = 2.0
-
-# Sequence lengths that vary from call to call must not fill the memory.
-_MOST_REASONS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class OpRecord:
-    """One line of the report: a problem, the path it takes and how often it ran.
-
-    M, N, K: tokens of the full sequence, output and input features of this rank's weight. transport: what carries it;
-    on paths without transfers of ours the backend of the group's collectives.
-    exposed_comm_us: mean over the latest recorded calls of the time in which a transfer ran and nothing computed; None
-    unless the configuration records. predicted_us, measured_us: what the planner knew of the path taken; None where it
-    did not ask. attention: the kernel of an attention, "flash (FA3)" say where the program activated FlashAttention-3;
-    None for a linear, and where Megatron's own attention runs. attention_reason: why that and no faster one.
-    """
-
-    op: str
-    pass_name: str
-    M: int
-    N: int
-    K: int
-    dtype: str
-    group_size: int
-    path: str
-    reason: str
-    algorithm: str
-    chunks_per_shard: int
-    transport: str
-    gemm: str
-    calls: int
-    exposed_comm_us: float | None
-    predicted_us: float | None = None
-    measured_us: float | None = None
-    attention: str | None = None
-    attention_reason: str = ""
-
-    def __str__(self) -> str:
-        how = self.path if self.path != "sliced" else f"sliced, {self.algorithm}, m={self.chunks_per_shard}"
-        kernel = "" if self.attention is None else f", {self.attention} attention"
-        problem = f"{self.op} {self.pass_name}, M {self.M} N {self.N} K {self.K} {self.dtype}"
-        return (
-            f"{problem}: {how}, {self.transport}{kernel},"
-            f" {self.calls} call{'' if self.calls == 1 else 's'} ({self.reason})"
-        )
 
 
 class OverlapContext:
@@ -123,28 +79,28 @@ class OverlapContext:
         self.group_rank: int = group.rank()
         timeout_s = self.config.transport.timeout_s
         store = _private_store(group, self.group_rank)
-        self._agreement = Agreement(store, self.group_rank, self.group_size, timeout_s)
+        agreement = Agreement(store, self.group_rank, self.group_size, timeout_s)
         try:
-            self._agreement.agree(f"context with {json.dumps(self.config.to_dict(), sort_keys=True)}")
+            agreement.agree(f"context with {json.dumps(self.config.to_dict(), sort_keys=True)}")
         except ShapeError as error:
             raise ConfigError(f"the configurations differ between ranks: {error}") from None
         try:
-            backend = choose_backend(group, self.config.transport, self._agreement.exchange)
+            backend = choose_backend(group, self.config.transport, agreement.exchange)
         except ConfigError as error:
-            self._agreement.refuse(error, wait=False)
+            agreement.refuse(error, wait=False)
             raise
         self.device = device_of_backend(backend)
         try:
             private = dist.PrefixStore("transport", store)
-            exchange = self._agreement.exchange
+            exchange = agreement.exchange
             self.nccl = choose_nccl_settings(group, backend, self.config, exchange)
             transport = create_transport(backend, group, private, self.config.transport, self.nccl, exchange)
         except Exception as error:
-            self._agreement.refuse(error, wait=False)
+            agreement.refuse(error, wait=False)
             raise
         # Who is still connecting would fail if the others closed their ends already.
         try:
-            self._agreement.agree(f"the {backend} transport is made")
+            agreement.agree(f"the {backend} transport is made")
         except CommFuseError as error:
             transport.abort()
             raise error if not isinstance(error, ShapeError) else TransportError(str(error)) from None
@@ -160,12 +116,17 @@ class OverlapContext:
         self.latest_plan: LinearPlan | None = None
         #: Calls whose arguments were seen before, by everything a check looks at: `ops.arguments` fills and reads it.
         self.known_calls: dict[Hashable, PreparedPass] = {}
-        self._first_reasons: dict[Hashable, str] = {}
         self._gemms: dict[tuple[torch.dtype, bool], SliceGemm] = {}
         self.planner = Planner(self)
-        self._is_closed = False
         check = self.config.check_agreement
-        self._agrees_every_call = backend == "gloo" if check is None else check
+        self.consensus = Consensus(
+            agreement,
+            self.link,
+            self.group_rank,
+            self.group_size,
+            is_for_every_call=backend == "gloo" if check is None else check,
+            is_capturing=functools.partial(_is_capturing, self.device),
+        )
         self.link.last_done = StreamEvent() if self.device.type == "cuda" else None
         self._last_stream = 0
         # Runs at garbage collection and at interpreter exit: an unclosed communicator would outlive what it needs.
@@ -227,54 +188,15 @@ class OverlapContext:
 
     def agree_on(self, prepared: PreparedPass) -> None:
         """Compare a problem with the other ranks', if it is new or every call is to be compared."""
-        self.require_usable()
-        if (self._agrees_every_call or not prepared.is_agreed) and self.group_size > 1:
+        self.link.require_usable()
+        if (self.consensus.is_for_every_call or not prepared.is_agreed) and self.group_size > 1:
             if self.is_capturing:  # what is captured now is agreed on at the first call outside
                 return
             plan = prepared.plan
             orders = [order for order in (plan.scatter_order, plan.gather_order) if order is not None]
             owners = f", owners {orders}" if orders else ""
-            self.agree(f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}{owners}")
+            self.consensus.agree(f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}{owners}")
         prepared.is_agreed = True
-
-    def agree(self, statement: str) -> None:
-        """Return if all ranks bring the same `statement`; else raise ShapeError on all of them."""
-        self._in_step(statement, lambda: self._agreement.agree(statement))
-
-    def exchange(self, text: str) -> list[str]:
-        """What every rank brings, by rank."""
-        return self._in_step("an exchange between ranks", lambda: self._agreement.exchange(text))
-
-    def first_reason(self, key: Hashable, reason: str | None) -> str | None:
-        """`reason`, or that of the first rank that has one; None if none has. Collective the first time of each key.
-
-        While a graph is captured nobody can be asked: then this rank's own, of a new key.
-        """
-        known = self._first_reasons.get(key)
-        if known is None:
-            if self.is_capturing:
-                return reason
-            if len(self._first_reasons) >= _MOST_REASONS:
-                self._first_reasons.clear()
-            everyone = enumerate(self.exchange(reason or ""))
-            found = next(((rank, text) for rank, text in everyone if text), (self.group_rank, ""))
-            elsewhere = f"group rank {found[0]}: " if found[1] and not reason else ""
-            known = self._first_reasons[key] = elsewhere + found[1]
-        return known or None
-
-    def make_together[T](self, make: Callable[[], T]) -> T | str:
-        """What `make` makes, if no rank runs out of memory; else, on all ranks, which one did."""
-        made: T | None = None
-        complaint = ""
-        try:
-            made = make()
-        except torch.OutOfMemoryError as error:
-            complaint = f"group rank {self.group_rank}: {str(error).partition('.')[0]}"
-        complaints = [text for text in self.exchange(complaint) if text]
-        if complaints:
-            return "; ".join(complaints)
-        assert made is not None
-        return made
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -285,16 +207,6 @@ class OverlapContext:
             yield
         finally:
             self._recorder = self.link.recorder = recorder
-
-    def refuse(self, error: Exception) -> None:
-        """Raise `error` here, and on the other ranks where they look: at every call, or at a new problem."""
-        self.require_usable()
-        if self.group_size == 1:
-            raise error
-        try:
-            self._agreement.refuse(error, wait=self._agrees_every_call)
-        except CommFuseError as raised:
-            raise self._fail_unless_in_step(raised) from raised.__cause__
 
     def enter(self, problem: Problem) -> Link:
         """Start one operation's use of the buffers, ordered after the one before, whatever stream that ran on."""
@@ -321,13 +233,6 @@ class OverlapContext:
         elif self.link.last_done is not None and not self.link.is_capturing:
             self.link.last_done.record(torch._C._cuda_getCurrentRawStream(self.device.index))
 
-    def require_usable(self) -> None:
-        """Raise what made the context fail, if it did, or TransportError if it is closed."""
-        if self.link.failure is not None:
-            raise self.link.failure
-        if self._is_closed:
-            raise TransportError("this OverlapContext is closed; create a new one")
-
     # -- what users see -----------------------------------------------------------------------------------------------
 
     @property
@@ -348,12 +253,12 @@ class OverlapContext:
     @property
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured on the current stream."""
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return _is_capturing(self.device)
 
     @property
     def is_usable(self) -> bool:
         """Whether the context is neither closed nor failed."""
-        return not self._is_closed and self.link.failure is None
+        return not self.link.is_closed and self.link.failure is None
 
     def report(self) -> list[OpRecord]:
         """One record per problem met, in the order of first calls."""
@@ -399,7 +304,7 @@ class OverlapContext:
 
     def close(self) -> None:
         """Release transport and buffers; local, may be called again. Raises what made the context fail, if it did."""
-        if self._is_closed:
+        if self.link.is_closed:
             return
         try:
             self.synchronize()
@@ -419,32 +324,13 @@ class OverlapContext:
 
     def _give_up(self) -> None:
         """Release all that nothing in flight uses, and the rest when nothing is."""
-        self._is_closed = True
+        self.link.is_closed = True
         self.forget_programs()
         deadline = time.monotonic() + _LETTING_GO_S
         while self.link.failure is not None and self.link.is_in_flight and time.monotonic() < deadline:
             time.sleep(1e-3)  # what was given up is let go at once, as a rule
         self._finalizer()
         release_what_is_done(self.link)
-
-    def _fail_unless_in_step(self, error: Exception) -> Exception:
-        """`error` for raising; the context fails unless all ranks are known to have stopped at the same call.
-
-        Else this rank's next call could meet another one's present call, and give wrong numbers.
-        """
-        is_in_step = self._agrees_every_call and isinstance(error, ShapeError)
-        return error if is_in_step else self.link.fail(error)
-
-    def _in_step[T](self, statement: str, meet: Callable[[], T]) -> T:
-        """What `meet` gives, with the context failed where ranks may have stopped at different calls."""
-        self.require_usable()
-        try:
-            return meet()
-        except CommFuseError as error:
-            raise self._fail_unless_in_step(error) from error.__cause__
-        except BaseException as error:  # Ctrl-C while waiting: the others may yet go on with this call
-            self.link.fail(TransportError(f"{statement} was interrupted by {type(error).__name__}: {error}"))
-            raise
 
     def _gemm(self, dtype: torch.dtype, *, is_beside_transfers: bool) -> SliceGemm:
         key = (dtype, is_beside_transfers)
@@ -488,6 +374,10 @@ def _release(link: Link, lanes: Lanes, slots: Slots) -> None:
                 if link.last_done is not None:
                     link.last_done.wait(torch._C._cuda_getCurrentRawStream(slots.device.index))
                 slots.release()
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _private_store(group: dist.ProcessGroup, group_rank: int) -> dist.Store:

@@ -56,6 +56,7 @@ class Link:
         self.transport = transport
         self.recorder = recorder
         self.failure: Exception | None = None
+        self.is_closed = False
         self.is_capturing = False
         #: On a stream, where the operation that began last has ended; None on the CPU. The context records it.
         self.last_done: StreamEvent | None = None
@@ -130,6 +131,13 @@ class Link:
         """End of the compute interval that began at `mark`."""
         if self.recorder is not None:
             self.recorder.add_compute(name, mark, step)
+
+    def require_usable(self) -> None:
+        """Raise what made the context fail, if it did, or TransportError if it is closed."""
+        if self.failure is not None:
+            raise self.failure
+        if self.is_closed:
+            raise TransportError("this OverlapContext is closed; create a new one")
 
     def fail(self, error: Exception) -> Exception:
         """Mark the context failed and give up its transfers; returns `error` for raising."""

@@ -19,8 +19,9 @@ from commfuse_megatron import ops
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.problem import shard_range
-from commfuse_megatron.runtime.context import OpRecord, OverlapContext
+from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.head_start import start_together
+from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.runtime.recorder import Interval, Recorder
 from commfuse_megatron.tracing.collectives import recorded_calls
 from commfuse_megatron.tracing.kernels import HEAD_START_US, gather_profile, profile_calls, split_calls

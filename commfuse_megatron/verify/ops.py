@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.problem import shard_range
-from commfuse_megatron.runtime.context import OpRecord
+from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.verify.attention import AttentionCase, attention_calls
 from commfuse_megatron.verify.cases import Case
 

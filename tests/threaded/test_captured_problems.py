@@ -86,7 +86,7 @@ def test_an_attention_states_the_problems_that_its_call_meets(attention):
 def test_what_ran_in_a_capture_alone_counts_as_new(monkeypatch):
     # No rank has compared it then; the first call outside must, or ranks with other sizes would hang.
     captured = []
-    monkeypatch.setattr(OverlapContext, "is_capturing", property(lambda context: bool(captured)))
+    monkeypatch.setattr("commfuse_megatron.runtime.context._is_capturing", lambda device: bool(captured))
 
     def body(group, device):
         context = OverlapContext(group, OverlapConfig(check_agreement=False))

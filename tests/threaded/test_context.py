@@ -185,12 +185,12 @@ def test_an_interrupt_while_waiting_for_the_others_fails_the_context():
         context = OverlapContext(group, quick(0.5))
         x, weight = torch.zeros(2, 1, 5), torch.zeros(4, 5)
         if group.rank() == 0:
-            store = context._agreement._store
+            store = context.consensus._agreement._store
 
             def interrupt(*_):
                 raise KeyboardInterrupt
 
-            context._agreement._store = SimpleNamespace(set=store.set, wait=interrupt)
+            context.consensus._agreement._store = SimpleNamespace(set=store.set, wait=interrupt)
             with pytest.raises(KeyboardInterrupt):
                 ops.all_gather_linear(x, weight, context=context)
             with pytest.raises(TransportError, match="interrupted by KeyboardInterrupt"):

@@ -254,8 +254,8 @@ def test_a_rank_without_memory_for_a_trial_lets_the_model_decide_everywhere(monk
         with OverlapContext(group, config()) as context:
             plan_by_cost(context)
             if group.rank() == 1:
-                together = context.make_together
-                context.make_together = lambda make: together(run_out_of_memory)
+                together = context.consensus.make_together
+                context.consensus.make_together = lambda make: together(run_out_of_memory)
             case = Case(op=OPS[0], rows=8)
             operands = draw(case, group.rank(), group.size(), device)
             assert_equal(overlapped(case, operands, context), reference(case, operands, group))
@@ -466,7 +466,11 @@ def test_a_reason_of_one_rank_is_one_of_all():
     def body(group, device):
         with OverlapContext(group, config()) as context:
             here = "it is not installed" if group.rank() == 1 else None
-            return [context.first_reason("a", here), context.first_reason("a", None), context.first_reason("b", None)]
+            return [
+                context.consensus.first_reason("a", here),
+                context.consensus.first_reason("a", None),
+                context.consensus.first_reason("b", None),
+            ]
 
     first, second, third = run_threads(3, body)
     assert first == third == ["group rank 1: it is not installed"] * 2 + [None]

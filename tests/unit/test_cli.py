@@ -106,6 +106,7 @@ def test_python_m_is_the_same_command() -> None:
     assert all(command in ran.stdout for command in subcommands())
 
 
+@pytest.mark.timeout(180)  # it imports Megatron in a process of its own, which takes 15 s where nothing else runs
 def test_the_doctor_sees_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new" / "doctor.json"
     assert cli.main(["doctor", "--json", str(file)]) == 0

@@ -1,0 +1,115 @@
+"""What the ranks of one context ask each other, so that all do the same: agree, raise, or give up together.
+
+Collective, each: every rank must ask the same, in the same order. The contract that bites: where ranks may have stopped
+at different calls, the context fails, for its next call could meet another rank's present one and give wrong numbers.
+"""
+
+from collections.abc import Callable, Hashable
+
+import torch
+
+from commfuse_megatron.errors import CommFuseError, ShapeError, TransportError
+from commfuse_megatron.runtime.agreement import Agreement
+from commfuse_megatron.runtime.link import Link
+
+__all__ = ["Consensus"]
+
+# Sequence lengths that vary from call to call must not fill the memory.
+_MOST_REASONS = 1024
+
+
+class Consensus:
+    """Rounds of questions among the ranks of one context.
+
+    Args:
+        link: fails where ranks may be out of step; nobody is asked once it has failed or is closed.
+        is_for_every_call: every call is compared, so ranks that raise in one go on together. Else new problems only.
+        is_capturing: whether a CUDA graph is being captured, when nobody can be asked.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        link: Link,
+        group_rank: int,
+        group_size: int,
+        *,
+        is_for_every_call: bool,
+        is_capturing: Callable[[], bool],
+    ) -> None:
+        self.is_for_every_call = is_for_every_call
+        self._agreement = agreement
+        self._link = link
+        self._group_rank, self._group_size = group_rank, group_size
+        self._is_capturing = is_capturing
+        self._first_reasons: dict[Hashable, str] = {}
+
+    def agree(self, statement: str) -> None:
+        """Return if all ranks bring the same `statement`; else raise ShapeError on all of them."""
+        self._in_step(statement, lambda: self._agreement.agree(statement))
+
+    def exchange(self, text: str) -> list[str]:
+        """What every rank brings, by rank."""
+        return self._in_step("an exchange between ranks", lambda: self._agreement.exchange(text))
+
+    def first_reason(self, key: Hashable, reason: str | None) -> str | None:
+        """`reason`, or that of the first rank that has one; None if none has. Collective the first time of each key.
+
+        While a graph is captured nobody can be asked: then this rank's own, of a new key.
+        """
+        known = self._first_reasons.get(key)
+        if known is None:
+            if self._is_capturing():
+                return reason
+            if len(self._first_reasons) >= _MOST_REASONS:
+                self._first_reasons.clear()
+            everyone = enumerate(self.exchange(reason or ""))
+            found = next(((rank, text) for rank, text in everyone if text), (self._group_rank, ""))
+            elsewhere = f"group rank {found[0]}: " if found[1] and not reason else ""
+            known = self._first_reasons[key] = elsewhere + found[1]
+        return known or None
+
+    def make_together[T](self, make: Callable[[], T]) -> T | str:
+        """What `make` makes, if no rank runs out of memory; else, on all ranks, which one did."""
+        made: T | None = None
+        complaint = ""
+        try:
+            made = make()
+        except torch.OutOfMemoryError as error:
+            complaint = f"group rank {self._group_rank}: {str(error).partition('.')[0]}"
+        complaints = [text for text in self.exchange(complaint) if text]
+        if complaints:
+            return "; ".join(complaints)
+        assert made is not None
+        return made
+
+    def refuse(self, error: Exception) -> None:
+        """Raise `error` here, and on the other ranks where they look: at every call, or at a new problem."""
+        self._link.require_usable()
+        if self._group_size == 1:
+            raise error
+        try:
+            self._agreement.refuse(error, wait=self.is_for_every_call)
+        except CommFuseError as raised:
+            raise self._fail_unless_in_step(raised) from raised.__cause__
+
+    # -- details ------------------------------------------------------------------------------------------------------
+
+    def _fail_unless_in_step(self, error: Exception) -> Exception:
+        """`error` for raising; the context fails unless all ranks are known to have stopped at the same call.
+
+        Else this rank's next call could meet another one's present call, and give wrong numbers.
+        """
+        is_in_step = self.is_for_every_call and isinstance(error, ShapeError)
+        return error if is_in_step else self._link.fail(error)
+
+    def _in_step[T](self, statement: str, meet: Callable[[], T]) -> T:
+        """What `meet` gives, with the context failed where ranks may have stopped at different calls."""
+        self._link.require_usable()
+        try:
+            return meet()
+        except CommFuseError as error:
+            raise self._fail_unless_in_step(error) from error.__cause__
+        except BaseException as error:  # Ctrl-C while waiting: the others may yet go on with this call
+            self._link.fail(TransportError(f"{statement} was interrupted by {type(error).__name__}: {error}"))
+            raise

@@ -1,0 +1,47 @@
+"""`OpRecord`: what a context reports of each problem that it met."""
+
+from dataclasses import dataclass
+
+__all__ = ["OpRecord"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpRecord:
+    """One line of the report: a problem, the path it takes and how often it ran.
+
+    M, N, K: tokens of the full sequence, output and input features of this rank's weight. transport: what carries it;
+    on paths without transfers of ours the backend of the group's collectives.
+    exposed_comm_us: mean over the latest recorded calls of the time in which a transfer ran and nothing computed; None
+    unless the configuration records. predicted_us, measured_us: what the planner knew of the path taken; None where it
+    did not ask. attention: the kernel of an attention, "flash (FA3)" say where the program activated FlashAttention-3;
+    None for a linear, and where Megatron's own attention runs. attention_reason: why that and no faster one.
+    """
+
+    op: str
+    pass_name: str
+    M: int
+    N: int
+    K: int
+    dtype: str
+    group_size: int
+    path: str
+    reason: str
+    algorithm: str
+    chunks_per_shard: int
+    transport: str
+    gemm: str
+    calls: int
+    exposed_comm_us: float | None
+    predicted_us: float | None = None
+    measured_us: float | None = None
+    attention: str | None = None
+    attention_reason: str = ""
+
+    def __str__(self) -> str:
+        how = self.path if self.path != "sliced" else f"sliced, {self.algorithm}, m={self.chunks_per_shard}"
+        kernel = "" if self.attention is None else f", {self.attention} attention"
+        problem = f"{self.op} {self.pass_name}, M {self.M} N {self.N} K {self.K} {self.dtype}"
+        return (
+            f"{problem}: {how}, {self.transport}{kernel},"
+            f" {self.calls} call{'' if self.calls == 1 else 's'} ({self.reason})"
+        )
