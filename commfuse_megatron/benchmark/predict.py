@@ -18,6 +18,7 @@ from commfuse_megatron.schedule import Algorithm, Schedule, build_all_gather, bu
 from commfuse_megatron.transport.select import DIRECT, THROUGH_HOST_MEMORY
 
 __all__ = [
+    "DTYPE",
     "LIMITS",
     "WAYS",
     "Deviation",
@@ -40,7 +41,8 @@ LIMITS = {
     "nothing hidden": "the sequential program is the fastest: collective, then GEMM",
 }
 
-_DTYPE = "bfloat16"
+#: Of all that is predicted.
+DTYPE = "bfloat16"
 # Which GEMM our slices run beside a transport.
 _GEMM_OF_TRANSPORT = {"nccl": "persistent", "copy_engine": "torch"}
 
@@ -205,7 +207,7 @@ def _schedule(gathers: bool, algorithm: Algorithm, group_size: int, chunks_per_s
 
 def _shard_bytes(case: LinearCase) -> float:
     rows, features = case.shard_shape
-    return rows * features * DTYPE_BYTES[_DTYPE]
+    return rows * features * DTYPE_BYTES[DTYPE]
 
 
 def _sequential_us(case: LinearCase, curves: Curves) -> float:
@@ -219,4 +221,4 @@ def _sum_us(case: LinearCase, curves: Curves, transport: str, algorithm: Algorit
     if case.gathers or algorithm is Algorithm.RING or is_folded or curves.sum_us_per_byte is None:
         return 0.0
     rows, features = case.shard_shape
-    return curves.sum_us_per_byte * traffic_of_sum(features * DTYPE_BYTES[_DTYPE], rows, case.group_size)
+    return curves.sum_us_per_byte * traffic_of_sum(features * DTYPE_BYTES[DTYPE], rows, case.group_size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -119,6 +119,7 @@ def _read_curves(path: Path, link: str | None) -> tuple[Curves, list[Row]]:
     rows = [row for row in rows if row.is_comparable]
     if not rows:
         raise ConfigError(f"{path} has no rows from GPUs: times from a CPU predict nothing")
+    _require_dtype(rows, path)
     bandwidth_gb_s = _bandwidth(link)
     measured_links = sorted({row.link for row in rows}, reverse=True)
     base = measured_links[0] if link is None or bandwidth_gb_s is not None else link
@@ -146,13 +147,24 @@ def _compare(path: str | None, rows: list[Row], curves: Curves, left_out: Collec
 
     if path is None:
         return []
-    comparisons = compare(load_report(Path(path))[1], rows, curves, left_out)
+    measured = load_report(Path(path))[1]
+    _require_dtype(measured, path)
+    comparisons = compare(measured, rows, curves, left_out)
     if not comparisons:
         raise UsageError(
             f"--against {path}: of these models and linears no forward rows of {curves.device} over {curves.link} that "
             "were emulated or can be predicted; rows of other machines and links are not compared"
         )
     return comparisons
+
+
+def _require_dtype(rows: Iterable[Row], path: Path | str) -> None:
+    from commfuse_megatron.benchmark.predict import DTYPE
+    from commfuse_megatron.errors import ConfigError
+
+    others = sorted({row.dtype for row in rows} - {DTYPE})
+    if others:
+        raise ConfigError(f"{path} has rows of {', '.join(others)}: what is predicted is {DTYPE}")
 
 
 def _bandwidth(link: str | None) -> float | None:

@@ -30,10 +30,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--commfuse-config",
         metavar="FILE",
+        type=_file_of_a_config,
         default=None,
         help=f"YAML file with an OverlapConfig; without it, the one named by {CONFIG_VARIABLE}, else the defaults",
     )
     return parser
+
+
+def _file_of_a_config(file: str) -> str:
+    try:
+        read_config(file)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return file
 
 
 def set_flags(transformer_config: Any, arguments: argparse.Namespace) -> None:

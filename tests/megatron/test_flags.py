@@ -1,6 +1,7 @@
 """The switches: command line, plain attributes of a configuration, environment variable."""
 
 import argparse
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,10 +31,31 @@ def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--commfuse-config", "a.yaml"), {"commfuse_config": "a.yaml"}),
     ],
 )
-def test_only_given_flags_are_copied(words: tuple[str, ...], expected: dict) -> None:
+def test_only_given_flags_are_copied(
+    words: tuple[str, ...], expected: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").touch()
     config = SimpleNamespace()
     arguments.set_flags(config, parse(*words))
     assert vars(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"--commfuse-config: .*a\.yaml: cannot be read: No such file"),
+        ("chunks: 2", r"--commfuse-config: .*a\.yaml: .*chunks"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_a_usage_error(text, message, tmp_path: Path, capsys) -> None:
+    """Not a traceback out of Megatron's model provider, when all ranks are up."""
+    if text is not None:
+        (tmp_path / "a.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(SystemExit) as raised:
+        parse("--commfuse-config", str(tmp_path / "a.yaml"))
+    assert raised.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_help_is_printed_where_texts_of_other_options_hold_a_lone_percent_sign() -> None:

@@ -289,12 +289,16 @@ def test_a_larger_group_stands_beside_what_two_ranks_said_of_it(rows_file: Path,
         (["--rows", "{rows}", "--link", "nan"], "write nvlink, host or a positive number of GB/s"),
         (["--rows", "{rows}", "--ranks", "7"], "must be multiples of the group size 7"),
         (["--rows", "{cpu}"], "no rows from GPUs"),
+        (["--rows", "{fp32}"], "has rows of float32: what is predicted is bfloat16"),
+        (["--rows", "{rows}", "--against", "{fp32}"], "has rows of float32: what is predicted is bfloat16"),
     ],
 )
 def test_without_measurements_nothing_is_predicted(options, message, rows_file: Path, capsys):
     cpu = rows_file.with_name("cpu.json")
     Report(cpu, {}, [Row.from_json(row.as_json() | {"device": "cpu"}) for row in measured_rows()]).write()
-    names = {"rows": rows_file, "folder": rows_file.parent, "cpu": cpu}
+    fp32 = rows_file.with_name("fp32.json")
+    Report(fp32, {}, [dataclasses.replace(row, dtype="float32") for row in measured_rows()]).write()
+    names = {"rows": rows_file, "folder": rows_file.parent, "cpu": cpu, "fp32": fp32}
     assert cli.main(["simulate", *(option.format(**names) for option in options)]) == 2
     assert message in capsys.readouterr().err
 
