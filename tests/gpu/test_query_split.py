@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import AttentionConfig, TransportConfig
@@ -13,6 +12,7 @@ from commfuse_megatron.kernels.attention import Dropout, MathAttention, SplitMas
 from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
 from tests.harness import run_spawned
+from tests.harness.captures import CapturedStep
 from tests.threaded.test_query_split_attention import Case, draw, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -329,21 +329,16 @@ def _captured(group, device, backend):
     case = Case(rows=256, batch=1, heads=4, kv_heads=2, head_dim=64, value_dim=64, N=128, dtype=torch.bfloat16)
     operands = {name: None if t is None else t.to(device) for name, t in draw(case, group.rank(), 2)[0].items()}
     with OverlapContext(group, config(backend, m=2)) as context, torch.no_grad():
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                expected = ops.query_split_attention(*operands.values(), context=context)
-        torch.cuda.current_stream(device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = ops.query_split_attention(*operands.values(), context=context)
+        captured = CapturedStep(lambda: [ops.query_split_attention(*operands.values(), context=context)])
+        (expected,) = captured.run()
+        torch.cuda.synchronize()
         for _ in range(3):
+            (y,) = captured.results
             y.zero_()
-            graph.replay()
+            captured.replay()
             torch.cuda.synchronize()
             assert torch.equal(y, expected)
-        del graph
+        del captured
 
 
 @two_gpus
@@ -363,32 +358,21 @@ def _both_passes_captured(group, device, backend, backward):
             y = ops.query_split_attention(*leaves, context=context)
             return y, *torch.autograd.grad(y, leaves, grad_y)
 
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream(device).wait_stream(side)
-        torch.cuda.synchronize()
-        dist.barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            captured = step()
+        captured = CapturedStep(step, capture_error_mode="thread_local")
         for _ in range(3):
             with torch.no_grad():
                 for leaf in leaves:
                     leaf.copy_(torch.randn_like(leaf))
-            for found in captured:
+            for found in captured.results:
                 found.zero_()
-            graph.replay()
-            side.wait_stream(torch.cuda.current_stream(device))  # a context cannot see replays
-            with torch.cuda.stream(side):
-                eager = step()
+            captured.replay()
+            eager = captured.run()
             torch.cuda.synchronize()
-            for what, found, expected in zip(("y", "q", "k", "v", "weight", "bias"), captured, eager, strict=True):
+            names = ("y", "q", "k", "v", "weight", "bias")
+            for what, found, expected in zip(names, captured.results, eager, strict=True):
                 torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2, msg=what)
-            assert torch.equal(captured[0], eager[0])
-        del graph, captured
+            assert torch.equal(captured.results[0], eager[0])
+        del captured
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")

@@ -16,6 +16,7 @@ from commfuse_megatron.transport import nccl
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.nccl import NcclTransport
 from tests.harness import run_spawned
+from tests.harness.captures import CapturedStep
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
 from tests.harness.transport_contract import run_contract
 
@@ -152,35 +153,23 @@ def _captured(group, device, backend, path):
             y = ops.linear_reduce_scatter(hidden, weight, context=context)
             return y, *torch.autograd.grad(y, [x, weight], grad)
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        dist.barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            captured = step()
+        captured = CapturedStep(step, capture_error_mode="thread_local")
         for _ in range(3):
             with torch.no_grad():
                 x.copy_(torch.randn_like(x))
-            graph.replay()
-            stream.wait_stream(torch.cuda.current_stream())  # a context cannot see replays
-            with torch.cuda.stream(stream):
-                eager = step()
+            captured.replay()
+            eager = captured.run()
             torch.cuda.synchronize()
-            for found, expected in zip(captured, eager, strict=True):
+            for found, expected in zip(captured.results, eager, strict=True):
                 assert torch.equal(found, expected)
         bigger = torch.randn(1024, 1, 256, device=device, dtype=torch.bfloat16)
         with torch.no_grad():  # growth after a capture: the graph keeps the memory that it uses
             ops.all_gather_linear(bigger, weight, context=context)
-        graph.replay()
+        captured.replay()
         torch.cuda.synchronize()
-        for found, expected in zip(captured, eager, strict=True):
+        for found, expected in zip(captured.results, eager, strict=True):
             assert torch.equal(found, expected)
-        del graph, captured
+        del captured
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
