@@ -73,10 +73,10 @@ def all_gather_linear(
     """
     require_context("all_gather_linear", context)
     x, weight, bias = cast_for_autocast(context.device.type, x, weight, bias)
-    forward = prepare(_OPERATION, x, weight, bias, total_rows, context, weight_grad)
-    if not needs_autograd(x, weight, bias):
-        return _forward(forward, x, weight, bias, may_keep=False)[0]
-    return _AllGatherLinear.apply(x, weight, bias, _Call(forward, weight_grad))
+    with prepare(_OPERATION, x, weight, bias, total_rows, context, weight_grad).begin() as forward:
+        if not needs_autograd(x, weight, bias):
+            return _forward(forward, x, weight, bias, may_keep=False)[0]
+        return _AllGatherLinear.apply(x, weight, bias, _Call(forward, weight_grad))
 
 
 class _Call(NamedTuple):
@@ -104,9 +104,10 @@ class _AllGatherLinear(torch.autograd.Function):
         grad = grad_y.contiguous().flatten(0, -2)
         grad_x = grad_weight = grad_bias = None
         if needs_input or needs_weight:
-            p = prepare_backward(_OPERATION, call.forward, needs_input=needs_input, needs_weight=needs_weight)
-            operands = _Operands(grad, x, with_unit_stride(weight), kept, needs_input, needs_weight)
-            grad_x, grad_weight = _backward(p, operands, call.weight_grad)
+            backward = prepare_backward(_OPERATION, call.forward, needs_input=needs_input, needs_weight=needs_weight)
+            with backward.begin() as p:
+                operands = _Operands(grad, x, with_unit_stride(weight), kept, needs_input, needs_weight)
+                grad_x, grad_weight = _backward(p, operands, call.weight_grad)
         if ctx.has_bias and needs_bias:
             grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, None

@@ -195,7 +195,7 @@ def prepare(
     context: OverlapContext,
     weight_grad: WeightGradTarget | None,
 ) -> PreparedPass:
-    """The forward pass of a call, checked, agreed on with the other ranks and counted.
+    """The forward pass of a call, checked; not yet agreed on.
 
     Raises ShapeError, on this rank and at the others' next comparison, when the arguments do not fit together.
     """
@@ -227,21 +227,19 @@ def prepare(
         require_fitting(operation, given, functools.partial(_find_complaint, operation.name, context, **given), context)
         problem = state_problem(operation.name, x, weight, total_rows, context)
         prepared = remember(context, key, problem, operation)
-    prepared.begin()
     return prepared
 
 
 def prepare_backward(
     operation: Operation, forward: PreparedPass, *, needs_input: bool, needs_weight: bool
 ) -> PreparedPass:
-    """The backward pass of the same call, agreed on and counted; which gradients are due decides what is sent."""
+    """The backward pass of the same call; which gradients are due decides what is sent."""
     needs = "+".join(name for name, is_needed in (("input", needs_input), ("weight", needs_weight)) if is_needed)
     key = (forward.problem, needs)
     prepared = forward.context.known_calls.get(key)
     if prepared is None:
         problem = dataclasses.replace(forward.problem, pass_name="backward", needs=needs)
         prepared = remember(forward.context, key, problem, operation)
-    prepared.begin()
     return prepared
 
 

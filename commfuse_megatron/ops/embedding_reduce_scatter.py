@@ -62,11 +62,11 @@ def embedding_reduce_scatter(
     Raises: as `linear_reduce_scatter`. The plan is chosen by the configuration of a linear's passes.
     """
     require_context("embedding_reduce_scatter", context)
-    forward = _prepare(ids, weight, first_id, is_deterministic, context)
-    call = _Call(forward, first_id, is_deterministic)
-    if not (torch.is_grad_enabled() and weight.requires_grad):
-        return _forward(forward, *_localize(ids, weight, first_id), weight)
-    return _EmbeddingReduceScatter.apply(ids, weight, call)
+    with _prepare(ids, weight, first_id, is_deterministic, context).begin() as forward:
+        call = _Call(forward, first_id, is_deterministic)
+        if not (torch.is_grad_enabled() and weight.requires_grad):
+            return _forward(forward, *_localize(ids, weight, first_id), weight)
+        return _EmbeddingReduceScatter.apply(ids, weight, call)
 
 
 _FIRST_IDS = 2**62
@@ -92,8 +92,9 @@ class _EmbeddingReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
         rows, is_foreign = ctx.saved_tensors
         call: _Call = ctx.call
-        p = prepare_backward(_OPERATION, call.forward, needs_input=False, needs_weight=True)
-        grad = _gather(p, grad_y.contiguous().flatten(0, -2)).masked_fill(is_foreign, 0)
+        grad_rows = grad_y.contiguous().flatten(0, -2)
+        with prepare_backward(_OPERATION, call.forward, needs_input=False, needs_weight=True).begin() as p:
+            grad = _gather(p, grad_rows).masked_fill(is_foreign, 0)
         return None, _add_up(grad, rows, ctx.num_rows, is_deterministic=call.is_deterministic), None
 
 
@@ -183,7 +184,6 @@ def _prepare(
         given = {"ids": ids, "weight": weight, "first_id": first_id, "is_deterministic": is_deterministic}
         require_fitting(_OPERATION, given, functools.partial(_find_complaint, ids, weight, first_id, context), context)
         prepared = remember(context, key, state_look_up(ids, weight, context.group_size), _OPERATION)
-    prepared.begin()
     return prepared
 
 

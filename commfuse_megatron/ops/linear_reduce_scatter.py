@@ -72,10 +72,10 @@ def linear_reduce_scatter(
     """
     require_context("linear_reduce_scatter", context)
     x, weight, bias = cast_for_autocast(context.device.type, x, weight, bias)
-    forward = prepare(OPERATION, x, weight, bias, None, context, weight_grad)
-    if not needs_autograd(x, weight, bias):
-        return scatter_forward(forward, x, weight, bias)
-    return _LinearReduceScatter.apply(x, weight, bias, _Call(forward, weight_grad))
+    with prepare(OPERATION, x, weight, bias, None, context, weight_grad).begin() as forward:
+        if not needs_autograd(x, weight, bias):
+            return scatter_forward(forward, x, weight, bias)
+        return _LinearReduceScatter.apply(x, weight, bias, _Call(forward, weight_grad))
 
 
 class _Call(NamedTuple):
@@ -103,9 +103,10 @@ class _LinearReduceScatter(torch.autograd.Function):
         grad_shard = grad_y.contiguous().flatten(0, -2)
         grad_x = grad_weight = grad_bias = None
         if needs_input or needs_weight:
-            p = prepare_backward(OPERATION, call.forward, needs_input=needs_input, needs_weight=needs_weight)
-            operands = ScatterOperands(grad_shard, x, with_unit_stride(weight), needs_input, needs_weight)
-            grad_x, grad_weight = scatter_backward(p, operands, call.weight_grad)
+            backward = prepare_backward(OPERATION, call.forward, needs_input=needs_input, needs_weight=needs_weight)
+            with backward.begin() as p:
+                operands = ScatterOperands(grad_shard, x, with_unit_stride(weight), needs_input, needs_weight)
+                grad_x, grad_weight = scatter_backward(p, operands, call.weight_grad)
         if ctx.has_bias and needs_bias:
             grad_bias = grad_shard.sum(0)
         return grad_x, grad_weight, grad_bias, None

@@ -112,12 +112,11 @@ def query_split_attention(
         raise UnsupportedError(
             "query_split_attention: a CUDA graph would repeat one dropout mask; capture without dropout"
         )
-    forward.begin()
-    call = AttentionCall(
-        forward, weight_grad, q.size(-1) ** -0.5 if scale is None else float(scale), mask, _draw(dropout, context)
-    )
     # The plain kernel's products are to be in fp32, whatever autocast makes of products.
-    with torch.autocast(context.device.type, enabled=False):
+    with forward.begin(), torch.autocast(context.device.type, enabled=False):
+        call = AttentionCall(
+            forward, weight_grad, q.size(-1) ** -0.5 if scale is None else float(scale), mask, _draw(dropout, context)
+        )
         if not forward.problem.needs and not (out_bias is not None and out_bias.requires_grad):
             return attention_forward(call, Heads(q, k, v), out_weight, out_bias)[0]
         return _QuerySplitAttention.apply(q, k, v, out_weight, out_bias, call)
@@ -169,10 +168,9 @@ class _QuerySplitAttention(torch.autograd.Function):
         grads: Heads | None = None
         grad_weight = None
         if call.forward.problem.needs:
-            p = _prepare_backward(call.forward)
-            p.begin()
             saved = Saved(Heads(q, k, v), attended, states)
-            with torch.autocast(grad_shard.device.type, enabled=False):  # as in forward
+            autocast = torch.autocast(grad_shard.device.type, enabled=False)  # as in forward
+            with _prepare_backward(call.forward).begin() as p, autocast:
                 grads, grad_weight = attention_backward(p, call, saved, grad_shard, with_unit_stride(weight))
         grad_heads = (
             None if grads is None or not is_due else grad

@@ -130,9 +130,9 @@ class OverlapContext:
         self.link.last_done = StreamEvent() if self.device.type == "cuda" else None
         self._last_stream = 0
         # Runs at garbage collection and at interpreter exit: an unclosed communicator would outlive what it needs.
+        look_at_exit(self.link)
         release = functools.partial(_release, self.link, self.lanes, self.slots)
         self._finalizer = weakref.finalize(self, release_when_done, self.link, release)
-        look_at_exit(self.link)
 
     # -- what operations use ------------------------------------------------------------------------------------------
 
@@ -318,6 +318,7 @@ class OverlapContext:
         if exc_type is None:
             self.close()
         else:  # the peers may never come: do not wait for what is in flight
+            self.link.is_left_by_error = True
             self._give_up()
 
     # -- details ------------------------------------------------------------------------------------------------------

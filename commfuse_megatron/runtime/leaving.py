@@ -12,6 +12,7 @@ as long as any wait does, and a process that then does not end by itself is kill
 
 import atexit
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import util
 from typing import Protocol
 
 import torch
@@ -37,6 +39,7 @@ _POLL_S = 0.01
 class _Link(Protocol):
     timeout_s: float
     failure: Exception | None
+    is_left_by_error: bool
 
     @property
     def is_in_flight(self) -> bool: ...
@@ -48,6 +51,9 @@ _left: dict[_Link, Callable[[], None]] = {}
 #: Links that are being released, and by which thread.
 _at_work: dict[_Link, int] = {}
 _ending: list[bool] = []
+#: Whether what a process of multiprocessing was started for ended by an exception.
+_child_failed: list[bool] = []
+_watched_children: set[int] = set()
 
 
 def is_process_ending() -> bool:
@@ -58,14 +64,26 @@ def is_process_ending() -> bool:
 def look_at_exit(link: _Link) -> None:
     """Remember a link whose transfers may be in flight when the process ends."""
     _links.add(link)
+    if os.getpid() not in _watched_children and multiprocessing.parent_process() is not None:
+        _watched_children.add(os.getpid())
+        # Runs while the exception is on its way, which is printed and forgotten before other handlers run.
+        util.Finalize(None, _note_failure_of_child, exitpriority=0)
     release_what_is_done()
 
 
+def _note_failure_of_child() -> None:
+    error = sys.exception()
+    if error is not None and not (isinstance(error, SystemExit) and not error.code):
+        _child_failed.append(True)
+
+
 def release_when_done(link: _Link, release: Callable[[], None]) -> None:
-    """Nothing is started on the link any more: the next `release_what_is_done` may `release` it.
+    """Nothing is started on the link any more: the next `release_what_is_done` may `release` it, if it is known.
 
     Not here: garbage collection may call this, in any thread and at any moment.
     """
+    if link not in _links:  # of the process that this one was forked from
+        return
     _left[link] = release
     if _ending:
         release_what_is_done()
@@ -88,42 +106,60 @@ def release_what_is_done(own: _Link | None = None) -> None:
 
 def _release_claimed(link: _Link) -> None:
     """Release it, unless another thread has done so since it was found."""
+    release = None
     try:
         release = _left.pop(link, None)
         if release is not None:
-            _links.discard(link)
             release()
+            _links.discard(link)
     except Exception:  # of a context that the caller may know nothing of
         logger.exception("a context that was given up could not be released")
+        _links.discard(link)
+    except BaseException:  # Ctrl-C: what is left to be done is done next time
+        if release is not None:
+            _left[link] = release
+        raise
     finally:
         _at_work.pop(link, None)
 
 
 def _limit_the_exit() -> None:
     _ending.append(True)
-    waiting = [link for link in list(_links) if link.is_in_flight]
-    if not waiting:
-        return
-    limit_s = max(link.timeout_s for link in waiting)
-    has_failed = any(link.failure is not None for link in waiting)
-    if has_failed or getattr(sys, "last_exc", None) is not None:  # what ended the program
-        limit_s = min(limit_s, _AFTER_AN_ERROR_S)
-    deadline = time.monotonic() + limit_s
-    while any(link.is_in_flight for link in waiting):
-        if time.monotonic() > deadline:
-            break
-        time.sleep(_POLL_S)
-    else:
+    began = time.monotonic()
+    try:
+        is_done = _wait_for_links()
+    except BaseException as error:  # Ctrl-C of who has waited long enough, say: the teardown may hang all the more
+        logger.error("the wait at the exit for transfers in flight ended by %s", type(error).__name__)
+        is_done = False
+    if is_done:
+        release_what_is_done()
         return
     logger.error(
         "the process ends, but transfers have waited for other ranks for %.0f s: it is killed in %d s at the latest",
-        limit_s,
+        time.monotonic() - began,
         _TO_END_S,
     )
     # By the kernel: no thread of Python runs any more while libraries are torn down.
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_TO_END_S)
+
+
+def _wait_for_links() -> bool:
+    """Whether nothing is in flight any more, after a limited time."""
+    waiting = [link for link in list(_links) if link.is_in_flight]
+    if not waiting:
+        return True
+    limit_s = max(link.timeout_s for link in waiting)
+    has_failed = any(link.failure is not None or link.is_left_by_error for link in waiting)
+    if has_failed or _child_failed or getattr(sys, "last_exc", None) is not None:  # what ended the program
+        limit_s = min(limit_s, _AFTER_AN_ERROR_S)
+    deadline = time.monotonic() + limit_s
+    while any(link.is_in_flight for link in waiting):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
 
 
 def _forget_all() -> None:

@@ -57,6 +57,8 @@ class Link:
         self.recorder = recorder
         self.failure: Exception | None = None
         self.is_closed = False
+        #: Whether the program gave the context up for an error of its own.
+        self.is_left_by_error = False
         self.is_capturing = False
         #: On a stream, where the operation that began last has ended; None on the CPU. The context records it.
         self.last_done: StreamEvent | None = None
@@ -65,7 +67,7 @@ class Link:
         self._next_tag = 0
         self._has_begun = False  # what all ranks begin: a rank may have nothing to send in it
         self._open: dict[tuple[int, int], object] = {}
-        self._watchdog = Watchdog(timeout_s, self._overdue) if transport.needs_watchdog else None
+        self._watchdog = Watchdog(timeout_s, self._overdue, self._broken_device) if transport.needs_watchdog else None
 
     def next_tags(self, count: int) -> int:
         """First of `count` tags that no message in flight uses; equal on all ranks, which run the same operations."""
@@ -160,6 +162,10 @@ class Link:
         """End the watchdog thread."""
         if self._watchdog is not None:
             self._watchdog.stop()
+
+    def _broken_device(self, error: TransportError) -> None:
+        if self.failure is None:
+            self.fail(TransportError(f"{self._peers.name(self._peers.group_rank)}: the device has failed: {error}"))
 
     def _overdue(self, watched: Watched | BoundOperation | int) -> None:
         error = self._overdue_error(watched)

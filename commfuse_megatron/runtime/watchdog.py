@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport.base import Transfer
+from commfuse_megatron.transport.stream_memory import look_on_during_captures
 
 __all__ = ["Watchdog"]
 
@@ -24,11 +24,17 @@ _LONGEST_POLL_S = 1.0
 
 
 class Watchdog:
-    """Watches transfers handed to `watch` together with a description that `on_overdue` receives."""
+    """Watches transfers handed to `watch` together with a description that `on_overdue` receives.
 
-    def __init__(self, timeout_s: float, on_overdue: Callable[[Any], None]) -> None:
+    on_broken: called, by whoever asks, with what is raised where a device has failed: nothing will complete any more.
+    """
+
+    def __init__(
+        self, timeout_s: float, on_overdue: Callable[[Any], None], on_broken: Callable[[TransportError], object]
+    ) -> None:
         self._timeout_s = timeout_s
         self._on_overdue = on_overdue
+        self._on_broken = on_broken
         self._in_flight: deque[tuple[Transfer, Any]] = deque()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="commfuse-watchdog", daemon=True)
@@ -51,7 +57,7 @@ class Watchdog:
             self._thread.join()
 
     def _run(self) -> None:
-        _look_on_during_captures()
+        look_on_during_captures()
         poll_s = min(_LONGEST_POLL_S, self._timeout_s / 4)
         oldest: Any = None
         oldest_since = time.monotonic()
@@ -73,18 +79,8 @@ class Watchdog:
                 if not head[0].is_complete():
                     return
                 self._in_flight.remove(head)  # this one and no other: the program's threads drop entries, too
+        except TransportError as error:
+            self._on_broken(error)
         except (IndexError, ValueError, RuntimeError):
             # The former two: another thread was faster. RuntimeError: an aborted communicator cannot be asked any more.
             logger.debug("watchdog: a transfer could not be queried", exc_info=True)
-
-
-def _look_on_during_captures() -> None:
-    """Let this thread ask for events while another thread captures a CUDA graph.
-
-    In CUDA's global mode of capture, PyTorch's default and Megatron's for backward passes, a question of any thread
-    that does not say so breaks the capture.
-    """
-    if torch.cuda.is_initialized():
-        from cuda.bindings import driver  # not at import: the package must not touch CUDA then
-
-        driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)

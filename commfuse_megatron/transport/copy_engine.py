@@ -42,6 +42,7 @@ from commfuse_megatron.transport.stream_memory import (
     batch,
     borrow_stream,
     give_stream_back,
+    look_on_during_captures,
 )
 from commfuse_megatron.transport.tape_graphs import TapeGraphs
 
@@ -122,6 +123,8 @@ class CopyEngineTransport(Transport):
         cuda_graphs: so many replayed calls whose addresses were seen before are launched as one CUDA graph each.
         """
         leave_multicast_alone()
+        self._is_aborted = False
+        self._has_let_go = False
         self._group = group
         self._exchange = exchange
         self._device = device
@@ -135,7 +138,11 @@ class CopyEngineTransport(Transport):
             self._graph_stream = borrow_stream(device)
             self._graphs = TapeGraphs(self._graph_stream, self._stream, self._memory.run, cuda_graphs)
         clear = functools.partial(clear_flags, group_size=self._size)
-        window = map_window(group, device, bytes_of_flags(self._size), exchange, clear)
+        try:
+            window = map_window(group, device, bytes_of_flags(self._size), exchange, clear)
+        except BaseException:
+            self._give_streams_back()
+            raise
         self._flags = CopyFlags(self._memory, window, self._rank)
         self._page = FlagPage(self._flags.tensor)
         self._takes: dict[int, Batch] = {}
@@ -144,8 +151,6 @@ class CopyEngineTransport(Transport):
         self._releases: dict[tuple[Key, ...], tuple[Batch, tuple[Key, ...], Batch]] = {}
         self._operation = _Operation()
         self._in_flight: deque[_Operation] = deque()
-        self._is_aborted = False
-        self._has_let_go = False
 
     @override
     def window(self, size_bytes: int, device: torch.device) -> Window:
@@ -187,8 +192,9 @@ class CopyEngineTransport(Transport):
         if is_capturing:  # a forked stream must join again before the capture ends
             self._join(stream)
             return None
-        done = operation.done = self._spare_event()
+        done = self._spare_event()
         done.record(stream)
+        operation.done = done  # not before: other threads ask it, and it says "reached" until it is recorded
         self._in_flight.append(operation)
         return Released(done, [(key[0], _CopyTransfer(self, key, operation, None)) for key in silent])
 
@@ -224,10 +230,15 @@ class CopyEngineTransport(Transport):
 
     @override
     def close(self) -> None:
-        self._stream.destroy()
-        if self._graph_stream is not None:
-            give_stream_back(self._device, self._graph_stream)
+        self._is_aborted = self._has_let_go = True  # there is nothing left to give up
+        self._give_streams_back()
         self._page.destroy()
+
+    def _give_streams_back(self) -> None:
+        self._stream.destroy()
+        graph_stream, self._graph_stream = self._graph_stream, None
+        if graph_stream is not None:
+            give_stream_back(self._device, graph_stream)
 
     # -- sending and waiting ------------------------------------------------------------------------------------------
 
@@ -385,13 +396,19 @@ class CopyEngineTransport(Transport):
 
     def _let_go(self) -> None:
         """Set every flag, again and again, until nothing of this transport waits any more."""
+        look_on_during_captures()
         deadline = time.monotonic() + _ABORT_LIMIT_S
         idle_rounds = 0
-        while time.monotonic() < deadline and idle_rounds < _ABORT_IDLE_ROUNDS:
-            self._page.set_all()
-            is_idle = self._is_idle()
-            idle_rounds = idle_rounds + 1 if is_idle else 0
-            time.sleep(_ABORT_ROUND_S)
+        try:
+            while time.monotonic() < deadline and idle_rounds < _ABORT_IDLE_ROUNDS:
+                self._page.set_all()
+                is_idle = self._is_idle()
+                idle_rounds = idle_rounds + 1 if is_idle else 0
+                time.sleep(_ABORT_ROUND_S)
+        except TransportError as error:  # of the device: no stream of it waits any more
+            logger.error("the flags of the transfers could not be set: %s", error)
+            self._has_let_go = True
+            return
         self._has_let_go = idle_rounds >= _ABORT_IDLE_ROUNDS
         if not self._has_let_go:
             logger.error("a stream was still blocked %.0f s after the transfers were given up", _ABORT_LIMIT_S)

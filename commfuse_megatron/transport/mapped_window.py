@@ -2,13 +2,15 @@
 
 Mapping is collective. Multicast is never used.
 
-The contract that bites: PyTorch waits for the device when such memory is freed, which ends the process while a CUDA
-graph is captured, and may block for good when a peer is gone. Garbage collection must not choose that moment. So what
-is mapped is kept here, and freed only where windows are made or given up, once nothing looks at it any more.
+The contract that bites: PyTorch waits for the device when such memory is freed, in a destructor, with Python's lock
+held: no watchdog runs meanwhile, and an error of the device ends the process, as does a CUDA graph that is being
+captured. Garbage collection must not choose that moment. So what is mapped is kept here, and freed only where windows
+are made or given up, once nothing looks at it any more and the device was waited for where that can raise.
 """
 
 import atexit
 import ctypes
+import logging
 import os
 from collections.abc import Callable
 from typing import Any, override
@@ -18,8 +20,11 @@ from torch import distributed as dist
 
 from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport.base import Window
+from commfuse_megatron.transport.stream_memory import captures_excluded
 
 __all__ = ["MappedWindow", "leave_multicast_alone", "map_window", "why_memory_cannot_be_shared"]
+
+logger = logging.getLogger(__name__)
 
 #: Hands one string of every rank to all.
 Exchange = Callable[[str], list[str]]
@@ -70,10 +75,17 @@ def map_window(
     if fill is not None:  # before the rendezvous: afterwards the peers may write there
         fill(tensor)
         torch.cuda.current_stream(device).synchronize()
+    return MappedWindow(tensor, _map(tensor, group))
+
+
+def _map(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[int]:
+    """The addresses of all ranks' tensors; collective."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
     mapped = _Mapped(tensor.untyped_storage())
     _mapped.add(mapped)
     mapped.mapping = symmetric_memory.rendezvous(tensor, group.group_name)
-    return MappedWindow(tensor, list(mapped.mapping.buffer_ptrs))
+    return list(mapped.mapping.buffer_ptrs)
 
 
 class _Mapped:
@@ -98,12 +110,19 @@ atexit.register(ctypes.pythonapi.Py_IncRef, ctypes.py_object(_mapped))
 
 
 def _free_unused(device: torch.device) -> None:
-    """Free what was mapped and is not looked at any more; not while a graph is captured."""
+    """Free what was mapped and is not looked at any more; not while a graph is captured, and not if a device fails."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
-    for each in list(_mapped):
-        if each.is_unused:
-            _mapped.discard(each)
+    unused = [each for each in list(_mapped) if each.is_unused]
+    with captures_excluded():
+        try:
+            for where in {each.storage.device for each in unused if each.storage.device.type == "cuda"}:
+                torch.cuda.synchronize(where)
+        except RuntimeError as error:  # the program will meet it, too
+            logger.warning("memory that peers wrote to is not freed: %s", error)
+            return
+        _mapped.difference_update(unused)
+        del unused[:]
 
 
 def why_memory_cannot_be_shared(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -116,9 +135,11 @@ def why_memory_cannot_be_shared(group: dist.ProcessGroup, device: torch.device) 
     leave_multicast_alone()
     try:
         tensor = symmetric_memory.empty(4, dtype=torch.uint8, device=device)
-        symmetric_memory.rendezvous(tensor, group.group_name)
+        _map(tensor, group)
     except RuntimeError as error:
         return f"group rank {group.rank()} cannot share memory with the others: {error}"
+    del tensor
+    _free_unused(device)
     return ""
 
 

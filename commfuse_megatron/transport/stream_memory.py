@@ -25,11 +25,16 @@ __all__ = [
     "StreamMemory",
     "batch",
     "borrow_stream",
+    "captures_excluded",
     "give_stream_back",
+    "look_on_during_captures",
 ]
 
 # The driver takes fewer than 256 operations at once.
 _MOST_OPS = 255
+# Results of a question that a capture forbids, or whose answer lies in a graph: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+# to CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD.
+_CAPTURE_ERRORS = range(900, 909)
 
 MemoryOp = Any
 Batch = tuple[list[MemoryOp], ...]
@@ -102,7 +107,7 @@ class StreamMemory:
 class StreamEvent:
     """An event on raw stream handles: `torch.cuda.Event` takes several times the host time, to look up its stream."""
 
-    __slots__ = ("_destroy", "_event", "_query", "_record", "_wait")
+    __slots__ = ("_destroy", "_event", "_not_ready", "_query", "_record", "_wait")
 
     def __init__(self) -> None:
         driver = _driver()
@@ -111,6 +116,7 @@ class StreamEvent:
         _check(status, "cuEventCreate")
         self._record, self._wait, self._query = driver.cuEventRecord, driver.cuStreamWaitEvent, driver.cuEventQuery
         self._destroy = driver.cuEventDestroy
+        self._not_ready = driver.CUresult.CUDA_ERROR_NOT_READY
 
     def record(self, stream: Any) -> None:
         """Mark where `stream` is."""
@@ -125,8 +131,13 @@ class StreamEvent:
             _check(status, "cuStreamWaitEvent")
 
     def query(self) -> bool:
-        """Whether the mark was reached; True before the first one."""
-        return not self._query(self._event)[0]
+        """Whether the mark was reached; True before the first one. Raises TransportError if the device has failed."""
+        status = self._query(self._event)[0]
+        if not status:
+            return True
+        if status != self._not_ready and int(status) not in _CAPTURE_ERRORS:
+            _check(status, "cuEventQuery")  # else one would wait for good
+        return False
 
     def __del__(self) -> None:
         if self._destroy is not None:
@@ -184,7 +195,9 @@ class OwnStream:
 
     def destroy(self) -> None:
         """Give the stream up; work on it is completed first."""
-        self._driver.cuStreamDestroy(self.handle)
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            self._driver.cuStreamDestroy(handle)
 
 
 # What libraries keep for a stream, they keep for good: contexts that are closed leave theirs to later ones.
@@ -204,7 +217,25 @@ def give_stream_back(device: torch.device, stream: OwnStream) -> None:
     _spare_streams.setdefault(device, []).append(stream)
 
 
-_collection_lock = threading.Lock()
+def look_on_during_captures() -> None:
+    """Let this thread ask for events and copy flags while another thread captures a CUDA graph.
+
+    In CUDA's global mode of capture, PyTorch's default and Megatron's for backward passes, what a thread does that does
+    not say so breaks the capture.
+    """
+    if torch.cuda.is_initialized():
+        driver = _driver()
+        driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+
+
+_capture_lock = threading.RLock()  # a signal's handler may close contexts in the middle of a capture
+
+
+@contextmanager
+def captures_excluded() -> Iterator[None]:
+    """Keep captures of ours out of what waits for the device, which no capture allows."""
+    with _capture_lock:
+        yield
 
 
 @contextmanager
@@ -213,7 +244,7 @@ def _no_collection() -> Iterator[None]:
 
     What it finds may be somebody's memory whose freeing waits for the device, which no capture allows.
     """
-    with _collection_lock:
+    with captures_excluded():
         was_enabled = gc.isenabled()
         gc.disable()
         try:
@@ -231,16 +262,20 @@ class StreamGraph:
         self._exec: Any = None
         driver = self._driver = _driver()
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        with _no_collection():
-            _check(driver.cuStreamBeginCapture(stream.handle, mode)[0], "cuStreamBeginCapture")
-            try:
-                tell()
-            finally:
-                status, graph = driver.cuStreamEndCapture(stream.handle)
-        _check(status, "cuStreamEndCapture")
-        status, self._exec = driver.cuGraphInstantiate(graph, 0)
-        driver.cuGraphDestroy(graph)
-        _check(status, "cuGraphInstantiate")
+        graph = None
+        try:
+            with _no_collection():
+                try:
+                    _check(driver.cuStreamBeginCapture(stream.handle, mode)[0], "cuStreamBeginCapture")
+                    tell()
+                finally:  # whatever was raised: the stream is others', too
+                    status, graph = driver.cuStreamEndCapture(stream.handle)
+            _check(status, "cuStreamEndCapture")
+            status, self._exec = driver.cuGraphInstantiate(graph, 0)
+            _check(status, "cuGraphInstantiate")
+        finally:
+            if graph is not None and int(graph):
+                driver.cuGraphDestroy(graph)
         self._launch = driver.cuGraphLaunch
 
     def launch(self, stream: int) -> None:

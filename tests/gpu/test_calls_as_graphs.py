@@ -8,6 +8,7 @@ import torch
 from torch import distributed as dist
 
 from commfuse_megatron import OverlapContext, ops
+from commfuse_megatron.transport.stream_memory import StreamGraph, StreamMemory, borrow_stream, give_stream_back
 from tests.gpu.test_transports import linear_config
 from tests.harness import run_spawned
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
@@ -90,3 +91,28 @@ def _collect_garbage_during_captures(group, device):
 
 def test_garbage_that_is_found_during_a_capture_does_no_harm():
     run_spawned(2, _collect_garbage_during_captures, backend="nccl")
+
+
+def _destroy_graphs_during_a_capture(group, device):
+    """As garbage collection may: a tape that is found then takes its graphs with it."""
+    source, target = torch.arange(8.0, device=device), torch.zeros(8, device=device)
+    stream, memory = borrow_stream(device), StreamMemory()
+    sizes = target.data_ptr(), source.data_ptr(), source.nbytes
+    made = [StreamGraph(stream, lambda: memory.copy(stream.handle, *sizes)) for _ in range(4)]
+    for number in range(len(made)):
+        made[number].launch(torch.cuda.current_stream().cuda_stream)
+    torch.cuda.synchronize()
+    assert torch.equal(source, target)
+    for mode in ("global", "thread_local"):
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, capture_error_mode=mode):
+            del made[-2:]
+            target.mul_(2)
+        captured.replay()
+        torch.cuda.synchronize()
+    assert torch.equal(4 * source, target)
+    give_stream_back(device, stream)
+
+
+def test_graphs_may_be_destroyed_while_another_is_captured():
+    run_spawned(2, _destroy_graphs_during_a_capture, backend="nccl")

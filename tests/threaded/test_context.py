@@ -1,5 +1,6 @@
 """Contexts: agreement among ranks, timeouts, failure, closing, the report, groups inside groups."""
 
+import importlib
 import threading
 import time
 from types import SimpleNamespace
@@ -197,6 +198,67 @@ def test_an_interrupt_while_waiting_for_the_others_fails_the_context():
                 ops.all_gather_linear(x, weight, context=context)
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("method", ["enter", "leave"])
+@pytest.mark.parametrize("pass_name", ["forward", "backward"])
+@pytest.mark.parametrize("op", OPS)
+def test_a_call_that_ends_early_on_one_rank_fails_its_context(op, pass_name, method, error):
+    """Its next call would meet the others' present one: they are of the same problem, which nobody compares again."""
+
+    def call(context):
+        x, weight = torch.ones(4, 1, 5, requires_grad=True), torch.ones(4, 5, requires_grad=True)
+        y = getattr(ops, op)(x, weight, context=context)
+        return lambda: y.sum().backward()
+
+    def end_early(*arguments):
+        raise error
+
+    def body(group, device):
+        context = OverlapContext(group, quick(0.5, check_agreement=False))
+        call(context)()
+        backward = call(context) if pass_name == "backward" else None
+        run = backward or (lambda: call(context))
+        if group.rank() == 0:
+            setattr(context, method, end_early)
+            with pytest.raises(error):
+                run()
+            delattr(context, method)
+            assert not context.is_usable
+            with pytest.raises(TransportError, match=f"was interrupted by {error.__name__}"):
+                call(context)
+        else:
+
+            def two_calls():
+                run()
+                call(context)
+
+            with pytest.raises((TransportError, TransportTimeoutError)):
+                two_calls()
+
+    run_threads(2, body)
+
+
+def test_a_call_that_runs_out_of_memory_before_it_sends_anything_fails_its_context(monkeypatch):
+    def body(group, device):
+        with OverlapContext(group, quick(0.5)) as context:
+            operands = torch.ones(4, 1, 5), torch.ones(4, 5)
+            ops.all_gather_linear(*operands, context=context)
+            group.barrier().wait()
+            if group.rank() == 0:
+                module = importlib.import_module("commfuse_megatron.ops.all_gather_linear")
+                monkeypatch.setattr(module, "with_unit_stride", run_out_of_memory)
+            group.barrier().wait()
+            with pytest.raises(torch.OutOfMemoryError):
+                ops.all_gather_linear(*operands, context=context)
+            assert not context.is_usable
+            raise KeyError("left with an error")
+
+    def run_out_of_memory(tensor):
+        raise torch.OutOfMemoryError("no memory")
+
+    expect_everywhere(2, body, KeyError, "left with an error")
 
 
 def test_after_an_uncompared_refusal_the_next_call_does_not_meet_the_refused_one():

@@ -30,9 +30,9 @@ from commfuse_megatron.ops import (
 )
 from commfuse_megatron.ops.trial import run_trial
 from commfuse_megatron.runtime import executor, leaving
-from commfuse_megatron.transport import mapped_window, stream_memory, tape_graphs
+from commfuse_megatron.transport import copy_engine, mapped_window, stream_memory, tape_graphs
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
-from tests.harness import run_threads
+from tests.harness import emulated_gpu, run_threads
 from tests.harness.emulated_gpu import capture_call, emulate_copy_engine, take_part
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
 from tests.harness.mixed_calls import MixedCalls, draw_cases
@@ -549,3 +549,89 @@ def test_a_failed_context_is_forgotten_when_its_streams_were_let_go(monkeypatch)
     run_threads(3, body)
     leaving.release_what_is_done()
     assert (leaving._links, leaving._left) == (set(), {})
+
+
+def test_a_call_that_is_interrupted_at_its_end_gives_no_other_call_its_messages(monkeypatch):
+    """Its flags are set still: the next call took what arrived for this one, and went on with the rows before."""
+    emulate_copy_engine(monkeypatch)
+    monkeypatch.setattr(leaving, "_links", set())
+    monkeypatch.setattr(leaving, "_left", {})
+
+    def interrupt(**arguments):
+        raise KeyboardInterrupt
+
+    def body(group, device):
+        def gather(value):
+            return all_gather_linear(torch.full((4, 1, 8), value + group.rank()), torch.eye(8), context=context)
+
+        with take_part(group):
+            context = OverlapContext(group, config_for("sliced", "direct", 1))
+            gather(10.0)
+            if group.rank() == 1:
+                gather(20.0)
+                return
+            release = context.link.transport.release
+            context.link.transport.release = interrupt
+            with pytest.raises(KeyboardInterrupt):
+                gather(20.0)
+            context.link.transport.release = release
+            with pytest.raises(TransportError, match="interrupted by KeyboardInterrupt"):
+                gather(30.0)
+
+    run_threads(2, body)
+
+
+def test_a_released_transport_is_not_given_up(monkeypatch):
+    """A signal's handler may close contexts in the middle of an exchange, which then fails: streams are destroyed."""
+    emulate_copy_engine(monkeypatch)
+    aborted = []
+    monkeypatch.setattr(CopyEngineTransport, "_let_go", lambda transport: aborted.append(transport))
+
+    def body(group, device):
+        with take_part(group):
+            context = OverlapContext(group, config_for("sliced", "direct", 1))
+            all_gather_linear(torch.ones(8, 2, 8), torch.ones(8, 8), context=context)
+
+            def close_and_end(*arguments):
+                context.close()
+                raise SystemExit(1)
+
+            monkeypatch.setattr(context.consensus._agreement, "exchange", close_and_end)
+            with pytest.raises(SystemExit):
+                context.consensus.exchange("a question")
+            assert not context.link.is_in_flight
+
+    run_threads(2, body)
+    assert aborted == []
+
+
+def test_the_end_of_a_call_is_recorded_before_others_may_ask_for_it(monkeypatch):
+    """An event says "reached" until it is recorded: the watchdog dropped the call, and windows were freed under it."""
+    emulate_copy_engine(monkeypatch)
+    asked = []
+
+    class Watched(emulated_gpu._Event):
+        def record(self, stream):
+            current = transports.get(threading.get_ident())
+            if current is not None:
+                asked.extend(operation.done is self for operation in made)
+            super().record(stream)
+
+    class Operation(copy_engine._Operation):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    made, transports = [], {}
+    monkeypatch.setattr(copy_engine, "StreamEvent", Watched)
+    monkeypatch.setattr(copy_engine, "_Operation", Operation)
+
+    def body(group, device):
+        with take_part(group), OverlapContext(group, config_for("sliced", "direct", 1)) as context:
+            transports[threading.get_ident()] = context.link.transport
+            for _ in range(3):
+                all_gather_linear(torch.ones(8, 2, 8), torch.ones(8, 8), context=context)
+
+    run_threads(1, body)
+    assert asked
+    assert not any(asked)

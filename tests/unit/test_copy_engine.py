@@ -1,5 +1,7 @@
 """What of the copy engine can be seen without a GPU: how ranks lack memory together, how transfers are given up."""
 
+import threading
+import time
 from collections import deque
 from types import SimpleNamespace
 
@@ -50,3 +52,62 @@ def test_transfers_are_given_up_also_while_a_graph_is_captured(monkeypatch):
     transport._in_flight = deque()
     transport._let_go()
     assert len(rounds) == 22
+
+
+def test_a_device_that_has_failed_holds_nobody_up(monkeypatch, caplog):
+    """Its flags cannot be set, and need not: who gives up waited for that at the exit."""
+    transport = object.__new__(CopyEngineTransport)
+
+    def set_all():
+        raise TransportError("cuMemcpyHtoDAsync failed: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    transport._page = SimpleNamespace(set_all=set_all)
+    transport._has_let_go = False
+    transport._let_go()
+    assert transport.has_given_up
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in caplog.text
+
+
+def test_who_lets_go_of_streams_may_do_so_whatever_is_captured(monkeypatch):
+    asked = []
+    monkeypatch.setattr(copy_engine, "look_on_during_captures", lambda: asked.append(threading.current_thread().name))
+    monkeypatch.setattr(CopyEngineTransport, "_is_idle", lambda transport: True)
+    monkeypatch.setattr(copy_engine, "_ABORT_ROUND_S", 0.0)
+    transport = object.__new__(CopyEngineTransport)
+    transport._is_aborted = transport._has_let_go = False
+    transport._page = SimpleNamespace(set_all=lambda: None)
+    transport.abort()
+    deadline = time.monotonic() + 10.0
+    while not transport.has_given_up:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert asked == ["commfuse-abort"]
+
+
+def test_a_transport_that_cannot_be_made_gives_its_streams_back(monkeypatch):
+    given_back, destroyed = [], []
+
+    class Stream:
+        handle = 1
+
+        def __init__(self, device, *, is_high_priority=False):
+            pass
+
+        def destroy(self):
+            destroyed.append(self)
+
+    for name in ("StreamMemory", "StreamEvent"):
+        monkeypatch.setattr(copy_engine, name, lambda: SimpleNamespace(run=None))
+    monkeypatch.setattr(copy_engine, "OwnStream", Stream)
+    monkeypatch.setattr(copy_engine, "borrow_stream", Stream)
+    monkeypatch.setattr(copy_engine, "TapeGraphs", lambda *arguments: None)
+    monkeypatch.setattr(copy_engine, "give_stream_back", lambda device, stream: given_back.append(stream))
+
+    def no_memory(*arguments):
+        raise TransportError("no memory")
+
+    monkeypatch.setattr(copy_engine, "map_window", no_memory)
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    with pytest.raises(TransportError, match="no memory"):
+        CopyEngineTransport(group, torch.device("cpu"), cuda_graphs=4)
+    assert (len(given_back), len(destroyed)) == (1, 1)

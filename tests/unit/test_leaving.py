@@ -1,5 +1,6 @@
 """What happens to contexts that are given up, and to the process, while transfers wait for ranks that never come."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -16,14 +17,14 @@ from commfuse_megatron.runtime import context, leaving
 class Link:
     def __init__(self, is_in_flight, timeout_s=600.0):
         self.is_in_flight, self.timeout_s = is_in_flight, timeout_s
-        self.failure = None
+        self.failure, self.is_left_by_error = None, False
 
 
 class LinkUntil(Link):
     """In flight until so many seconds from now."""
 
     def __init__(self, after_s):
-        self.timeout_s, self.failure = 600.0, None
+        self.timeout_s, self.failure, self.is_left_by_error = 600.0, None, False
         self._done = time.monotonic() + after_s
 
     @property
@@ -38,6 +39,7 @@ def alarms(monkeypatch):
     monkeypatch.setattr(leaving, "_links", set())
     monkeypatch.setattr(leaving, "_left", {})
     monkeypatch.setattr(leaving, "_ending", [])
+    monkeypatch.setattr(leaving, "_child_failed", [])
     monkeypatch.setattr(signal, "signal", lambda number, handler: found.append((number, handler)))
     monkeypatch.setattr(signal, "alarm", found.append)
     monkeypatch.delattr(sys, "last_exc", raising=False)
@@ -48,11 +50,16 @@ def nothing():
     pass
 
 
+def give_up(link, release):
+    leaving._links.add(link)
+    leaving.release_when_done(link, release)
+
+
 def test_nothing_happens_where_nothing_is_in_flight(alarms):
     links = [Link(is_in_flight=False) for _ in range(2)]
     for link in links:
         leaving.look_at_exit(link)
-    leaving.release_when_done(links[0], nothing)
+    give_up(links[0], nothing)
     leaving.release_what_is_done()
     leaving._limit_the_exit()
     assert alarms == []
@@ -70,7 +77,7 @@ def test_the_exit_takes_a_limited_time(is_given_up, timeout_s, error, limit_s, a
     leaving.look_at_exit(link)
     leaving.look_at_exit(Link(is_in_flight=True, timeout_s=0.01))
     if is_given_up:
-        leaving.release_when_done(link, nothing)
+        give_up(link, nothing)
     began = time.monotonic()
     leaving._limit_the_exit()
     assert limit_s <= time.monotonic() - began < 10
@@ -107,11 +114,11 @@ def test_links_are_released_once_and_forgotten_when_nothing_is_in_flight(alarms)
     links = [Link(is_in_flight=True) for _ in range(3)]
     for link in links:
         leaving.look_at_exit(link)
-    leaving.release_when_done(links[0], lambda: released.append(0))
+    give_up(links[0], lambda: released.append(0))
     assert released == []
     assert leaving._links == set(links)
     links[0].is_in_flight = links[1].is_in_flight = False
-    leaving.release_when_done(links[1], lambda: released.append(1))
+    give_up(links[1], lambda: released.append(1))
     assert released == [], "garbage collection may have called this"
     leaving.release_what_is_done()
     leaving.release_what_is_done()
@@ -123,7 +130,7 @@ def test_nothing_is_released_while_a_graph_is_captured(alarms, monkeypatch):
     released = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    leaving.release_when_done(Link(is_in_flight=False), lambda: released.append(0))
+    give_up(Link(is_in_flight=False), lambda: released.append(0))
     leaving.release_what_is_done()
     assert released == []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -142,7 +149,7 @@ def test_a_context_may_be_found_by_garbage_collection_meanwhile(alarms):
         def is_in_flight(self):
             garbage, self.garbage = self.garbage, ()
             for link in garbage:
-                leaving.release_when_done(link, lambda: released.append("found"))
+                give_up(link, lambda: released.append("found"))
             return self.is_busy
 
         @is_in_flight.setter
@@ -152,7 +159,7 @@ def test_a_context_may_be_found_by_garbage_collection_meanwhile(alarms):
     first, found, later = Collecting(is_in_flight=True), Link(is_in_flight=False), Link(is_in_flight=True)
     for link in (first, found):
         leaving.look_at_exit(link)
-    leaving.release_when_done(first, lambda: released.append("first"))
+    give_up(first, lambda: released.append("first"))
     first.is_busy, first.garbage = False, (found,)
     leaving.look_at_exit(later)
     leaving.release_what_is_done()
@@ -172,7 +179,7 @@ def test_who_closes_a_context_waits_for_the_thread_that_releases_it_already(is_f
         if is_first_to_fail:
             raise ValueError
 
-    leaving.release_when_done(own, release)
+    give_up(own, release)
     other = threading.Thread(target=leaving.release_what_is_done)
     other.start()
     assert is_at_it.wait(20.0)
@@ -192,7 +199,7 @@ def test_a_context_may_be_closed_while_this_thread_releases_it(alarms):
         leaving.release_what_is_done(own)
         released.append(0)
 
-    leaving.release_when_done(own, release)
+    give_up(own, release)
     leaving.release_what_is_done(own)
     assert released == [0]
 
@@ -208,15 +215,15 @@ def test_many_threads_release_each_context_once_and_before_its_owner_goes_on(ala
             time.sleep(1e-4)
             return False
 
-    def give_up(thread):
+    def give_up_many(thread):
         for number in range(50):
             own = SlowLink(after_s=0)
-            leaving.release_when_done(own, lambda entry=(thread, number): (time.sleep(1e-3), released.append(entry)))
+            give_up(own, lambda entry=(thread, number): (time.sleep(1e-3), released.append(entry)))
             leaving.release_what_is_done(own)
             if (thread, number) not in released:
                 released.append("too late")
 
-    threads = [threading.Thread(target=give_up, args=(thread,)) for thread in range(8)]
+    threads = [threading.Thread(target=give_up_many, args=(thread,)) for thread in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -227,8 +234,8 @@ def test_many_threads_release_each_context_once_and_before_its_owner_goes_on(ala
 def test_what_cannot_be_released_is_no_error_of_another_context(alarms, caplog):
     released = []
     first, second = (Link(is_in_flight=False) for _ in range(2))
-    leaving.release_when_done(first, lambda: 1 / 0)
-    leaving.release_when_done(second, lambda: released.append("second"))
+    give_up(first, lambda: 1 / 0)
+    give_up(second, lambda: released.append("second"))
     later = Link(is_in_flight=True)
     leaving.look_at_exit(later)
     assert released == ["second"]
@@ -248,9 +255,96 @@ def test_a_failed_context_makes_the_exit_short(alarms, monkeypatch):
 
 
 def test_a_forked_child_has_none_of_the_links(alarms):
-    leaving.look_at_exit(Link(is_in_flight=True))
+    """Nor does it release what its parent uses, when its copy of a context is found by garbage collection."""
+    link, released = Link(is_in_flight=False), []
+    leaving.look_at_exit(link)
     child = os.fork()
     if child == 0:
-        os._exit(len(leaving._links))
+        leaving.release_when_done(link, lambda: released.append(0))
+        leaving._limit_the_exit()
+        os._exit(len(leaving._links) + len(leaving._left) + len(released))
     assert os.waitpid(child, 0)[1] == 0
     assert len(leaving._links) == 1
+
+
+@pytest.mark.parametrize("is_in_flight", [False, True])
+def test_what_was_left_before_the_exit_is_released_there(is_in_flight, alarms):
+    released = []
+    link = LinkUntil(after_s=0.2) if is_in_flight else Link(is_in_flight=False)
+    give_up(link, lambda: released.append(0))
+    leaving._limit_the_exit()
+    assert released == [0]
+    assert alarms == []
+
+
+def test_ctrl_c_while_the_exit_waits_leaves_a_limit(alarms, monkeypatch, caplog):
+    """The teardown after it may hang, as it may after the whole wait."""
+
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupt)
+    leaving.look_at_exit(Link(is_in_flight=True))
+    leaving._limit_the_exit()
+    assert alarms == [(signal.SIGALRM, signal.SIG_DFL), 30]
+    assert "KeyboardInterrupt" in caplog.text
+
+
+def test_ctrl_c_while_a_context_is_released_leaves_it_to_the_next_time(alarms):
+    released = []
+
+    def release():
+        if not released:
+            released.append("interrupted")
+            raise KeyboardInterrupt
+        released.append("done")
+
+    give_up(Link(is_in_flight=False), release)
+    with pytest.raises(KeyboardInterrupt):
+        leaving.release_what_is_done()
+    assert leaving._at_work == {}
+    leaving.release_what_is_done()
+    leaving.release_what_is_done()
+    assert released == ["interrupted", "done"]
+    assert (leaving._links, leaving._left) == (set(), {})
+
+
+def test_a_context_that_was_left_by_an_error_makes_the_exit_short(alarms, monkeypatch):
+    monkeypatch.setattr(leaving, "_AFTER_AN_ERROR_S", 0.1)
+    link = Link(is_in_flight=True)
+    link.is_left_by_error = True
+    leaving.look_at_exit(link)
+    began = time.monotonic()
+    leaving._limit_the_exit()
+    assert time.monotonic() - began < 10
+    assert alarms[-1] == 30
+
+
+def _end_with_something_in_flight(how, folder):
+    def note_alarm(seconds):
+        (folder / "alarm").write_text(f"{seconds} {time.time()}", encoding="utf-8")
+
+    signal.alarm = note_alarm
+    leaving._AFTER_AN_ERROR_S = 0.1
+    leaving.look_at_exit(Link(is_in_flight=True, timeout_s=6.0))
+    (folder / "began").write_text(f"{time.time()}", encoding="utf-8")
+    if how == "raises":
+        raise ValueError("a fault of the program")
+    if how == "exits":
+        sys.exit(1)
+    if how == "exits well":
+        sys.exit(0)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("how", "is_short"), [("raises", True), ("exits", True), ("exits well", False), ("returns", False)]
+)
+def test_the_exit_is_short_in_a_child_that_has_failed(how, is_short, tmp_path):
+    """multiprocessing prints the exception and forgets it before exit handlers run."""
+    child = multiprocessing.get_context("spawn").Process(target=_end_with_something_in_flight, args=(how, tmp_path))
+    child.start()
+    child.join(100)
+    seconds, ended = map(float, (tmp_path / "alarm").read_text(encoding="utf-8").split())
+    assert seconds == 30
+    assert (ended - float((tmp_path / "began").read_text(encoding="utf-8")) < 5.5) == is_short

@@ -1,6 +1,7 @@
 """When memory that peers write to is freed: where windows are made or given up, never when garbage is collected."""
 
 import gc
+import threading
 import weakref
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import torch
 
 from commfuse_megatron.transport import mapped_window
 from commfuse_megatron.transport.mapped_window import map_window
+from commfuse_megatron.transport.stream_memory import captures_excluded
 
 symmetric_memory = pytest.importorskip("torch.distributed._symmetric_memory")
 
@@ -110,3 +112,69 @@ def test_peers_are_let_in_when_the_memory_has_been_cleared(monkeypatch):
     map_window(GROUP, DEVICE, 64, None, lambda tensor: order.append("filled"))
     assert order[:3] == ["clearing", "cleared", "filled"]
     assert order[-1] == "peers"
+
+
+class OnGpu:
+    """What keeps memory of a GPU and a mapping."""
+
+    storage = SimpleNamespace(device=torch.device("cuda", 1))
+    is_unused = True
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """A weak reference to something mapped on a GPU that nobody uses."""
+    each = OnGpu()
+    monkeypatch.setattr(mapped_window, "_mapped", {each})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return weakref.ref(each)
+
+
+def test_the_device_is_waited_for_before_memory_is_freed(on_gpu, monkeypatch):
+    """The destructor waits for it, too, but with Python's lock: no watchdog could end a wait for a missing rank."""
+    order = []
+    weakref.finalize(on_gpu(), order.append, "freed")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append(f"waited for {device}"))
+    mapped_window._free_unused(torch.device("cuda", 0))
+    assert order == ["waited for cuda:1", "freed"]
+
+
+def test_nothing_is_freed_when_the_device_has_failed(on_gpu, monkeypatch, caplog):
+    """The destructor would end the process, without a word of what failed."""
+
+    def synchronize(device):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    mapped_window._free_unused(torch.device("cuda", 1))
+    assert on_gpu() is not None
+    assert "device-side assert" in caplog.text
+
+
+def test_what_was_mapped_to_find_out_whether_it_can_be_is_freed(mapped):
+    assert mapped_window.why_memory_cannot_be_shared(GROUP, DEVICE) == ""
+    assert are_alive(mapped) == [False]
+    assert mapped_window._mapped == set()
+
+
+def test_what_could_not_be_mapped_is_freed_later(mapped, monkeypatch):
+    def refuse(tensor, name):
+        raise RuntimeError("pidfd_getfd is forbidden")
+
+    monkeypatch.setattr(symmetric_memory, "rendezvous", refuse)
+    assert "pidfd_getfd is forbidden" in mapped_window.why_memory_cannot_be_shared(GROUP, DEVICE)
+    mapped_window._free_unused(DEVICE)
+    assert mapped_window._mapped == set()
+
+
+def test_nothing_is_freed_in_the_middle_of_a_capture_of_another_thread(on_gpu, monkeypatch):
+    """CUDA forbids to wait for a device while a stream of it is captured."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with captures_excluded():
+        thread = threading.Thread(target=mapped_window._free_unused, args=(torch.device("cuda", 1),))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        assert on_gpu() is not None
+    thread.join(10.0)
+    assert on_gpu() is None

@@ -1,14 +1,10 @@
 """When a call of a tape is made step by step, when as a graph: by how often its addresses were seen."""
 
-import contextlib
-import gc
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from commfuse_megatron.runtime import lanes
-from commfuse_megatron.transport import stream_memory, tape_graphs
+from commfuse_megatron.transport import tape_graphs
 from commfuse_megatron.transport.copy_tape import BoundOperation
 from commfuse_megatron.transport.tape_graphs import TapeGraphs
 
@@ -109,67 +105,6 @@ def test_addresses_that_do_not_return_are_forgotten_and_graphs_are_not(graphs, m
         graphs.run(one, (number,), 0)
     assert len(one.graphs) <= 8
     assert isinstance(one.graphs[HERE], Graph)
-
-
-@pytest.mark.parametrize("is_enabled", [True, False])
-@pytest.mark.parametrize("fails", [True, False])
-def test_no_garbage_is_collected_during_a_capture(is_enabled, fails, monkeypatch):
-    """What is freed then may wait for the device, which ends the process."""
-    modes = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=0)
-    driver = SimpleNamespace(
-        CUstreamCaptureMode=modes,
-        cuStreamBeginCapture=lambda stream, mode: (0,),
-        cuStreamEndCapture=lambda stream: (0, "graph"),
-        cuGraphInstantiate=lambda graph, flags: (0, "executable"),
-        cuGraphDestroy=lambda graph: (0,),
-        cuGraphExecDestroy=lambda executable: (0,),
-        cuGraphLaunch=lambda executable, stream: (0,),
-    )
-    monkeypatch.setattr(stream_memory, "_driver", lambda: driver)
-    seen = []
-
-    def tell():
-        seen.append(gc.isenabled())
-        if fails:
-            raise ValueError("refused")
-
-    before = gc.isenabled()
-    try:
-        (gc.enable if is_enabled else gc.disable)()
-        with pytest.raises(ValueError, match="refused") if fails else contextlib.nullcontext():
-            stream_memory.StreamGraph(SimpleNamespace(handle=1), tell)
-        assert gc.isenabled() == is_enabled
-    finally:
-        (gc.enable if before else gc.disable)()
-    assert seen == [False]
-
-
-def test_events_are_given_back(monkeypatch):
-    """A tape has some for every slice, and lengths that vary make many tapes."""
-    destroyed = []
-    driver = SimpleNamespace(
-        CUevent_flags=SimpleNamespace(CU_EVENT_DISABLE_TIMING=2),
-        cuEventCreate=lambda flags: (0, f"event {flags}"),
-        cuEventRecord=None,
-        cuEventQuery=None,
-        cuStreamWaitEvent=None,
-        cuEventDestroy=destroyed.append,
-    )
-    monkeypatch.setattr(stream_memory, "_driver", lambda: driver)
-    event = stream_memory.StreamEvent()
-    assert destroyed == []
-    del event
-    assert destroyed == ["event 2"]
-
-
-def test_streams_of_closed_contexts_serve_later_ones(monkeypatch):
-    monkeypatch.setattr(stream_memory, "OwnStream", lambda device, *, is_high_priority: object())
-    monkeypatch.setattr(stream_memory, "_spare_streams", {})
-    first, second = stream_memory.borrow_stream("cuda:0"), stream_memory.borrow_stream("cuda:0")
-    assert first is not second
-    stream_memory.give_stream_back("cuda:0", first)
-    assert stream_memory.borrow_stream("cuda:1") is not first
-    assert stream_memory.borrow_stream("cuda:0") is first
 
 
 def test_lanes_are_given_back_once_when_a_context_closes(monkeypatch):

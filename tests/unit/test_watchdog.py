@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from commfuse_megatron.errors import TransportError
 from commfuse_megatron.runtime.watchdog import Watchdog
 from commfuse_megatron.transport.base import Transfer
 
@@ -20,7 +21,7 @@ def _modes_asked_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         return 0, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 
     monkeypatch.setattr(driver, "cuThreadExchangeStreamCaptureMode", exchange)
-    watchdog = Watchdog(1.0, lambda entry: None)
+    watchdog = Watchdog(1.0, lambda entry: None, pytest.fail)
     watchdog.stop()
     return asked
 
@@ -54,7 +55,7 @@ def test_who_asks_whether_all_is_done_takes_nothing_from_the_watchdogs_list() ->
     """Both drop what is complete: what the other has dropped meanwhile must not cost the next entry."""
     overdue: list[str] = []
     for _ in range(20):
-        watchdog = Watchdog(0.02, overdue.append)  # its thread looks every 5 ms
+        watchdog = Watchdog(0.02, overdue.append, pytest.fail)  # its thread looks every 5 ms
         for number in range(300):
             watchdog.watch(_Transfer(is_done=True), f"{number}")
         watchdog.watch(_Transfer(is_done=False), "missing")
@@ -65,3 +66,23 @@ def test_who_asks_whether_all_is_done_takes_nothing_from_the_watchdogs_list() ->
         watchdog.stop()
         assert overdue == ["missing"]
         overdue.clear()
+
+
+class _Broken(_Transfer):
+    def is_complete(self) -> bool:
+        raise TransportError("cuEventQuery failed: CUDA_ERROR_ASSERT")
+
+
+@pytest.mark.parametrize("asks", ["the watchdog", "the program"])
+def test_a_failed_device_is_said_to_have_failed(asks: str) -> None:
+    """Not that a peer is late, after the whole time that is allowed for that."""
+    broken: list[TransportError] = []
+    watchdog = Watchdog(0.04 if asks == "the watchdog" else 600.0, pytest.fail, broken.append)
+    watchdog.watch(_Broken(is_done=False), "first")
+    deadline = time.monotonic() + 10.0
+    while not broken:
+        assert asks == "the watchdog" or not watchdog.is_idle
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    watchdog.stop()
+    assert "CUDA_ERROR_ASSERT" in str(broken[0])
