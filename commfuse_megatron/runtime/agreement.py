@@ -12,13 +12,20 @@ from commfuse_megatron.errors import ShapeError, TransportError, TransportTimeou
 
 __all__ = ["Agreement"]
 
-_ERROR_MARK, _LATE_MARK = "error: ", "too late: "
+# What a rank posts begins with one of these: ranks that are at different things must not take each other's words for
+# answers.
+_STATEMENT, _ANSWER, _ERROR, _LATE = "statement: ", "answer: ", "error: ", "too late: "
 
 
 class Agreement:
-    """Numbered rounds of comparison among the ranks of one group; every rank must take part in every round."""
+    """Numbered rounds of comparison among the ranks of one group; every rank must take part in every round.
+
+    is_in_step: whether the latest round is known to have been of the same thing on all ranks: each brought the same, or
+    said that it cannot go on with it. Where ranks bring different statements, one may be a call ahead of another.
+    """
 
     def __init__(self, store: dist.Store, group_rank: int, group_size: int, timeout_s: float) -> None:
+        self.is_in_step = True
         self._store = store
         self._group_rank = group_rank
         self._group_size = group_size
@@ -31,23 +38,16 @@ class Agreement:
         Raises TransportTimeoutError when a rank says nothing in time, this one included, TransportError when the store
         is gone: no further round may follow, since nobody knows which call the others are at.
         """
-        self._post(statement)
-        found = self._collect(statement)
-        if len(set(found)) == 1 and not statement.startswith(_ERROR_MARK):
-            return
-        self._require_awaited(found)
-        lines = [f"  group rank {rank}: {text}" for rank, text in enumerate(found)]
-        raise ShapeError("\n".join(["the ranks of the group do not agree on the next operation:", *lines]))
+        found = self._round_of(_STATEMENT, statement, statement)
+        if len(set(found)) > 1:
+            raise ShapeError(f"the ranks of the group do not agree on the next operation:\n{_list_posts(found)}")
 
     def exchange(self, text: str) -> list[str]:
-        """What every rank brings, by rank; raises like `agree`, ShapeError where a rank refused."""
-        self._post(text)
-        found = self._collect("an exchange between ranks")
-        self._require_awaited(found)
-        if any(other.startswith(_ERROR_MARK) for other in found):
-            lines = [f"  group rank {rank}: {other}" for rank, other in enumerate(found)]
-            raise ShapeError("\n".join(["a rank of the group cannot go on:", *lines]))
-        return found
+        """What every rank brings, by rank; raises like `agree`, ShapeError where a rank refused or asks otherwise."""
+        found = self._round_of(_ANSWER, text, "an exchange between ranks")
+        if not all(post.startswith(_ANSWER) for post in found):
+            raise ShapeError(f"a rank of the group cannot go on:\n{_list_posts(found)}")
+        return [post.removeprefix(_ANSWER) for post in found]
 
     def refuse(self, error: Exception, *, wait: bool) -> None:
         """Tell the other ranks that this one cannot go on because of `error`, then raise it here.
@@ -55,14 +55,26 @@ class Agreement:
         wait: the other ranks are known to take part in this round, so keep the rounds in step. Without it, nobody knows
         which call they are at afterwards: there must be no further round.
         """
-        self._post(f"{_ERROR_MARK}{error}")
+        self.is_in_step = False
         if wait:
-            self._collect(f"{error}")
+            self._round_of(_ERROR, f"{error}", f"{error}")
+        else:
+            self._post(_ERROR, f"{error}")
         raise error
 
-    def _post(self, statement: str) -> None:
+    def _round_of(self, kind: str, text: str, what: str) -> list[str]:
+        """What every rank posts in this round, by rank."""
+        self.is_in_step = False
+        self._post(kind, text)
+        found = self._collect(what)
+        self._require_awaited(found)
+        going_on = {post for post in found if not post.startswith(_ERROR)}
+        self.is_in_step = len(going_on) <= 1 or all(post.startswith(_ANSWER) for post in going_on)
+        return found
+
+    def _post(self, kind: str, text: str) -> None:
         try:
-            self._store.set(self._key(self._round, self._group_rank), statement)
+            self._store.set(self._key(self._round, self._group_rank), kind + text)
         except RuntimeError as error:
             raise self._unreachable(error) from error
 
@@ -89,7 +101,7 @@ class Agreement:
             return self._unreachable(error)
         complaint = f"group rank {self._group_rank} waited {self._timeout_s} s for group ranks {missing}"
         # Who comes late must not take this rank's word for being there still.
-        self._post(f"{_LATE_MARK}{complaint}")
+        self._post(_LATE, complaint)
         return TransportTimeoutError(
             f"{statement}: {complaint} to announce the same operation. Either they died, or they are doing something "
             "else."
@@ -97,7 +109,7 @@ class Agreement:
 
     def _require_awaited(self, found: list[str]) -> None:
         """Raise TransportTimeoutError where the others no longer waited for this rank."""
-        late = [f"  {text.removeprefix(_LATE_MARK)}" for text in found if text.startswith(_LATE_MARK)]
+        late = [f"  {text.removeprefix(_LATE)}" for text in found if text.startswith(_LATE)]
         if late:
             raise TransportTimeoutError(
                 "\n".join([f"group rank {self._group_rank} came too late, the others have given up:", *late])
@@ -112,3 +124,8 @@ class Agreement:
     @staticmethod
     def _key(round_number: int, rank: int) -> str:
         return f"agreement/{round_number}/{rank}"
+
+
+def _list_posts(found: list[str]) -> str:
+    said = (post.removeprefix(_STATEMENT).removeprefix(_ANSWER) for post in found)
+    return "\n".join(f"  group rank {rank}: {text}" for rank, text in enumerate(said))

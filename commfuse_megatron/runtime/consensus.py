@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from commfuse_megatron.errors import CommFuseError, ShapeError, TransportError
+from commfuse_megatron.errors import TransportError
 from commfuse_megatron.runtime.agreement import Agreement
 from commfuse_megatron.runtime.link import Link
 
@@ -77,6 +77,8 @@ class Consensus:
             made = make()
         except torch.OutOfMemoryError as error:
             complaint = f"group rank {self._group_rank}: {str(error).partition('.')[0]}"
+        except Exception as error:
+            self.refuse(error)
         complaints = [text for text in self.exchange(complaint) if text]
         if complaints:
             return "; ".join(complaints)
@@ -88,28 +90,22 @@ class Consensus:
         self._link.require_usable()
         if self._group_size == 1:
             raise error
-        try:
-            self._agreement.refuse(error, wait=self.is_for_every_call)
-        except CommFuseError as raised:
-            raise self._fail_unless_in_step(raised) from raised.__cause__
+        self._in_step(f"{error}", lambda: self._agreement.refuse(error, wait=self.is_for_every_call))
 
     # -- details ------------------------------------------------------------------------------------------------------
 
-    def _fail_unless_in_step(self, error: Exception) -> Exception:
-        """`error` for raising; the context fails unless all ranks are known to have stopped at the same call.
+    def _in_step[T](self, statement: str, meet: Callable[[], T]) -> T:
+        """What `meet` gives; if it raises, the context fails unless all ranks are known to have stopped at one call.
 
         Else this rank's next call could meet another one's present call, and give wrong numbers.
         """
-        is_in_step = self.is_for_every_call and isinstance(error, ShapeError)
-        return error if is_in_step else self._link.fail(error)
-
-    def _in_step[T](self, statement: str, meet: Callable[[], T]) -> T:
-        """What `meet` gives, with the context failed where ranks may have stopped at different calls."""
         self._link.require_usable()
         try:
             return meet()
-        except CommFuseError as error:
-            raise self._fail_unless_in_step(error) from error.__cause__
+        except Exception as error:
+            if not (self.is_for_every_call and self._agreement.is_in_step):
+                self._link.fail(error)
+            raise
         except BaseException as error:  # Ctrl-C while waiting: the others may yet go on with this call
             self._link.fail(TransportError(f"{statement} was interrupted by {type(error).__name__}: {error}"))
             raise

@@ -299,8 +299,7 @@ class OverlapContext:
             if time.monotonic() > deadline:
                 raise self.link.fail(TransportTimeoutError(f"transfers were still in flight after {limit_s} s"))
             time.sleep(1e-4)
-        if self.link.failure is not None:
-            raise self.link.failure
+        self.link.raise_failure()
 
     def close(self) -> None:
         """Release transport and buffers; local, may be called again. Raises what made the context fail, if it did."""

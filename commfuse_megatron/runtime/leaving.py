@@ -25,6 +25,8 @@ from typing import Protocol
 
 import torch
 
+from commfuse_megatron.errors import TransportError
+
 __all__ = ["is_process_ending", "look_at_exit", "release_what_is_done", "release_when_done"]
 
 logger = logging.getLogger(__name__)
@@ -162,11 +164,16 @@ def _wait_for_links() -> bool:
     return True
 
 
-def _forget_all() -> None:
+def _disown() -> None:
+    """In a forked child, which has none of the parent's streams and connections."""
+    for link in _links:
+        link.failure = TransportError(
+            "this OverlapContext is the parent's, which forked this process; create a new one"
+        )
     _links.clear()
     _left.clear()
     _at_work.clear()
 
 
 atexit.register(_limit_the_exit)
-os.register_at_fork(after_in_child=_forget_all)  # a child has none of the parent's streams
+os.register_at_fork(after_in_child=_disown)

@@ -3,10 +3,11 @@
 The link of a context that failed (or was closed) refuses to start anything.
 """
 
+import copy
 import logging
 from typing import Any, NamedTuple, Protocol
 
-from commfuse_megatron.errors import TransportError, TransportTimeoutError
+from commfuse_megatron.errors import CommFuseError, TransportError, TransportTimeoutError
 from commfuse_megatron.runtime.binding import BoundSchedule
 from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.runtime.watchdog import Watchdog
@@ -134,17 +135,21 @@ class Link:
         if self.recorder is not None:
             self.recorder.add_compute(name, mark, step)
 
+    def raise_failure(self) -> None:
+        """Raise what made the context fail, if it did."""
+        if self.failure is not None:
+            raise _without_frames(self.failure)
+
     def require_usable(self) -> None:
         """Raise what made the context fail, if it did, or TransportError if it is closed."""
-        if self.failure is not None:
-            raise self.failure
+        self.raise_failure()
         if self.is_closed:
             raise TransportError("this OverlapContext is closed; create a new one")
 
     def fail(self, error: Exception) -> Exception:
         """Mark the context failed and give up its transfers; returns `error` for raising."""
         if self.failure is None:
-            self.failure = error
+            self.failure = _without_frames(error)
             self.transport.abort()
         return error
 
@@ -221,3 +226,10 @@ class Link:
             f"{label}, step {index} of {len(bound.steps)}: {self._peers.name(me)} {verb} {self._peers.name(peer)} "
             f"for {self.timeout_s} s. Schedule:\n{grid}"
         )
+
+
+def _without_frames(error: Exception) -> Exception:
+    """The same to be kept, or raised once more: frames keep what their calls worked on, and the context itself."""
+    if not isinstance(error, CommFuseError):
+        return TransportError(f"{type(error).__name__}: {error}")
+    return copy.copy(error)

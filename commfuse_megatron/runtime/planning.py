@@ -54,7 +54,7 @@ class Planner:
     """Plans of one context, in the order in which problems are met; equal on all ranks."""
 
     def __init__(self, context: "OverlapContext") -> None:
-        # The context owns this; one that nobody refers to must be released at once, not when cycles are collected.
+        # The context owns this.
         self._context: OverlapContext = weakref.proxy(context)
         #: Why costs do not count here; None where they do.
         self.default_reason = _default_reason(context)

@@ -65,7 +65,7 @@ class _Pending:
 
 @dataclass(slots=True)
 class _Call:
-    """One call of one operation; `pending` is what ran and has not been resolved to intervals yet."""
+    """One call of one operation; `pending` is what was not resolved to intervals yet, or has no end: it failed."""
 
     number: int
     problem: Problem | str
@@ -140,7 +140,7 @@ class Recorder:
         self._resolve()
         found: dict[Problem, list[list[Interval]]] = {}
         for call in self._calls:
-            if not isinstance(call.problem, str) and call.resolved:
+            if not isinstance(call.problem, str) and call.resolved and not call.pending:
                 found.setdefault(call.problem, []).append(list(call.resolved))
         return found
 
@@ -157,7 +157,11 @@ class Recorder:
     def _resolve(self) -> None:
         lane_end_us: dict[int, float] = {}
         for call in self._calls:
-            for item in call.pending:
+            pending, call.pending = call.pending, []
+            for item in pending:
+                if item.end is None:
+                    call.pending.append(item)
+                    continue
                 start_us, end_us = self._microseconds(item.start), self._microseconds(item.end)
                 if item.track == "transfer" and self._is_cuda:
                     start_us = max([start_us, *(lane_end_us.get(lane, 0.0) for lane in item.lanes)])
@@ -166,7 +170,6 @@ class Recorder:
                 call.resolved.append(
                     Interval(item.name, item.track, start_us, end_us, item.step, call.op, call.number, lane)
                 )
-            call.pending.clear()
 
     def _microseconds(self, mark: Any) -> float:
         if self._is_cuda:

@@ -59,14 +59,17 @@ class GlooTransport(Transport):
     def exchange(self, send: Message | None, receive: Message | None, turn: int = 0) -> Transfer:
         works: list[tuple[Any, int, str]] = []
         peer = -1
+        group = self._group
+        if group is None:
+            raise TransportError("the context was closed, or failed, in another thread")
         try:
             if send is not None:
                 peer = send.peer
-                work = self._group.send([send.tensor], send.peer, _wire_tag(send))
+                work = group.send([send.tensor], send.peer, _wire_tag(send))
                 works.append((work, send.peer, "could not deliver to"))
             if receive is not None:
                 peer = receive.peer
-                work = self._group.recv([receive.tensor], receive.peer, _wire_tag(receive))
+                work = group.recv([receive.tensor], receive.peer, _wire_tag(receive))
                 works.append((work, receive.peer, "got nothing from"))
         except RuntimeError as error:  # the connection to the peer is gone already
             raise TransportError(f"no connection to group rank {peer}: {error}") from error

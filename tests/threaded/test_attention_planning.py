@@ -129,13 +129,13 @@ def test_ranks_that_would_take_owners_in_different_orders_say_so(monkeypatch):
     monkeypatch.setattr("commfuse_megatron.plan.attention._Costs.projection_us", lambda *_: 0.0)
 
     def body(group, device):
-        with OverlapContext(group, attention_config(m=1)) as context:
-            slow = machine(link_gb_s=0.00366 if group.rank() == 2 else 1e9)
-            rate = GemmRate(tflops=1e-3, memory_gb_s=1e9, launch_us=0.0)
-            context.planner.machines["float64"] = dataclasses.replace(slow, gemm=rate)
-            operands, grad_y = draw(Case(rows=64, batch=1, N=2), group.rank(), group.size())
-            with pytest.raises(ShapeError, match="owners"):
-                run(operands, grad_y, ops.query_split_attention, context=context)
+        context = OverlapContext(group, attention_config(m=1))
+        slow = machine(link_gb_s=0.00366 if group.rank() == 2 else 1e9)
+        rate = GemmRate(tflops=1e-3, memory_gb_s=1e9, launch_us=0.0)
+        context.planner.machines["float64"] = dataclasses.replace(slow, gemm=rate)
+        operands, grad_y = draw(Case(rows=64, batch=1, N=2), group.rank(), group.size())
+        with pytest.raises(ShapeError, match="owners"):
+            run(operands, grad_y, ops.query_split_attention, context=context)
 
     run_threads(4, body)
 

@@ -455,9 +455,19 @@ def test_complaints_reach_every_rank_and_leave_the_context_usable():
             mask = torch.zeros(1, 1, 12, 12, dtype=torch.bool)
             with pytest.raises(ShapeError, match="exclude"):
                 ops.query_split_attention(q, k, v, weight, window=(1, 1), mask=mask, context=context)
-            with pytest.raises(ShapeError):  # the problems differ between ranks
-                ops.query_split_attention(q, k, v, weight, causal=group.rank() == 0, context=context)
             check(Case(), group, context)
+
+    run_threads(2, body)
+
+
+def test_different_problems_raise_on_every_rank_and_fail_the_context():
+    def body(group, device):
+        operands, _ = draw(Case(), group.rank(), group.size())
+        q, k, v, weight, _ = operands.values()
+        context = OverlapContext(group, attention_config())
+        with pytest.raises(ShapeError, match="do not agree"):
+            ops.query_split_attention(q, k, v, weight, causal=group.rank() == 0, context=context)
+        assert not context.is_usable
 
     run_threads(2, body)
 

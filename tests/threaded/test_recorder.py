@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
+from commfuse_megatron.config import TransportConfig
 from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.transport.base import Transfer
 from tests.harness import run_threads
@@ -42,6 +43,31 @@ def test_a_cleared_recording_goes_on():
                 context.recorder.clear()
                 assert context.recorder.intervals() == []
                 assert context.report()[0].exposed_comm_us is None
+
+    run_threads(2, body)
+
+
+def test_a_call_that_failed_does_not_spoil_the_report():
+    """A transfer that nobody waited for has no end; the report raised, on the rank whose report is wanted most."""
+
+    def run_out_of_memory(*arguments, **keywords):
+        raise torch.OutOfMemoryError("no memory")
+
+    def body(group, device):
+        config = OverlapConfig(record=True, transport=TransportConfig(timeout_s=2.0))
+        context = OverlapContext(group, config)
+        operands = torch.ones(4, 1, 5), torch.ones(6, 5)
+        ops.all_gather_linear(*operands, context=context)
+        before = context.report()[0].exposed_comm_us
+        (prepared,) = context._prepared.values()
+        prepared.gemm.multiply = run_out_of_memory
+        with pytest.raises(torch.OutOfMemoryError):
+            ops.all_gather_linear(*operands, context=context)
+        for _ in range(2):
+            (record,) = context.report()
+            assert (record.calls, record.exposed_comm_us) == (2, before)
+            kept = context.recorder.intervals()
+            assert len(set(kept)) == len(kept)
 
     run_threads(2, body)
 

@@ -33,6 +33,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 HEIGHT = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 MAY_IMPORT_MEGATRON = {"plugin", "testing", "verify", "benchmark", "cli"}
 NO_DEVICE_WIDE_SYNC = {"ops", "runtime", "plugin", "transport"}
+# When mapped memory is freed, PyTorch waits for the device itself, where no error can be raised: we do so before.
+BUT_WHERE_PYTORCH_DOES_SO = PACKAGE / "transport" / "mapped_window.py"
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -146,7 +148,7 @@ def test_no_device_wide_sync_in_the_hot_parts() -> None:
     wrong = [
         f"{file.relative_to(PACKAGE)}:{node.lineno}: {dotted_call(node)}"
         for file in FILES
-        if part_of(file) in NO_DEVICE_WIDE_SYNC
+        if part_of(file) in NO_DEVICE_WIDE_SYNC and file != BUT_WHERE_PYTORCH_DOES_SO
         for node in ast.walk(parse(file))
         if isinstance(node, ast.Call) and is_device_wide_sync(dotted_call(node))
     ]

@@ -1,0 +1,127 @@
+"""When ranks are in step after an error, so that a context may go on: else one rank's next call meets another's."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from commfuse_megatron import OverlapConfig, OverlapContext, ops
+from commfuse_megatron.config import AttentionConfig, TransportConfig
+from commfuse_megatron.errors import ShapeError, TransportError, UnsupportedError
+from tests.harness import run_threads
+
+EVERY_CALL = OverlapConfig(transport=TransportConfig(timeout_s=4.0), check_agreement=True)
+
+
+def gather(context, value, features=5):
+    """Each rank's value, by rank."""
+    y = ops.all_gather_linear(torch.full((1, 1, features), float(value)), torch.ones(4, 5), context=context)
+    return (y[:, 0, 0] / 5).tolist()
+
+
+def test_ctrl_c_while_the_others_are_told_of_a_refusal_fails_the_context():
+    """Its next call took the others' present one for its own: gathered were values of two calls, on all ranks."""
+    may_come = threading.Event()
+
+    def body(group, device):
+        context = OverlapContext(group, EVERY_CALL)
+        gather(context, 1)
+        if group.rank() == 1:
+            assert may_come.wait(20.0)
+            with pytest.raises(ShapeError, match="error: "):
+                gather(context, 2)
+            return
+
+        def interrupt(*arguments):
+            raise KeyboardInterrupt
+
+        agreement = context.consensus._agreement
+        store = agreement._store
+        agreement._store = SimpleNamespace(set=store.set, wait=interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            gather(context, 2, features=6)
+        agreement._store = store
+        with pytest.raises(TransportError, match="interrupted by KeyboardInterrupt"):
+            gather(context, 3)
+        may_come.set()
+
+    run_threads(2, body)
+
+
+def test_a_rank_that_left_out_a_pass_is_not_in_step():
+    """Its program raised between both passes, on this rank alone: every later call would be a batch ahead."""
+
+    def body(group, device):
+        context = OverlapContext(group, EVERY_CALL)
+        outcomes = []
+        for batch in range(1, 6):
+            x = torch.full((1, 1, 5), float(batch), requires_grad=True)
+            try:
+                y = ops.all_gather_linear(x, torch.ones(4, 5), context=context)
+                assert (y == 5.0 * batch).all(), "rows of another batch"
+                if group.rank() == 0 and batch == 2:
+                    raise FloatingPointError("the loss is not finite")
+                y.sum().backward()
+                outcomes.append("good")
+            except (FloatingPointError, ShapeError) as error:
+                outcomes.append(type(error).__name__)
+        assert not context.is_usable
+        return outcomes
+
+    first, second = run_threads(2, body)
+    assert first == ["good", "FloatingPointError", "ShapeError", "ShapeError", "ShapeError"]
+    assert second == ["good", "ShapeError", "ShapeError", "ShapeError", "ShapeError"]
+
+
+@pytest.mark.parametrize("asks", ["exchange", "first_reason", "make_together"])
+def test_a_question_is_not_answered_by_a_call(asks):
+    questions = {
+        "exchange": lambda consensus: consensus.exchange("mine"),
+        "first_reason": lambda consensus: consensus.first_reason("attention", None),
+        "make_together": lambda consensus: consensus.make_together(lambda: "made"),
+    }
+
+    def body(group, device):
+        context = OverlapContext(group, EVERY_CALL)
+        with pytest.raises(ShapeError, match="all_gather_linear fprop"):
+            questions[asks](context.consensus) if group.rank() == 0 else gather(context, 1)
+        assert not context.is_usable
+
+    run_threads(2, body)
+
+
+def test_what_one_rank_cannot_make_is_an_error_of_all_and_all_go_on():
+    def body(group, device):
+        def make():
+            if group.rank() == 1:
+                raise RuntimeError("cuBLAS has no handle")
+            return "made"
+
+        with OverlapContext(group, EVERY_CALL) as context:
+            with pytest.raises(RuntimeError if group.rank() == 1 else ShapeError, match="cuBLAS has no handle"):
+                context.consensus.make_together(make)
+            for value in (1, 2):
+                assert gather(context, value) == [value, value]
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("refusing", [{0}, {0, 1}])
+def test_a_kernel_that_is_refused_leaves_ranks_in_step(refusing):
+    """The refusing rank's context failed, for linears, too, and the others waited for it in the next call."""
+    config = OverlapConfig(transport=TransportConfig(timeout_s=4.0), attention=AttentionConfig(path="query_split"))
+
+    def body(group, device):
+        def refuse(problem, wanted):
+            raise UnsupportedError("no such kernel on this rank")
+
+        heads = [torch.ones(8, 1, 2, 8) for _ in range(3)]
+        with OverlapContext(group, config) as context:
+            if group.rank() in refusing:
+                context.attention_kernels.choose = refuse
+            with pytest.raises(UnsupportedError if group.rank() in refusing else ShapeError, match="no such kernel"):
+                ops.query_split_attention(*heads, torch.ones(16, 16), context=context)
+            assert gather(context, 3) == [3, 3]
+
+    run_threads(2, body)
