@@ -217,8 +217,7 @@ def _bench_on_rank(rank: Rank, options: _Options) -> int:
     # All ranks must skip the same pieces, but only the first one's file counts.
     kept: list[Any] = [[], {}]  # rows and header
     if rank.is_first and options.resumes and path is not None and path.exists():
-        before, kept[0] = load_report(path)
-        kept[1] = before
+        kept[1], kept[0] = load_report(path)
     dist.broadcast_object_list(kept)
     header = run_header(device, rank.world_size, settings.commit or this_commit())
     header["settings"] = _settings_of_all(settings, kept[1].get("settings", {}))

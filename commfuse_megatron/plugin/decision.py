@@ -155,10 +155,9 @@ def _compare_decision(layer: Any, input_: torch.Tensor, state: LayerState, reaso
         return
     if capture.is_capturing(input_) and existing_context_of(layer) is None:  # none can be made to compare by
         return
-    decision = f"{label_of(layer)}: {reason or 'overlapped'}"
-    digest = hashlib.blake2b(f"{state.decisions} {decision}".encode(), digest_size=8).hexdigest()
-    context_of(layer).consensus.agree(f"{decision} ({digest})")
-    state.decisions = digest
+    label, decision = label_of(layer), reason or "overlapped"
+    context_of(layer).consensus.agree(decision, place=f"{label} (after {state.decisions}): ")
+    state.decisions = hashlib.blake2b(f"{state.decisions} {label} {decision}".encode(), digest_size=8).hexdigest()
 
 
 def weight_grad_target(layer: Any, weight: torch.Tensor) -> WeightGradTarget | None:

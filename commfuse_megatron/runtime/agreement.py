@@ -15,13 +15,15 @@ __all__ = ["Agreement"]
 # What a rank posts begins with one of these: ranks that are at different things must not take each other's words for
 # answers.
 _STATEMENT, _ANSWER, _ERROR, _LATE = "statement: ", "answer: ", "error: ", "too late: "
+_END_OF_PLACE = "\x1f"
 
 
 class Agreement:
     """Numbered rounds of comparison among the ranks of one group; every rank must take part in every round.
 
     is_in_step: whether the latest round is known to have been of the same thing on all ranks: each brought the same, or
-    said that it cannot go on with it. Where ranks bring different statements, one may be a call ahead of another.
+    said that it cannot go on with it. Where ranks bring different statements, one may be a call ahead of another unless
+    they name one place.
     """
 
     def __init__(self, store: dist.Store, group_rank: int, group_size: int, timeout_s: float) -> None:
@@ -32,13 +34,14 @@ class Agreement:
         self._timeout_s = timeout_s
         self._round = 0
 
-    def agree(self, statement: str) -> None:
+    def agree(self, statement: str, *, place: str = "") -> None:
         """Return if all ranks bring the same `statement`; else raise ShapeError on all of them.
 
+        place: where in the program this rank is, in words that no other call has; "" if that is not known.
         Raises TransportTimeoutError when a rank says nothing in time, this one included, TransportError when the store
         is gone: no further round may follow, since nobody knows which call the others are at.
         """
-        found = self._round_of(_STATEMENT, statement, statement)
+        found = self._round_of(_STATEMENT, f"{place}{_END_OF_PLACE}{statement}", f"{place}{statement}")
         if len(set(found)) > 1:
             raise ShapeError(f"the ranks of the group do not agree on the next operation:\n{_list_posts(found)}")
 
@@ -69,7 +72,9 @@ class Agreement:
         found = self._collect(what)
         self._require_awaited(found)
         going_on = {post for post in found if not post.startswith(_ERROR)}
-        self.is_in_step = len(going_on) <= 1 or all(post.startswith(_ANSWER) for post in going_on)
+        places = {post.partition(_END_OF_PLACE)[0] for post in going_on}
+        is_known_place = len(places) == 1 and places != {_STATEMENT}
+        self.is_in_step = len(going_on) <= 1 or is_known_place or all(post.startswith(_ANSWER) for post in going_on)
         return found
 
     def _post(self, kind: str, text: str) -> None:
@@ -127,5 +132,5 @@ class Agreement:
 
 
 def _list_posts(found: list[str]) -> str:
-    said = (post.removeprefix(_STATEMENT).removeprefix(_ANSWER) for post in found)
+    said = (post.removeprefix(_STATEMENT).removeprefix(_ANSWER).replace(_END_OF_PLACE, "", 1) for post in found)
     return "\n".join(f"  group rank {rank}: {text}" for rank, text in enumerate(said))

@@ -44,9 +44,12 @@ class Consensus:
         self._is_capturing = is_capturing
         self._first_reasons: dict[Hashable, str] = {}
 
-    def agree(self, statement: str) -> None:
-        """Return if all ranks bring the same `statement`; else raise ShapeError on all of them."""
-        self._in_step(statement, lambda: self._agreement.agree(statement))
+    def agree(self, statement: str, *, place: str = "") -> None:
+        """Return if all ranks bring the same `statement`; else raise ShapeError on all of them.
+
+        place: where in the program this rank is, in words that no other call has. Ranks that differ there are in step.
+        """
+        self._in_step(statement, lambda: self._agreement.agree(statement, place=place))
 
     def exchange(self, text: str) -> list[str]:
         """What every rank brings, by rank."""

@@ -111,6 +111,10 @@ class OverlapContext:
         self._recorder = Recorder(self.device) if self.config.record else None
         peers = Peers(self.group_rank, _global_ranks(group))
         self.link = Link(transport, peers, timeout_s, self._recorder)
+        # Runs at garbage collection and at interpreter exit: an unclosed communicator would outlive what it needs.
+        look_at_exit(self.link)
+        release = functools.partial(_release, self.link, self.lanes, self.slots)
+        self._finalizer = weakref.finalize(self, release_when_done, self.link, release)
         self._prepared: dict[Problem, PreparedPass] = {}
         #: Of the call that began last.
         self.latest_plan: LinearPlan | None = None
@@ -129,10 +133,6 @@ class OverlapContext:
         )
         self.link.last_done = StreamEvent() if self.device.type == "cuda" else None
         self._last_stream = 0
-        # Runs at garbage collection and at interpreter exit: an unclosed communicator would outlive what it needs.
-        look_at_exit(self.link)
-        release = functools.partial(_release, self.link, self.lanes, self.slots)
-        self._finalizer = weakref.finalize(self, release_when_done, self.link, release)
 
     # -- what operations use ------------------------------------------------------------------------------------------
 

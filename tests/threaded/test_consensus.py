@@ -125,3 +125,18 @@ def test_a_kernel_that_is_refused_leaves_ranks_in_step(refusing):
             assert gather(context, 3) == [3, 3]
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_ranks_that_differ_at_one_place_are_in_step(is_known):
+    def body(group, device):
+        context = OverlapContext(group, EVERY_CALL)
+        place = f"layer 1, call {1 if is_known else group.rank()}: "
+        with pytest.raises(ShapeError, match=r"group rank 1: layer 1, call 1: stock"):
+            context.consensus.agree(["overlapped", "stock"][group.rank()], place=place)
+        assert context.is_usable == is_known
+        if is_known:
+            assert gather(context, 3) == [3, 3]
+            context.close()
+
+    run_threads(2, body)

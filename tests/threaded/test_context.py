@@ -590,3 +590,23 @@ def test_a_forked_child_cannot_use_its_parents_context(does):
             gather(context)
 
     run_threads(1, body)
+
+
+def test_a_context_that_is_interrupted_in_its_making_is_released(monkeypatch):
+    """Its watchdog and its connections were there to the end of the process."""
+    links = []
+
+    def interrupt(context):
+        links.append(context.link)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("commfuse_megatron.runtime.context.Planner", interrupt)
+
+    def body(group, device):
+        with pytest.raises(KeyboardInterrupt):
+            OverlapContext(group)
+
+    run_threads(2, body)
+    gc.collect()
+    leaving.release_what_is_done()
+    assert [link.transport._group for link in links] == [None, None]
