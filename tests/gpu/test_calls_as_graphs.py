@@ -13,7 +13,7 @@ from tests.gpu.test_transports import linear_config
 from tests.harness import run_spawned
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu(2), pytest.mark.slow, pytest.mark.timeout(180)]
 
 CALLS = 10
 
