@@ -95,6 +95,11 @@ class GemmProblem:
         largest_shard = -(-self.rows // self.group_size)
         return largest_shard * self.batch * features * DTYPE_BYTES[self.dtype]
 
+    @property
+    def call(self) -> str:
+        """Which pass of which operation this is."""
+        return f"{self.op} {self.pass_name}"
+
     def __str__(self) -> str:
         needs = f" needs {self.needs}" if self.needs else ""
         return (
@@ -199,6 +204,11 @@ class AttentionProblem:
             hidden = start - self.left, stop - self.left
             total -= _sum_of_least(*hidden, self.rows) - _sum_of_least(*hidden, 0)
         return total
+
+    @property
+    def call(self) -> str:
+        """Which pass of which operation this is."""
+        return f"{self.op} {self.pass_name}"
 
     def __str__(self) -> str:
         kv = f"/{self.kv_heads}" if self.kv_heads != self.heads else ""

@@ -72,11 +72,13 @@ def all_gather_linear(
     Source: CommFuse Alg. 1, arXiv 2604.24013, 2026.
     """
     require_context("all_gather_linear", context)
-    x, weight, bias = cast_for_autocast(context.device.type, x, weight, bias)
-    with prepare(_OPERATION, x, weight, bias, total_rows, context, weight_grad).begin() as forward:
+    with context.guard("all_gather_linear"):
+        x, weight, bias = cast_for_autocast(context.device.type, x, weight, bias)
+        forward = prepare(_OPERATION, x, weight, bias, total_rows, context, weight_grad)
         if not needs_autograd(x, weight, bias):
+            forward.begin()
             return _forward(forward, x, weight, bias, may_keep=False)[0]
-        return _AllGatherLinear.apply(x, weight, bias, _Call(forward, weight_grad))
+    return _AllGatherLinear.apply(x, weight, bias, _Call(forward, weight_grad))
 
 
 class _Call(NamedTuple):
@@ -89,7 +91,10 @@ class _AllGatherLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: _Call
     ) -> torch.Tensor:
-        y, kept = _forward(call.forward, x, weight, bias, may_keep=ctx.needs_input_grad[1])
+        # Not around what autograd does afterwards: hooks of what is saved may raise, as checkpoints do on purpose.
+        with call.forward.context.guard(call.forward.problem):
+            call.forward.begin()
+            y, kept = _forward(call.forward, x, weight, bias, may_keep=ctx.needs_input_grad[1])
         ctx.call = call
         ctx.has_bias = bias is not None
         ctx.save_for_backward(x, weight, kept)
@@ -98,18 +103,19 @@ class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, kept = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         call: _Call = ctx.call
-        grad = grad_y.contiguous().flatten(0, -2)
         grad_x = grad_weight = grad_bias = None
-        if needs_input or needs_weight:
-            backward = prepare_backward(_OPERATION, call.forward, needs_input=needs_input, needs_weight=needs_weight)
-            with backward.begin() as p:
+        with call.forward.context.guard("the backward pass of all_gather_linear"):
+            x, weight, kept = ctx.saved_tensors
+            needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+            grad = grad_y.contiguous().flatten(0, -2)
+            if needs_input or needs_weight:
+                p = prepare_backward(_OPERATION, call.forward, needs_input=needs_input, needs_weight=needs_weight)
+                p.begin()
                 operands = _Operands(grad, x, with_unit_stride(weight), kept, needs_input, needs_weight)
                 grad_x, grad_weight = _backward(p, operands, call.weight_grad)
-        if ctx.has_bias and needs_bias:
-            grad_bias = grad.sum(0)
+            if ctx.has_bias and needs_bias:
+                grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, None
 
 

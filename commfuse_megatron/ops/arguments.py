@@ -183,7 +183,8 @@ def require_fitting(
     except Exception as error:
         complaint = f"the arguments cannot be judged: {type(error).__name__}: {error}"
     if complaint is not None:
-        context.consensus.refuse(ShapeError(f"{operation.name}, group rank {context.group_rank}: {complaint}"))
+        refusal = ShapeError(f"{operation.name}, group rank {context.group_rank}: {complaint}")
+        context.consensus.refuse(refusal, topic=f"{operation.name} fprop")
 
 
 def prepare(

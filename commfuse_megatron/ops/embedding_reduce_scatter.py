@@ -62,11 +62,13 @@ def embedding_reduce_scatter(
     Raises: as `linear_reduce_scatter`. The plan is chosen by the configuration of a linear's passes.
     """
     require_context("embedding_reduce_scatter", context)
-    with _prepare(ids, weight, first_id, is_deterministic, context).begin() as forward:
+    with context.guard("embedding_reduce_scatter"):
+        forward = _prepare(ids, weight, first_id, is_deterministic, context)
         call = _Call(forward, first_id, is_deterministic)
         if not (torch.is_grad_enabled() and weight.requires_grad):
+            forward.begin()
             return _forward(forward, *_localize(ids, weight, first_id), weight)
-        return _EmbeddingReduceScatter.apply(ids, weight, call)
+    return _EmbeddingReduceScatter.apply(ids, weight, call)
 
 
 _FIRST_IDS = 2**62
@@ -81,21 +83,26 @@ class _Call(NamedTuple):
 class _EmbeddingReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, call: _Call) -> torch.Tensor:
-        rows, is_foreign = _localize(ids, weight, call.first_id)
+        with call.forward.context.guard(call.forward.problem):
+            call.forward.begin()
+            rows, is_foreign = _localize(ids, weight, call.first_id)
+            y = _forward(call.forward, rows, is_foreign, weight)
         ctx.call = call
         ctx.num_rows = weight.size(0)
         ctx.save_for_backward(rows, is_foreign)
-        return _forward(call.forward, rows, is_foreign, weight)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
-        rows, is_foreign = ctx.saved_tensors
         call: _Call = ctx.call
-        grad_rows = grad_y.contiguous().flatten(0, -2)
-        with prepare_backward(_OPERATION, call.forward, needs_input=False, needs_weight=True).begin() as p:
+        with call.forward.context.guard("the backward pass of embedding_reduce_scatter"):
+            rows, is_foreign = ctx.saved_tensors
+            grad_rows = grad_y.contiguous().flatten(0, -2)
+            p = prepare_backward(_OPERATION, call.forward, needs_input=False, needs_weight=True)
+            p.begin()
             grad = _gather(p, grad_rows).masked_fill(is_foreign, 0)
-        return None, _add_up(grad, rows, ctx.num_rows, is_deterministic=call.is_deterministic), None
+            return None, _add_up(grad, rows, ctx.num_rows, is_deterministic=call.is_deterministic), None
 
 
 def _localize(ids: torch.Tensor, weight: torch.Tensor, first_id: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -71,11 +71,13 @@ def linear_reduce_scatter(
     Source: CommFuse Alg. 2 and 3, arXiv 2604.24013, 2026.
     """
     require_context("linear_reduce_scatter", context)
-    x, weight, bias = cast_for_autocast(context.device.type, x, weight, bias)
-    with prepare(OPERATION, x, weight, bias, None, context, weight_grad).begin() as forward:
+    with context.guard("linear_reduce_scatter"):
+        x, weight, bias = cast_for_autocast(context.device.type, x, weight, bias)
+        forward = prepare(OPERATION, x, weight, bias, None, context, weight_grad)
         if not needs_autograd(x, weight, bias):
+            forward.begin()
             return scatter_forward(forward, x, weight, bias)
-        return _LinearReduceScatter.apply(x, weight, bias, _Call(forward, weight_grad))
+    return _LinearReduceScatter.apply(x, weight, bias, _Call(forward, weight_grad))
 
 
 class _Call(NamedTuple):
@@ -88,7 +90,10 @@ class _LinearReduceScatter(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: _Call
     ) -> torch.Tensor:
-        y = scatter_forward(call.forward, x, weight, bias)
+        # Not around what autograd does afterwards: hooks of what is saved may raise, as checkpoints do on purpose.
+        with call.forward.context.guard(call.forward.problem):
+            call.forward.begin()
+            y = scatter_forward(call.forward, x, weight, bias)
         ctx.call = call
         ctx.has_bias = bias is not None
         ctx.save_for_backward(x, weight)
@@ -97,18 +102,19 @@ class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         call: _Call = ctx.call
-        grad_shard = grad_y.contiguous().flatten(0, -2)
         grad_x = grad_weight = grad_bias = None
-        if needs_input or needs_weight:
-            backward = prepare_backward(OPERATION, call.forward, needs_input=needs_input, needs_weight=needs_weight)
-            with backward.begin() as p:
+        with call.forward.context.guard("the backward pass of linear_reduce_scatter"):
+            x, weight = ctx.saved_tensors
+            needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+            grad_shard = grad_y.contiguous().flatten(0, -2)
+            if needs_input or needs_weight:
+                p = prepare_backward(OPERATION, call.forward, needs_input=needs_input, needs_weight=needs_weight)
+                p.begin()
                 operands = ScatterOperands(grad_shard, x, with_unit_stride(weight), needs_input, needs_weight)
                 grad_x, grad_weight = scatter_backward(p, operands, call.weight_grad)
-        if ctx.has_bias and needs_bias:
-            grad_bias = grad_shard.sum(0)
+            if ctx.has_bias and needs_bias:
+                grad_bias = grad_shard.sum(0)
         return grad_x, grad_weight, grad_bias, None
 
 

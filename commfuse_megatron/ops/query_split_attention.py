@@ -40,6 +40,7 @@ from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import AttentionProblem, shard_range
+from commfuse_megatron.runtime.consensus import settle
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PreparedPass
 
@@ -103,22 +104,27 @@ def query_split_attention(
     Source: CommFuse Alg. 4, arXiv 2604.24013, 2026.
     """
     require_context("query_split_attention", context)
-    q, k, v, out_weight, out_bias = cast_for_autocast(context.device.type, q, k, v, out_weight, out_bias)
+    with context.guard("query_split_attention"):
+        q, k, v, out_weight, out_bias = cast_for_autocast(context.device.type, q, k, v, out_weight, out_bias)
     if isinstance(window, list):  # of a file, say: no key
         window = cast(tuple[int, int], tuple(window))
     inputs = AttentionInputs(q, k, v, out_weight, out_bias, causal, window, mask, scale, dropout)
-    forward = _prepare(inputs, context, weight_grad)
-    if dropout and context.is_capturing:
-        raise UnsupportedError(
-            "query_split_attention: a CUDA graph would repeat one dropout mask; capture without dropout"
-        )
-    # The plain kernel's products are to be in fp32, whatever autocast makes of products.
-    with forward.begin(), torch.autocast(context.device.type, enabled=False):
+    with context.guard("query_split_attention"), torch.autocast(context.device.type, enabled=False):
+        # The plain kernel's products are to be in fp32, whatever autocast makes of products.
+        forward = _prepare(inputs, context, weight_grad)
+        if dropout and context.is_capturing:
+            raise settle(
+                UnsupportedError(
+                    "query_split_attention: a CUDA graph would repeat one dropout mask; capture without dropout"
+                )
+            )
         call = AttentionCall(
             forward, weight_grad, q.size(-1) ** -0.5 if scale is None else float(scale), mask, _draw(dropout, context)
         )
         if not forward.problem.needs and not (out_bias is not None and out_bias.requires_grad):
+            forward.begin()
             return attention_forward(call, Heads(q, k, v), out_weight, out_bias)[0]
+    with torch.autocast(context.device.type, enabled=False):
         return _QuerySplitAttention.apply(q, k, v, out_weight, out_bias, call)
 
 
@@ -133,7 +139,8 @@ def find_attention_kernel(inputs: AttentionInputs, context: OverlapContext) -> A
 def plan_attention(inputs: AttentionInputs, context: OverlapContext) -> LinearPlan:
     """How `query_split_attention` would run `inputs`; all ranks must ask. Nothing is computed but trials of new
     problems. Raises as the operation does."""
-    return _prepare(inputs, context).plan
+    with context.guard("the plan of query_split_attention"):
+        return _prepare(inputs, context).plan
 
 
 class _QuerySplitAttention(torch.autograd.Function):
@@ -147,7 +154,9 @@ class _QuerySplitAttention(torch.autograd.Function):
         bias: torch.Tensor | None,
         call: AttentionCall,
     ) -> torch.Tensor:
-        y, saved = attention_forward(call, Heads(q, k, v), weight, bias)
+        with call.forward.context.guard(call.forward.problem):
+            call.forward.begin()
+            y, saved = attention_forward(call, Heads(q, k, v), weight, bias)
         ctx.call = call._replace(mask=None)
         ctx.has_bias = bias is not None
         found = saved.states
@@ -159,24 +168,27 @@ class _QuerySplitAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, weight, mask, attended, *flat = ctx.saved_tensors
-        is_one = ctx.state_sizes is None
-        states = flat[0] if is_one else [tuple(part) for part in _split_list(flat, ctx.state_sizes)]
-        call: AttentionCall = ctx.call._replace(mask=mask)
-        needs_bias = ctx.has_bias and ctx.needs_input_grad[4]
-        grad_shard = grad_y.contiguous().flatten(0, -2)
-        grads: Heads | None = None
-        grad_weight = None
-        if call.forward.problem.needs:
-            saved = Saved(Heads(q, k, v), attended, states)
-            autocast = torch.autocast(grad_shard.device.type, enabled=False)  # as in forward
-            with _prepare_backward(call.forward).begin() as p, autocast:
-                grads, grad_weight = attention_backward(p, call, saved, grad_shard, with_unit_stride(weight))
+        with ctx.call.forward.context.guard("the backward pass of query_split_attention"):
+            q, k, v, weight, mask, attended, *flat = ctx.saved_tensors
+            is_one = ctx.state_sizes is None
+            states = flat[0] if is_one else [tuple(part) for part in _split_list(flat, ctx.state_sizes)]
+            call: AttentionCall = ctx.call._replace(mask=mask)
+            grad_shard = grad_y.contiguous().flatten(0, -2)
+            grads: Heads | None = None
+            grad_weight = None
+            if call.forward.problem.needs:
+                p = _prepare_backward(call.forward)
+                p.begin()
+                saved = Saved(Heads(q, k, v), attended, states)
+                with torch.autocast(grad_shard.device.type, enabled=False):  # as in forward
+                    grads, grad_weight = attention_backward(p, call, saved, grad_shard, with_unit_stride(weight))
+            needs_bias = ctx.has_bias and ctx.needs_input_grad[4]
+            grad_bias = grad_shard.sum(0) if needs_bias else None
         grad_heads = (
             None if grads is None or not is_due else grad
             for grad, is_due in zip(grads or (None,) * 3, ctx.needs_input_grad[:3], strict=True)
         )
-        return *grad_heads, grad_weight, grad_shard.sum(0) if needs_bias else None, None
+        return *grad_heads, grad_weight, grad_bias, None
 
 
 # -- preparation ------------------------------------------------------------------------------------------------------
@@ -199,7 +211,7 @@ def _prepare(
         try:
             _choose_kernel(problem, context)
         except UnsupportedError as error:
-            context.consensus.refuse(error)
+            context.consensus.refuse(error, topic=problem.call)
         if problem.has_dropout:
             # Splits draw masks of their own: recomputed with gradients, a call must be split as it was without.
             model = remember(context, (inputs.key, "plan"), _with_all_gradients(problem), _OPERATION)
@@ -220,7 +232,7 @@ def _require_current(p: PreparedPass) -> None:
     """Raise UnsupportedError if the kernel that was chosen can no longer be called; nothing of `p` was sent."""
     reason = None if p.attention is None else p.attention.stale_reason()
     if reason is not None:
-        p.context.consensus.refuse(UnsupportedError(reason))
+        p.context.consensus.refuse(UnsupportedError(reason), topic=p.problem.call)
 
 
 def _find_complaint(

@@ -53,7 +53,7 @@ def run_trial(
     Raises TransportError on all ranks, and the context has failed, where one ran out of memory and others did not.
     """
     with torch.no_grad(), context.unrecorded():
-        run = context.consensus.make_together(lambda: rehearse(problem, context))
+        run = context.consensus.make_together(lambda: rehearse(problem, context), "operands of a trial")
         if isinstance(run, str):
             return run
         if problem.pass_name == "backward":
@@ -79,7 +79,7 @@ def run_trial(
 
 def _slowest(times_us: list[float], context: OverlapContext) -> list[float]:
     """Of every time the slowest rank's."""
-    everyone = [json.loads(text) for text in context.consensus.exchange(json.dumps(times_us))]
+    everyone = [json.loads(text) for text in context.consensus.exchange(json.dumps(times_us), topic="times of a trial")]
     return [max(each) for each in zip(*everyone, strict=True)]
 
 
@@ -130,7 +130,7 @@ class _Bursts:
                 self._calls[index]()
         except torch.OutOfMemoryError as error:
             complaint = f"group rank {context.group_rank}: {str(error).partition('.')[0]}"
-        complaints = [text for text in context.consensus.exchange(complaint) if text]
+        complaints = [text for text in context.consensus.exchange(complaint, topic="memory for a trial") if text]
         if 0 < len(complaints) < context.group_size:  # the others may wait for what it has not sent
             found = f"{plan.name} was tried, and ran out of memory on some ranks only: {'; '.join(complaints)}"
             raise context.link.fail(TransportError(f"{found}; force another way, or leave more memory"))

@@ -156,7 +156,8 @@ def _compare_decision(layer: Any, input_: torch.Tensor, state: LayerState, reaso
     if capture.is_capturing(input_) and existing_context_of(layer) is None:  # none can be made to compare by
         return
     label, decision = label_of(layer), reason or "overlapped"
-    context_of(layer).consensus.agree(decision, place=f"{label} (after {state.decisions}): ")
+    place = f"{label} (after {state.decisions})"
+    context_of(layer).consensus.agree(f"{place}: {decision}", topic=place, is_place=True)
     state.decisions = hashlib.blake2b(f"{state.decisions} {label} {decision}".encode(), digest_size=8).hexdigest()
 
 

@@ -5,6 +5,7 @@ round trip, so it runs when a problem is new and, if asked for, at every call.
 """
 
 from datetime import timedelta
+from typing import NamedTuple
 
 from torch import distributed as dist
 
@@ -12,18 +13,30 @@ from commfuse_megatron.errors import ShapeError, TransportError, TransportTimeou
 
 __all__ = ["Agreement"]
 
-# What a rank posts begins with one of these: ranks that are at different things must not take each other's words for
-# answers.
-_STATEMENT, _ANSWER, _ERROR, _LATE = "statement: ", "answer: ", "error: ", "too late: "
-_END_OF_PLACE = "\x1f"
+# Ranks that are at different things must not take each other's words for answers: what a rank posts says what it is,
+# and of which call or question.
+_STATEMENT, _ANSWER, _ERROR, _LATE = "statement", "answer", "error", "too late"
+_SEPARATOR = "\x1f"
+
+
+class _Post(NamedTuple):
+    kind: str
+    topic: str
+    text: str
+
+    def __str__(self) -> str:
+        if self.kind == _STATEMENT:
+            return self.text
+        return f"{self.kind if self.kind == _ERROR else self.topic}: {self.text}"
 
 
 class Agreement:
     """Numbered rounds of comparison among the ranks of one group; every rank must take part in every round.
 
+    topic, everywhere: which call or question this is, as far as the program's place can be told by it.
+
     is_in_step: whether the latest round is known to have been of the same thing on all ranks: each brought the same, or
-    said that it cannot go on with it. Where ranks bring different statements, one may be a call ahead of another unless
-    they name one place.
+    said that it cannot go on with it. Where ranks state different things, one may be a call ahead of another.
     """
 
     def __init__(self, store: dist.Store, group_rank: int, group_size: int, timeout_s: float) -> None:
@@ -34,63 +47,67 @@ class Agreement:
         self._timeout_s = timeout_s
         self._round = 0
 
-    def agree(self, statement: str, *, place: str = "") -> None:
+    def agree(self, statement: str, *, topic: str, is_place: bool = False) -> None:
         """Return if all ranks bring the same `statement`; else raise ShapeError on all of them.
 
-        place: where in the program this rank is, in words that no other call has; "" if that is not known.
+        is_place: no other call has this topic, so ranks that share it are in step whatever they state.
         Raises TransportTimeoutError when a rank says nothing in time, this one included, TransportError when the store
         is gone: no further round may follow, since nobody knows which call the others are at.
         """
-        found = self._round_of(_STATEMENT, f"{place}{_END_OF_PLACE}{statement}", f"{place}{statement}")
+        found = self._round_of(_Post(_STATEMENT, topic, statement), statement)
+        is_one_topic = len({post.topic for post in found}) == 1
+        is_stated = is_one_topic and all(post.kind != _ANSWER for post in found)
+        going_on = {post for post in found if post.kind != _ERROR}
+        self.is_in_step = is_stated and (is_place or len(going_on) <= 1)
         if len(set(found)) > 1:
             raise ShapeError(f"the ranks of the group do not agree on the next operation:\n{_list_posts(found)}")
 
-    def exchange(self, text: str) -> list[str]:
+    def exchange(self, text: str, *, topic: str) -> list[str]:
         """What every rank brings, by rank; raises like `agree`, ShapeError where a rank refused or asks otherwise."""
-        found = self._round_of(_ANSWER, text, "an exchange between ranks")
-        if not all(post.startswith(_ANSWER) for post in found):
+        found = self._round_of(_Post(_ANSWER, topic, text), topic)
+        self.is_in_step = all(post.topic == topic and post.kind != _STATEMENT for post in found)
+        if not all(post.topic == topic and post.kind == _ANSWER for post in found):
             raise ShapeError(f"a rank of the group cannot go on:\n{_list_posts(found)}")
-        return [post.removeprefix(_ANSWER) for post in found]
+        return [post.text for post in found]
 
-    def refuse(self, error: Exception, *, wait: bool) -> None:
+    def refuse(self, error: Exception, *, topic: str, wait: bool) -> None:
         """Tell the other ranks that this one cannot go on because of `error`, then raise it here.
 
         wait: the other ranks are known to take part in this round, so keep the rounds in step. Without it, nobody knows
         which call they are at afterwards: there must be no further round.
         """
         self.is_in_step = False
+        post = _Post(_ERROR, topic, f"{error}")
         if wait:
-            self._round_of(_ERROR, f"{error}", f"{error}")
+            found = self._round_of(post, f"{error}")
+            statements = {post for post in found if post.kind == _STATEMENT}
+            self.is_in_step = len(statements) <= 1 and all(post.topic == topic for post in found)
         else:
-            self._post(_ERROR, f"{error}")
+            self._post(post)
         raise error
 
-    def _round_of(self, kind: str, text: str, what: str) -> list[str]:
+    def _round_of(self, post: _Post, what: str) -> list[_Post]:
         """What every rank posts in this round, by rank."""
         self.is_in_step = False
-        self._post(kind, text)
+        self._post(post)
         found = self._collect(what)
         self._require_awaited(found)
-        going_on = {post for post in found if not post.startswith(_ERROR)}
-        places = {post.partition(_END_OF_PLACE)[0] for post in going_on}
-        is_known_place = len(places) == 1 and places != {_STATEMENT}
-        self.is_in_step = len(going_on) <= 1 or is_known_place or all(post.startswith(_ANSWER) for post in going_on)
         return found
 
-    def _post(self, kind: str, text: str) -> None:
+    def _post(self, post: _Post) -> None:
         try:
-            self._store.set(self._key(self._round, self._group_rank), kind + text)
+            self._store.set(self._key(self._round, self._group_rank), _SEPARATOR.join(post))
         except RuntimeError as error:
             raise self._unreachable(error) from error
 
-    def _collect(self, statement: str) -> list[str]:
+    def _collect(self, statement: str) -> list[_Post]:
         keys = [self._key(self._round, rank) for rank in range(self._group_size)]
         try:
             self._store.wait(keys, timedelta(seconds=self._timeout_s))
         except RuntimeError as error:  # DistStoreError and, with some stores, a plain RuntimeError
             raise self._missing(keys, statement) from error
         try:
-            found = [self._store.get(key).decode() for key in keys]
+            found = [_Post(*self._store.get(key).decode().split(_SEPARATOR, 2)) for key in keys]
             # All ranks have entered this round, so all have read the one before: nobody needs its key any more.
             if self._round > 0:
                 self._store.delete_key(self._key(self._round - 1, self._group_rank))
@@ -106,15 +123,15 @@ class Agreement:
             return self._unreachable(error)
         complaint = f"group rank {self._group_rank} waited {self._timeout_s} s for group ranks {missing}"
         # Who comes late must not take this rank's word for being there still.
-        self._post(_LATE, complaint)
+        self._post(_Post(_LATE, "", complaint))
         return TransportTimeoutError(
             f"{statement}: {complaint} to announce the same operation. Either they died, or they are doing something "
             "else."
         )
 
-    def _require_awaited(self, found: list[str]) -> None:
+    def _require_awaited(self, found: list[_Post]) -> None:
         """Raise TransportTimeoutError where the others no longer waited for this rank."""
-        late = [f"  {text.removeprefix(_LATE)}" for text in found if text.startswith(_LATE)]
+        late = [f"  {post.text}" for post in found if post.kind == _LATE]
         if late:
             raise TransportTimeoutError(
                 "\n".join([f"group rank {self._group_rank} came too late, the others have given up:", *late])
@@ -131,6 +148,5 @@ class Agreement:
         return f"agreement/{round_number}/{rank}"
 
 
-def _list_posts(found: list[str]) -> str:
-    said = (post.removeprefix(_STATEMENT).removeprefix(_ANSWER).replace(_END_OF_PLACE, "", 1) for post in found)
-    return "\n".join(f"  group rank {rank}: {text}" for rank, text in enumerate(said))
+def _list_posts(found: list[_Post]) -> str:
+    return "\n".join(f"  group rank {rank}: {post}" for rank, post in enumerate(found))

@@ -47,7 +47,7 @@ def calibrate(context: "OverlapContext", dtype: torch.dtype, stopwatch: Stopwatc
     limit = context.config.transport.max_buffer_mib * (1 << 20) // (2 * context.group_size)
     large = max(4096, min(sizes.large_bytes, limit) // 4096 * 4096)
     small = min(sizes.small_bytes, large // 4)
-    scratch = context.consensus.make_together(lambda: _Scratch(context, dtype, sizes, (small, large)))
+    scratch = context.consensus.make_together(lambda: _Scratch(context, dtype, sizes, (small, large)), "scratch memory")
     if isinstance(scratch, str):
         return scratch
     with torch.no_grad(), context.unrecorded():
@@ -56,7 +56,7 @@ def calibrate(context: "OverlapContext", dtype: torch.dtype, stopwatch: Stopwatc
             times.append(_shortest_us(stopwatch, scratch.gather_over_link(elements), scratch.lead))
         for elements in scratch.elements:
             times.append(_shortest_us(stopwatch, scratch.gather_over_group(elements), scratch.lead))
-    everyone = [json.loads(text) for text in context.consensus.exchange(json.dumps(times))]
+    everyone = [json.loads(text) for text in context.consensus.exchange(json.dumps(times), topic="measured times")]
     gemm_us, copy_us, *channels = (max(each) for each in zip(*everyone, strict=True))
     others = context.group_size - 1
     return Timings(

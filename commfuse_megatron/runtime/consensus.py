@@ -8,11 +8,11 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from commfuse_megatron.errors import TransportError
+from commfuse_megatron.errors import CommFuseError, TransportError
 from commfuse_megatron.runtime.agreement import Agreement
 from commfuse_megatron.runtime.link import Link
 
-__all__ = ["Consensus"]
+__all__ = ["Consensus", "Guard", "note_interruption", "settle"]
 
 # Sequence lengths that vary from call to call must not fill the memory.
 _MOST_REASONS = 1024
@@ -44,16 +44,16 @@ class Consensus:
         self._is_capturing = is_capturing
         self._first_reasons: dict[Hashable, str] = {}
 
-    def agree(self, statement: str, *, place: str = "") -> None:
+    def agree(self, statement: str, *, topic: str, is_place: bool = False) -> None:
         """Return if all ranks bring the same `statement`; else raise ShapeError on all of them.
 
-        place: where in the program this rank is, in words that no other call has. Ranks that differ there are in step.
+        topic: the call that this belongs to. is_place: no other call has this topic: ranks that share it are in step.
         """
-        self._in_step(statement, lambda: self._agreement.agree(statement, place=place))
+        self._in_step(statement, lambda: self._agreement.agree(statement, topic=topic, is_place=is_place))
 
-    def exchange(self, text: str) -> list[str]:
-        """What every rank brings, by rank."""
-        return self._in_step("an exchange between ranks", lambda: self._agreement.exchange(text))
+    def exchange(self, text: str, *, topic: str) -> list[str]:
+        """What every rank brings, by rank. topic: the question, equal on all ranks."""
+        return self._in_step(topic, lambda: self._agreement.exchange(text, topic=topic))
 
     def first_reason(self, key: Hashable, reason: str | None) -> str | None:
         """`reason`, or that of the first rank that has one; None if none has. Collective the first time of each key.
@@ -66,13 +66,13 @@ class Consensus:
                 return reason
             if len(self._first_reasons) >= _MOST_REASONS:
                 self._first_reasons.clear()
-            everyone = enumerate(self.exchange(reason or ""))
+            everyone = enumerate(self.exchange(reason or "", topic=f"the reason for {key}"))
             found = next(((rank, text) for rank, text in everyone if text), (self._group_rank, ""))
             elsewhere = f"group rank {found[0]}: " if found[1] and not reason else ""
             known = self._first_reasons[key] = elsewhere + found[1]
         return known or None
 
-    def make_together[T](self, make: Callable[[], T]) -> T | str:
+    def make_together[T](self, make: Callable[[], T], topic: str) -> T | str:
         """What `make` makes, if no rank runs out of memory; else, on all ranks, which one did."""
         made: T | None = None
         complaint = ""
@@ -81,21 +81,22 @@ class Consensus:
         except torch.OutOfMemoryError as error:
             complaint = f"group rank {self._group_rank}: {str(error).partition('.')[0]}"
         except Exception as error:
-            self.refuse(error)
-        complaints = [text for text in self.exchange(complaint) if text]
+            self.refuse(error, topic=topic)
+        complaints = [text for text in self.exchange(complaint, topic=topic) if text]
         if complaints:
             return "; ".join(complaints)
         assert made is not None
         return made
 
-    def refuse(self, error: Exception) -> None:
-        """Raise `error` here, and on the other ranks where they look: at every call, or at a new problem."""
+    def refuse(self, error: Exception, *, topic: str) -> None:
+        """Raise `error` here, and on the other ranks where they look: at every call, or at a new problem.
+
+        topic: the call, or the question, that this rank cannot go on with.
+        """
         self._link.require_usable()
         if self._group_size == 1:
-            raise error
-        self._in_step(f"{error}", lambda: self._agreement.refuse(error, wait=self.is_for_every_call))
-
-    # -- details ------------------------------------------------------------------------------------------------------
+            raise settle(error)
+        self._in_step(f"{error}", lambda: self._agreement.refuse(error, topic=topic, wait=self.is_for_every_call))
 
     def _in_step[T](self, statement: str, meet: Callable[[], T]) -> T:
         """What `meet` gives; if it raises, the context fails unless all ranks are known to have stopped at one call.
@@ -105,10 +106,46 @@ class Consensus:
         self._link.require_usable()
         try:
             return meet()
-        except Exception as error:
-            if not (self.is_for_every_call and self._agreement.is_in_step):
-                self._link.fail(error)
-            raise
         except BaseException as error:  # Ctrl-C while waiting: the others may yet go on with this call
-            self._link.fail(TransportError(f"{statement} was interrupted by {type(error).__name__}: {error}"))
+            if isinstance(error, Exception) and self.is_for_every_call and self._agreement.is_in_step:
+                settle(error)
+            note_interruption(self._link, statement, error)
             raise
+
+
+class Guard:
+    """Surrounds what all ranks do: leaving it by an exception fails the context, unless all ranks are known to.
+
+    what: in words, or what gives them.
+    """
+
+    __slots__ = ("_link", "_what")
+
+    def __init__(self, link: Link, what: object) -> None:
+        self._link, self._what = link, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            note_interruption(self._link, self._what, error)
+
+
+_SETTLED = "_commfuse_settled"
+
+
+def settle[E: BaseException](error: E) -> E:
+    """Say that all ranks raise in this call, so that none is ahead of another; returns `error`."""
+    setattr(error, _SETTLED, True)
+    return error
+
+
+def note_interruption(link: Link, what: object, error: BaseException) -> None:
+    """Fail the context of `link`, if it has not: this rank ends `what` by `error`, and the others may go on with it."""
+    if getattr(error, _SETTLED, False):
+        return
+    if isinstance(error, CommFuseError):
+        link.fail(error)
+    else:
+        link.fail(TransportError(f"{what} was interrupted by {type(error).__name__}: {error}"))

@@ -22,7 +22,7 @@ from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import Problem
 from commfuse_megatron.runtime.agreement import Agreement
-from commfuse_megatron.runtime.consensus import Consensus
+from commfuse_megatron.runtime.consensus import Consensus, Guard
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.lanes import Lanes
 from commfuse_megatron.runtime.leaving import (
@@ -81,26 +81,27 @@ class OverlapContext:
         store = _private_store(group, self.group_rank)
         agreement = Agreement(store, self.group_rank, self.group_size, timeout_s)
         try:
-            agreement.agree(f"context with {json.dumps(self.config.to_dict(), sort_keys=True)}")
+            configuration = json.dumps(self.config.to_dict(), sort_keys=True)
+            agreement.agree(f"context with {configuration}", topic="a context")
         except ShapeError as error:
             raise ConfigError(f"the configurations differ between ranks: {error}") from None
         try:
-            backend = choose_backend(group, self.config.transport, agreement.exchange)
+            exchange = functools.partial(agreement.exchange, topic="a transport")
+            backend = choose_backend(group, self.config.transport, exchange)
         except ConfigError as error:
-            agreement.refuse(error, wait=False)
+            agreement.refuse(error, topic="a transport", wait=False)
             raise
         self.device = device_of_backend(backend)
         try:
             private = dist.PrefixStore("transport", store)
-            exchange = agreement.exchange
             self.nccl = choose_nccl_settings(group, backend, self.config, exchange)
             transport = create_transport(backend, group, private, self.config.transport, self.nccl, exchange)
         except Exception as error:
-            agreement.refuse(error, wait=False)
+            agreement.refuse(error, topic="a transport", wait=False)
             raise
         # Who is still connecting would fail if the others closed their ends already.
         try:
-            agreement.agree(f"the {backend} transport is made")
+            agreement.agree(f"the {backend} transport is made", topic="a context")
         except CommFuseError as error:
             transport.abort()
             raise error if not isinstance(error, ShapeError) else TransportError(str(error)) from None
@@ -195,8 +196,16 @@ class OverlapContext:
             plan = prepared.plan
             orders = [order for order in (plan.scatter_order, plan.gather_order) if order is not None]
             owners = f", owners {orders}" if orders else ""
-            self.consensus.agree(f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}{owners}")
+            statement = f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}{owners}"
+            self.consensus.agree(statement, topic=prepared.problem.call)
         prepared.is_agreed = True
+
+    def guard(self, what: object) -> Guard:
+        """For a with-block around what all ranks do; left by an exception, this rank would be out of step.
+
+        what: in words, or what gives them.
+        """
+        return Guard(self.link, what)
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:

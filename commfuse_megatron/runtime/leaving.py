@@ -23,9 +23,8 @@ from contextlib import suppress
 from multiprocessing import util
 from typing import Protocol
 
-import torch
-
 from commfuse_megatron.errors import TransportError
+from commfuse_megatron.transport.stream_memory import may_wait_for_device
 
 __all__ = ["is_process_ending", "look_at_exit", "release_what_is_done", "release_when_done"]
 
@@ -42,6 +41,7 @@ class _Link(Protocol):
     timeout_s: float
     failure: Exception | None
     is_left_by_error: bool
+    is_disowned: bool
 
     @property
     def is_in_flight(self) -> bool: ...
@@ -50,6 +50,7 @@ class _Link(Protocol):
 # Without a lock: garbage collection may come here while this thread is here already.
 _links: set[_Link] = set()
 _left: dict[_Link, Callable[[], None]] = {}
+_of_the_parent: list[Callable[[], None]] = []
 #: Links that are being released, and by which thread.
 _at_work: dict[_Link, int] = {}
 _ending: list[bool] = []
@@ -84,7 +85,8 @@ def release_when_done(link: _Link, release: Callable[[], None]) -> None:
 
     Not here: garbage collection may call this, in any thread and at any moment.
     """
-    if link not in _links:  # of the process that this one was forked from
+    if link not in _links:  # of the process that this one was forked from: even to drop its connections would hang
+        _of_the_parent.append(release)
         return
     _left[link] = release
     if _ending:
@@ -96,7 +98,7 @@ def release_what_is_done(own: _Link | None = None) -> None:
 
     own: a link that is not to be in the middle of it on return, if another thread was first.
     """
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if not may_wait_for_device():
         return
     this_thread = threading.get_ident()
     for link in list(_left):
@@ -170,6 +172,8 @@ def _disown() -> None:
         link.failure = TransportError(
             "this OverlapContext is the parent's, which forked this process; create a new one"
         )
+        link.is_disowned = True
+    _of_the_parent.extend(_left.values())
     _links.clear()
     _left.clear()
     _at_work.clear()

@@ -60,6 +60,8 @@ class Link:
         self.is_closed = False
         #: Whether the program gave the context up for an error of its own.
         self.is_left_by_error = False
+        #: Whether this process was forked from the one that uses it.
+        self.is_disowned = False
         self.is_capturing = False
         #: On a stream, where the operation that began last has ended; None on the CPU. The context records it.
         self.last_done: StreamEvent | None = None
@@ -161,6 +163,8 @@ class Link:
     @property
     def is_in_flight(self) -> bool:
         """Whether streams may still be at transfers; after a failure, until they were let go."""
+        if self.is_disowned:
+            return False
         return not self.is_idle if self.failure is None else not self.transport.has_given_up
 
     def stop_watching(self) -> None:

@@ -143,7 +143,8 @@ class Planner:
         try_out: TryOut,
         machine: MachineModel,
     ) -> LinearPlan:
-        self._context.consensus.agree(f"timing {', '.join(plan.name for plan in timed)} for {problem}")
+        statement = f"timing {', '.join(plan.name for plan in timed)} for {problem}"
+        self._context.consensus.agree(statement, topic=problem.call)
         for plan in timed:
             self._buffers = merge_needs(self._buffers, buffer_needs(problem, plan))
         found = try_out(timed)
@@ -164,7 +165,7 @@ class Planner:
         traits = self._traits(dtype)
         if not may_measure:
             return assumed_machine(traits, problem.dtype)
-        context.consensus.agree(f"measuring the machine for {problem}")
+        context.consensus.agree(f"measuring the machine for {problem}", topic=problem.call)
         timings = calibrate(context, dtype, make_stopwatch(context.device))
         if isinstance(timings, str):
             logger.warning("the machine was not measured: %s", timings)

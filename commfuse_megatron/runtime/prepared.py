@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from commfuse_megatron.errors import TransportError
 from commfuse_megatron.kernels.attention import AttentionKernel
 from commfuse_megatron.kernels.blas import blas_unavailable_reason
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import Problem, shard_range
 from commfuse_megatron.runtime.binding import BoundSchedule, bind
+from commfuse_megatron.runtime.consensus import note_interruption
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.program import GatherProgram, ScatterProgram
@@ -25,8 +25,8 @@ __all__ = ["PreparedPass"]
 class PreparedPass:
     """What one pass of one operation works with.
 
-    `with prepared.begin():` surrounds a call, `with prepared as link:` in it one use of the context's buffers. Leaving
-    either through an exception marks the context failed: the peers go on with the call, and may have been sent a part.
+    `with prepared as link:` surrounds one use of the context's buffers. Leaving that block through an exception marks
+    the context failed: the peers have been sent part of an operation.
     """
 
     def __init__(self, context: "OverlapContext", problem: Problem, plan: LinearPlan, gemm: SliceGemm) -> None:
@@ -120,31 +120,26 @@ class PreparedPass:
         self._gather = self._scatter = None
         self.tapes.clear()
 
-    def begin(self) -> "_Begun":
-        """Agree with the other ranks where due, and count the call; before anything is sent. Gives the pass itself.
+    def begin(self) -> None:
+        """Agree with the other ranks where due, and count the call; before anything is sent, and under a guard.
 
         Raises ShapeError on all ranks when they bring different problems, and what made the context fail, if it did.
         """
         self.context.agree_on(self)
         self.context.latest_plan = self.plan
         self.calls += 1
-        return _Begun(self)
-
-    def note_interruption(self, error: BaseException) -> None:
-        """The call ends here by `error`: this rank is out of step with the others."""
-        self.context.link.fail(TransportError(f"{self.problem} was interrupted by {type(error).__name__}: {error}"))
 
     def __enter__(self) -> Link:
         return self.context.enter(self.problem)
 
     def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if error is not None:
-            self.note_interruption(error)
+            note_interruption(self.context.link, self.problem, error)
             return
         try:
             self.context.leave()
         except BaseException as raised:  # flags are set that the next call would take for its own
-            self.note_interruption(raised)
+            note_interruption(self.context.link, self.problem, raised)
             raise
 
     def _bind(self, collective: Collective) -> BoundSchedule:
@@ -160,19 +155,3 @@ class PreparedPass:
         )
         order = plan.scatter_order if collective is Collective.REDUCE_SCATTER else plan.gather_order
         return bind(*sizes) if order is None else bind(*sizes, order=order)
-
-
-class _Begun:
-    """A call that all ranks carry out."""
-
-    __slots__ = ("_prepared",)
-
-    def __init__(self, prepared: PreparedPass) -> None:
-        self._prepared = prepared
-
-    def __enter__(self) -> PreparedPass:
-        return self._prepared
-
-    def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            self._prepared.note_interruption(error)

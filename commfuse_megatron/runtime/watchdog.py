@@ -37,6 +37,7 @@ class Watchdog:
         self._on_broken = on_broken
         self._in_flight: deque[tuple[Transfer, Any]] = deque()
         self._stop = threading.Event()
+        self._is_broken = False
         self._thread = threading.Thread(target=self._run, name="commfuse-watchdog", daemon=True)
         self._thread.start()
 
@@ -63,6 +64,8 @@ class Watchdog:
         oldest_since = time.monotonic()
         while not self._stop.wait(poll_s):
             self._drop_completed()
+            if self._is_broken:
+                return
             head = self._in_flight[0] if self._in_flight else None
             if head is None or head is not oldest:
                 oldest, oldest_since = head, time.monotonic()
@@ -80,6 +83,7 @@ class Watchdog:
                     return
                 self._in_flight.remove(head)  # this one and no other: the program's threads drop entries, too
         except TransportError as error:
+            self._is_broken = True
             self._on_broken(error)
         except (IndexError, ValueError, RuntimeError):
             # The former two: another thread was faster. RuntimeError: an aborted communicator cannot be asked any more.

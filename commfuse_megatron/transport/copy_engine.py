@@ -123,8 +123,7 @@ class CopyEngineTransport(Transport):
         cuda_graphs: so many replayed calls whose addresses were seen before are launched as one CUDA graph each.
         """
         leave_multicast_alone()
-        self._is_aborted = False
-        self._has_let_go = False
+        self._is_closed = self._is_aborted = self._has_let_go = False
         self._group = group
         self._exchange = exchange
         self._device = device
@@ -140,11 +139,11 @@ class CopyEngineTransport(Transport):
         clear = functools.partial(clear_flags, group_size=self._size)
         try:
             window = map_window(group, device, bytes_of_flags(self._size), exchange, clear)
+            self._flags = CopyFlags(self._memory, window, self._rank)
+            self._page = FlagPage(self._flags.tensor)
         except BaseException:
             self._give_streams_back()
             raise
-        self._flags = CopyFlags(self._memory, window, self._rank)
-        self._page = FlagPage(self._flags.tensor)
         self._takes: dict[int, Batch] = {}
         self._deliveries: dict[tuple[int, int], Batch] = {}
         self._waits: dict[Key, Batch] = {}
@@ -160,6 +159,7 @@ class CopyEngineTransport(Transport):
 
     @override
     def exchange(self, send: Message | None, receive: Message | None, turn: int = 0) -> Transfer:
+        self._require_open()
         operation = self._operation
         to_rank = sent_flag = from_rank = received_flag = -1
         if send is not None:
@@ -174,6 +174,7 @@ class CopyEngineTransport(Transport):
 
     @override
     def release(self, *, is_capturing: bool) -> Released | None:
+        self._require_open()
         operation, release = self._operation, self._operation.release
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         silent: tuple[Key, ...] = ()
@@ -203,6 +204,7 @@ class CopyEngineTransport(Transport):
 
         is_capturing: somebody else's graph is being captured.
         """
+        self._require_open()
         operation = self._operation
         operation.release = tape.release
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
@@ -221,7 +223,10 @@ class CopyEngineTransport(Transport):
     def abort(self) -> None:
         if not self._is_aborted:
             self._is_aborted = True
-            threading.Thread(target=self._let_go, name="commfuse-abort", daemon=True).start()
+            try:
+                threading.Thread(target=self._let_go, name="commfuse-abort", daemon=True).start()
+            except RuntimeError:  # the interpreter ends, and starts no thread any more
+                self._let_go()
 
     @property
     @override
@@ -230,9 +235,13 @@ class CopyEngineTransport(Transport):
 
     @override
     def close(self) -> None:
-        self._is_aborted = self._has_let_go = True  # there is nothing left to give up
+        self._is_closed = self._is_aborted = self._has_let_go = True  # there is nothing left to give up
         self._give_streams_back()
         self._page.destroy()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise TransportError("the context was closed in another thread")
 
     def _give_streams_back(self) -> None:
         self._stream.destroy()
@@ -405,7 +414,7 @@ class CopyEngineTransport(Transport):
                 is_idle = self._is_idle()
                 idle_rounds = idle_rounds + 1 if is_idle else 0
                 time.sleep(_ABORT_ROUND_S)
-        except TransportError as error:  # of the device: no stream of it waits any more
+        except RuntimeError as error:  # of the device: no stream of it waits any more
             logger.error("the flags of the transfers could not be set: %s", error)
             self._has_let_go = True
             return

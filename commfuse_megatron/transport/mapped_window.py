@@ -20,7 +20,7 @@ from torch import distributed as dist
 
 from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport.base import Window
-from commfuse_megatron.transport.stream_memory import captures_excluded
+from commfuse_megatron.transport.stream_memory import captures_excluded, may_wait_for_device
 
 __all__ = ["MappedWindow", "leave_multicast_alone", "map_window", "why_memory_cannot_be_shared"]
 
@@ -111,7 +111,7 @@ atexit.register(ctypes.pythonapi.Py_IncRef, ctypes.py_object(_mapped))
 
 def _free_unused(device: torch.device) -> None:
     """Free what was mapped and is not looked at any more; not while a graph is captured, and not if a device fails."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and not may_wait_for_device():
         return
     unused = [each for each in list(_mapped) if each.is_unused]
     with captures_excluded():

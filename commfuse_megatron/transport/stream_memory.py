@@ -28,6 +28,7 @@ __all__ = [
     "captures_excluded",
     "give_stream_back",
     "look_on_during_captures",
+    "may_wait_for_device",
 ]
 
 # The driver takes fewer than 256 operations at once.
@@ -226,6 +227,14 @@ def look_on_during_captures() -> None:
     if torch.cuda.is_initialized():
         driver = _driver()
         driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+
+
+def may_wait_for_device() -> bool:
+    """Whether this thread may free what others wait for: it captures no CUDA graph, and the device has not failed."""
+    try:
+        return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    except RuntimeError:  # of the device: whoever uses it will meet that
+        return False
 
 
 _capture_lock = threading.RLock()  # a signal's handler may close contexts in the middle of a capture

@@ -77,9 +77,9 @@ def test_a_rank_that_left_out_a_pass_is_not_in_step():
 @pytest.mark.parametrize("asks", ["exchange", "first_reason", "make_together"])
 def test_a_question_is_not_answered_by_a_call(asks):
     questions = {
-        "exchange": lambda consensus: consensus.exchange("mine"),
+        "exchange": lambda consensus: consensus.exchange("mine", topic="a question"),
         "first_reason": lambda consensus: consensus.first_reason("attention", None),
-        "make_together": lambda consensus: consensus.make_together(lambda: "made"),
+        "make_together": lambda consensus: consensus.make_together(lambda: "made", "a thing"),
     }
 
     def body(group, device):
@@ -100,7 +100,7 @@ def test_what_one_rank_cannot_make_is_an_error_of_all_and_all_go_on():
 
         with OverlapContext(group, EVERY_CALL) as context:
             with pytest.raises(RuntimeError if group.rank() == 1 else ShapeError, match="cuBLAS has no handle"):
-                context.consensus.make_together(make)
+                context.consensus.make_together(make, "a thing")
             for value in (1, 2):
                 assert gather(context, value) == [value, value]
 
@@ -131,9 +131,9 @@ def test_a_kernel_that_is_refused_leaves_ranks_in_step(refusing):
 def test_ranks_that_differ_at_one_place_are_in_step(is_known):
     def body(group, device):
         context = OverlapContext(group, EVERY_CALL)
-        place = f"layer 1, call {1 if is_known else group.rank()}: "
-        with pytest.raises(ShapeError, match=r"group rank 1: layer 1, call 1: stock"):
-            context.consensus.agree(["overlapped", "stock"][group.rank()], place=place)
+        place = f"layer 1, call {1 if is_known else group.rank()}"
+        with pytest.raises(ShapeError, match=r"group rank 1: stock"):
+            context.consensus.agree(["overlapped", "stock"][group.rank()], topic=place, is_place=True)
         assert context.is_usable == is_known
         if is_known:
             assert gather(context, 3) == [3, 3]

@@ -592,13 +592,13 @@ def test_a_released_transport_is_not_given_up(monkeypatch):
             context = OverlapContext(group, config_for("sliced", "direct", 1))
             all_gather_linear(torch.ones(8, 2, 8), torch.ones(8, 8), context=context)
 
-            def close_and_end(*arguments):
+            def close_and_end(*arguments, **keywords):
                 context.close()
                 raise SystemExit(1)
 
             monkeypatch.setattr(context.consensus._agreement, "exchange", close_and_end)
             with pytest.raises(SystemExit):
-                context.consensus.exchange("a question")
+                context.consensus.exchange("mine", topic="a question")
             assert not context.link.is_in_flight
 
     run_threads(2, body)

@@ -254,7 +254,7 @@ def test_a_rank_without_memory_for_a_trial_lets_the_model_decide_everywhere(monk
             plan_by_cost(context)
             if group.rank() == 1:
                 together = context.consensus.make_together
-                context.consensus.make_together = lambda make: together(run_out_of_memory)
+                context.consensus.make_together = lambda make, topic: together(run_out_of_memory, topic)
             case = Case(op=OPS[0], rows=8)
             operands = draw(case, group.rank(), group.size(), device)
             assert_equal(overlapped(case, operands, context), reference(case, operands, group))

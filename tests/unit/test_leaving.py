@@ -17,7 +17,7 @@ from commfuse_megatron.runtime import context, leaving
 class Link:
     def __init__(self, is_in_flight, timeout_s=600.0):
         self.is_in_flight, self.timeout_s = is_in_flight, timeout_s
-        self.failure, self.is_left_by_error = None, False
+        self.failure, self.is_left_by_error, self.is_disowned = None, False, False
 
 
 class LinkUntil(Link):

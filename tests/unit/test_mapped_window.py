@@ -75,6 +75,7 @@ def test_memory_that_is_looked_at_outlives_its_window(mapped):
 
 def test_nothing_is_freed_while_a_graph_is_captured(mapped, monkeypatch):
     map_window(GROUP, DEVICE, 64, None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     mapped_window._free_unused(torch.device("cuda"))
     assert are_alive(mapped) == [True]
