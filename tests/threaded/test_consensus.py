@@ -140,3 +140,31 @@ def test_ranks_that_differ_at_one_place_are_in_step(is_known):
             context.close()
 
     run_threads(2, body)
+
+
+def test_a_refusal_of_another_call_is_not_of_this_one():
+    """A rank left out a backward pass, and refused its next forward pass: it was a batch ahead ever after."""
+
+    def body(group, device):
+        context = OverlapContext(group, EVERY_CALL)
+        x = torch.ones(1, 1, 5, requires_grad=True)
+        y = ops.all_gather_linear(x, torch.ones(4, 5), context=context)
+        with pytest.raises(ShapeError, match="6 input features"):
+            gather(context, 2, features=6) if group.rank() == 0 else y.sum().backward()
+        assert not context.is_usable
+
+    run_threads(2, body)
+
+
+def test_an_answer_to_another_question_is_none():
+    def body(group, device):
+        context = OverlapContext(group, EVERY_CALL)
+        questions = {
+            0: lambda: context.consensus.first_reason("attention", "it is not installed"),
+            1: lambda: context.consensus.make_together(lambda: 42, "a thing"),
+        }
+        with pytest.raises(ShapeError, match="the reason for attention: it is not installed"):
+            questions[group.rank()]()
+        assert not context.is_usable
+
+    run_threads(2, body)

@@ -635,3 +635,39 @@ def test_the_end_of_a_call_is_recorded_before_others_may_ask_for_it(monkeypatch)
     run_threads(1, body)
     assert asked
     assert not any(asked)
+
+
+def test_a_context_on_a_failed_device_fails_and_says_of_what(monkeypatch):
+    emulate_copy_engine(monkeypatch)
+    monkeypatch.setattr(leaving, "_links", set())
+    monkeypatch.setattr(leaving, "_left", {})
+
+    def fail():
+        raise TransportError("cuEventQuery failed: CUDA_ERROR_ASSERT")
+
+    def body(group, device):
+        with take_part(group):
+            context = OverlapContext(group, config_for("sliced", "direct", 1))
+            all_gather_linear(torch.ones(8, 2, 8), torch.ones(8, 8), context=context)
+            context.link._watchdog.watch(SimpleNamespace(is_complete=fail), 1 - group.rank())
+            with pytest.raises(TransportError, match=rf"group rank {group.rank()} .*CUDA_ERROR_ASSERT"):
+                context.synchronize()
+            assert not context.is_usable
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("is_left", [True, False])
+def test_contexts_know_that_they_were_left_by_an_error(is_left, monkeypatch):
+    """The exit of the program then waits for other ranks for a short time only."""
+    emulate_copy_engine(monkeypatch)
+
+    def body(group, device):
+        with take_part(group):
+            context = OverlapContext(group, config_for("sliced", "direct", 1))
+            with contextlib.suppress(ValueError), context:
+                if is_left:
+                    raise ValueError("a fault of the program")
+            assert context.link.is_left_by_error == is_left
+
+    run_threads(2, body)

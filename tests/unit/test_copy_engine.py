@@ -54,12 +54,13 @@ def test_transfers_are_given_up_also_while_a_graph_is_captured(monkeypatch):
     assert len(rounds) == 22
 
 
-def test_a_device_that_has_failed_holds_nobody_up(monkeypatch, caplog):
+@pytest.mark.parametrize("kind", [TransportError, RuntimeError])
+def test_a_device_that_has_failed_holds_nobody_up(kind, caplog):
     """Its flags cannot be set, and need not: who gives up waited for that at the exit."""
     transport = object.__new__(CopyEngineTransport)
 
-    def set_all():
-        raise TransportError("cuMemcpyHtoDAsync failed: CUDA_ERROR_ILLEGAL_ADDRESS")
+    def set_all():  # PyTorch says so where another device than the first is made the current one
+        raise kind("cuMemcpyHtoDAsync failed: CUDA_ERROR_ILLEGAL_ADDRESS")
 
     transport._page = SimpleNamespace(set_all=set_all)
     transport._has_let_go = False
@@ -111,3 +112,22 @@ def test_a_transport_that_cannot_be_made_gives_its_streams_back(monkeypatch):
     with pytest.raises(TransportError, match="no memory"):
         CopyEngineTransport(group, torch.device("cpu"), cuda_graphs=4)
     assert (len(given_back), len(destroyed)) == (1, 1)
+
+
+def test_transfers_are_given_up_at_the_exit_too(monkeypatch):
+    """Where no thread can be started any more."""
+
+    class NoThread:
+        def __init__(self, **keywords):
+            pass
+
+        def start(self):
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    let_go = []
+    monkeypatch.setattr(copy_engine, "threading", SimpleNamespace(Thread=NoThread))
+    monkeypatch.setattr(CopyEngineTransport, "_let_go", lambda transport: let_go.append(transport))
+    transport = object.__new__(CopyEngineTransport)
+    transport._is_aborted = False
+    transport.abort()
+    assert let_go == [transport]

@@ -348,3 +348,17 @@ def test_the_exit_is_short_in_a_child_that_has_failed(how, is_short, tmp_path):
     seconds, ended = map(float, (tmp_path / "alarm").read_text(encoding="utf-8").split())
     assert seconds == 30
     assert (ended - float((tmp_path / "began").read_text(encoding="utf-8")) < 5.5) == is_short
+
+
+def test_nothing_is_released_when_the_device_has_failed(alarms, monkeypatch):
+    """PyTorch raises what the device's error was when it is asked about captures: not the program's own error."""
+
+    def fail():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    released = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
+    give_up(Link(is_in_flight=False), lambda: released.append(0))
+    leaving.release_what_is_done()
+    assert released == []

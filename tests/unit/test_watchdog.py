@@ -86,3 +86,14 @@ def test_a_failed_device_is_said_to_have_failed(asks: str) -> None:
         time.sleep(0.005)
     watchdog.stop()
     assert "CUDA_ERROR_ASSERT" in str(broken[0])
+
+
+def test_it_ends_when_the_device_has_failed() -> None:
+    """It went on, asked once more after the time that is allowed, and ended by an exception that nobody caught."""
+    broken: list[TransportError] = []
+    watchdog = Watchdog(0.04, pytest.fail, broken.append)
+    watchdog.watch(_Broken(is_done=False), "first")
+    watchdog._thread.join(20.0)
+    assert not watchdog._thread.is_alive()
+    assert len(broken) == 1
+    watchdog.stop()

@@ -1,0 +1,186 @@
+"""What ends in the midst of what all ranks do fails its context; what only looks like it does not.
+
+Its next call would meet the others' present one: of a problem that nobody compares again, it would give wrong numbers.
+"""
+
+import dataclasses
+import importlib
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from commfuse_megatron import OverlapConfig, OverlapContext, ops
+from commfuse_megatron.config import PlanConfig, TransportConfig
+from commfuse_megatron.errors import TransportError, TransportTimeoutError
+from commfuse_megatron.runtime import calibrate
+from tests.harness import run_threads
+from tests.harness.emulated_gpu import emulate_copy_engine, take_part
+from tests.threaded.test_copy_engine_emulated import config_for
+from tests.threaded.test_planning import TRIAL, MadeUpTimes, plan_by_cost
+
+ALL = ("all_gather_linear", "linear_reduce_scatter", "embedding_reduce_scatter", "query_split_attention")
+QUICK = OverlapConfig(transport=TransportConfig(timeout_s=8.0), check_agreement=False)
+
+
+def operands_of(name, rank=0):
+    """Leaves, and the call of them."""
+    generator = torch.Generator().manual_seed(rank)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).requires_grad_()
+
+    if name == "embedding_reduce_scatter":
+        weight = draw(4, 5)
+        ids = torch.arange(8).view(1, 8)
+        return [weight], lambda context: ops.embedding_reduce_scatter(ids, 1 * weight, 4 * rank, context=context)
+    if name == "query_split_attention":
+        q, k, v = (draw(8, 1, 2, 8) for _ in range(3))
+        weight = draw(16, 16)
+        leaves = [q, k, v, weight]
+        return leaves, lambda context: ops.query_split_attention(q * 1, k * 1, v * 1, weight, context=context)
+    x, weight = draw(4, 1, 5), draw(4, 5)
+    return [x, weight], lambda context: getattr(ops, name)(x * 1, weight, context=context)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_checkpoint_that_stops_early_is_no_interruption(name):
+    """It raises out of what autograd does after our forward pass has returned, as soon as all is there again."""
+
+    def body(group, device):
+        found = []
+        for is_checkpointed in (False, True):
+            leaves, call = operands_of(name, group.rank())
+            with OverlapContext(group) as context:
+                for _ in range(2):
+                    y = checkpoint(call, context, use_reentrant=False) if is_checkpointed else call(context)
+                    y.square().sum().backward()
+                assert context.is_usable
+            found.append([leaf.grad for leaf in leaves])
+        for expected, gradient in zip(*found, strict=True):
+            assert torch.equal(expected, gradient)
+
+    run_threads(2, body)
+
+
+_this_rank = threading.local()
+
+
+def end_where_told(monkeypatch, owner, attribute, error):
+    """Let `owner.attribute` raise in threads that have set `_this_rank.ends`."""
+    whole = getattr(owner, attribute)
+
+    def here(*arguments, **keywords):
+        if getattr(_this_rank, "ends", False):
+            raise error
+        return whole(*arguments, **keywords)
+
+    monkeypatch.setattr(owner, attribute, here)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("is_forward", [True, False])
+@pytest.mark.parametrize("place", ["before", "enter", "leave"])
+@pytest.mark.parametrize("name", ALL)
+def test_a_call_that_ends_early_on_one_rank_fails_its_context(name, place, is_forward, error, monkeypatch):
+    before = {True: "cast_for_autocast", False: "prepare_backward"}[is_forward]
+    if name == "embedding_reduce_scatter" and is_forward:
+        before = "_localize"
+    if name == "query_split_attention" and not is_forward:
+        before = "_prepare_backward"
+    if place == "before":
+        end_where_told(monkeypatch, importlib.import_module(f"commfuse_megatron.ops.{name}"), before, error)
+    else:
+        end_where_told(monkeypatch, OverlapContext, place, error)
+
+    def body(group, device):
+        context = OverlapContext(group, QUICK)
+        _, call = operands_of(name, group.rank())
+        call(context).sum().backward()
+        y = None if is_forward else call(context)
+
+        def run():
+            return call(context) if is_forward else y.sum().backward()
+
+        def run_and_call():
+            run()
+            call(context)
+
+        if group.rank() == 1:
+            with pytest.raises((TransportError, TransportTimeoutError)):
+                run_and_call()
+            return
+        _this_rank.ends = True
+        with pytest.raises(error):
+            run()
+        _this_rank.ends = False
+        assert not context.is_usable
+        with pytest.raises(TransportError, match=f"was interrupted by {error.__name__}"):
+            call(context)
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("where", ["calibration", "trial", "trial, in the use of buffers"])
+def test_planning_that_ends_early_on_one_rank_fails_its_context(where, monkeypatch):
+    """The next call of a known problem took the rows of the others' trial."""
+
+    class Stopwatch(MadeUpTimes):
+        def burst_us(self, call, calls):
+            if getattr(_this_rank, "ends", False) and where == "trial":
+                raise KeyboardInterrupt
+            return super().burst_us(call, calls)
+
+    monkeypatch.setattr(TRIAL, lambda device: Stopwatch(lambda rank, name: 1.0))
+    end_where_told(monkeypatch, calibrate, "_shortest_us" if where == "calibration" else "_Scratch", KeyboardInterrupt)
+    if where == "trial, in the use of buffers":
+        end_where_told(monkeypatch, OverlapContext, "leave", KeyboardInterrupt)
+
+    def body(group, device):
+        config = dataclasses.replace(QUICK, plan=PlanConfig(measure="always"))
+        context = OverlapContext(group, config)
+        known, new = torch.ones(4, 64), torch.ones(16, 64)
+        x = torch.full((4, 1, 64), float(group.rank() + 1))
+        ops.all_gather_linear(x, known, context=context)
+        if where == "calibration":
+            context.planner.default_reason = None
+        else:
+            plan_by_cost(context)
+
+        def calls():
+            ops.all_gather_linear(x, new, context=context)
+            ops.all_gather_linear(x, known, context=context)
+
+        if group.rank() == 1:  # in a trial also where the group's own collectives carry the call
+            with pytest.raises((RuntimeError, TransportTimeoutError)):
+                calls()
+            return
+        _this_rank.ends = True
+        with pytest.raises(KeyboardInterrupt):
+            calls()
+        _this_rank.ends = False
+        with pytest.raises(TransportError, match="was interrupted by KeyboardInterrupt"):
+            ops.all_gather_linear(x, known, context=context)
+
+    run_threads(2, body, timeout_s=6.0)
+
+
+def test_a_call_whose_context_is_closed_meanwhile_says_so_over_the_copy_engine(monkeypatch):
+    emulate_copy_engine(monkeypatch)
+
+    def body(group, device):
+        with take_part(group):
+            context = OverlapContext(group, config_for("sliced", "direct", 1))
+            transport = context.link.transport
+            replay = transport.replay
+
+            def close_first(*arguments, **keywords):  # as another thread may
+                context.close()
+                return replay(*arguments, **keywords)
+
+            transport.replay = close_first
+            with pytest.raises(TransportError, match="was closed in another thread"):
+                ops.all_gather_linear(torch.ones(4, 1, 8), torch.ones(8, 8), context=context)
+
+    run_threads(2, body)
