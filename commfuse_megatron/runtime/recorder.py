@@ -71,6 +71,7 @@ class _Call:
     problem: Problem | str
     pending: list[_Pending] = field(default_factory=list)
     resolved: list[Interval] = field(default_factory=list)
+    is_done: bool = False  # never of a call that failed
 
     @property
     def op(self) -> str:
@@ -126,7 +127,9 @@ class Recorder:
             handle.end = self.now()
 
     def end_call(self) -> None:
-        """Order what follows on the current stream after the probes of this call's transfers."""
+        """The call is done; order what follows on the current stream after the probes of its transfers."""
+        if self._calls:
+            self._calls[-1].is_done = True
         if self._probe is not None:
             torch.cuda.current_stream(self._probe.device).wait_stream(self._probe)
 
@@ -136,11 +139,11 @@ class Recorder:
         return [interval for call in self._calls for interval in call.resolved]
 
     def calls_by_problem(self) -> dict[Problem, list[list[Interval]]]:
-        """The intervals of every call kept that has some, oldest first. Blocks like `intervals`."""
+        """The intervals of every call kept that was done and has some, oldest first. Blocks like `intervals`."""
         self._resolve()
         found: dict[Problem, list[list[Interval]]] = {}
         for call in self._calls:
-            if not isinstance(call.problem, str) and call.resolved and not call.pending:
+            if not isinstance(call.problem, str) and call.resolved and call.is_done:
                 found.setdefault(call.problem, []).append(list(call.resolved))
         return found
 
