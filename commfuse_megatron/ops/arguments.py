@@ -66,10 +66,16 @@ def cast_for_autocast(kind: str, *operands: Any) -> tuple[Any, ...]:
         return operands
     dtype = torch.get_autocast_dtype(kind)
 
-    def is_cast(operand: object) -> bool:  # autocast leaves float64 alone
-        return isinstance(operand, torch.Tensor) and operand.is_floating_point() and operand.dtype != torch.float64
+    def cast(operand: Any) -> Any:
+        try:  # autocast leaves float64 alone
+            is_cast = isinstance(operand, torch.Tensor) and operand.is_floating_point()
+            return operand.to(dtype) if is_cast and operand.dtype != torch.float64 else operand
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # of a wrong kind: the checks say which
+            return operand
 
-    return tuple(operand.to(dtype) if is_cast(operand) else operand for operand in operands)
+    return tuple(map(cast, operands))
 
 
 def needs_autograd(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:

@@ -40,7 +40,6 @@ from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import AttentionProblem, shard_range
-from commfuse_megatron.runtime.consensus import settle
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PreparedPass
 
@@ -113,7 +112,7 @@ def query_split_attention(
         # The plain kernel's products are to be in fp32, whatever autocast makes of products.
         forward = _prepare(inputs, context, weight_grad)
         if dropout and context.is_capturing:
-            raise settle(
+            raise context.link.settle(
                 UnsupportedError(
                     "query_split_attention: a CUDA graph would repeat one dropout mask; capture without dropout"
                 )
@@ -168,8 +167,8 @@ class _QuerySplitAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, weight, mask, attended, *flat = ctx.saved_tensors
         with ctx.call.forward.context.guard("the backward pass of query_split_attention"):
-            q, k, v, weight, mask, attended, *flat = ctx.saved_tensors
             is_one = ctx.state_sizes is None
             states = flat[0] if is_one else [tuple(part) for part in _split_list(flat, ctx.state_sizes)]
             call: AttentionCall = ctx.call._replace(mask=mask)

@@ -46,7 +46,8 @@ class LayerState:
     """Memory of one layer: the wishes it was built with, what it resolved, and what its calls did.
 
     overlap_config: the configuration given to `apply_to_spec` or `convert_model`; None reads the flags.
-    name: how log lines call the layer. decisions: hash of all that were compared with other ranks.
+    name: how log lines call the layer. decisions: hash of all that were compared with other ranks. place: the layer's
+    number among those whose decisions were compared.
     kept_reason: why a layer that is none of ours was not replaced.
     overlapped_calls: forward passes whose transfers ran beside GEMMs. sequential_calls: those that the planner had run
     one after the other, by its reason. stock_calls: those that took Megatron's own path, by the reason.
@@ -60,6 +61,7 @@ class LayerState:
     stock_calls: dict[str, int] = field(default_factory=dict)
     context: OverlapContext | None = None
     decisions: str = ""
+    place: int | None = None
     _file: str | None = None
     _file_config: OverlapConfig | None = None
 
@@ -156,8 +158,11 @@ def _compare_decision(layer: Any, input_: torch.Tensor, state: LayerState, reaso
     if capture.is_capturing(input_) and existing_context_of(layer) is None:  # none can be made to compare by
         return
     label, decision = label_of(layer), reason or "overlapped"
-    place = f"{label} (after {state.decisions})"
-    context_of(layer).consensus.agree(f"{place}: {decision}", topic=place, is_place=True)
+    consensus = context_of(layer).consensus
+    if state.place is None:  # names may be those of many layers
+        state.place = consensus.next_place()
+    place = f"{label} (number {state.place}, after {state.decisions})"
+    consensus.agree(f"{place}: {decision}", topic=place, is_place=True)
     state.decisions = hashlib.blake2b(f"{state.decisions} {label} {decision}".encode(), digest_size=8).hexdigest()
 
 

@@ -79,7 +79,10 @@ class Agreement:
         self.is_in_step = False
         post = _Post(_ERROR, topic, f"{error}")
         if wait:
-            found = self._round_of(post, f"{error}")
+            try:
+                found = self._round_of(post, f"{error}")
+            except TransportTimeoutError as late:
+                raise late from error
             statements = {post for post in found if post.kind == _STATEMENT}
             self.is_in_step = len(statements) <= 1 and all(post.topic == topic for post in found)
         else:

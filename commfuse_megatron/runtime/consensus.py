@@ -8,11 +8,10 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from commfuse_megatron.errors import CommFuseError, TransportError
 from commfuse_megatron.runtime.agreement import Agreement
 from commfuse_megatron.runtime.link import Link
 
-__all__ = ["Consensus", "Guard", "note_interruption", "settle"]
+__all__ = ["Consensus", "Guard"]
 
 # Sequence lengths that vary from call to call must not fill the memory.
 _MOST_REASONS = 1024
@@ -43,6 +42,7 @@ class Consensus:
         self._group_rank, self._group_size = group_rank, group_size
         self._is_capturing = is_capturing
         self._first_reasons: dict[Hashable, str] = {}
+        self._num_places = 0
 
     def agree(self, statement: str, *, topic: str, is_place: bool = False) -> None:
         """Return if all ranks bring the same `statement`; else raise ShapeError on all of them.
@@ -88,6 +88,12 @@ class Consensus:
         assert made is not None
         return made
 
+    def next_place(self) -> int:
+        """A number that no other place of the program has been given on this rank; equal on ranks that come to the same
+        places in the same order."""
+        self._num_places += 1
+        return self._num_places
+
     def refuse(self, error: Exception, *, topic: str) -> None:
         """Raise `error` here, and on the other ranks where they look: at every call, or at a new problem.
 
@@ -95,7 +101,7 @@ class Consensus:
         """
         self._link.require_usable()
         if self._group_size == 1:
-            raise settle(error)
+            raise self._link.settle(error)
         self._in_step(f"{error}", lambda: self._agreement.refuse(error, topic=topic, wait=self.is_for_every_call))
 
     def _in_step[T](self, statement: str, meet: Callable[[], T]) -> T:
@@ -108,8 +114,8 @@ class Consensus:
             return meet()
         except BaseException as error:  # Ctrl-C while waiting: the others may yet go on with this call
             if isinstance(error, Exception) and self.is_for_every_call and self._agreement.is_in_step:
-                settle(error)
-            note_interruption(self._link, statement, error)
+                self._link.settle(error)
+            self._link.note_interruption(statement, error)
             raise
 
 
@@ -128,24 +134,5 @@ class Guard:
         pass
 
     def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            note_interruption(self._link, self._what, error)
-
-
-_SETTLED = "_commfuse_settled"
-
-
-def settle[E: BaseException](error: E) -> E:
-    """Say that all ranks raise in this call, so that none is ahead of another; returns `error`."""
-    setattr(error, _SETTLED, True)
-    return error
-
-
-def note_interruption(link: Link, what: object, error: BaseException) -> None:
-    """Fail the context of `link`, if it has not: this rank ends `what` by `error`, and the others may go on with it."""
-    if getattr(error, _SETTLED, False):
-        return
-    if isinstance(error, CommFuseError):
-        link.fail(error)
-    else:
-        link.fail(TransportError(f"{what} was interrupted by {type(error).__name__}: {error}"))
+        if error is not None and not self._link.is_closed:  # what was refused for that has interrupted nothing
+            self._link.note_interruption(self._what, error)

@@ -10,14 +10,21 @@ import json
 import time
 import weakref
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Self
 
 import torch
 from torch import distributed as dist
 
 from commfuse_megatron.config import OverlapConfig
-from commfuse_megatron.errors import CommFuseError, ConfigError, ShapeError, TransportError, TransportTimeoutError
+from commfuse_megatron.errors import (
+    CommFuseError,
+    ConfigError,
+    ShapeError,
+    TransportError,
+    TransportTimeoutError,
+    UnsupportedError,
+)
 from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import Problem
@@ -43,6 +50,9 @@ from commfuse_megatron.transport.stream_memory import StreamEvent
 
 __all__ = ["OverlapContext"]
 
+
+# The guard of a group of one.
+_ALONE = nullcontext()
 
 # Paths on which the group's own collectives carry everything.
 _COLLECTIVE_PATHS = ("sequential", "async")
@@ -200,12 +210,12 @@ class OverlapContext:
             self.consensus.agree(statement, topic=prepared.problem.call)
         prepared.is_agreed = True
 
-    def guard(self, what: object) -> Guard:
+    def guard(self, what: object) -> AbstractContextManager[None]:
         """For a with-block around what all ranks do; left by an exception, this rank would be out of step.
 
         what: in words, or what gives them.
         """
-        return Guard(self.link, what)
+        return Guard(self.link, what) if self.group_size > 1 else _ALONE
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -344,14 +354,17 @@ class OverlapContext:
     def _gemm(self, dtype: torch.dtype, *, is_beside_transfers: bool) -> SliceGemm:
         key = (dtype, is_beside_transfers)
         if key not in self._gemms:
-            self._gemms[key] = SliceGemm(
-                self.config.kernel,
-                self.transport_name if is_beside_transfers else "none",
-                self.nccl.channels * self.nccl.lanes,
-                self.device,
-                dtype,
-                regains_sms=self.nccl.regains_sms,
-            )
+            try:
+                self._gemms[key] = SliceGemm(
+                    self.config.kernel,
+                    self.transport_name if is_beside_transfers else "none",
+                    self.nccl.channels * self.nccl.lanes,
+                    self.device,
+                    dtype,
+                    regains_sms=self.nccl.regains_sms,
+                )
+            except UnsupportedError as error:  # alike on all ranks, before anything is sent
+                raise self.link.settle(error) from None
         return self._gemms[key]
 
     @property

@@ -21,6 +21,9 @@ __all__ = ["Link", "Peers", "Watched"]
 
 logger = logging.getLogger(__name__)
 
+# Of an exception: the links all of whose ranks raise.
+_SETTLED = "_commfuse_settled"
+
 
 class Peers(NamedTuple):
     """Who this rank is within its group, and the global rank of every member."""
@@ -148,6 +151,23 @@ class Link:
         if self.is_closed:
             raise TransportError("this OverlapContext is closed; create a new one")
 
+    def settle[E: BaseException](self, error: E) -> E:
+        """Say that all ranks raise in this call, so that none is ahead of another; returns `error`."""
+        setattr(error, _SETTLED, (*getattr(error, _SETTLED, ()), self))
+        return error
+
+    def note_interruption(self, what: object, error: BaseException) -> None:
+        """Mark the context failed, unless all ranks end `what` by `error`: others may go on with it.
+
+        what: in words, or what gives them.
+        """
+        if any(link is self for link in getattr(error, _SETTLED, ())):
+            return
+        if isinstance(error, CommFuseError):
+            self.fail(error)
+        else:
+            self.fail(TransportError(f"{what} was interrupted by {type(error).__name__}: {error}"))
+
     def fail(self, error: Exception) -> Exception:
         """Mark the context failed and give up its transfers; returns `error` for raising."""
         if self.failure is None:
@@ -236,4 +256,6 @@ def _without_frames(error: Exception) -> Exception:
     """The same to be kept, or raised once more: frames keep what their calls worked on, and the context itself."""
     if not isinstance(error, CommFuseError):
         return TransportError(f"{type(error).__name__}: {error}")
-    return copy.copy(error)
+    kept = copy.copy(error)
+    kept.__dict__.pop(_SETTLED, None)
+    return kept

@@ -10,7 +10,6 @@ from commfuse_megatron.kernels.blas import blas_unavailable_reason
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import Problem, shard_range
 from commfuse_megatron.runtime.binding import BoundSchedule, bind
-from commfuse_megatron.runtime.consensus import note_interruption
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.program import GatherProgram, ScatterProgram
@@ -134,12 +133,12 @@ class PreparedPass:
 
     def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if error is not None:
-            note_interruption(self.context.link, self.problem, error)
+            self.context.link.note_interruption(self.problem, error)
             return
         try:
             self.context.leave()
         except BaseException as raised:  # flags are set that the next call would take for its own
-            note_interruption(self.context.link, self.problem, raised)
+            self.context.link.note_interruption(self.problem, raised)
             raise
 
     def _bind(self, collective: Collective) -> BoundSchedule:

@@ -8,10 +8,13 @@ import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import AttentionConfig, TransportConfig
-from commfuse_megatron.errors import ShapeError, TransportError, UnsupportedError
+from commfuse_megatron.errors import ShapeError, TransportError, TransportTimeoutError, UnsupportedError
 from tests.harness import run_threads
 
 EVERY_CALL = OverlapConfig(transport=TransportConfig(timeout_s=4.0), check_agreement=True)
+
+
+QUICK = OverlapConfig(transport=TransportConfig(timeout_s=1.5), check_agreement=True)
 
 
 def gather(context, value, features=5):
@@ -166,5 +169,24 @@ def test_an_answer_to_another_question_is_none():
         with pytest.raises(ShapeError, match="the reason for attention: it is not installed"):
             questions[group.rank()]()
         assert not context.is_usable
+
+    run_threads(2, body)
+
+
+def test_who_refuses_and_comes_too_late_says_what_it_refused():
+    is_over = threading.Event()
+
+    def body(group, device):
+        context = OverlapContext(group, QUICK)
+        gather(context, 1)
+        if group.rank() == 1:
+            with pytest.raises(TransportTimeoutError, match=r"waited 1\.5 s for group ranks \[0\]"):
+                gather(context, 2)
+            is_over.set()
+            return
+        assert is_over.wait(20.0)
+        with pytest.raises(TransportTimeoutError, match="came too late") as raised:
+            gather(context, 2, features=6)
+        assert "6 input features" in str(raised.value.__cause__)
 
     run_threads(2, body)

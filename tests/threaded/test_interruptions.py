@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import PlanConfig, TransportConfig
-from commfuse_megatron.errors import TransportError, TransportTimeoutError
+from commfuse_megatron.errors import ShapeError, TransportError, TransportTimeoutError, UnsupportedError
 from commfuse_megatron.runtime import calibrate
+from commfuse_megatron.runtime.gemm import SliceGemm
+from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from tests.harness import run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
 from tests.threaded.test_copy_engine_emulated import config_for
@@ -182,5 +184,122 @@ def test_a_call_whose_context_is_closed_meanwhile_says_so_over_the_copy_engine(m
             transport.replay = close_first
             with pytest.raises(TransportError, match="was closed in another thread"):
                 ops.all_gather_linear(torch.ones(4, 1, 8), torch.ones(8, 8), context=context)
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_closed_context_that_is_used_has_not_failed(name, monkeypatch):
+    """What it left in flight was given up then, and with it what the peers still worked on."""
+    emulate_copy_engine(monkeypatch)
+    given_up = []
+    monkeypatch.setattr(CopyEngineTransport, "abort", lambda transport: given_up.append(transport))
+
+    def body(group, device):
+        with take_part(group):
+            _, call = operands_of(name, group.rank())
+            with OverlapContext(group, config_for("sliced", "direct", 1)) as context:
+                y = call(context)
+            for use in (lambda: call(context), lambda: y.sum().backward()):
+                with pytest.raises(TransportError, match="is closed"):
+                    use()
+            assert context.link.failure is None
+
+    run_threads(2, body)
+    assert given_up == []
+
+
+def test_an_error_is_settled_for_the_context_whose_ranks_raise_it():
+    """Not for another one, in whose call it was raised: its ranks may go on with that."""
+
+    def body(group, device):
+        with OverlapContext(group) as first:
+            second = OverlapContext(group)
+
+            def raise_in_both():
+                with second.guard("a call"):
+                    first.consensus.refuse(ShapeError("wrong operands"), topic="a call")
+
+            with pytest.raises(ShapeError, match="wrong operands"):
+                raise_in_both()
+            assert first.is_usable
+            assert not second.is_usable
+            with pytest.raises(ShapeError) as again:
+                second.link.raise_failure()
+            assert not vars(again.value)
+
+    run_threads(2, body)
+
+
+def test_a_dtype_that_the_gemm_does_not_take_leaves_the_context_to_others(monkeypatch):
+    def make(config, transport, channels, device, dtype, **others):
+        if dtype is torch.float64:
+            raise UnsupportedError("the persistent GEMM takes no float64")
+        return SliceGemm(config, transport, channels, device, dtype, **others)
+
+    monkeypatch.setattr("commfuse_megatron.runtime.context.SliceGemm", make)
+
+    def body(group, device):
+        with OverlapContext(group, QUICK) as context:
+            for dtype in (torch.float32, torch.float64, torch.float32):
+                x, weight = torch.ones(4, 1, 5, dtype=dtype), torch.ones(4, 5, dtype=dtype)
+                if dtype is torch.float64:
+                    with pytest.raises(UnsupportedError, match="takes no float64"):
+                        ops.all_gather_linear(x, weight, context=context)
+                else:
+                    assert (ops.all_gather_linear(x, weight, context=context) == 5).all()
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_autograd_refuses_of_saved_tensors_is_no_interruption(name):
+    def body(group, device):
+        with OverlapContext(group) as context:
+            leaves, call = operands_of(name, group.rank())
+
+            def refuse(packed):
+                raise ValueError("not there any more")
+
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, refuse):
+                y = call(context)
+            with pytest.raises(ValueError, match="not there any more"):
+                y.sum().backward()
+            call(context).sum().backward()
+            assert all(leaf.grad is not None for leaf in leaves)
+
+    run_threads(2, body)
+
+
+def test_a_group_of_one_cannot_be_out_of_step(monkeypatch):
+    module = importlib.import_module("commfuse_megatron.ops.all_gather_linear")
+    end_where_told(monkeypatch, module, "with_unit_stride", torch.OutOfMemoryError)
+
+    def body(group, device):
+        with OverlapContext(group) as context:
+            _this_rank.ends = True
+            with pytest.raises(torch.OutOfMemoryError):
+                ops.all_gather_linear(torch.ones(4, 1, 5), torch.ones(4, 5), context=context)
+            _this_rank.ends = False
+            assert (ops.all_gather_linear(torch.ones(4, 1, 5), torch.ones(4, 5), context=context) == 5).all()
+
+    run_threads(1, body)
+
+
+@pytest.mark.parametrize("odd", [{0}, {0, 1}])
+def test_what_autocast_cannot_cast_is_refused_on_all_ranks(odd):
+    class Odd(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, arguments=(), keywords=None):
+            raise TypeError("does nothing")
+
+    def body(group, device):
+        with OverlapContext(group) as context, torch.autocast("cpu"):
+            x = torch.ones(4, 1, 5)
+            given = torch.Tensor._make_subclass(Odd, x) if group.rank() in odd else x
+            with pytest.raises(ShapeError):
+                ops.all_gather_linear(given, torch.ones(4, 5), context=context)
+            assert context.is_usable
+            assert (ops.all_gather_linear(x, torch.ones(4, 5), context=context) == 5).all()
 
     run_threads(2, body)
