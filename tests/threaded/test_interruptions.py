@@ -81,6 +81,17 @@ def end_where_told(monkeypatch, owner, attribute, error):
     monkeypatch.setattr(owner, attribute, here)
 
 
+def expect_failed(context, error, run, call):
+    """`run` ends by `error` on this rank, and `call`, a problem that is known, says so."""
+    _this_rank.ends = True
+    with pytest.raises(error):
+        run()
+    _this_rank.ends = False
+    assert not context.is_usable
+    with pytest.raises(TransportError, match=f"was interrupted by {error.__name__}"):
+        call()
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("is_forward", [True, False])
 @pytest.mark.parametrize("place", ["before", "enter", "leave"])
@@ -113,13 +124,7 @@ def test_a_call_that_ends_early_on_one_rank_fails_its_context(name, place, is_fo
             with pytest.raises((TransportError, TransportTimeoutError)):
                 run_and_call()
             return
-        _this_rank.ends = True
-        with pytest.raises(error):
-            run()
-        _this_rank.ends = False
-        assert not context.is_usable
-        with pytest.raises(TransportError, match=f"was interrupted by {error.__name__}"):
-            call(context)
+        expect_failed(context, error, run, lambda: call(context))
 
     run_threads(2, body)
 
@@ -158,12 +163,7 @@ def test_planning_that_ends_early_on_one_rank_fails_its_context(where, monkeypat
             with pytest.raises((RuntimeError, TransportTimeoutError)):
                 calls()
             return
-        _this_rank.ends = True
-        with pytest.raises(KeyboardInterrupt):
-            calls()
-        _this_rank.ends = False
-        with pytest.raises(TransportError, match="was interrupted by KeyboardInterrupt"):
-            ops.all_gather_linear(x, known, context=context)
+        expect_failed(context, KeyboardInterrupt, calls, lambda: ops.all_gather_linear(x, known, context=context))
 
     run_threads(2, body, timeout_s=6.0)
 

@@ -75,6 +75,16 @@ def test_the_patterns_match_what_they_are_for() -> None:
     assert PACKAGE_HOST.search("https://py" + "pi.org/simple")
 
 
+def test_tables_of_documents_have_one_head_each() -> None:
+    """Fails with a second table stuck to the end of one, which is then read as its rows."""
+    wrong = []
+    for file in (file for file in TEXTS if file.suffix == ".md"):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        rules = [number for number, line in enumerate(lines) if re.fullmatch(r"\|[-:| ]+\|", line)]
+        wrong += [f"{file}:{number}" for number in rules if number >= 2 and lines[number - 2].startswith("|")]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_no_binaries_and_no_large_files() -> None:
     assert len(FILES) > 10, "the tree was not found"
     wrong = [
