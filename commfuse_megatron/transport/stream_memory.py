@@ -295,4 +295,8 @@ class StreamGraph:
 
     def __del__(self) -> None:
         if self._exec is not None:  # one that is running is freed when it is done
-            self._driver.cuGraphExecDestroy(self._exec)
+            driver, relaxed = self._driver, self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+            # Garbage may be found while this or another thread captures a graph, which CUDA would break over this call.
+            _, mode = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+            driver.cuGraphExecDestroy(self._exec)
+            driver.cuThreadExchangeStreamCaptureMode(mode)

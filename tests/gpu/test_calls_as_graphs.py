@@ -2,13 +2,20 @@
 
 import gc
 import os
+import threading
 
 import pytest
 import torch
 from torch import distributed as dist
 
 from commfuse_megatron import OverlapContext, ops
-from commfuse_megatron.transport.stream_memory import StreamGraph, StreamMemory, borrow_stream, give_stream_back
+from commfuse_megatron.transport.stream_memory import (
+    StreamEvent,
+    StreamGraph,
+    StreamMemory,
+    borrow_stream,
+    give_stream_back,
+)
 from tests.gpu.test_transports import linear_config
 from tests.harness import run_spawned
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
@@ -94,24 +101,37 @@ def test_garbage_that_is_found_during_a_capture_does_no_harm():
 
 
 def _destroy_graphs_during_a_capture(group, device):
-    """As garbage collection may: a tape that is found then takes its graphs with it."""
+    """As garbage collection may, in any thread: a tape that is found then takes its graphs and events with it."""
     source, target = torch.arange(8.0, device=device), torch.zeros(8, device=device)
     stream, memory = borrow_stream(device), StreamMemory()
     sizes = target.data_ptr(), source.data_ptr(), source.nbytes
-    made = [StreamGraph(stream, lambda: memory.copy(stream.handle, *sizes)) for _ in range(4)]
-    for number in range(len(made)):
-        made[number].launch(torch.cuda.current_stream().cuda_stream)
+    made = []
+    for _ in range(8):
+        made.append((StreamGraph(stream, lambda: memory.copy(stream.handle, *sizes)), StreamEvent()))
+        made[-1][0].launch(torch.cuda.current_stream().cuda_stream)
+        made[-1][1].record(stream.handle)
     torch.cuda.synchronize()
     assert torch.equal(source, target)
     for mode in ("global", "thread_local"):
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured, capture_error_mode=mode):
-            del made[-2:]
-            target.mul_(2)
-        captured.replay()
-        torch.cuda.synchronize()
-    assert torch.equal(4 * source, target)
+        for destroy in (made.pop, _in_another_thread(made.pop)):
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured, capture_error_mode=mode):
+                destroy()
+                target.mul_(2)
+            captured.replay()
+            torch.cuda.synchronize()
+    assert torch.equal(16 * source, target)
+    del made
     give_stream_back(device, stream)
+
+
+def _in_another_thread(do):
+    def run():
+        thread = threading.Thread(target=do)
+        thread.start()
+        thread.join()
+
+    return run
 
 
 def test_graphs_may_be_destroyed_while_another_is_captured():

@@ -25,6 +25,7 @@ class Driver:
             "cuGraphInstantiate": (SUCCESS, "executable"),
             "cuCtxGetStreamPriorityRange": (SUCCESS, 0, -5),
             "cuStreamCreateWithPriority": (SUCCESS, 11),
+            "cuThreadExchangeStreamCaptureMode": (SUCCESS, "mode of the thread"),
         }
 
     def __getattr__(self, name: str):
@@ -95,6 +96,17 @@ def test_a_capture_that_does_not_begin_is_not_told_anything(driver):
     with pytest.raises(TransportError, match="cuStreamBeginCapture failed: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"):
         stream_memory.StreamGraph(SimpleNamespace(handle=1), pytest.fail)
     assert "cuGraphDestroy" not in driver.names()
+
+
+def test_a_graph_is_destroyed_as_captures_allow(driver):
+    """Garbage is found in the middle of captures, too, which CUDA breaks over a graph that is destroyed otherwise."""
+    graph = stream_memory.StreamGraph(SimpleNamespace(handle=1), lambda: None)
+    del driver.called[:], graph
+    assert driver.called == [
+        ("cuThreadExchangeStreamCaptureMode", bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED),
+        ("cuGraphExecDestroy", "executable"),
+        ("cuThreadExchangeStreamCaptureMode", "mode of the thread"),
+    ]
 
 
 def test_events_are_given_back(driver):
