@@ -52,7 +52,13 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS), metavar="L", help=f"of {', '.join(LINEARS)}")
     add("--tokens", nargs="+", type=int, metavar="M", help="of the whole sequence; the paper's cases have their own")
     add("--passes", nargs="+", choices=PASSES, default=list(PASSES), metavar="P", help="fprop, backward (default both)")
-    add("--variants", nargs="+", default=[], metavar="NAME", help="only variants whose names begin so, and the bounds")
+    add(
+        "--variants",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="only variants whose names begin with such words, and the bounds",
+    )
     add(
         "--chunks",
         nargs="+",
