@@ -1,6 +1,7 @@
 """`commfuse trace` of a linear on two GPUs: what the profiler saw, over every transport and the default way."""
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -28,10 +29,6 @@ def traced(folder, *options):
     return json.loads((folder / "out.json").read_text("utf-8")), calls
 
 
-def span_us(events):
-    return max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)
-
-
 def check(data, calls):
     """Every call of every rank has its own work and nobody else's."""
     assert (data["source"], data["calls"]) == ("profiler", len(CALLS))
@@ -45,9 +42,9 @@ def check(data, calls):
             assert [e for e in own if "GEMM" in e["name"]]
             assert [e for e in own if e["cat"] == "transfer"]
             assert not [e for e in own if "spin_kernel" in e["args"]["detail"]], "a mark"
-        # A call with another's kernels, or without some of its own, would not last about as long as the others.
-        spans_us = [span_us(own) for own in calls[row["rank"]].values()]
-        assert max(spans_us) < 3 * min(spans_us)
+        # How long calls take says nothing here: beside a profiler the host may stall in the middle of one.
+        first, *others = (Counter(e["name"] for e in own) for own in calls[row["rank"]].values())
+        assert others == [first] * len(others), "another's kernels, or without some of its own"
 
 
 @pytest.mark.parametrize("transport", ["copy_engine", "nccl"])
