@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from commfuse_megatron.benchmark.curves import Curves
-from commfuse_megatron.benchmark.predict import deviations
+from commfuse_megatron.benchmark.predict import deviations, name_of_way
 from commfuse_megatron.benchmark.rows import Row
 
 __all__ = ["Comparison", "compare", "median_size"]
@@ -45,10 +45,10 @@ class Comparison:
 def compare(
     measured: Iterable[Row], rows: Iterable[Row], curves: Curves, left_out: Collection[str] = ()
 ) -> list[Comparison]:
-    """Every measured forward row that was emulated among `rows` or can be predicted from `curves`.
+    """Every measured forward row that was emulated among `rows` or can be predicted from `curves`, by its way.
 
-    Only rows of the curves' device and link count: between machines nothing is compared. left_out: cases
-    that are not wanted.
+    What the planner took counts as that way where it was not measured by itself too. Only rows of the curves' device
+    and link count: between machines nothing is compared. left_out: cases that are not wanted.
     """
     real = [
         row
@@ -56,7 +56,13 @@ def compare(
         if (row.device, row.link, row.pass_name, row.emulated) == (curves.device, curves.link, "fprop", False)
         and row.case not in left_out
     ]
-    emulated = {_key(row): row.median_ms for row in rows if row.emulated and row.pass_name == "fprop"}
+    forced = {_key(row) for row in real if row.variant != "planned"}
+    real = [row for row in real if row.variant != "planned" or _key(row) not in forced]
+    emulated = {
+        _key(row): row.median_ms
+        for row in rows
+        if (row.device, row.link, row.pass_name, row.emulated) == (curves.device, curves.link, "fprop", True)
+    }
     predicted = {
         (deviation.case, deviation.M, deviation.group_size, deviation.variant): deviation.predicted_ms
         for deviation in deviations(real, curves)
@@ -66,10 +72,10 @@ def compare(
             row.case,
             row.M,
             row.group_size,
-            row.variant,
+            name_of_way(row),
             row.median_ms,
             emulated.get(_key(row)),
-            predicted.get(_key(row)),
+            predicted.get((row.case, row.M, row.group_size, name_of_way(row))),
         )
         for row in real
     ]
@@ -82,5 +88,5 @@ def median_size(errors: Sequence[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _key(row: Row) -> tuple[str, int, int, str]:
-    return (row.case, row.M, row.group_size, row.variant)
+def _key(row: Row) -> tuple[object, ...]:
+    return row.case, row.M, row.N, row.K, row.shrink, row.group_size, name_of_way(row)

@@ -88,7 +88,8 @@ class AttentionCase(LinearCase):
 
 
 def attention_tokens(name: str, asked: tuple[int, ...]) -> tuple[int, ...]:
-    """The values of M to run for the case `name`: what is asked for, or its own."""
+    """The values of M to run for the case `name`: what is asked for, or its own. ConfigError for unknown names."""
+    _require_known(name)
     _, _, sizes = name.partition("-") if name.startswith("paper") else ("", "", "")
     if not sizes:
         return asked
@@ -101,8 +102,7 @@ def attention_case(name: str, M: int, group_size: int, shrink: int = 1) -> Atten
 
     Raises ConfigError for an unknown name, or sizes that the group does not divide.
     """
-    if name not in ATTENTION_CASE_NAMES:
-        raise ConfigError(f'unknown case "{name}"; known are {", ".join(ATTENTION_CASE_NAMES)}')
+    _require_known(name)
     model = _MODELS[name.split(".")[0]]
     batch = int(name.partition("-")[2].split("x")[0]) if model.tokens else 1
     rows, head_dim = M // batch // shrink, max(1, _HEAD_DIM // shrink)
@@ -119,6 +119,11 @@ def attention_case(name: str, M: int, group_size: int, shrink: int = 1) -> Atten
         name, "query_split_attention", rows * batch, hidden, heads * head_dim, group_size, batch, shrink, heads,
         kv_heads, head_dim,
     )  # fmt: skip
+
+
+def _require_known(name: str) -> None:
+    if name not in ATTENTION_CASE_NAMES:
+        raise ConfigError(f'unknown case "{name}"; known are {", ".join(ATTENTION_CASE_NAMES)}')
 
 
 def attention_bound_ms(case: AttentionCase, compute_ms: float, comm_ms: float, splits_per_shard: int) -> float:

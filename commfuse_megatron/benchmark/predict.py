@@ -26,6 +26,7 @@ __all__ = [
     "cases_of",
     "deviations",
     "median_error",
+    "name_of_way",
     "predict",
     "predict_way",
 ]
@@ -173,14 +174,19 @@ def deviations(rows: Iterable[Row], curves: Curves) -> list[Deviation]:
             us, _ = predict_way(case, curves, row.transport, Algorithm(row.algorithm), row.chunks_per_shard)
         else:
             continue
-        variant = _sliced(row.algorithm, row.chunks_per_shard, row.transport) if row.path == "sliced" else row.variant
-        found.append(Deviation(row.case, row.M, row.group_size, row.emulated, variant, row.median_ms, us / 1e3))
+        way = name_of_way(row)
+        found.append(Deviation(row.case, row.M, row.group_size, row.emulated, way, row.median_ms, us / 1e3))
     return found
 
 
 def _way(row: Row) -> tuple[object, ...]:
     ran = (row.path, row.algorithm, row.chunks_per_shard, row.transport)
-    return row.case, row.M, row.pass_name, row.group_size, row.emulated, *ran
+    return row.case, row.M, row.pass_name, row.group_size, row.emulated, row.device, row.link, *ran
+
+
+def name_of_way(row: Row) -> str:
+    """The variant that forces what `row` ran, where it was sliced; else its own."""
+    return _sliced(row.algorithm, row.chunks_per_shard, row.transport) if row.path == "sliced" else row.variant
 
 
 def _sliced(algorithm: str, chunks_per_shard: int | None, transport: str) -> str:

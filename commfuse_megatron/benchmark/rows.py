@@ -35,7 +35,8 @@ class Row:
 
     compute_only_ms: the best of the GEMMs measured. comm_only_ms: the best of our transports' transfers alone and the
     collective. comm_only_collective_ms: the group's own collectives for the same data.
-    schedule_bound_ms: the closed form for the variant's chunks, from this row's compute_only and comm_only. Transfers
+    schedule_bound_ms: what the schedule allows for the variant's chunks, from compute_only and what this variant's own
+    transport takes alone, which need not be the best: a closed form, of query-split attention simulated. Transfers
     alone are issued step by step: a call that a graph moves faster, as small ones, can be below it.
     host_us: host time of a call that finds the device idle. reason: why the planner chose this path.
     group_size: of an emulated row, the size that is emulated. shrink: what the published sizes were divided by.

@@ -175,6 +175,10 @@ def require_work(settings: Settings, device: torch.device, group_size: int) -> N
             is_full = settings.attention or any(_is_full(settings, piece) for piece, _ in possible)
             more = "" if is_full else f" (and more at M {' and '.join(map(str, FULL_M))})"
             raise ConfigError(f'no variant of these cases is called "{prefix}"; there are {names}{more}')
+    kept = [name for name in found if any(begins_so(name, prefix) for prefix in settings.variants)]
+    if settings.chunks and settings.variants and not any(" m=" in name for name in kept):
+        having = ", ".join(dict.fromkeys(name for name in found if " m=" in name))
+        raise ConfigError(f"none of the variants that are asked for has chunks to force; those that have: {having}")
 
 
 def _sort_out(settings: Settings, pieces: list[Piece]) -> tuple[list[tuple[Piece, LinearCase]], list[str]]:

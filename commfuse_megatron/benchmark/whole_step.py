@@ -24,7 +24,7 @@ from torch import distributed as dist
 
 from commfuse_megatron.benchmark.userbuffers import close_userbuffers, missing_userbuffers, open_userbuffers
 from commfuse_megatron.config import OverlapConfig
-from commfuse_megatron.errors import UnsupportedError, VerificationError
+from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.runtime.head_start import start_together
 from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.runtime.recorder import Interval, Recorder
@@ -144,8 +144,8 @@ def count_steps(wanted: StepToTrace) -> int:
 def trace_step(wanted: StepToTrace, *, on_step: Callable[[], object] = lambda: None) -> StepTrace:
     """Build, warm up, time and trace on all ranks of the default group, the tensor-parallel group. Collective.
 
-    Raises UnsupportedError where Transformer Engine is asked for and missing, or nothing was seen to run in a traced
-    step; VerificationError if nothing was overlapped in the plugin's step.
+    Raises UnsupportedError where Transformer Engine is asked for and missing, where the plugin overlapped nothing, and
+    where nothing was seen to run in a traced step.
     """
     with ExitStack() as stack:
         if wanted.device_type == "cpu":
@@ -178,7 +178,7 @@ def _trace(wanted: StepToTrace, on_step: Callable[[], object]) -> StepTrace:
                 on_step()
         layers = _layers(models[PLUGIN])
         if all(reason is not None for reason in layers.values()):
-            raise VerificationError(
+            raise UnsupportedError(
                 f"the plugin overlapped no layer: {'; '.join(sorted({str(r) for r in layers.values()}))}"
             )
         times = _time(steps, wanted.rounds, device, on_step)

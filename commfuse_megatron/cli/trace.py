@@ -151,6 +151,8 @@ def run_trace(arguments: argparse.Namespace) -> int:
         raise UsageError("--profiler looks at GPU kernels; use it with --device cuda")
     if arguments.path in ("bulk", "async") and arguments.pass_name == "fprop":
         raise UsageError(f"--path {arguments.path} is a way of the backward pass; add --pass backward")
+    if arguments.path == "async" and (arguments.attention or arguments.op == OPS[1]):
+        raise UsageError(f"--path async is a way of {OPS[0]}'s backward pass, whose GEMMs need not wait")
     if arguments.attention:
         from commfuse_megatron.cli.trace_attention import run_trace_attention
 
@@ -229,7 +231,7 @@ def config_of(arguments: argparse.Namespace) -> OverlapConfig:
     data = base.to_dict()
     passes = {None: ("fprop", "dgrad"), "fprop": ("fprop",), "backward": ("dgrad",)}
     for name in passes[None if arguments.step else arguments.pass_name]:
-        is_backward_only = arguments.path == "bulk" and name == "fprop"
+        is_backward_only = arguments.path in ("bulk", "async") and name == "fprop"
         if arguments.path and not is_backward_only:
             data["linear"][name]["path"] = arguments.path
         if arguments.algorithm:
@@ -293,11 +295,9 @@ def _print(traced: LinearTrace, wanted: LinearToTrace, rank: Rank, options: _Opt
         table.add_column(column, justify="right")
     summaries = traced.summaries
     rows = [(str(number), summary) for number, summary in summaries.items()]
-    for label, summary in [*rows, ("largest", worst_of(list(summaries.values())))]:
+    for label, summary in [*rows, ("worst", worst_of(list(summaries.values())))]:
         times_us = (summary.span_us, summary.compute_us, summary.gemm_us, summary.transfer_us, summary.exposed_us)
-        # The largest of each number belongs to different ranks, and a fraction of those to none.
-        is_none = label == "largest" or not summary.transfer_us
-        hidden = "" if is_none else f"{100 * summary.hidden_fraction:.1f}"
+        hidden = f"{100 * summary.hidden_fraction:.1f}" if summary.transfer_us else ""
         table.add_row(label, *(f"{us:.0f}" for us in times_us), hidden, f"{summary.tail_us:.0f}")
     console.print(table)
     if not any(summary.compute_us for summary in summaries.values()):

@@ -175,7 +175,7 @@ def _print(traced: dict[str, BlockTrace], rank: Rank, options: _Options) -> None
     source = "kernels seen by the profiler" if options.is_profiled else "recorded by the runtime"
     console.print(f"{_what(options)}; {_machine_line(traced, rank, options)}", soft_wrap=True)
     console.print(
-        f"{source}; milliseconds of the call of median duration among {say_count(options.calls, 'call')}, the largest"
+        f"{source}; milliseconds of the call of median duration among {say_count(options.calls, 'call')}, the worst"
         " of all ranks",
         soft_wrap=True,
     )

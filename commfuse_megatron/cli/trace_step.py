@@ -50,12 +50,14 @@ class _Options:
 
 
 def run_trace_step(arguments: argparse.Namespace) -> int:
-    """Time and trace. 0: done; 1: the plugin overlapped nothing."""
+    """Time and trace. 0: done; 2: the plugin overlapped nothing."""
     num_ranks = choose_num_ranks(arguments.ranks)
     if util.find_spec("megatron") is None:
         raise CannotRunError("Megatron-Core is not installed: pip install megatron-core")
     others = ("op", "case", "N", "K", "tokens", "pass_name", "calls", "profiler", "attention")
     refuse_given(arguments, others, "--step traces a whole model; leave out")
+    if arguments.path == "sequential":
+        raise UsageError("--path sequential: every step is traced without the plugin, too; leave it out")
     is_demo = arguments.model == "demo"
     if not is_demo and arguments.device == "cpu":
         raise UsageError(f"--model {arguments.model} is for GPUs; use --model demo, or --device cuda")

@@ -12,9 +12,10 @@ class OpRecord:
     M, N, K: tokens of the full sequence, output and input features of this rank's weight. transport: what carries it;
     on paths without transfers of ours the backend of the group's collectives.
     exposed_comm_us: mean over the latest recorded calls of the time in which a transfer ran and nothing computed; None
-    unless the configuration records. predicted_us, measured_us: what the planner knew of the path taken; None where it
-    did not ask. attention: the kernel of an attention, "flash (FA3)" say where the program activated FlashAttention-3;
-    None for a linear, and where Megatron's own attention runs. attention_reason: why that and no faster one.
+    unless the configuration records, and of the group's collectives, which are not recorded. predicted_us,
+    measured_us: what the planner knew of the path taken; None where it did not ask. attention: the kernel of an
+    attention, "flash (FA3)" say where the program activated FlashAttention-3; None for a linear, and where Megatron's
+    own attention runs. attention_reason: why that and no faster one.
     """
 
     op: str

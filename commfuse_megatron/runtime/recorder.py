@@ -139,11 +139,15 @@ class Recorder:
         return [interval for call in self._calls for interval in call.resolved]
 
     def calls_by_problem(self) -> dict[Problem, list[list[Interval]]]:
-        """The intervals of every call kept that was done and has some, oldest first. Blocks like `intervals`."""
+        """The intervals of every call kept that was done and sent or received, oldest first. Blocks like `intervals`.
+
+        Calls of others may state the same problem, but leave the transfers to a collective, which is not recorded.
+        """
         self._resolve()
         found: dict[Problem, list[list[Interval]]] = {}
         for call in self._calls:
-            if not isinstance(call.problem, str) and call.resolved and call.is_done:
+            is_metered = call.is_done and any(interval.track == "transfer" for interval in call.resolved)
+            if is_metered and not isinstance(call.problem, str):
                 found.setdefault(call.problem, []).append(list(call.resolved))
         return found
 

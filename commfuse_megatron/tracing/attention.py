@@ -26,7 +26,7 @@ from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.runtime.recorder import Interval, Recorder
 from commfuse_megatron.tracing.collectives import recorded_calls
 from commfuse_megatron.tracing.kernels import HEAD_START_US, gather_profile, profile_calls, split_calls
-from commfuse_megatron.tracing.session import Session, gather_recording, meet, require_work
+from commfuse_megatron.tracing.session import Session, gather_recording, meet, require_path, require_work
 from commfuse_megatron.tracing.summary import Summary, drop_nested, is_attention, is_gemm, summarize
 
 __all__ = ["BlockToTrace", "BlockTrace", "attention_us", "trace_block"]
@@ -111,7 +111,8 @@ def trace_block(
         on_call: called after every recorded or warm-up call that was submitted.
 
     Raises:
-        UnsupportedError: the context took another way, or nothing was seen to run in a call; on all ranks.
+        UnsupportedError: the context took another way, of the block or of the projection that `config` asks a path of,
+            or nothing was seen to run in a call; on all ranks.
     """
     config = dataclasses.replace(config, record=not wanted.is_profiled)
     if wanted.is_profiled:
@@ -131,6 +132,8 @@ def trace_block(
             raise UnsupportedError(
                 f"attention.path {config.attention.path} was asked for and {record.path} taken: {record.reason}"
             )
+        if projection is not None and config.attention.path == "row_parallel":
+            require_path("the projection's path", config, projection)
         if wanted.is_profiled:
             recordings = _profiled(wanted, counted, group, device)
         else:

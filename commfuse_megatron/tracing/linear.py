@@ -17,7 +17,6 @@ from torch import distributed as dist
 
 from commfuse_megatron import ops
 from commfuse_megatron.config import OverlapConfig
-from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.problem import shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.head_start import start_together
@@ -25,7 +24,7 @@ from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.runtime.recorder import Interval, Recorder
 from commfuse_megatron.tracing.collectives import recorded_calls
 from commfuse_megatron.tracing.kernels import HEAD_START_US, gather_profile, profile_calls, split_calls
-from commfuse_megatron.tracing.session import Session, gather_recording, meet, require_work
+from commfuse_megatron.tracing.session import Session, gather_recording, meet, require_path, require_work
 from commfuse_megatron.tracing.summary import Summary, drop_nested, summarize
 
 __all__ = ["LinearToTrace", "LinearTrace", "trace_linear"]
@@ -86,9 +85,7 @@ def trace_linear(
         for _ in range(wanted.warm_up):
             counted()
         (record,) = [r for r in context.report() if r.pass_name == wanted.pass_name]
-        asked = wanted.config.linear.fprop if wanted.pass_name == "fprop" else wanted.config.linear.dgrad
-        if record.path not in (asked.path, "local") and asked.path != "auto":
-            raise UnsupportedError(f"path {asked.path} was asked for and {record.path} taken: {record.reason}")
+        require_path("path", config, record)
         if wanted.is_profiled:
             recording = _profiled(wanted, call, counted, group, device)
             require_work(f"a call of {record.path}", split_calls(recording, wanted.calls))

@@ -20,13 +20,15 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
+from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.runtime.context import OverlapContext
+from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.runtime.recorder import Interval, Recorder
 from commfuse_megatron.tracing.figure import draw_timeline, missing_matplotlib
 from commfuse_megatron.tracing.perfetto import write_perfetto
 
-__all__ = ["Recorded", "Session", "export", "gather_recording", "meet", "record", "require_work"]
+__all__ = ["Recorded", "Session", "export", "gather_recording", "meet", "record", "require_path", "require_work"]
 
 
 class Session:
@@ -85,6 +87,13 @@ def require_work(what: str, recordings: Iterable[Mapping[int, Sequence[Interval]
     silent = {rank for recording in recordings for rank, intervals in recording.items() if not intervals}
     if silent:
         raise UnsupportedError(f"nothing was seen to run in {what} on the ranks {sorted(silent)}")
+
+
+def require_path(what: str, config: OverlapConfig, record: OpRecord) -> None:
+    """Raise UnsupportedError where a linear took another path than `config` forces; the same on all ranks."""
+    asked = (config.linear.fprop if record.pass_name == "fprop" else config.linear.dgrad).path
+    if record.path not in (asked, "local") and asked != "auto":
+        raise UnsupportedError(f"{what} {asked} was asked for and {record.path} taken: {record.reason}")
 
 
 @dataclasses.dataclass

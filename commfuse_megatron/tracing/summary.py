@@ -22,6 +22,7 @@ class Summary:
 
     span_us: first start to last end. compute_us: something is computed; gemm_us: a GEMM is. exposed_us: something is
     transferred and nothing computed. tail_us: from the end of the last GEMM or attention to the end of the call.
+    hidden_fraction: the share of the transfers' time beside which something was computed; 1 when nothing was sent.
     """
 
     calls: int
@@ -31,15 +32,11 @@ class Summary:
     transfer_us: float
     exposed_us: float
     tail_us: float
-
-    @property
-    def hidden_fraction(self) -> float:
-        """The share of the transfers' time beside which something was computed; 1 when nothing was sent."""
-        return 1.0 - self.exposed_us / self.transfer_us if self.transfer_us > 0 else 1.0
+    hidden_fraction: float
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, for JSON."""
-        return {**dataclasses.asdict(self), "hidden_fraction": self.hidden_fraction}
+        return dataclasses.asdict(self)
 
 
 def is_gemm(interval: Interval) -> bool:
@@ -64,14 +61,17 @@ def summarize(intervals: Iterable[Interval], *, as_one_call: bool = False) -> Su
     def mean(values: Iterable[float]) -> float:
         return statistics.fmean(values) if measured else 0.0
 
+    transfer_us = mean(overlap.transfer_us for overlap, _, _ in measured)
+    exposed_us = mean(overlap.exposed_us for overlap, _, _ in measured)
     return Summary(
         calls=len(measured),
         span_us=mean(overlap.span_us for overlap, _, _ in measured),
         compute_us=mean(overlap.compute_us for overlap, _, _ in measured),
         gemm_us=mean(gemm_us for _, gemm_us, _ in measured),
-        transfer_us=mean(overlap.transfer_us for overlap, _, _ in measured),
-        exposed_us=mean(overlap.exposed_us for overlap, _, _ in measured),
+        transfer_us=transfer_us,
+        exposed_us=exposed_us,
         tail_us=mean(tail_us for _, _, tail_us in measured),
+        hidden_fraction=1.0 - exposed_us / transfer_us if transfer_us > 0 else 1.0,
     )
 
 
@@ -88,9 +88,11 @@ def tail_us(call: Sequence[Interval]) -> float | None:
 
 
 def worst_of(summaries: Sequence[Summary]) -> Summary:
-    """The largest of each number over ranks: a group is as slow as its slowest member."""
-    names = [field.name for field in dataclasses.fields(Summary)]
-    return Summary(**{name: max(getattr(summary, name) for summary in summaries) for name in names})
+    """The largest of each number over ranks, and the least that one hides: a group is as slow as its slowest member."""
+    largest = {
+        field.name: max(getattr(summary, field.name) for summary in summaries) for field in dataclasses.fields(Summary)
+    }
+    return Summary(**largest | {"hidden_fraction": min(summary.hidden_fraction for summary in summaries)})
 
 
 def drop_nested(intervals: Sequence[Interval], outer: Sequence[Interval]) -> list[Interval]:

@@ -146,6 +146,17 @@ def test_a_whole_step_stock_and_plugin(tmp_path: Path) -> None:
     assert 0 < len(gemms) < len([e for e in slices if e["pid"] == 0 and e["cat"] == "compute"]), "recorded twice"
 
 
+def test_a_step_of_which_nothing_is_overlapped_is_refused_in_one_line(tmp_path: Path) -> None:
+    config, folder = tmp_path / "sequential.yaml", tmp_path / "out"
+    config.write_text("linear: {fprop: {path: sequential}, dgrad: {path: sequential}}\n", encoding="utf-8")
+    asked = ("--step", "--seq", "32", "--layers", "1", "--rounds", "1", "--config", str(config))
+    ran = run_on_ranks(2, "trace", *asked, *outputs_in(folder))
+    assert ran.returncode == 2, ran.stdout + ran.stderr
+    assert "commfuse trace cannot run here: the plugin overlapped no layer: " in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert not folder.exists()
+
+
 SEES_NOTHING = """
 import sys
 

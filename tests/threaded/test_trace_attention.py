@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from commfuse_megatron import OverlapContext, ops
-from commfuse_megatron.config import TransportConfig
+from commfuse_megatron.config import LinearConfig, PassConfig, TransportConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER
 from commfuse_megatron.runtime.recorder import Interval
@@ -169,6 +169,28 @@ def test_another_way_than_asked_for_is_refused_on_all_ranks():
             UnsupportedError, match=r"path query_split was asked for and sequential taken: .*max_buffer"
         ):
             trace_block(dataclasses.replace(BLOCK, **sizes), config, group, device)
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize(
+    ("forced", "pass_name", "taken"),
+    [
+        (LinearConfig(fprop=PassConfig(path="bulk")), "fprop", "path bulk was asked for and sliced taken"),
+        (LinearConfig(dgrad=PassConfig(path="async")), "backward", "path async was asked for and sequential taken"),
+    ],
+)
+def test_another_way_of_the_projection_than_asked_for_is_refused_too(forced, pass_name, taken):
+    """Else the row of row_parallel would show another way under its name."""
+
+    def body(group, device):
+        with pytest.raises(UnsupportedError, match=f"the projection's {taken}"):
+            trace_block(
+                dataclasses.replace(BLOCK, pass_name=pass_name),
+                attention_config("row_parallel", linear=forced),
+                group,
+                device,
+            )
 
     run_threads(2, body)
 

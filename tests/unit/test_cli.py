@@ -309,6 +309,14 @@ def test_help_says_that_folders_are_made():
             ["--attention", "--models", "llama-8b", "--tokens", "1024", "--chunks", "9"],
             "9 chunks of a shard were asked",
         ),
+        (
+            ["--models", "llama-8b", "--variants", "planned", "megatron", "--chunks", "3"],
+            "none of the variants that are asked for has chunks to force; those that have: slices_only m=3 torch,",
+        ),
+        (
+            ["--attention", "--models", "llama-8b", "--variants", "row_parallel", "--chunks", "3"],
+            "has chunks to force; those that have: query_split m=3 gloo",
+        ),
         (["--shrink", "0"], "--shrink must be at least 1, got 0"),
         (["--case-s", "-1"], "--case-s must be a time in seconds, got -1.0"),
         (["--budget-s", "nan"], "--budget-s must be a time in seconds, got nan"),
@@ -320,10 +328,20 @@ def test_a_benchmark_that_makes_no_sense_is_refused_before_any_rank_starts(argum
     require_usage_error(capsys, "bench", message, with_usage=False)
 
 
+UNKNOWN_BLOCKS = (
+    "paper",
+    "paper-8192",
+    "paper-axb",
+    "paper-mlp.fc1",
+    "paper.attention-2x4x1",
+    "paper.attention-3x4096",
+)
+
 #: What an option gives to a configuration, and what `linear_case` says, is worded by them.
 OF_THE_CONFIGURATION = (
     'unknown case "llama-9b.fc2"',
     'unknown case "llama-8b.fc2"',
+    *(f'unknown case "{name}"; known are llama-8b.attention' for name in UNKNOWN_BLOCKS),
     "chunks_per_shard must be at least 1",
     "100 rows (6400 divided by 64: --shrink) must be a multiple of the group size 3",
     "32 heads must be a multiple of the group size 3",
@@ -350,6 +368,7 @@ OF_THE_CONFIGURATION = (
         (["--step", "--model", "llama-8b"], "--model llama-8b is for GPUs"),
         (["--step", "--ranks", "3", "--seq", "33"], "can be cut for 2, 4 or 8 ranks, not 3"),
         (["--step", "--seq", "33"], "--seq 33 must be a multiple of the 2 ranks"),
+        (["--step", "--path", "sequential"], "every step is traced without the plugin, too; leave it out"),
         (["--step", "--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--chunks", "0"], "chunks_per_shard must be at least 1"),
         (["--seq", "64"], "one linear has --tokens: leave out --seq"),
@@ -365,6 +384,10 @@ OF_THE_CONFIGURATION = (
         ),
         (["--chunks", "300"], "--chunks 300: a shard of 512 tokens on 2 ranks has 256 rows"),
         (["--pass", "backward", "--path", "async"], "--path async is a way of all_gather_linear's backward pass"),
+        (
+            ["--pass", "backward", "--path", "async", "--attention"],
+            "--path async is a way of all_gather_linear's backward pass",
+        ),
         (["--transport", "nccl"], "--transport nccl carries tensors of --device cuda only"),
         (
             ["--attention", "--layers", "2", "--transformer-impl", "transformer_engine", "--tokens", "8"],
@@ -379,6 +402,10 @@ OF_THE_CONFIGURATION = (
         (["--attention", "--paths", "query_split", "--chunks", "2"], "whose projection is meant: leave out --chunks"),
         (["--attention", "--paths", "row_parallel", "--splits", "2"], "no path is query_split: leave out --splits"),
         (["--attention", "--case", "llama-8b.fc2"], 'unknown case "llama-8b.fc2"'),
+        *(
+            (["--attention", "--case", name], f'unknown case "{name}"; known are llama-8b.attention')
+            for name in UNKNOWN_BLOCKS
+        ),
         (["--attention", "--case", "paper.attention-4x8192", "--seq", "64"], "has a sequence of its own"),
         (
             ["--attention", "--ranks", "3", "--seq", "6400"],
@@ -427,15 +454,15 @@ def test_files_that_cannot_be_read_are_wrong_usage(arguments, content, tmp_path,
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--variants", "megatron"], "was measured with --variants sequential, and this is --variants megatron"),
-        ([], "was measured with --variants sequential, and this is --variants none"),
-        (["--variants", "sequential", "--chunks", "1", "2"], "with --chunks 1, and this is --chunks 1 2"),
+        (["--variants", "megatron"], "was measured with --variants sliced, and this is --variants megatron"),
+        ([], "was measured with --variants sliced, and this is --variants none"),
+        (["--variants", "sliced", "--chunks", "1", "2"], "with --chunks 1, and this is --chunks 1 2"),
     ],
 )
 def test_a_benchmark_goes_on_with_the_same_variants_only(options, words, tmp_path, capsys):
     """Else its cases would count as done, and what was asked for would never be measured."""
     file = tmp_path / "rows.json"
-    settings = {"variants": ["sequential"], "chunks": [1], "config_files": []}
+    settings = {"variants": ["sliced"], "chunks": [1], "config_files": []}
     file.write_text(json.dumps({"settings": settings, "rows": []}), encoding="utf-8")
     assert cli.main(["bench", "--models", "llama-8b", "--resume", "--json", str(file), *options]) == 2
     assert words in capsys.readouterr().err

@@ -249,7 +249,8 @@ def test_a_larger_group_stands_beside_what_two_ranks_said_of_it(rows_file: Path,
     way = {"transport": "copy_engine", "algorithm": "direct", "chunks_per_shard": 1}
     here = load_report(rows_file)[1]
     emulated = a_row(case, "sliced m=1 copy_engine", "sliced", 2.2, emulated=True, **way)
-    Report(rows_file, {"multiprocessors": 132}, [*here, emulated]).write()
+    over_host = a_row(case, "sliced m=1 copy_engine", "sliced", 22.0, emulated=True, **way, link="host")
+    Report(rows_file, {"multiprocessors": 132}, [*here, emulated, over_host]).write()
     real, out = rows_file.with_name("four.json"), rows_file.with_name("out.json")
     measured = a_row(case, "sliced m=1 copy_engine", "sliced", 2.0, **way)
     elsewhere = a_row(case, "sliced m=1 copy_engine", "sliced", 9.0, **way, device="NVIDIA H100 80GB HBM3")
@@ -262,6 +263,15 @@ def test_a_larger_group_stands_beside_what_two_ranks_said_of_it(rows_file: Path,
     assert (entry["measured_ms"], entry["emulated_ms"]) == (2.0, 2.2)
     assert entry["emulation_error"] == pytest.approx(0.1)
     assert entry["prediction_error"] == pytest.approx(entry["predicted_ms"] / 2.0 - 1)
+    planned = a_row(case, "planned", "sliced", 3.0, **way)
+    for of_the_way, measured_ms in ([planned], 3.0), ([planned, measured], 2.0):
+        Report(real, {}, of_the_way).write()
+        assert cli.main(["simulate", *options, "--against", str(real)]) == 0
+        (entry,) = json.loads(out.read_text())["against"]
+        assert (entry["variant"], entry["measured_ms"]) == ("sliced m=1 copy_engine", measured_ms)
+        assert (entry["emulated_ms"], entry["predicted_ms"] is None) == (2.2, False)
+    Report(real, {}, [measured, elsewhere]).write()
+    capsys.readouterr()
     other_model = [*options, "--models", "llama-8b"]
     for wanted in (other_model, [*options, "--linears", "qkv"]):
         assert cli.main(["simulate", *wanted, "--against", str(real)]) == 2

@@ -305,7 +305,14 @@ def test_a_summary_is_the_mean_of_calls_metered_by_themselves() -> None:
         interval("NCCL SendRecv", "transfer", 35, 40, call=2),
     ]
     assert summarize(calls) == Summary(
-        calls=2, span_us=15.5, compute_us=14.5, gemm_us=13, transfer_us=6.5, exposed_us=1, tail_us=2.5
+        calls=2,
+        span_us=15.5,
+        compute_us=14.5,
+        gemm_us=13,
+        transfer_us=6.5,
+        exposed_us=1,
+        tail_us=2.5,
+        hidden_fraction=1 - 1 / 6.5,
     )
     whole = summarize(calls, as_one_call=True)
     assert (whole.calls, whole.span_us, whole.transfer_us, whole.tail_us) == (1, 40, 13, 0)
@@ -313,6 +320,15 @@ def test_a_summary_is_the_mean_of_calls_metered_by_themselves() -> None:
     assert summarize([interval("x", "transfer", 0, 4)]).hidden_fraction == 0
     worst = worst_of([summarize(calls), whole])
     assert (worst.span_us, worst.tail_us, worst.calls) == (40, 2.5, 2)
+
+
+def test_the_worst_of_ranks_hides_what_the_worst_one_does() -> None:
+    """Not what the largest transfer of one and the largest exposed time of another would make."""
+    hides_none = summarize([interval("x", "transfer", 0, 1)])
+    hides_all = summarize([interval("multiply", "compute", 0, 100), interval("x", "transfer", 0, 100)])
+    worst = worst_of([hides_all, hides_none])
+    assert (worst.transfer_us, worst.exposed_us, worst.hidden_fraction) == (100, 1, 0)
+    assert worst.to_dict()["hidden_fraction"] == 0
 
 
 @pytest.mark.parametrize(("last", "tail_us"), [("attend backward 1", 2), ("attention", 2), ("wgrad", 2), ("sum", 12)])
