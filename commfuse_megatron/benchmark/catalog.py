@@ -57,7 +57,9 @@ def make_variants(
     names = [variant.name for variant in variants]
     taken = [str(file) for file in config_files if names.count(Path(file).stem) > 1]
     if taken:
-        raise ConfigError(f"a row of {taken[0]} would be called as that of another variant: give the file another name")
+        raise ConfigError(
+            f"a row of {taken[0]} would be called as that of another variant or file: give the file another name"
+        )
     return variants
 
 

@@ -28,6 +28,7 @@ LANE_HEIGHT = 0.8
 WIDTH_IN = 12.0
 CHARS_PER_WIDTH = 190  # of 7-point text across the axes; estimated, used only to leave out labels that do not fit
 LEAST_WITH_EDGE = 0.003  # of the width; the white edges of narrower ones would hide them
+LEAST_HEIGHT_WITH_EDGE = 0.05  # so would those of lower ones
 TITLE_CHARS = 130  # of 10-point text across the axes; estimated, used only to break lines
 MOST_LABELLED_ROWS = 3  # of one rank's track; more would be too thin to look at
 MOST_ARRIVALS = 60  # marks of one rank in one panel; more would be a smear
@@ -202,15 +203,14 @@ def _draw_lane(axes: Any, intervals: list[Interval], y: float, window_us: Span, 
     height = LANE_HEIGHT / max(1, len(lanes))
     for row, lane in enumerate(lanes):
         top = y + LANE_HEIGHT / 2 - row * height
+        alike: dict[tuple[str, float], list[Span]] = {}  # one artist each: one per interval takes minutes to draw
         for interval in lane:
             left_ms = (interval.start_us - window_us[0]) / 1e3
             width_ms = (interval.end_us - interval.start_us) / 1e3
             color = colors[interval.op] if interval.track == COMPUTE else TRANSFER_COLOR
             share = (interval.end_us - interval.start_us) / (window_us[1] - window_us[0])
-            edge = 0.4 if share > LEAST_WITH_EDGE else 0.0
-            axes.broken_barh(
-                [(left_ms, width_ms)], (top - height, height), facecolor=color, edgecolor="white", linewidth=edge
-            )
+            edge = 0.4 if share > LEAST_WITH_EDGE and height > LEAST_HEIGHT_WITH_EDGE else 0.0
+            alike.setdefault((color, edge), []).append((left_ms, width_ms))
             if len(interval.name) + 1 <= CHARS_PER_WIDTH * share and height > 0.2:
                 axes.text(
                     left_ms + width_ms / 2,
@@ -222,6 +222,8 @@ def _draw_lane(axes: Any, intervals: list[Interval], y: float, window_us: Span, 
                     color="white" if interval.track == COMPUTE else "black",
                     clip_on=True,
                 )
+        for (color, edge), spans in alike.items():
+            axes.broken_barh(spans, (top - height, height), facecolor=color, edgecolor="white", linewidth=edge)
 
 
 def _overlap_line(shown: Mapping[int, Sequence[Interval]]) -> str:

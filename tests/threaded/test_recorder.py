@@ -47,6 +47,45 @@ def test_a_cleared_recording_goes_on():
     run_threads(2, body)
 
 
+@pytest.mark.parametrize("path", ["sequential", "async"])
+@pytest.mark.parametrize("op", [ops.all_gather_linear, ops.linear_reduce_scatter])
+def test_collectives_are_not_recorded_and_no_time_is_said_of_them(op, path):
+    """Their passes record GEMMs; a zero in the report would say that the whole collective was hidden."""
+    config = {"linear": {"fprop": {"path": "sequential"}, "dgrad": {"path": path}}, "record": True}
+
+    def body(group, device):
+        with OverlapContext(group, OverlapConfig.from_dict(config)) as context:
+            x, weight = torch.ones(8, 2, 6, requires_grad=True), torch.ones(6, 6, requires_grad=True)
+            op(x, weight, context=context).sum().backward()
+            assert [record.exposed_comm_us for record in context.report()] == [None, None]
+
+    run_threads(2, body)
+
+
+def test_the_exposed_time_of_a_linear_is_that_of_its_own_calls():
+    """The projection of sequential attention states the same problem, and leaves its transfers to a collective."""
+    config = OverlapConfig.from_dict(
+        {"linear": {"dgrad": {"path": "sliced"}}, "attention": {"path": "sequential"}, "record": True}
+    )
+
+    def body(group, device):
+        with OverlapContext(group, config) as context:
+            x, weight = torch.ones(8, 1, 6, requires_grad=True), torch.ones(6, 6, requires_grad=True)
+            q, k, v = (torch.ones(8, 1, 2, 3, requires_grad=True) for _ in range(3))
+
+            def report():
+                return {(r.op, r.pass_name): (r.calls, r.exposed_comm_us) for r in context.report()}
+
+            ops.linear_reduce_scatter(x, weight, context=context).sum().backward()
+            before = report()
+            for _ in range(3):
+                ops.query_split_attention(q, k, v, weight, context=context).sum().backward()
+            assert before["linear_reduce_scatter", "backward"][1] > 0
+            assert report().items() >= before.items()
+
+    run_threads(2, body)
+
+
 def test_a_call_that_failed_does_not_spoil_the_report():
     """A transfer that nobody waited for has no end; the report raised, on the rank whose report is wanted most."""
 

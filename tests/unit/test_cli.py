@@ -490,6 +490,12 @@ def test_the_environments_configuration_is_the_one_that_options_change(monkeypat
     assert bench._config_files(cli.build_parser().parse_args(["bench", "--config", "x"])) == ("x",)
 
 
+@pytest.mark.parametrize("path", ["bulk", "async"])
+def test_a_way_of_backward_passes_leaves_the_forward_ones_of_a_step_alone(path):
+    forced = config_of(cli.build_parser().parse_args(["trace", "--step", "--path", path])).linear
+    assert (forced.fprop.path, forced.dgrad.path) == ("auto", path)
+
+
 @pytest.mark.parametrize("option", [["--attention"], ["--virtual-ranks", "4"]], ids=" ".join)
 def test_a_configuration_of_the_environment_that_no_variant_takes_is_refused(option, monkeypatch, capsys):
     monkeypatch.setenv("COMMFUSE_CONFIG", "some.yaml")
