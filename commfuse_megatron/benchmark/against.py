@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from commfuse_megatron.benchmark.curves import Curves
-from commfuse_megatron.benchmark.predict import deviations, name_of_way
+from commfuse_megatron.benchmark.predict import key_of_way, name_of_way, predicted_ms, rows_of_ways
 from commfuse_megatron.benchmark.rows import Row
 
 __all__ = ["Comparison", "compare", "median_size"]
@@ -47,26 +47,11 @@ def compare(
 ) -> list[Comparison]:
     """Every measured forward row that was emulated among `rows` or can be predicted from `curves`, by its way.
 
-    What the planner took counts as that way where it was not measured by itself too. Only rows of the curves' device
-    and link count: between machines nothing is compared. left_out: cases that are not wanted.
+    Only rows of the curves' device and link count: between machines nothing is compared. left_out: cases that are not
+    wanted.
     """
-    real = [
-        row
-        for row in measured
-        if (row.device, row.link, row.pass_name, row.emulated) == (curves.device, curves.link, "fprop", False)
-        and row.case not in left_out
-    ]
-    forced = {_key(row) for row in real if row.variant != "planned"}
-    real = [row for row in real if row.variant != "planned" or _key(row) not in forced]
-    emulated = {
-        _key(row): row.median_ms
-        for row in rows
-        if (row.device, row.link, row.pass_name, row.emulated) == (curves.device, curves.link, "fprop", True)
-    }
-    predicted = {
-        (deviation.case, deviation.M, deviation.group_size, deviation.variant): deviation.predicted_ms
-        for deviation in deviations(real, curves)
-    }
+    real = [row for row in measured if not row.emulated and row.case not in left_out]
+    emulated = {key_of_way(row): row.median_ms for row in rows_of_ways(rows, curves) if row.emulated}
     comparisons = [
         Comparison(
             row.case,
@@ -74,10 +59,10 @@ def compare(
             row.group_size,
             name_of_way(row),
             row.median_ms,
-            emulated.get(_key(row)),
-            predicted.get((row.case, row.M, row.group_size, name_of_way(row))),
+            emulated.get(key_of_way(row)),
+            predicted_ms(row, curves),
         )
-        for row in real
+        for row in rows_of_ways(real, curves)
     ]
     return [entry for entry in comparisons if entry.emulated_ms is not None or entry.predicted_ms is not None]
 
@@ -86,7 +71,3 @@ def median_size(errors: Sequence[float | None]) -> float | None:
     """Of the sizes of the errors that there are."""
     known = [abs(error) for error in errors if error is not None]
     return statistics.median(known) if known else None
-
-
-def _key(row: Row) -> tuple[object, ...]:
-    return row.case, row.M, row.N, row.K, row.shrink, row.group_size, name_of_way(row)

@@ -26,9 +26,12 @@ __all__ = [
     "cases_of",
     "deviations",
     "median_error",
+    "key_of_way",
     "name_of_way",
     "predict",
     "predict_way",
+    "predicted_ms",
+    "rows_of_ways",
 ]
 
 #: (algorithm, chunks per shard) of the sliced paths that are predicted.
@@ -156,32 +159,44 @@ def predict_way(
 
 
 def deviations(rows: Iterable[Row], curves: Curves) -> list[Deviation]:
-    """Every measured forward row of a sliced way and of the sequential program, beside its prediction.
+    """Every measured forward row of a sliced way and of the sequential program, beside its prediction."""
+    return [
+        Deviation(row.case, row.M, row.group_size, row.emulated, name_of_way(row), row.median_ms, ms)
+        for row in rows_of_ways(rows, curves)
+        if (ms := predicted_ms(row, curves)) is not None
+    ]
+
+
+def rows_of_ways(rows: Iterable[Row], curves: Curves) -> list[Row]:
+    """The forward rows of linears, of the curves' device and link, without those of a user's configuration.
 
     What the planner took counts as that way where it was not measured by itself too.
     """
-    rows, found = list(rows), []
-    forced = {_way(row) for row in rows if row.variant != "planned"}
-    for row in rows:
-        if (row.device, row.link, row.pass_name) != (curves.device, curves.link, "fprop") or not row.is_linear:
-            continue
-        if row.variant == "planned" and _way(row) in forced:
-            continue
-        case = LinearCase(row.case, row.op, row.M, row.N, row.K, row.group_size)
-        if row.variant == "sequential" and not row.emulated:
-            us = _sequential_us(case, curves)
-        elif row.path == "sliced" and row.transport in curves.messages and row.chunks_per_shard:
-            us, _ = predict_way(case, curves, row.transport, Algorithm(row.algorithm), row.chunks_per_shard)
-        else:
-            continue
-        way = name_of_way(row)
-        found.append(Deviation(row.case, row.M, row.group_size, row.emulated, way, row.median_ms, us / 1e3))
-    return found
+    here = (curves.device, curves.link, "fprop")
+    chosen = [row for row in rows if (row.device, row.link, row.pass_name) == here and row.is_linear]
+    forced = {(key_of_way(row), row.emulated) for row in chosen if row.variant == name_of_way(row)}
+    return [
+        row
+        for row in chosen
+        if row.variant == name_of_way(row)
+        or (row.variant == "planned" and (key_of_way(row), row.emulated) not in forced)
+    ]
 
 
-def _way(row: Row) -> tuple[object, ...]:
-    ran = (row.path, row.algorithm, row.chunks_per_shard, row.transport)
-    return row.case, row.M, row.pass_name, row.group_size, row.emulated, row.device, row.link, *ran
+def predicted_ms(row: Row, curves: Curves) -> float | None:
+    """What the curves say of a row of `rows_of_ways`; None of what they do not tell."""
+    case = LinearCase(row.case, row.op, row.M, row.N, row.K, row.group_size)
+    if row.variant == "sequential" and not row.emulated:
+        return _sequential_us(case, curves) / 1e3
+    if row.path == "sliced" and row.transport in curves.messages and row.chunks_per_shard:
+        us, _ = predict_way(case, curves, row.transport, Algorithm(row.algorithm), row.chunks_per_shard)
+        return us / 1e3
+    return None
+
+
+def key_of_way(row: Row) -> tuple[object, ...]:
+    """What was run, and at which size, without who chose it and whether the group was emulated."""
+    return row.case, row.M, row.N, row.K, row.group_size, name_of_way(row)
 
 
 def name_of_way(row: Row) -> str:

@@ -56,6 +56,7 @@ class _Options:
     configs: dict[str, OverlapConfig]
     calls: int
     is_profiled: bool
+    forces_projection: bool
     output: str
     name: str
     json: str | None
@@ -93,6 +94,7 @@ def run_trace_attention(arguments: argparse.Namespace) -> int:
         configs=configs,
         calls=arguments.calls,
         is_profiled=arguments.profiler,
+        forces_projection=arguments.path not in (None, "auto"),
         output=arguments.output,
         name=name,
         json=arguments.json,
@@ -152,6 +154,7 @@ def _trace_on_rank(rank: Rank, options: _Options) -> int:
         dtype=getattr(torch, options.dtype),
         calls=options.calls,
         is_profiled=options.is_profiled,
+        forces_projection=options.forces_projection,
     )
     traced: dict[str, BlockTrace] = {}
     with make_progress(is_shown=rank.is_first) as progress:

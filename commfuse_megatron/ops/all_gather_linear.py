@@ -105,8 +105,9 @@ class _AllGatherLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         grad_x = grad_weight = grad_bias = None
-        x, weight, kept = ctx.saved_tensors
-        with call.forward.context.guard("the backward pass of all_gather_linear"):
+        context, what = call.forward.context, "the backward pass of all_gather_linear"
+        x, weight, kept = context.saved_tensors(ctx, what)
+        with context.guard(what):
             needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
             grad = grad_y.contiguous().flatten(0, -2)
             if needs_input or needs_weight:

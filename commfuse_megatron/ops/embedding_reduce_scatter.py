@@ -96,8 +96,9 @@ class _EmbeddingReduceScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
         call: _Call = ctx.call
-        rows, is_foreign = ctx.saved_tensors
-        with call.forward.context.guard("the backward pass of embedding_reduce_scatter"):
+        context, what = call.forward.context, "the backward pass of embedding_reduce_scatter"
+        rows, is_foreign = context.saved_tensors(ctx, what)
+        with context.guard(what):
             grad_rows = grad_y.contiguous().flatten(0, -2)
             p = prepare_backward(_OPERATION, call.forward, needs_input=False, needs_weight=True)
             p.begin()

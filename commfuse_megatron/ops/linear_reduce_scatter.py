@@ -104,8 +104,9 @@ class _LinearReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         grad_x = grad_weight = grad_bias = None
-        x, weight = ctx.saved_tensors
-        with call.forward.context.guard("the backward pass of linear_reduce_scatter"):
+        context, what = call.forward.context, "the backward pass of linear_reduce_scatter"
+        x, weight = context.saved_tensors(ctx, what)
+        with context.guard(what):
             needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
             grad_shard = grad_y.contiguous().flatten(0, -2)
             if needs_input or needs_weight:

@@ -167,8 +167,9 @@ class _QuerySplitAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, weight, mask, attended, *flat = ctx.saved_tensors
-        with ctx.call.forward.context.guard("the backward pass of query_split_attention"):
+        context, what = ctx.call.forward.context, "the backward pass of query_split_attention"
+        q, k, v, weight, mask, attended, *flat = context.saved_tensors(ctx, what)
+        with context.guard(what):
             is_one = ctx.state_sizes is None
             states = flat[0] if is_one else [tuple(part) for part in _split_list(flat, ctx.state_sizes)]
             call: AttentionCall = ctx.call._replace(mask=mask)

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import distributed as dist
@@ -216,6 +216,16 @@ class OverlapContext:
         what: in words, or what gives them.
         """
         return Guard(self.link, what) if self.group_size > 1 else _ALONE
+
+    def saved_tensors(self, ctx: Any, what: str) -> tuple[Any, ...]:
+        """Those of `ctx`, for a backward pass. A program's hooks may raise here, and memory run out, on one rank only.
+
+        Where every call is compared, ranks find that out at the next one; else this rank's context fails.
+        """
+        if self.consensus.is_for_every_call:
+            return tuple(ctx.saved_tensors)
+        with self.guard(what):
+            return tuple(ctx.saved_tensors)
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:

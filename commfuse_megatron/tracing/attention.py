@@ -40,7 +40,11 @@ Recording = dict[int, list[Interval]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockToTrace:
-    """What is traced: causal attention of one rank's heads over `rows` positions, and its projection to N features."""
+    """What is traced: causal attention of one rank's heads over `rows` positions, and its projection to N features.
+
+    forces_projection: "row_parallel" must take the path that the configuration names for the linear of this pass. Else
+    that may be meant for other linears, and the record of the projection says why another was taken.
+    """
 
     pass_name: Literal["fprop", "backward"]
     rows: int
@@ -53,6 +57,7 @@ class BlockToTrace:
     calls: int = 5
     warm_up: int = 5
     is_profiled: bool = False
+    forces_projection: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +116,7 @@ def trace_block(
         on_call: called after every recorded or warm-up call that was submitted.
 
     Raises:
-        UnsupportedError: the context took another way, of the block or of the projection that `config` asks a path of,
+        UnsupportedError: the context took another way than asked for, of the block or of a projection that is forced,
             or nothing was seen to run in a call; on all ranks.
     """
     config = dataclasses.replace(config, record=not wanted.is_profiled)
@@ -132,7 +137,7 @@ def trace_block(
             raise UnsupportedError(
                 f"attention.path {config.attention.path} was asked for and {record.path} taken: {record.reason}"
             )
-        if projection is not None and config.attention.path == "row_parallel":
+        if wanted.forces_projection and projection is not None and config.attention.path == "row_parallel":
             require_path("the projection's path", config, projection)
         if wanted.is_profiled:
             recordings = _profiled(wanted, counted, group, device)

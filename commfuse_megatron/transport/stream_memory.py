@@ -297,6 +297,7 @@ class StreamGraph:
         if self._exec is not None:  # one that is running is freed when it is done
             driver, relaxed = self._driver, self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
             # Garbage may be found while this or another thread captures a graph, which CUDA would break over this call.
-            _, mode = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+            status, mode = driver.cuThreadExchangeStreamCaptureMode(relaxed)
             driver.cuGraphExecDestroy(self._exec)
-            driver.cuThreadExchangeStreamCaptureMode(mode)
+            if not status:  # else the driver has gone
+                driver.cuThreadExchangeStreamCaptureMode(mode)

@@ -181,16 +181,17 @@ def test_another_way_than_asked_for_is_refused_on_all_ranks():
     ],
 )
 def test_another_way_of_the_projection_than_asked_for_is_refused_too(forced, pass_name, taken):
-    """Else the row of row_parallel would show another way under its name."""
+    """Else the row of row_parallel would show another way under its name. A configuration may mean other linears."""
+    config = attention_config("row_parallel", linear=forced)
+    wanted = dataclasses.replace(BLOCK, pass_name=pass_name)
 
     def body(group, device):
         with pytest.raises(UnsupportedError, match=f"the projection's {taken}"):
-            trace_block(
-                dataclasses.replace(BLOCK, pass_name=pass_name),
-                attention_config("row_parallel", linear=forced),
-                group,
-                device,
-            )
+            trace_block(dataclasses.replace(wanted, forces_projection=True), config, group, device)
+        if "sequential" not in taken:  # whose collective is watched, which takes processes
+            found = trace_block(wanted, config, group, device)
+            assert found.projection.path == "sliced"
+            assert "for backward passes" in found.projection.reason
 
     run_threads(2, body)
 

@@ -288,6 +288,15 @@ def test_a_larger_group_stands_beside_what_two_ranks_said_of_it(rows_file: Path,
         (entry,) = json.loads(out.read_text())["against"]
         assert (entry["variant"], entry["measured_ms"]) == ("sliced m=1 copy_engine", measured_ms)
         assert (entry["emulated_ms"], entry["predicted_ms"] is None) == (2.2, False)
+    of_a_file = a_row(case, "few_sms", "sliced", 4.0, **way)
+    smaller = Row.from_json(measured.as_json() | {"N": case.N // 4, "K": case.K // 4, "shrink": 4, "median_ms": 0.2})
+    alone = json.loads(out.read_text())["against"]
+    for rows in ([measured, of_a_file, smaller], [smaller, of_a_file, measured]):
+        Report(real, {}, rows).write()
+        assert cli.main(["simulate", *options, "--against", str(real)]) == 0
+        large, small = sorted(json.loads(out.read_text())["against"], key=lambda e: -e["measured_ms"])
+        assert [large] == alone
+        assert (small["emulated_ms"], small["predicted_ms"] < large["predicted_ms"]) == (None, True)
     Report(real, {}, [measured, elsewhere]).write()
     capsys.readouterr()
     other_model = [*options, "--models", "llama-8b"]
