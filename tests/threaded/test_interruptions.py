@@ -46,15 +46,16 @@ def operands_of(name, rank=0):
     return [x, weight], lambda context: getattr(ops, name)(x * 1, weight, context=context)
 
 
+@pytest.mark.parametrize("is_compared", [True, False])
 @pytest.mark.parametrize("name", ALL)
-def test_a_checkpoint_that_stops_early_is_no_interruption(name):
+def test_a_checkpoint_that_stops_early_is_no_interruption(name, is_compared):
     """It raises out of what autograd does after our forward pass has returned, as soon as all is there again."""
 
     def body(group, device):
         found = []
         for is_checkpointed in (False, True):
             leaves, call = operands_of(name, group.rank())
-            with OverlapContext(group) as context:
+            with OverlapContext(group, OverlapConfig(check_agreement=is_compared)) as context:
                 for _ in range(2):
                     y = checkpoint(call, context, use_reentrant=False) if is_checkpointed else call(context)
                     y.square().sum().backward()
