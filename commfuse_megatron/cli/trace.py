@@ -151,9 +151,8 @@ def run_trace(arguments: argparse.Namespace) -> int:
         raise UsageError("--profiler looks at GPU kernels; use it with --device cuda")
     if arguments.path in ("bulk", "async") and arguments.pass_name == "fprop":
         raise UsageError(f"--path {arguments.path} is a way of the backward pass; add --pass backward")
-    if arguments.path == "async" and (arguments.attention or arguments.op == OPS[1]):
-        raise UsageError(f"--path async is a way of {OPS[0]}'s backward pass, whose GEMMs need not wait")
     if arguments.attention:
+        _require_path_of(OPS[1], arguments)  # the projection's
         from commfuse_megatron.cli.trace_attention import run_trace_attention
 
         return run_trace_attention(arguments)
@@ -162,8 +161,7 @@ def run_trace(arguments: argparse.Namespace) -> int:
     refuse_given(arguments, OF_STEPS, "of a whole step; add --step, or leave out")
     require_positive(arguments, ("calls", "tokens", "N", "K"))
     op, M, N, K = _problem(arguments, num_ranks)
-    if arguments.path == "async" and op != OPS[0]:
-        raise UsageError(f"--path async is a way of {OPS[0]}'s backward pass, whose GEMMs need not wait; not of {op}")
+    _require_path_of(op, arguments)
     rows = M // num_ranks
     if (arguments.chunks or 1) > max(1, rows):
         raise UsageError(f"--chunks {arguments.chunks}: a shard of {M} tokens on {num_ranks} ranks has {rows} rows")
@@ -185,6 +183,11 @@ def run_trace(arguments: argparse.Namespace) -> int:
         json=arguments.json,
     )
     return launch(_trace_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
+
+
+def _require_path_of(op: str, arguments: argparse.Namespace) -> None:
+    if arguments.path == "async" and op != OPS[0]:
+        raise UsageError(f"--path async is a way of {OPS[0]}'s backward pass, whose GEMMs need not wait; not of {op}")
 
 
 def _problem(arguments: argparse.Namespace, num_ranks: int) -> tuple[str, int, int, int]:
