@@ -187,7 +187,7 @@ def _fp8(group, device, recipe):
             for layer in layers:
                 assert layer.path == "stock", layer
                 assert "config.fp8 is set" in layer.reasons[0]
-                assert layer.layer.startswith("TE") or layer.name == "output_layer"
+                assert layer.layer.startswith("CommFuse")
 
 
 def _main_grad(group, device):
