@@ -19,6 +19,7 @@ from commfuse_megatron.ops.arguments import (
     require_context,
     with_unit_stride,
 )
+from commfuse_megatron.ops.asked import gradients_asked_for
 from commfuse_megatron.ops.collectives import PendingRows, start_gather_rows, start_reduce_scatter_rows
 from commfuse_megatron.ops.passes import gather_matmul, matmul_scatter, start_gather, weight_gradient
 from commfuse_megatron.ops.recordings import record_gather, record_gather_backward
@@ -96,7 +97,6 @@ class _AllGatherLinear(torch.autograd.Function):
             call.forward.begin()
             y, kept = _forward(call.forward, x, weight, bias, may_keep=ctx.needs_input_grad[1])
         ctx.call = call
-        ctx.has_bias = bias is not None
         ctx.save_for_backward(x, weight, kept)
         return y
 
@@ -108,14 +108,14 @@ class _AllGatherLinear(torch.autograd.Function):
         context, what = call.forward.context, "the backward pass of all_gather_linear"
         x, weight, kept = context.saved_tensors(ctx, what)
         with context.guard(what):
-            needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+            needs_input, needs_weight, needs_bias = gradients_asked_for(ctx, 3)
             grad = grad_y.contiguous().flatten(0, -2)
             if needs_input or needs_weight:
                 p = prepare_backward(_OPERATION, call.forward, needs_input=needs_input, needs_weight=needs_weight)
                 p.begin()
                 operands = _Operands(grad, x, with_unit_stride(weight), kept, needs_input, needs_weight)
                 grad_x, grad_weight = _backward(p, operands, call.weight_grad)
-            if ctx.has_bias and needs_bias:
+            if needs_bias:
                 grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, None
 

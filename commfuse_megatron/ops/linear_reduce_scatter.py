@@ -19,6 +19,7 @@ from commfuse_megatron.ops.arguments import (
     require_context,
     with_unit_stride,
 )
+from commfuse_megatron.ops.asked import gradients_asked_for
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 from commfuse_megatron.ops.passes import gather_matmul, matmul_scatter, start_gather, weight_gradient
 from commfuse_megatron.ops.recordings import record_scatter, record_scatter_backward
@@ -95,7 +96,6 @@ class _LinearReduceScatter(torch.autograd.Function):
             call.forward.begin()
             y = scatter_forward(call.forward, x, weight, bias)
         ctx.call = call
-        ctx.has_bias = bias is not None
         ctx.save_for_backward(x, weight)
         return y
 
@@ -107,14 +107,14 @@ class _LinearReduceScatter(torch.autograd.Function):
         context, what = call.forward.context, "the backward pass of linear_reduce_scatter"
         x, weight = context.saved_tensors(ctx, what)
         with context.guard(what):
-            needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+            needs_input, needs_weight, needs_bias = gradients_asked_for(ctx, 3)
             grad_shard = grad_y.contiguous().flatten(0, -2)
             if needs_input or needs_weight:
                 p = prepare_backward(OPERATION, call.forward, needs_input=needs_input, needs_weight=needs_weight)
                 p.begin()
                 operands = ScatterOperands(grad_shard, x, with_unit_stride(weight), needs_input, needs_weight)
                 grad_x, grad_weight = scatter_backward(p, operands, call.weight_grad)
-            if ctx.has_bias and needs_bias:
+            if needs_bias:
                 grad_bias = grad_shard.sum(0)
         return grad_x, grad_weight, grad_bias, None
 

@@ -24,11 +24,13 @@ from commfuse_megatron.ops.arguments import (
     cast_for_autocast,
     find_target_complaint,
     is_fitting_target,
+    join_needs,
     remember,
     require_context,
     require_fitting,
     with_unit_stride,
 )
+from commfuse_megatron.ops.asked import gradients_asked_for
 from commfuse_megatron.ops.attention_arguments import (
     AttentionInputs,
     find_attention_complaint,
@@ -157,7 +159,6 @@ class _QuerySplitAttention(torch.autograd.Function):
             call.forward.begin()
             y, saved = attention_forward(call, Heads(q, k, v), weight, bias)
         ctx.call = call._replace(mask=None)
-        ctx.has_bias = bias is not None
         found = saved.states
         ctx.state_sizes = None if isinstance(found, torch.Tensor) else [len(state) for state in found]
         states = [found] if isinstance(found, torch.Tensor) else [tensor for state in found for tensor in state]
@@ -176,17 +177,17 @@ class _QuerySplitAttention(torch.autograd.Function):
             grad_shard = grad_y.contiguous().flatten(0, -2)
             grads: Heads | None = None
             grad_weight = None
-            if call.forward.problem.needs:
-                p = _prepare_backward(call.forward)
+            *needs_heads, needs_weight, needs_bias = gradients_asked_for(ctx, 5)
+            if any(needs_heads) or needs_weight:
+                p = _prepare_backward(call.forward, needs_input=any(needs_heads), needs_weight=needs_weight)
                 p.begin()
                 saved = Saved(Heads(q, k, v), attended, states)
                 with torch.autocast(grad_shard.device.type, enabled=False):  # as in forward
                     grads, grad_weight = attention_backward(p, call, saved, grad_shard, with_unit_stride(weight))
-            needs_bias = ctx.has_bias and ctx.needs_input_grad[4]
             grad_bias = grad_shard.sum(0) if needs_bias else None
         grad_heads = (
             None if grads is None or not is_due else grad
-            for grad, is_due in zip(grads or (None,) * 3, ctx.needs_input_grad[:3], strict=True)
+            for grad, is_due in zip(grads or (None,) * 3, needs_heads, strict=True)
         )
         return *grad_heads, grad_weight, grad_bias, None
 
@@ -246,8 +247,9 @@ def _with_all_gradients(problem: AttentionProblem) -> AttentionProblem:
     return dataclasses.replace(problem, needs="input+weight")
 
 
-def _prepare_backward(forward: PreparedPass) -> PreparedPass:
-    problem = dataclasses.replace(forward.problem, pass_name="backward")
+def _prepare_backward(forward: PreparedPass, *, needs_input: bool, needs_weight: bool) -> PreparedPass:
+    needs = join_needs(needs_input=needs_input, needs_weight=needs_weight)
+    problem = dataclasses.replace(forward.problem, pass_name="backward", needs=needs)
     reason = (
         "as the forward pass" if forward.plan.backward_path is None else f"after {forward.plan.name.partition(',')[0]}"
     )
