@@ -36,7 +36,13 @@ from commfuse_megatron.ops.attention_arguments import (
     find_attention_complaint,
     state_attention_problem,
 )
-from commfuse_megatron.ops.attention_passes import AttentionCall, Saved, attention_backward, attention_forward
+from commfuse_megatron.ops.attention_passes import (
+    AttentionCall,
+    Saved,
+    attention_backward,
+    attention_forward,
+    projection_weight_gradient,
+)
 from commfuse_megatron.ops.split_attention import Heads
 from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
@@ -162,18 +168,18 @@ class _QuerySplitAttention(torch.autograd.Function):
         found = saved.states
         ctx.state_sizes = None if isinstance(found, torch.Tensor) else [len(state) for state in found]
         states = [found] if isinstance(found, torch.Tensor) else [tensor for state in found for tensor in state]
-        ctx.save_for_backward(*saved.heads, weight, call.mask, saved.attended, *states)
+        needs_heads, needs_weight = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
+        for_heads = (*saved.heads, weight, call.mask, *states) if needs_heads else ()
+        ctx.save_for_backward(saved.attended if needs_heads or needs_weight else None, *for_heads)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         context, what = ctx.call.forward.context, "the backward pass of query_split_attention"
-        q, k, v, weight, mask, attended, *flat = context.saved_tensors(ctx, what)
+        attended, *for_heads = context.saved_tensors(ctx, what)
         with context.guard(what):
-            is_one = ctx.state_sizes is None
-            states = flat[0] if is_one else [tuple(part) for part in _split_list(flat, ctx.state_sizes)]
-            call: AttentionCall = ctx.call._replace(mask=mask)
+            call: AttentionCall = ctx.call
             grad_shard = grad_y.contiguous().flatten(0, -2)
             grads: Heads | None = None
             grad_weight = None
@@ -181,9 +187,18 @@ class _QuerySplitAttention(torch.autograd.Function):
             if any(needs_heads) or needs_weight:
                 p = _prepare_backward(call.forward, needs_input=any(needs_heads), needs_weight=needs_weight)
                 p.begin()
-                saved = Saved(Heads(q, k, v), attended, states)
                 with torch.autocast(grad_shard.device.type, enabled=False):  # as in forward
-                    grads, grad_weight = attention_backward(p, call, saved, grad_shard, with_unit_stride(weight))
+                    if any(needs_heads):
+                        q, k, v, weight, mask, *flat = for_heads
+                        is_one = ctx.state_sizes is None
+                        states = flat[0] if is_one else [tuple(part) for part in _split_list(flat, ctx.state_sizes)]
+                        saved = Saved(Heads(q, k, v), attended, states)
+                        with_mask = call._replace(mask=mask)
+                        grads, grad_weight = attention_backward(
+                            p, with_mask, saved, grad_shard, with_unit_stride(weight)
+                        )
+                    else:
+                        grad_weight = projection_weight_gradient(p, call, attended, grad_shard)
             grad_bias = grad_shard.sum(0) if needs_bias else None
         grad_heads = (
             None if grads is None or not is_due else grad
@@ -311,7 +326,10 @@ def _rehearse(problem: AttentionProblem, context: OverlapContext) -> Callable[[P
             if p.plan.name not in backward:
                 backward[p.plan.name] = context.make_pass(backward_problem, p.plan.for_backward)
                 backward[p.plan.name].attention = kernel
-            attention_backward(backward[p.plan.name], call, saved, grad, weight)
+            if "input" in problem.needs:
+                attention_backward(backward[p.plan.name], call, saved, grad, weight)
+            else:
+                projection_weight_gradient(backward[p.plan.name], call, saved.attended, grad)
 
     return run
 
