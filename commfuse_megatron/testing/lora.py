@@ -153,8 +153,8 @@ def add_lora(
 ) -> None:
     """Wrap every tensor-parallel linear of `model` in a LoRALinear, in place; A and B are drawn from `seed`.
 
-    Experts stay as they are. Under full recompute the embedding's output is made to require a gradient, without which
-    the reentrant checkpoint around a frozen layer would give its adapters none.
+    Experts stay as they are. Under recompute the embedding's output is made to require a gradient: Megatron's reentrant
+    checkpoints give the adapters inside none, or keep no input to recompute from, where no input of theirs needs one.
 
     Raises UnsupportedError, before anything is wrapped, without sequence parallelism.
     """
@@ -177,7 +177,7 @@ def add_lora(
             adapter = _Adapter(linear, rank, norm_output, is_gated=is_gated)
             setattr(parent, name, LoRALinear(linear, adapter, alpha / rank))
     for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding) and module.config.recompute_granularity == "full":
+        if isinstance(module, VocabParallelEmbedding) and module.config.recompute_granularity is not None:
             module.register_forward_hook(_require_gradient)
 
 

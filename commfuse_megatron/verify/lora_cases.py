@@ -35,6 +35,11 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 
 _ADAPTERS = "adapter."
 
+#: Words that do not go together -> why.
+_IMPOSSIBLE = {
+    ("convert_first", "fused"): "fused layers come from a spec, which is ours from the first",
+}
+
 
 def options_of(configuration: Configuration) -> dict[str, str]:
     """The words of a configuration with adapters, by option."""
@@ -44,7 +49,7 @@ def options_of(configuration: Configuration) -> dict[str, str]:
 def lora_configurations() -> list[Configuration]:
     """All products of the options that differ in what they build."""
     products = (dict(zip(OPTIONS, words, strict=True)) for words in itertools.product(*OPTIONS.values()))
-    return [_configuration(each) for each in products if (each["order"], each["layers"]) != ("convert_first", "fused")]
+    return [_configuration(each) for each in products if _reason_against(each) is None]
 
 
 def choose_lora(num_ranks: int, words: list[str] | None = None) -> list[Configuration]:
@@ -65,7 +70,8 @@ def choose_lora(num_ranks: int, words: list[str] | None = None) -> list[Configur
         if all(not wanted[option] or word in wanted[option] for option, word in options_of(each).items())
     ]
     if not chosen:
-        raise ConfigError("fused layers come from a spec: with them, the order is lora_first or spec_first")
+        reasons = " ".join(f"{' and '.join(words)}: {reason}." for words, reason in _IMPOSSIBLE.items())
+        raise ConfigError(f"there is nothing for {' '.join(words or ())}. {reasons}")
     return chosen
 
 
@@ -84,6 +90,10 @@ def cover_pairs(candidates: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return chosen
 
 
+def _reason_against(words: dict[str, str]) -> str | None:
+    return next((reason for each, reason in _IMPOSSIBLE.items() if set(each) <= set(words.values())), None)
+
+
 def _configuration(words: dict[str, str]) -> Configuration:
     model, is_frozen, recompute = by_name(words["model"]), words["base"] == "frozen", words["recompute"]
     options: dict[str, Any] = dict(model.options)
@@ -92,14 +102,18 @@ def _configuration(words: dict[str, str]) -> Configuration:
     recomputed: tuple[str, ...] = ()
     if recompute == "full":
         options |= FULL
-        recomputed = ("decoder.layers.",)
+        recomputed = ("decoder.layers.", "mtp.layers.")
     elif recompute == "selective":
         options |= SELECTIVE
         recomputed = ("mlp.linear_fc1", "mlp.linear_fc2")
+        if model.variant == "layer_norm_and_bias":
+            # Stock's backward pass never ends where a recomputed MLP returns its bias: autograd takes the parameter
+            # for an output of the checkpoint.
+            options["recompute_modules"], recomputed = ["layernorm"], ()
     without_backward: tuple[str, ...] = ()
     if is_frozen:
         without_backward = ("embedding",)
-        if recompute != "full":  # nothing before the first layer is trained, then
+        if recompute == "kept":  # nothing before the first layer needs a gradient, then
             without_backward += tuple(f"decoder.layers.0.self_attention.{linear}.to_wrap" for linear in _FIRST)
     return dataclasses.replace(
         model,
