@@ -6,7 +6,9 @@ import argparse
 import logging
 from dataclasses import dataclass
 from importlib import util
+from typing import Any
 
+from rich import box
 from rich.markup import escape
 from rich.table import Table
 
@@ -14,7 +16,8 @@ from commfuse_megatron.cli.launch import launch
 from commfuse_megatron.cli.output import make_progress, results, silence_foreign_warnings, write_json
 from commfuse_megatron.cli.ranks import CannotRunError, Rank, UsageError, choose_num_ranks
 from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.verify.megatron_cases import choose_configurations
+from commfuse_megatron.verify.lora_cases import choose_lora, options_of
+from commfuse_megatron.verify.megatron_cases import Configuration, choose_configurations
 from commfuse_megatron.verify.megatron_models import TOLERANCE, ModelResult, verify_models
 
 __all__ = ["run_verify_megatron"]
@@ -24,7 +27,12 @@ __all__ = ["run_verify_megatron"]
 class _Options:
     json: str | None
     names: list[str] | None
+    has_adapters: bool
     is_verbose: bool
+
+    def choose(self, num_ranks: int) -> list[Configuration]:
+        """The configurations to run. Raises ConfigError for names that there is nothing for."""
+        return (choose_lora if self.has_adapters else choose_configurations)(num_ranks, self.names)
 
 
 def run_verify_megatron(arguments: argparse.Namespace) -> int:
@@ -36,11 +44,11 @@ def run_verify_megatron(arguments: argparse.Namespace) -> int:
     num_ranks = choose_num_ranks(arguments.ranks)
     if util.find_spec("megatron") is None:
         raise CannotRunError("Megatron-Core is not installed: pip install megatron-core")
+    options = _Options(arguments.json, arguments.only, arguments.lora, arguments.verbose)
     try:
-        choose_configurations(num_ranks, arguments.only)
+        options.choose(num_ranks)
     except ConfigError as error:
         raise UsageError(f"--megatron: {error}") from None
-    options = _Options(arguments.json, arguments.only, arguments.verbose)
     return launch(_verify_on_rank, options, num_ranks=num_ranks, device_type="cpu")
 
 
@@ -51,13 +59,13 @@ def _verify_on_rank(rank: Rank, options: _Options) -> int:
         logging.getLogger("commfuse_megatron.plugin").setLevel(logging.ERROR)
     from commfuse_megatron.testing import cpu_megatron
 
-    configurations = choose_configurations(rank.world_size, options.names)
+    configurations = options.choose(rank.world_size)
     with cpu_megatron(), make_progress(is_shown=rank.is_first) as progress:
         task = progress.add_task("verifying models", total=len(configurations))
         found = verify_models(configurations, on_done=lambda _: progress.advance(task))
     failed = [result for result in found if not result.passed]
     if rank.is_first:
-        _print(found, failed, rank)
+        _print(found, failed, rank, has_adapters=options.has_adapters)
         if options.json:
             data = {
                 "ranks": rank.world_size,
@@ -65,34 +73,49 @@ def _verify_on_rank(rank: Rank, options: _Options) -> int:
                 "tolerance": TOLERANCE,
                 "passed": len(found) - len(failed),
                 "failed": len(failed),
-                "configurations": [result.to_dict() for result in found],
+                "configurations": [_to_dict(result, has_adapters=options.has_adapters) for result in found],
             }
             write_json(options.json, data)
     return 1 if failed else 0
 
 
-def _print(found: list[ModelResult], failed: list[ModelResult], rank: Rank) -> None:
+def _to_dict(result: ModelResult, *, has_adapters: bool) -> dict[str, Any]:
+    return result.to_dict() | ({"options": options_of(result.name)} if has_adapters else {})
+
+
+def _print(found: list[ModelResult], failed: list[ModelResult], rank: Rank, *, has_adapters: bool = False) -> None:
     console = results()
     title = f"{rank.world_size} ranks, cpu, float64: relative errors against stock Megatron at the same layout"
-    table = Table(title=f"{title} (allowed {TOLERANCE:g}; 0 = bit-equal)", title_justify="left")
-    table.add_column("configuration", no_wrap=True)
-    table.add_column("ranks", no_wrap=True)
-    for column in ("loss error", "worst gradient"):
-        table.add_column(column, justify="right")
-    table.add_column("of", overflow="fold")
-    for column in ("overlapped", "stock"):
+    title += " with the same adapters" if has_adapters else ""
+    # Names give way to results: where there is no room for the rest, it is in the JSON file.
+    has_calls, has_place = console.width >= 80, console.width >= 120
+    table = Table(
+        title=f"{title} (allowed {TOLERANCE:g}; 0 = bit-equal)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    table.add_column("configuration", overflow="fold")
+    table.add_column("ranks", overflow="fold")
+    for column in ("loss\nerror", "worst\ngradient"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("verdict")
+    if has_place:
+        table.add_column("of", overflow="fold")
+    for column in ("overlapped", "stock") if has_calls else ():
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
     for result in found:
         gradient = _error(result.gradient_error) if result.num_gradients else "-"
+        place = escape(result.gradient) if result.gradient_error else f"{result.num_gradients} gradients"
+        calls = (f"{result.overlapped} + {result.backward}", str(sum(result.stock.values())))
         table.add_row(
             result.name,
             result.layout,
             _error(result.loss_error),
             gradient,
-            escape(result.gradient) if result.gradient_error else f"{result.num_gradients} gradients",
-            f"{result.overlapped} + {result.backward}",
-            str(sum(result.stock.values())),
+            *([place] if has_place else []),
+            *(calls if has_calls else ()),
             "[green]equal[/]" if result.passed else "[red]FAILED[/]",
         )
     console.print(table)

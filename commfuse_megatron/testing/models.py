@@ -43,7 +43,7 @@ class Recipe:
 
     "*" is attention, "-" an MLP, "E" a mixture of experts. Options decide the rest: `num_moe_experts`,
     `mtp_num_layers`, `multi_latent_attention`, as in Megatron. is_packed: inputs are packed sequences. is_fused: norms
-    are in one module with the linear after them where Transformer Engine's layers have them so; only our class does
+    are in one module with the linear after them (qkv, dense fc1) as in Transformer Engine's layers; only our class does
     that here.
     """
 
@@ -161,8 +161,6 @@ def _with_norms(spec: Any) -> Any:
 _FUSED_NORMS = {
     "self_attention.linear_qkv": "input_layernorm",
     "mlp.linear_fc1": "pre_mlp_layernorm",
-    "linear_q_up_proj": "q_layernorm",
-    "linear_kv_up_proj": "kv_layernorm",
 }
 
 
@@ -179,17 +177,10 @@ def _with_fused_norms(layer: Any) -> Any:
     parts = layer.submodules = copy.copy(layer.submodules)
     parts.sharded_state_dict_keys_map = {}  # which gives separate norms the names of fused ones
     fused = {ColumnParallelLinear: CommFuseLayerNormColumnParallelLinear}
-    attention = copy.copy(getattr(parts.self_attention, "submodules", None))
-    if hasattr(attention, "linear_qkv"):
+    # Of latent attention, Megatron takes fused up-projections from Transformer Engine only.
+    if hasattr(getattr(parts.self_attention, "submodules", None), "linear_qkv"):
         parts.self_attention = replace_in_spec(parts.self_attention, fused)
         parts.input_layernorm = IdentityOp
-    elif attention is not None:  # latent: the norms inside are those before the up-projections, if there are any
-        for norm, linear in (("q_layernorm", "linear_q_up_proj"), ("kv_layernorm", "linear_kv_up_proj")):
-            if getattr(attention, norm) is not IdentityOp:
-                setattr(attention, norm, IdentityOp)
-                setattr(attention, linear, CommFuseLayerNormColumnParallelLinear)
-        parts.self_attention = copy.copy(parts.self_attention)
-        parts.self_attention.submodules = attention
     if isinstance(getattr(parts.mlp, "keywords", {}).get("submodules"), MLPSubmodules):
         parts.mlp = replace_in_spec(parts.mlp, fused)
         parts.pre_mlp_layernorm = IdentityOp

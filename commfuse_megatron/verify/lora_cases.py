@@ -41,9 +41,9 @@ _IMPOSSIBLE = {
 }
 
 
-def options_of(configuration: Configuration) -> dict[str, str]:
-    """The words of a configuration with adapters, by option."""
-    return dict(zip(OPTIONS, configuration.name.split(), strict=True))
+def options_of(name: str) -> dict[str, str]:
+    """The words in the name of a configuration with adapters, by option."""
+    return dict(zip(OPTIONS, name.split(), strict=True))
 
 
 def lora_configurations() -> list[Configuration]:
@@ -67,7 +67,7 @@ def choose_lora(num_ranks: int, words: list[str] | None = None) -> list[Configur
     chosen = [
         each
         for each in lora_configurations()
-        if all(not wanted[option] or word in wanted[option] for option, word in options_of(each).items())
+        if all(not wanted[option] or word in wanted[option] for option, word in options_of(each.name).items())
     ]
     if not chosen:
         reasons = " ".join(f"{' and '.join(words)}: {reason}." for words, reason in _IMPOSSIBLE.items())
