@@ -22,6 +22,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, sharded_state_dict_default
 
 from commfuse_megatron.errors import UnsupportedError
+from commfuse_megatron.plugin import compat
 
 __all__ = ["NormOutput", "LoRALinear", "add_lora"]
 
@@ -84,15 +85,16 @@ class _Adapter(torch.nn.Module):
 
     def __init__(self, linear: Any, rank: int, norm_output: NormOutput, *, is_gated: bool) -> None:
         super().__init__()
-        self._is_row = isinstance(linear, RowParallelLinear)
-        self._group = linear.tp_group
+        input_size, output_size = _sizes(linear)
+        self._is_row = _parallel_mode(linear) == "row"
+        self._group = compat.group_of(linear)
         self._is_gated = is_gated
         self._works_on_rows = norm_output == "rows"
         self.takes_gathered = not self._is_row and not self._works_on_rows
-        common = {"init_method": torch.nn.init.xavier_normal_, "bias": False, "tp_group": linear.tp_group}
+        common = {"init_method": torch.nn.init.xavier_normal_, "bias": False, "tp_group": self._group}
         on_rows, alone = _config(linear.config, True), _config(linear.config, False)
         config = on_rows if self._works_on_rows else alone
-        sizes = (linear.input_size, rank)
+        sizes = (input_size, rank)
         if self._is_row:
             self.linear_in = RowParallelLinear(
                 *sizes, config=config, input_is_parallel=True, skip_bias_add=False, **common
@@ -102,15 +104,10 @@ class _Adapter(torch.nn.Module):
                 *sizes, config=config, gather_output=True, disable_grad_reduce=not self._works_on_rows, **common
             )
         if self._is_row and self._works_on_rows:
-            self.linear_out = _on_rows(rank, linear.output_size, linear.config)
+            self.linear_out = _on_rows(rank, output_size, linear.config)
         else:
-            self.linear_out = ColumnParallelLinear(
-                rank,
-                linear.output_size,
-                config=alone,
-                gather_output=self._is_row or linear.gather_output,
-                **common,
-            )
+            gathers = self._is_row or getattr(linear, "gather_output", False)
+            self.linear_out = ColumnParallelLinear(rank, output_size, config=alone, gather_output=gathers, **common)
 
     def forward(self, x: torch.Tensor, *, is_gathered: bool) -> torch.Tensor:
         """What to add to the linear's output. x: rows [S/R, B, K], gathered [S, B, K]; [S, B, K/R] beside a row."""
@@ -163,7 +160,7 @@ def add_lora(
         linear: Any = getattr(parent, name)
         if not linear.sequence_parallel:
             raise UnsupportedError(f"{name} has no sequence parallelism, which the adapters here are made for")
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
         torch.manual_seed(seed)
         for parent, name in places:
             linear = getattr(parent, name)
@@ -184,8 +181,27 @@ def add_lora(
 def _places(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
     for parent in model.modules():
         for name, child in parent.named_children():
-            if isinstance(child, ColumnParallelLinear | RowParallelLinear) and not child.is_expert:
+            if _parallel_mode(child) is not None and not getattr(child, "is_expert", False):
                 yield parent, name
+
+
+def _parallel_mode(module: torch.nn.Module) -> str | None:
+    """ "column" or "row" for the tensor-parallel linears of Megatron and Transformer Engine, ours included; else None."""
+    if isinstance(module, RowParallelLinear):
+        return "row"
+    if isinstance(module, ColumnParallelLinear):
+        return "column"
+    mode = getattr(module, "parallel_mode", None) if isinstance(module, compat.TRANSFORMER_ENGINE_LINEARS) else None
+    return mode if mode in ("column", "row") else None
+
+
+def _sizes(linear: Any) -> tuple[int, int]:
+    """Input and output features of all ranks together."""
+    if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+        return linear.input_size, linear.output_size
+    group_size = compat.group_of(linear).size()
+    is_row = linear.parallel_mode == "row"
+    return linear.in_features * (group_size if is_row else 1), linear.out_features * (1 if is_row else group_size)
 
 
 def _require_gradient(_: torch.nn.Module, __: Any, output: torch.Tensor) -> None:

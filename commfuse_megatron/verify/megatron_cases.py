@@ -28,11 +28,14 @@ class Adapters:
     norm_output: str
     is_first: bool
 
-    def reason_to_stay(self, linear: str) -> str | None:
-        """Why the linear of this name in an adapter takes Megatron's path where it is ours; None if it does not."""
+    def reasons_to_stay(self, linear: str) -> tuple[str, ...]:
+        """Parts of the reasons for which the linear of this name in an adapter takes Megatron's path, where it is ours.
+
+        Empty where it is overlapped.
+        """
         if self.norm_output == "rows" and linear.endswith("linear_in"):
-            return None
-        return "sequence_parallel is off"
+            return ()
+        return ("sequence_parallel is off", "disable_grad_reduce is set")
 
 
 @dataclass(frozen=True, kw_only=True)

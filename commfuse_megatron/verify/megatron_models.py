@@ -290,10 +290,12 @@ def _complaint_about(configuration: Configuration, layer: Any, times: int) -> st
     if configuration.adapters is not None and "adapter." in layer.name:
         if not configuration.adapters.is_first:
             return f"is a {layer.layer}, not Megatron's own" if layer.layer.startswith("CommFuse") else None
-        reason = configuration.adapters.reason_to_stay(layer.name)
-        if reason is not None:
-            is_as_expected = not layer.overlapped_calls and all(reason in each for each in layer.reasons)
-            return None if is_as_expected and layer.reasons else f"was to be stock, since {reason}"
+        allowed = configuration.adapters.reasons_to_stay(layer.name)
+        if allowed:
+            unexpected = [reason for reason in layer.reasons if not any(part in reason for part in allowed)]
+            if unexpected or not layer.reasons or layer.overlapped_calls:
+                return f"was to be stock, since {' or '.join(allowed)}; is {layer.path}: {'; '.join(layer.reasons)}"
+            return None
     if not layer.layer.startswith("CommFuse"):
         return f"is a {layer.layer}, not ours"
     surprises = [reason for reason in layer.reasons if not any(part in reason for part in configuration.stock)]
