@@ -21,7 +21,8 @@ from commfuse_megatron.verify.megatron_models import ModelResult, verify_models
 from tests.megatron.checkpoint_checks import folders, save_entries
 
 TOLERANCE = 1e-13
-OURS = ("lora_first", "spec_first", "fused")
+#: Which adapters -> which models of ours. Row-parallel pairs of the two forms are split differently.
+OURS = {"rows": ("lora_first", "fused"), "gathered": ("spec_first", "fused")}
 FAULTY = "dense spec_first fused kept autograd frozen rows"
 
 
@@ -36,44 +37,45 @@ def verify_pairs(group: dist.ProcessGroup, _: torch.device, names: list[str]) ->
             with mock.patch.object(norm_linear, "with_norm_output", lambda _, output, bias, __: (output, bias)):
                 complaints = verify_models([by_name[FAULTY]])[0].complaints
         else:
-            check_adapters_resume()
+            for norm_output, kinds in OURS.items():
+                check_adapters_resume(norm_output, kinds)
         return results, complaints
 
 
-def check_adapters_resume() -> None:
+def check_adapters_resume(norm_output: Any, kinds: tuple[str, ...]) -> None:
     """Adapters that stock has trained go on in ours and back: from state dicts, and from distributed checkpoints at
     another tensor-parallel size."""
-    with folders(1 + len(OURS)) as (of_stock, *of_ours):
+    with folders(1 + len(kinds)) as (of_stock, *of_ours):
         with tensor_parallel(2):
-            stock = model("stock", 2, seed=3)
+            stock = model("stock", 2, norm_output, seed=3)
             train(stock)
             trained, loss = adapters_of(stock), evaluate(stock)
             save_entries(sharded_adapters(stock), of_stock)
-            for kind in OURS:
-                ours = model(kind, 2, seed=4)
+            for kind in kinds:
+                ours = model(kind, 2, norm_output, seed=4)
                 assert abs(evaluate(ours) - loss) > 1e-3 * loss
                 take(ours, trained)
                 assert abs(evaluate(ours) - loss) <= TOLERANCE * loss
-                resumed = model("stock", 2, seed=5)
+                resumed = model("stock", 2, norm_output, seed=5)
                 take(resumed, adapters_of(ours))
                 assert_same(trained, adapters_of(resumed))
                 after = [train(each) for each in (ours, resumed)]
                 assert abs(after[0] - after[1]) <= TOLERANCE * loss
                 assert abs(evaluate(ours) - evaluate(resumed)) <= 1e-12 * loss
         with tensor_parallel(4):
-            for kind, folder in zip(OURS, of_ours, strict=True):
-                ours = model(kind, 4, seed=4)
+            for kind, folder in zip(kinds, of_ours, strict=True):
+                ours = model(kind, 4, norm_output, seed=4)
                 take(ours, dist_checkpointing.load(sharded_adapters(ours), of_stock))
                 assert abs(evaluate(ours) - loss) <= TOLERANCE * loss
                 save_entries(sharded_adapters(ours), folder)
         with tensor_parallel(2):
             for folder in of_ours:
-                resumed = model("stock", 2, seed=5)
+                resumed = model("stock", 2, norm_output, seed=5)
                 take(resumed, dist_checkpointing.load(sharded_adapters(resumed), folder))
                 assert_same(trained, adapters_of(resumed))
 
 
-def model(kind: str, group_size: int, *, seed: int) -> Any:
+def model(kind: str, group_size: int, norm_output: Any, *, seed: int) -> Any:
     """A GPT of the same weights each time, with adapters drawn from `seed`, which alone are trained."""
     recipe = Recipe(gpt=SmallGPT(dtype=torch.float64), is_fused=kind == "fused")
     overlap = OverlapConfig() if kind in ("spec_first", "fused") else None
@@ -83,7 +85,7 @@ def model(kind: str, group_size: int, *, seed: int) -> Any:
             generator = torch.Generator().manual_seed(zlib.crc32(name_with_separate_norm(name).encode()))
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
     built.requires_grad_(False)
-    add_lora(built, norm_output="rows" if kind == "spec_first" else "gathered", seed=seed)
+    add_lora(built, norm_output=norm_output, seed=seed)
     return convert_model(built, OverlapConfig()) if kind == "lora_first" else built
 
 
