@@ -236,6 +236,8 @@ def _add_verify(commands: "argparse._SubParsersAction[_CommandParser]") -> None:
             return run_verify_megatron(arguments)
         if arguments.only:
             raise UsageError("--only names configurations of --megatron")
+        if arguments.lora:
+            raise UsageError("--lora puts adapters into the models of --megatron: give that, too")
         from commfuse_megatron.cli.verify import run_verify
 
         return run_verify(arguments)
@@ -247,6 +249,7 @@ def _add_verify(commands: "argparse._SubParsersAction[_CommandParser]") -> None:
         summary="compare every operation with its reference, or whole models with stock Megatron",
         example="commfuse verify --ranks 4 --json verify.json\n"
         "  commfuse verify --megatron --ranks 4 --only dense mla pipeline\n"
+        "  commfuse verify --megatron --lora --ranks 2 --only dense fused\n"
         "  torchrun --nproc-per-node 2 -m commfuse_megatron verify",
     )
     _add_rank_options(parser, which="default 2")
@@ -264,10 +267,17 @@ def _add_verify(commands: "argparse._SubParsersAction[_CommandParser]") -> None:
         help="compare models instead: loss and every gradient against stock Megatron, float64, 2 or 4 CPU ranks",
     )
     parser.add_argument(
+        "--lora",
+        action="store_true",
+        help="with --megatron: the models with low-rank adapters at all linears, before and after conversion; all"
+        " combinations of the options take minutes",
+    )
+    parser.add_argument(
         "--only",
         nargs="+",
         metavar="NAME",
-        help="with --megatron: these configurations (default: all; an unknown name lists them)",
+        help="with --megatron: these configurations (default: all; an unknown name lists them); with --lora: words of"
+        " its options, which leave the configurations that have them",
     )
 
 

@@ -6,6 +6,7 @@ import argparse
 import logging
 from dataclasses import dataclass
 from importlib import util
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -14,7 +15,8 @@ from commfuse_megatron.cli.launch import launch
 from commfuse_megatron.cli.output import make_progress, results, silence_foreign_warnings, write_json
 from commfuse_megatron.cli.ranks import CannotRunError, Rank, UsageError, choose_num_ranks
 from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.verify.megatron_cases import choose_configurations
+from commfuse_megatron.verify.lora_cases import choose_lora, options_of
+from commfuse_megatron.verify.megatron_cases import Configuration, choose_configurations
 from commfuse_megatron.verify.megatron_models import TOLERANCE, ModelResult, verify_models
 
 __all__ = ["run_verify_megatron"]
@@ -24,7 +26,12 @@ __all__ = ["run_verify_megatron"]
 class _Options:
     json: str | None
     names: list[str] | None
+    has_adapters: bool
     is_verbose: bool
+
+    def choose(self, num_ranks: int) -> list[Configuration]:
+        """The configurations to run. Raises ConfigError for names that there is nothing for."""
+        return (choose_lora if self.has_adapters else choose_configurations)(num_ranks, self.names)
 
 
 def run_verify_megatron(arguments: argparse.Namespace) -> int:
@@ -36,11 +43,11 @@ def run_verify_megatron(arguments: argparse.Namespace) -> int:
     num_ranks = choose_num_ranks(arguments.ranks)
     if util.find_spec("megatron") is None:
         raise CannotRunError("Megatron-Core is not installed: pip install megatron-core")
+    options = _Options(arguments.json, arguments.only, arguments.lora, arguments.verbose)
     try:
-        choose_configurations(num_ranks, arguments.only)
+        options.choose(num_ranks)
     except ConfigError as error:
         raise UsageError(f"--megatron: {error}") from None
-    options = _Options(arguments.json, arguments.only, arguments.verbose)
     return launch(_verify_on_rank, options, num_ranks=num_ranks, device_type="cpu")
 
 
@@ -51,7 +58,7 @@ def _verify_on_rank(rank: Rank, options: _Options) -> int:
         logging.getLogger("commfuse_megatron.plugin").setLevel(logging.ERROR)
     from commfuse_megatron.testing import cpu_megatron
 
-    configurations = choose_configurations(rank.world_size, options.names)
+    configurations = options.choose(rank.world_size)
     with cpu_megatron(), make_progress(is_shown=rank.is_first) as progress:
         task = progress.add_task("verifying models", total=len(configurations))
         found = verify_models(configurations, on_done=lambda _: progress.advance(task))
@@ -64,18 +71,23 @@ def _verify_on_rank(rank: Rank, options: _Options) -> int:
                 "tolerance": TOLERANCE,
                 "passed": len(found) - len(failed),
                 "failed": len(failed),
-                "configurations": [result.to_dict() for result in found],
+                "configurations": [_to_dict(result, has_adapters=options.has_adapters) for result in found],
             }
             write_json(options.json, data)
-        _print(found, failed, rank)
+        _print(found, failed, rank, has_adapters=options.has_adapters)
     return 1 if failed else 0
 
 
-def _print(found: list[ModelResult], failed: list[ModelResult], rank: Rank) -> None:
+def _to_dict(result: ModelResult, *, has_adapters: bool) -> dict[str, Any]:
+    return result.to_dict() | ({"options": options_of(result.name)} if has_adapters else {})
+
+
+def _print(found: list[ModelResult], failed: list[ModelResult], rank: Rank, *, has_adapters: bool = False) -> None:
     console = results()
     title = f"{rank.world_size} ranks, cpu, float64: relative errors against stock Megatron at the same layout"
+    title += " with the same adapters" if has_adapters else ""
     table = Table(title=f"{title} (allowed {TOLERANCE:g}; 0 = bit-equal)", title_justify="left")
-    table.add_column("configuration", no_wrap=True)
+    table.add_column("configuration", no_wrap=not has_adapters)
     table.add_column("ranks", no_wrap=True)
     for column in ("loss error", "worst gradient"):
         table.add_column(column, justify="right")
@@ -84,12 +96,11 @@ def _print(found: list[ModelResult], failed: list[ModelResult], rank: Rank) -> N
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("verdict")
     for result in found:
-        gradient = _error(result.gradient_error) if result.num_gradients else "-"
         table.add_row(
             result.name,
             result.layout,
             _error(result.loss_error),
-            gradient,
+            _error(result.gradient_error) if result.num_gradients else "-",
             escape(result.gradient) if result.gradient_error else f"{result.num_gradients} gradients",
             f"{result.overlapped} + {result.backward}",
             str(sum(result.stock.values())),

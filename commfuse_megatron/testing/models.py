@@ -6,6 +6,7 @@ sequence parallelism, `_LatentCoreAttention` for a core attention that knows no 
 `_PackedCoreAttention` for one that takes no packed sequences.
 """
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,16 +20,19 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from commfuse_megatron.config import OverlapConfig
-from commfuse_megatron.plugin import CommFuseNorm, apply_to_spec, convert_model
+from commfuse_megatron.plugin import CommFuseLayerNormColumnParallelLinear, CommFuseNorm, apply_to_spec, convert_model
+from commfuse_megatron.plugin.compat import ColumnParallelLinear
 from commfuse_megatron.plugin.hybrid_spec import stock_stack_spec_local
 from commfuse_megatron.plugin.spec import block_spec, replace_in_spec
 from commfuse_megatron.testing.gpt import SmallGPT, transformer_config
 from commfuse_megatron.testing.pretraining import PRETRAINING_SHIMS
 
-__all__ = ["Recipe", "build_chunks", "make_config"]
+__all__ = ["Recipe", "build_chunks", "make_config", "name_with_separate_norm"]
 
 Way = Literal["spec", "convert"]
 
@@ -38,7 +42,9 @@ class Recipe:
     """A model: sizes, further Megatron options, and for a HybridModel the pattern of its layers.
 
     "*" is attention, "-" an MLP, "E" a mixture of experts. Options decide the rest: `num_moe_experts`,
-    `mtp_num_layers`, `multi_latent_attention`, as in Megatron. is_packed: inputs are packed sequences.
+    `mtp_num_layers`, `multi_latent_attention`, as in Megatron. is_packed: inputs are packed sequences. is_fused: norms
+    are in one module with the linear after them (qkv, dense fc1) as in Transformer Engine's layers; only our class does
+    that here.
     """
 
     gpt: SmallGPT = field(default_factory=lambda: SmallGPT(dtype=torch.float64))
@@ -46,6 +52,7 @@ class Recipe:
     hybrid_pattern: str | None = None
     virtual_stages: int | None = None
     is_packed: bool = False
+    is_fused: bool = False
 
 
 def make_config(recipe: Recipe, group_size: int) -> Any:
@@ -81,6 +88,9 @@ def _build_gpt(recipe: Recipe, config: Any, vp_stage: int | None, overlap: Overl
     spec = _gpt_spec(config, vp_stage)
     if recipe.is_packed:
         spec = replace_in_spec(spec, {DotProductAttention: _PackedCoreAttention})
+    if recipe.is_fused:
+        spec = copy.copy(spec)
+        spec.layer_specs = [_with_fused_norms(layer) for layer in spec.layer_specs]
     mtp_spec = None
     if config.mtp_num_layers:
         mtp_spec = _with_norms(get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=vp_stage))
@@ -99,6 +109,11 @@ def _build_gpt(recipe: Recipe, config: Any, vp_stage: int | None, overlap: Overl
 
 def _build_hybrid(recipe: Recipe, config: Any, vp_stage: int | None, overlap: OverlapConfig | None) -> Any:
     spec = stock_stack_spec_local
+    if recipe.is_fused:
+        spec = copy.copy(spec)
+        stack = spec.submodules = copy.copy(spec.submodules)
+        for layer in ("attention_layer", "mlp_layer", "moe_layer"):
+            setattr(stack, layer, _with_fused_norms(getattr(stack, layer)))
     if overlap is not None:
         spec = apply_to_spec(spec, overlap)
     with PRETRAINING_SHIMS["hybrid_final_norm"]():
@@ -124,7 +139,9 @@ def _common(recipe: Recipe, vp_stage: int | None) -> dict[str, Any]:
 
 def _gpt_spec(config: Any, vp_stage: int | None) -> Any:
     if config.multi_latent_attention:
-        layer = get_gpt_layer_local_spec(multi_latent_attention=True, normalization=config.normalization)
+        layer = get_gpt_layer_local_spec(
+            multi_latent_attention=True, normalization=config.normalization, qk_layernorm=config.qk_layernorm
+        )
         layer = replace_in_spec(layer, {DotProductAttention: _LatentCoreAttention})
         return _with_norms(block_spec(layer, config, vp_stage, with_torch_norm=True))
     return _with_norms(
@@ -138,6 +155,36 @@ def _with_norms(spec: Any) -> Any:
     """The same with norms that work under sequence parallelism, also where Apex would offer LayerNorm only."""
     norms = {WrappedTorchNorm, getattr(spec, "layer_norm", WrappedTorchNorm)}
     return replace_in_spec(spec, {norm: CommFuseNorm for norm in norms if isinstance(norm, type)})
+
+
+#: A linear -> the norm that its fused form takes in, as parts of the names of parameters.
+_FUSED_NORMS = {
+    "self_attention.linear_qkv": "input_layernorm",
+    "mlp.linear_fc1": "pre_mlp_layernorm",
+}
+
+
+def name_with_separate_norm(name: str) -> str:
+    """The name that a parameter of a model with fused norms has in the model with separate ones."""
+    for linear, norm in _FUSED_NORMS.items():
+        name = name.replace(f"{linear}.layer_norm_", f"{norm}.")
+    return name
+
+
+def _with_fused_norms(layer: Any) -> Any:
+    """A copy of the spec of a layer, laid out like Transformer Engine's. Norms before experts stay separate there."""
+    layer = copy.copy(layer)
+    parts = layer.submodules = copy.copy(layer.submodules)
+    parts.sharded_state_dict_keys_map = {}  # which gives separate norms the names of fused ones
+    fused = {ColumnParallelLinear: CommFuseLayerNormColumnParallelLinear}
+    # Of latent attention, Megatron takes fused up-projections from Transformer Engine only.
+    if hasattr(getattr(parts.self_attention, "submodules", None), "linear_qkv"):
+        parts.self_attention = replace_in_spec(parts.self_attention, fused)
+        parts.input_layernorm = IdentityOp
+    if isinstance(getattr(parts.mlp, "keywords", {}).get("submodules"), MLPSubmodules):
+        parts.mlp = replace_in_spec(parts.mlp, fused)
+        parts.pre_mlp_layernorm = IdentityOp
+    return layer
 
 
 class _LatentCoreAttention:

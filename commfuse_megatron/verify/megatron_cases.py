@@ -12,10 +12,30 @@ from typing import Any, Literal
 
 from commfuse_megatron.errors import ConfigError
 
-__all__ = ["CONFIGURATIONS", "Configuration", "choose_configurations"]
+__all__ = ["CONFIGURATIONS", "RANKS", "Adapters", "Configuration", "by_name", "choose_configurations"]
 
 #: Group sizes that configurations are made for.
 RANKS = (2, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """A low-rank adapter at every linear, see `testing.lora`.
+
+    is_first: the stock model gets them, and is converted with them; their own linears become ours, too.
+    """
+
+    norm_output: str
+    is_first: bool
+
+    def reasons_to_stay(self, linear: str) -> tuple[str, ...]:
+        """Parts of the reasons for which the linear of this name in an adapter takes Megatron's path, where it is ours.
+
+        Empty where it is overlapped.
+        """
+        if self.norm_output == "rows" and linear.endswith("linear_in"):
+            return ()
+        return ("sequence_parallel is off", "disable_grad_reduce is set")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +51,7 @@ class Configuration:
     them again, or because two heads call them. without_backward: the same of layers whose backward pass does not run.
     frozen, trained: parts of the names of parameters; what is in both is trained.
     stock: parts of the reasons for which layers may take Megatron's own path; empty where all must be overlapped.
+    is_fused: ours has the norm and the linear after it in one module; stock has them apart.
     """
 
     name: str
@@ -56,6 +77,8 @@ class Configuration:
     without_backward: tuple[str, ...] = ()
     stock: tuple[str, ...] = ()
     is_all_stock: bool = False
+    is_fused: bool = False
+    adapters: Adapters | None = None
 
     def tensor_size(self, num_ranks: int) -> int:
         """The tensor-parallel size on `num_ranks` ranks."""
@@ -79,9 +102,9 @@ _EXPERTS: dict[str, Any] = {
     "moe_aux_loss_coeff": 1e-2,
 }
 _SHARED = _EXPERTS | {"moe_shared_expert_intermediate_size": 32}
-_FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-_SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]}
-_LATENT = {
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]}
+LATENT = {
     "multi_latent_attention": True,
     "num_query_groups": None,
     "q_lora_rank": 32,
@@ -108,14 +131,14 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
         options=_SHARED | {"moe_shared_expert_overlap": True},
         stock=(*_EXPERT_REASON, "explicit_expert_comm is set"),
     ),
-    Configuration(name="mla", options=_LATENT),
+    Configuration(name="mla", options=LATENT),
     Configuration(name="hybrid", hybrid_pattern="*-*-"),
     Configuration(name="hybrid_moe", hybrid_pattern="*E*-", options=_SHARED, stock=_EXPERT_REASON),
-    Configuration(name="full_recompute", options=_FULL, recomputed=_LINEARS),
-    Configuration(name="selective_recompute", options=_SELECTIVE, recomputed=("linear_fc1", "linear_fc2")),
+    Configuration(name="full_recompute", options=FULL, recomputed=_LINEARS),
+    Configuration(name="selective_recompute", options=SELECTIVE, recomputed=("linear_fc1", "linear_fc2")),
     Configuration(
         name="dropout_and_recompute",
-        options=_FULL | {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+        options=FULL | {"hidden_dropout": 0.1, "attention_dropout": 0.1},
         recomputed=_LINEARS,
     ),
     Configuration(
@@ -181,6 +204,11 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
         optimizer="distributed",
     ),
 )
+
+
+def by_name(name: str) -> Configuration:
+    """The configuration of this name."""
+    return next(each for each in CONFIGURATIONS if each.name == name)
 
 
 def choose_configurations(num_ranks: int, names: list[str] | None = None) -> list[Configuration]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -133,8 +133,10 @@ def _compare_runs(configuration: Configuration, size: int) -> _Found:
             outcomes.append(run.step(batches, forward_only=configuration.forward_only, packed=configuration.packed))
         losses += zip(outcomes[0].losses, outcomes[1].losses, strict=True)
         if step == 0:
-            expected, actual = outcomes[0].gradients, outcomes[1].gradients
-            errors = {name: _relative(expected[name], actual[name]) for name in expected}
+            expected = _by_stocks_name(outcomes[0].gradients)
+            actual = _by_stocks_name(outcomes[1].gradients)
+            complaints += [f"only one model has a gradient of {name}" for name in sorted(expected.keys() ^ actual.keys())]
+            errors = {name: _relative(expected[name], actual[name]) for name in expected if name in actual}
     if configuration.is_repeatable:
         _reset_random_states()
         again = ours.step(batches)
@@ -153,9 +155,8 @@ def _compare_runs(configuration: Configuration, size: int) -> _Found:
 
 
 def _build_both(configuration: Configuration, size: int) -> tuple[list[Any], list[Any]]:
-    from commfuse_megatron.plugin import convert_model
     from commfuse_megatron.testing.gpt import SmallGPT
-    from commfuse_megatron.testing.models import Recipe, build_chunks, make_config
+    from commfuse_megatron.testing.models import Recipe, build_chunks, make_config, name_with_separate_norm
 
     make = SmallGPT if configuration.variant == "llama" else SmallGPT.layer_norm_and_bias
     gpt = make(**{"dtype": torch.float64, "max_sequence_length": 64, **configuration.sizes})
@@ -168,18 +169,54 @@ def _build_both(configuration: Configuration, size: int) -> tuple[list[Any], lis
         is_packed=bool(configuration.packed),
     )
     stock = build_chunks(both, make_config(both, size))
+    _add_adapters(configuration, stock)
     _perturb(stock)
-    our_config = make_config(both, size)
-    ours = build_chunks(both, our_config, overlap=_OVERLAP, way=configuration.way, seed=99)
-    if configuration.fuses_gradients:
-        # Stock cannot: its linears need Apex for this, and the oracle is stock without it.
-        our_config.gradient_accumulation_fusion = True
-        convert_model(ours)
+    ours = _build_ours(configuration, replace(both, is_fused=configuration.is_fused), make_config(both, size))
     for from_, to in zip(stock, ours, strict=True):
-        to.load_state_dict(from_.state_dict())
+        state = from_.state_dict()
+        to.load_state_dict({name: state[name_with_separate_norm(name)] for name in to.state_dict()})
         for model in (from_, to):
             _freeze(model, configuration)
     return stock, ours
+
+
+def _build_ours(configuration: Configuration, recipe: Any, config: Any) -> list[Any]:
+    from commfuse_megatron.plugin import convert_model
+    from commfuse_megatron.testing.models import build_chunks
+
+    adapters = configuration.adapters
+    has_adapters_first = adapters is not None and adapters.is_first
+    overlap = None if has_adapters_first else _OVERLAP
+    ours = build_chunks(recipe, config, overlap=overlap, way=configuration.way, seed=99)
+    if has_adapters_first:
+        _add_adapters(configuration, ours)
+    if configuration.fuses_gradients:
+        # Stock cannot: its linears need Apex for this, and the oracle is stock without it.
+        for chunk in ours:
+            for module in chunk.modules():
+                if hasattr(module, "config"):  # adapters have one of their own
+                    module.config.gradient_accumulation_fusion = True
+    if configuration.fuses_gradients or has_adapters_first:
+        convert_model(ours, _OVERLAP)
+    if not has_adapters_first:
+        _add_adapters(configuration, ours)
+    return ours
+
+
+def _add_adapters(configuration: Configuration, chunks: list[Any]) -> None:
+    if configuration.adapters is None:
+        return
+    from commfuse_megatron.testing.lora import add_lora
+
+    for chunk in chunks:
+        add_lora(chunk, norm_output=configuration.adapters.norm_output)
+        _freeze(chunk, configuration)
+
+
+def _by_stocks_name(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    from commfuse_megatron.testing.models import name_with_separate_norm
+
+    return {name_with_separate_norm(name.replace("to_wrap.", "")): each for name, each in gradients.items()}
 
 
 def _freeze(model: torch.nn.Module, configuration: Configuration) -> None:
@@ -250,6 +287,15 @@ def _note_calls(configuration: Configuration, chunks: list[Any], num_steps: int,
 
 
 def _complaint_about(configuration: Configuration, layer: Any, times: int) -> str | None:
+    if configuration.adapters is not None and "adapter." in layer.name:
+        if not configuration.adapters.is_first:
+            return f"is a {layer.layer}, not Megatron's own" if layer.layer.startswith("CommFuse") else None
+        allowed = configuration.adapters.reasons_to_stay(layer.name)
+        if allowed:
+            unexpected = [reason for reason in layer.reasons if not any(part in reason for part in allowed)]
+            if unexpected or not layer.reasons or layer.overlapped_calls:
+                return f"was to be stock, since {' or '.join(allowed)}; is {layer.path}: {'; '.join(layer.reasons)}"
+            return None
     if not layer.layer.startswith("CommFuse"):
         return f"is a {layer.layer}, not ours"
     surprises = [reason for reason in layer.reasons if not any(part in reason for part in configuration.stock)]
