@@ -1,6 +1,7 @@
 """Models with adapters, in every order of adapting, converting and describing by a spec; what training them gives."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,19 +27,20 @@ Adapt = Callable[[Any], Any]
 
 
 def model_in_order(
-    gpt: SmallGPT, group_size: int, order: tuple[str, ...], adapt: Adapt, spec_of: Callable[[Any], Any], **options: Any
+    gpt: SmallGPT, group_size: int, order: tuple[str, ...], adapt: Adapt, spec_of: Callable[[Any], Any], building: Any
 ) -> Any:
     """A GPT with the base weights and the adapter weights that every order gets."""
-    config = transformer_config(gpt, group_size, **options)
+    config = transformer_config(gpt, group_size)
     spec = spec_of(config)
-    model = build_gpt(gpt, config, overlap=False, spec=apply_to_spec(spec) if "spec" in order else spec)
-    perturb(model)  # norm weights of one would hide a norm that is left out
-    adapted = model
-    for step in order:
-        if step == "adapt":
-            adapted = adapt(model)
-        elif step == "convert":
-            convert_model(adapted)
+    with building():
+        model = build_gpt(gpt, config, overlap=False, spec=apply_to_spec(spec) if "spec" in order else spec)
+        perturb(model)  # norm weights of one would hide a norm that is left out
+        adapted = model
+        for step in order:
+            if step == "adapt":
+                adapted = adapt(model)
+            elif step == "convert":
+                convert_model(adapted)
     _draw_adapters(adapted)
     return adapted
 
@@ -51,7 +53,7 @@ def _draw_adapters(model: torch.nn.Module) -> None:
         rank = dist.get_rank() if getattr(parameter, "tensor_model_parallel", False) else 0
         generator = torch.Generator().manual_seed(1000 * rank + number)
         with torch.no_grad():
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
 
 
 def loss_and_gradients(gpt: SmallGPT, adapted: Any) -> dict[str, torch.Tensor]:
@@ -69,22 +71,23 @@ def loss_and_gradients(gpt: SmallGPT, adapted: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_equals_stock(
-    group_size: int, adapt: Adapt, spec_of: Callable[[Any], Any], base_name: str, **options: Any
+    group_size: int, adapt: Adapt, spec_of: Callable[[Any], Any], base_name: str, *, building: Any = nullcontext
 ) -> None:
     """Loss and every adapter's gradient equal stock's in every order, and every adapted linear was overlapped.
 
-    `base_name`: the name under which the adapter holds the linear.
+    Args:
+        base_name: the name under which an adapter holds the linear.
+        building: makes the context in which models are built, adapted and converted.
     """
     for gpt in GPTS:
-        expected = loss_and_gradients(gpt, model_in_order(gpt, group_size, STOCK, adapt, spec_of, **options))
+        expected = loss_and_gradients(gpt, model_in_order(gpt, group_size, STOCK, adapt, spec_of, building))
         assert all(value.abs().max() > 0 for value in expected.values())
         problems: list[str] = []
         for name, order in ORDERS.items():
-            adapted = model_in_order(gpt, group_size, order, adapt, spec_of, **options)
-            found = loss_and_gradients(gpt, adapted)
-            worst = max(_differences(expected, found))
-            if worst[0] > TOLERANCE:
-                problems.append(f"{name}: {worst[1]} differs by {worst[0]:.1e}")
+            adapted = model_in_order(gpt, group_size, order, adapt, spec_of, building)
+            error, worst = max(_differences(expected, loss_and_gradients(gpt, adapted)))
+            if error > TOLERANCE:
+                problems.append(f"{name}: {worst} differs by {error:.1e}")
             problems += [f"{name}: {each}" for each in _not_overlapped(adapted, base_name)]
         assert not problems, "\n".join(problems)
 

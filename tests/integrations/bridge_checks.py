@@ -36,24 +36,22 @@ def check_lora_on_local_layers_that_regathers(group_size: int) -> None:
 
 
 def check_lora_on_transformer_engine(group_size: int) -> None:
-    with te_on_cpu.can_be_built(), te_on_cpu.computes():
-        assert_equals_stock(
-            group_size, adapt, te_on_cpu.gpt_spec, HELD_AS, transformer_impl="transformer_engine"
-        )
+    with te_on_cpu.computes():
+        assert_equals_stock(group_size, adapt, te_on_cpu.gpt_spec, HELD_AS, building=te_on_cpu.can_be_built)
 
 
 def check_lora_on_transformer_engine_that_regathers(group_size: int) -> None:
-    with te_on_cpu.can_be_built(), te_on_cpu.computes():
+    with te_on_cpu.computes():
         assert_equals_stock(
-            group_size, adapt_and_regather, te_on_cpu.gpt_spec, HELD_AS, transformer_impl="transformer_engine"
+            group_size, adapt_and_regather, te_on_cpu.gpt_spec, HELD_AS, building=te_on_cpu.can_be_built
         )
 
 
 def check_export_takes_ours_for_what_it_takes_stock_for(group_size: int) -> None:
-    for spec_of, impl in ((local_spec, "local"), (te_on_cpu.gpt_spec, "transformer_engine")):
+    for spec_of in (local_spec, te_on_cpu.gpt_spec):
         for gpt in GPTS:
             with te_on_cpu.can_be_built():
-                config = transformer_config(gpt, group_size, transformer_impl=impl)
+                config = transformer_config(gpt, group_size)
                 expected = detected(build_gpt(gpt, config, overlap=False, spec=spec_of(config)))
                 converted = convert_model(build_gpt(gpt, config, overlap=False, spec=spec_of(config)))
                 described = build_gpt(gpt, config, overlap=False, spec=apply_to_spec(spec_of(config)))
