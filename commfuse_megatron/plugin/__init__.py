@@ -19,6 +19,11 @@ from commfuse_megatron.plugin.provider import CommFuseSpecProvider
 from commfuse_megatron.plugin.report import model_report
 from commfuse_megatron.plugin.spec import apply_to_spec
 from commfuse_megatron.plugin.support import unsupported_reason
+from commfuse_megatron.plugin.te_linear import (
+    CommFuseTEColumnParallelLinear,
+    CommFuseTELayerNormColumnParallelLinear,
+    CommFuseTERowParallelLinear,
+)
 
 __all__ = [
     "CommFuseColumnParallelLinear",
@@ -29,6 +34,9 @@ __all__ = [
     "CommFuseRowParallelLinear",
     "CommFuseSelfAttention",
     "CommFuseSpecProvider",
+    "CommFuseTEColumnParallelLinear",
+    "CommFuseTELayerNormColumnParallelLinear",
+    "CommFuseTERowParallelLinear",
     "CommFuseVocabParallelEmbedding",
     "add_arguments",
     "apply_to_spec",

@@ -5,13 +5,26 @@ so everything is read with `getattr`, and nothing but scalars is ever put on a M
 """
 
 import argparse
+import reprlib
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from commfuse_megatron.config import CONFIG_VARIABLE, OverlapConfig, config_file_from_environment
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plugin import compat
 
-__all__ = ["add_arguments", "adopt_flags", "config_file", "is_switched_on", "read_config", "set_flags"]
+__all__ = [
+    "add_arguments",
+    "adopt_flags",
+    "checked_config",
+    "checked_model",
+    "config_file",
+    "is_switched_on",
+    "read_config",
+    "set_flags",
+]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -80,3 +93,25 @@ def config_file(transformer_config: Any) -> str | None:
 def read_config(file: str | None) -> OverlapConfig:
     """The configuration in `file`, or the defaults without one. Raises ConfigError naming the file and the key."""
     return OverlapConfig() if file is None else OverlapConfig.from_file(file)
+
+
+def checked_config(config: Any, caller: str) -> OverlapConfig | None:
+    """`config`, read if it is the name of a file. Raises ConfigError for anything that is no configuration."""
+    if config is None or isinstance(config, OverlapConfig):
+        return config
+    if isinstance(config, str | Path):
+        return OverlapConfig.from_file(config)
+    hint = "; OverlapConfig.from_dict makes one of a dict" if isinstance(config, dict) else ""
+    raise ConfigError(
+        f"{caller} takes an OverlapConfig, the name of its YAML file, or None for the flags;"
+        f" got a {type(config).__name__}: {reprlib.repr(config)}{hint}"
+    )
+
+
+def checked_model(model: Any, caller: str) -> list[torch.nn.Module]:
+    """The chunks of `model`, one or a list of them. Raises ConfigError for anything that is no torch module."""
+    chunks = list(model) if isinstance(model, list | tuple) else [model]
+    for chunk in chunks:
+        if not isinstance(chunk, torch.nn.Module):
+            raise ConfigError(f"{caller} takes a torch module or a list of them, got a {type(chunk).__name__}")
+    return chunks

@@ -31,9 +31,10 @@ from commfuse_megatron.ops.attention_arguments import (
 from commfuse_megatron.ops.query_split_attention import find_attention_kernel, plan_attention
 from commfuse_megatron.ops.stated import attention_problems
 from commfuse_megatron.plugin import capture
-from commfuse_megatron.plugin.compat import FusedMLASelfAttention, MLASelfAttention, SelfAttention
+from commfuse_megatron.plugin.compat import FusedMLASelfAttention, MLASelfAttention, SelfAttention, group_of
 from commfuse_megatron.plugin.core_attention import describe_core_attention
 from commfuse_megatron.plugin.decision import (
+    biases_of,
     context_of,
     count_call,
     existing_context_of,
@@ -42,7 +43,7 @@ from commfuse_megatron.plugin.decision import (
     state_of,
     weight_grad_target,
 )
-from commfuse_megatron.plugin.linear import CommFuseRowParallelLinear
+from commfuse_megatron.plugin.stand_in import OURS
 from commfuse_megatron.plugin.support import SWITCHED_OFF, unsupported_reason
 
 __all__ = [
@@ -129,7 +130,7 @@ def attention_unsupported_reason(attention: Any, arguments: dict[str, Any] | Non
     arguments: those of a call, by name; without it, only what the layer and its configuration say is judged.
     """
     projection = attention.linear_proj
-    if type(projection) is not CommFuseRowParallelLinear:
+    if type(projection) not in OURS:
         return f"linear_proj is a {type(projection).__name__}: only ours takes over the attention before it"
     reason = unsupported_reason(projection)
     if reason is not None:
@@ -288,13 +289,13 @@ class _Pairing:
         if context is None:
             raise self._lost("the projection changed its mind")
         self._job = None
-        bias = projection.bias
+        added, returned = biases_of(projection)
         output = ops.query_split_attention(
             inputs.q,
             inputs.k,
             inputs.v,
             projection.weight,
-            None if projection.skip_bias_add else bias,
+            added,
             inputs.causal,
             window=inputs.window,
             mask=inputs.mask,
@@ -305,7 +306,7 @@ class _Pairing:
         )
         count_call(projection, context)
         state_of(self._attention).overlapped_calls += 1
-        return output, bias if projection.skip_bias_add else None
+        return output, returned
 
     def _lost(self, how: str) -> UnsupportedError:
         return UnsupportedError(
@@ -337,11 +338,11 @@ def _note_stock(attention: Any, reason: str) -> None:
     """Count and log a call that takes Megatron's own attention; raise instead where the configuration insists."""
     state, projection = state_of(attention), attention.linear_proj
     is_planned = reason.startswith("planned as ")
-    if reason != SWITCHED_OFF and not is_planned and isinstance(projection, CommFuseRowParallelLinear):
+    if reason != SWITCHED_OFF and not is_planned and type(projection) in OURS:
         config = state_of(projection).config(projection.config)
         if config.fallback.unsupported == "raise" and config.attention.path == "query_split":
             raise UnsupportedError(f"{label_of(attention)}: {reason}")
-    group = getattr(projection, "tp_group", None)  # a wrapper around the projection has none
+    group = group_of(projection) if type(projection) in OURS else None  # a wrapper around the projection has none
     if reason not in state.stock_calls and (group is None or group.rank() == 0):
         # The projection after it may be overlapped all the same.
         logger.info("%s takes Megatron's own attention: %s", label_of(attention), reason)

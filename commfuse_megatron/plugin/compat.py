@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import FullyShardedDataParallel
+from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine as _te
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -27,6 +26,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel import layers as _layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -51,8 +51,10 @@ __all__ = [
     "FusedMLASelfAttention",
     "MLASelfAttention",
     "ModuleSpec",
+    "ROW_PARALLEL_LINEARS",
     "RowParallelLinear",
     "SelfAttention",
+    "TRANSFORMER_ENGINE_LINEARS",
     "TransformerBlockSubmodules",
     "TransformerLayer",
     "VocabParallelEmbedding",
@@ -60,9 +62,11 @@ __all__ = [
     "default_layer_spec",
     "ensure_metadata_has_dp_cp_group",
     "final_norm_class",
+    "fuses_weight_gradient",
+    "gather_rows",
     "get_gpt_layer_local_spec",
     "get_gpt_layer_with_transformer_engine_spec",
-    "inference_class",
+    "group_of",
     "is_transformer_engine_linear",
     "layers_of_stage",
     "let_wheel_start",
@@ -70,12 +74,12 @@ __all__ = [
     "megatron_groups",
     "model_config_from_arguments",
     "pretrain",
+    "reason_in_functions",
+    "reason_in_precision",
     "set_scalar_writer",
-    "tell_fsdp",
     "tensor_parallel_group",
     "training_arguments",
     "transformer_engine_class",
-    "waits_for_gathered_parameters",
     "weight_rematerialisation_size",
 ]
 
@@ -95,10 +99,89 @@ def transformer_engine_class(name: str) -> type | None:
     return found if HAVE_TRANSFORMER_ENGINE and isinstance(found, type) else None
 
 
-def inference_class(name: str) -> type | None:
-    """Megatron's subclass for inference of a Transformer Engine linear; None where it is missing."""
-    found = getattr(tensor_parallel, name, None)
-    return found if HAVE_TRANSFORMER_ENGINE and isinstance(found, type) else None
+#: Megatron's wrappers of Transformer Engine's linears; those among all linears that split their input.
+TRANSFORMER_ENGINE_LINEARS: tuple[type, ...] = tuple(
+    found for name in ("TELinear", "TELayerNormColumnParallelLinear") if (found := transformer_engine_class(name))
+)
+ROW_PARALLEL_LINEARS: tuple[type, ...] = tuple(
+    found for found in (RowParallelLinear, transformer_engine_class("TERowParallelLinear")) if found
+)
+
+
+def group_of(layer: Any) -> dist.ProcessGroup:
+    """The tensor-parallel group of a built linear or embedding, local or Transformer Engine's."""
+    return vars(layer).get("_tp_group") or layer.tp_group
+
+
+def fuses_weight_gradient(layer: Any) -> bool:
+    """Whether the built linear adds its weight gradient to `main_grad`."""
+    own = vars(layer)
+    return own["fuse_wgrad_accumulation"] if "fuse_wgrad_accumulation" in own else own["gradient_accumulation_fusion"]
+
+
+def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[S/R, B, K] -> [S, B, K] by Megatron's collective; the gradient, a part of a sum, is reduce-scattered."""
+    return gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=True, group=group)
+
+
+def _own_functions(holder: Any, names: tuple[str, ...], module: str) -> dict[str, Any]:
+    """Functions of Megatron or Transformer Engine by name; None for one that something else had replaced before."""
+    found = {name: vars(holder).get(name) for name in names}
+    return {n: f if getattr(f, "__module__", module) == module else None for n, f in found.items()}
+
+
+#: What Megatron's linears compute and communicate with. Quantisers put others in their place for the time of a call.
+_LOCAL_FUNCTIONS = _own_functions(
+    _layers, ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"), _layers.__name__
+)
+
+
+def _transformer_engine_functions() -> list[tuple[type, Any, Any]]:
+    """(autograd function, its forward, its apply) of Transformer Engine's linears. `apply` is inherited: None."""
+    if not HAVE_TRANSFORMER_ENGINE:
+        return []
+    from transformer_engine.pytorch.module import layernorm_linear, linear
+
+    return [(f, vars(f)["forward"], vars(f).get("apply")) for f in (linear._Linear, layernorm_linear._LayerNormLinear)]
+
+
+_TRANSFORMER_ENGINE_FUNCTIONS = _transformer_engine_functions()
+
+
+def reason_in_functions(layer: torch.nn.Module) -> str | None:
+    """Why the built linear takes Megatron's path: somebody replaced a function that Megatron's forward would call."""
+    if "_forward_impl" in vars(layer):
+        return "the layer has a _forward_impl of its own in the instance, which ours would pass by"
+    for name, own in _LOCAL_FUNCTIONS.items():
+        if getattr(_layers, name) is not own:
+            return f"{name} of Megatron's linears is replaced by something else, which ours would pass by"
+    for function, forward, apply in _TRANSFORMER_ENGINE_FUNCTIONS:
+        own = vars(function)
+        if own["forward"] is not forward or own.get("apply") is not apply:
+            return f"{function.__name__} of Transformer Engine is replaced by something else, which ours would pass by"
+    return None
+
+
+def reason_in_precision() -> str | None:
+    """Why a linear of Transformer Engine takes its own path in this call, beside what the configuration says."""
+    if _te.FP8GlobalStateManager.is_fp8_enabled():
+        return "fp8 is on around this call: quantised GEMMs are Transformer Engine's own"
+    if _debug_state is not None and _debug_state.debug_enabled:
+        return "Transformer Engine's debug tools are on: they look at its own GEMMs"
+    return None
+
+
+def _find_debug_state() -> Any | None:
+    if not HAVE_TRANSFORMER_ENGINE:
+        return None
+    try:
+        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+    except ImportError:  # older releases have none
+        return None
+    return TEDebugState
+
+
+_debug_state = _find_debug_state()
 
 
 def is_transformer_engine_linear(module: torch.nn.Module) -> bool:
@@ -117,17 +200,6 @@ def weight_rematerialisation_size(is_expert: bool) -> int:
     get_group = getattr(parallel_state, name, None)
     group = None if get_group is None else get_group(check_initialized=False)
     return 1 if group is None else group.size()
-
-
-def waits_for_gathered_parameters(module: torch.nn.Module) -> bool:
-    """Whether Megatron's data-parallel wrapper has hooked `module` to wait for its parameters (overlap_param_gather).
-
-    The wrapper remembers such modules by identity.
-    """
-    return any(
-        getattr(hook, "__module__", None) == "megatron.core.distributed.distributed_data_parallel"
-        for hook in module._forward_pre_hooks.values()
-    )
 
 
 def final_norm_class() -> type:
@@ -170,34 +242,6 @@ def megatron_groups() -> tuple[dist.ProcessGroup, ...]:
         held = value if isinstance(value, list | tuple) else [value]
         found.update(dict.fromkeys(each for each in held if isinstance(each, dist.ProcessGroup)))
     return tuple(found)
-
-
-def tell_fsdp(kind: str, name: str) -> None:
-    """Tell Megatron-FSDP the name of a class of ours; it knows by name which weights tensor parallelism has split.
-
-    Args:
-        kind: "column" or "row", or "norm and column": a column-parallel linear whose norm parameters are replicated.
-    """
-    registry = getattr(FullyShardedDataParallel, "_MODULE_TYPE_REGISTRY", {})
-    registry.get("row" if kind == "row" else "column", set()).add(name)
-    if kind == "norm and column":
-        _detect_replicated_norm(name)
-
-
-def _detect_replicated_norm(name: str) -> None:
-    # The registry knows one kind per class. For the class that holds both kinds, Megatron's method compares the name
-    # with Transformer Engine's, and there is no other place to say that ours is such a class too.
-    detect = getattr(FullyShardedDataParallel, "_detect_parallelism_type", None)
-    if detect is None:
-        return
-
-    @functools.wraps(detect)
-    def with_ours(self: Any, param_name: str, module: torch.nn.Module) -> str | None:
-        if type(module).__name__ == name and param_name.endswith(("layer_norm_weight", "layer_norm_bias")):
-            return "replicated"
-        return detect(self, param_name, module)
-
-    FullyShardedDataParallel._detect_parallelism_type = with_ours
 
 
 def training_arguments() -> Any | None:

@@ -19,13 +19,16 @@ from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.ops import WeightGradTarget
 from commfuse_megatron.plugin import arguments, capture
+from commfuse_megatron.plugin.compat import fuses_weight_gradient, group_of
 from commfuse_megatron.plugin.contexts import context_for, existing_context
 from commfuse_megatron.plugin.main_grad import main_grad_target
+from commfuse_megatron.plugin.stand_in import class_name
 from commfuse_megatron.plugin.support import SWITCHED_OFF, unsupported_reason
 from commfuse_megatron.problem import Problem
 
 __all__ = [
     "LayerState",
+    "biases_of",
     "context_of",
     "count_call",
     "existing_context_of",
@@ -51,6 +54,7 @@ class LayerState:
     kept_reason: why a layer that is none of ours was not replaced.
     overlapped_calls: forward passes whose transfers ran beside GEMMs. sequential_calls: those that the planner had run
     one after the other, by its reason. stock_calls: those that took Megatron's own path, by the reason.
+    wants_gathered, gathered: during a call, whether the gathered input is to be kept, and where.
     """
 
     overlap_config: OverlapConfig | None = None
@@ -62,6 +66,8 @@ class LayerState:
     context: OverlapContext | None = None
     decisions: str = ""
     place: int | None = None
+    wants_gathered: bool = False
+    gathered: torch.Tensor | None = None
     _file: str | None = None
     _file_config: OverlapConfig | None = None
 
@@ -129,7 +135,7 @@ def overlap_context(
         return context_of(layer)
     if reason != SWITCHED_OFF and state.config(layer.config).fallback.unsupported == "raise":
         raise UnsupportedError(f"{label_of(layer)}: {reason}")
-    if reason not in state.stock_calls and layer.tp_group.rank() == 0:
+    if reason not in state.stock_calls and group_of(layer).rank() == 0:
         level = logging.INFO if reason == SWITCHED_OFF else logging.WARNING
         logger.log(level, "%s takes Megatron's own path: %s", label_of(layer), reason)
     state.stock_calls[reason] = state.stock_calls.get(reason, 0) + 1
@@ -148,7 +154,7 @@ def count_call(layer: Any, context: OverlapContext) -> None:
 
 
 def _compare_decision(layer: Any, input_: torch.Tensor, state: LayerState, reason: str | None) -> None:
-    if layer.tp_group.size() == 1:
+    if group_of(layer).size() == 1:
         return
     try:
         if not state.config(layer.config).check_decisions:
@@ -168,23 +174,32 @@ def _compare_decision(layer: Any, input_: torch.Tensor, state: LayerState, reaso
 
 def weight_grad_target(layer: Any, weight: torch.Tensor) -> WeightGradTarget | None:
     """Where this call's weight gradient goes: `main_grad` under gradient accumulation fusion, else to autograd."""
-    if layer.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled():
+    if fuses_weight_gradient(layer) and weight.requires_grad and torch.is_grad_enabled():
         return main_grad_target(weight)
     return None
+
+
+def biases_of(layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The bias that a built linear adds, and the one that it returns to the caller; at most one of them is given."""
+    own = vars(layer)
+    if "te_return_bias" in own:  # without a bias Transformer Engine's has an empty tensor
+        bias = layer.bias if layer.use_bias else None
+        return (None, bias) if own["te_return_bias"] else (bias, None)
+    return (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
 
 
 def context_of(layer: Any) -> OverlapContext:
     """The context of an overlapped linear; made, collectively over its group, when first needed."""
     state = state_of(layer)
-    config, context = _context_config(layer, state), state.context
-    if context is None or not context.is_usable or context.group is not layer.tp_group or context.config is not config:
-        context = state.context = context_for(layer.tp_group, config)
+    config, context, group = _context_config(layer, state), state.context, group_of(layer)
+    if context is None or not context.is_usable or context.group is not group or context.config is not config:
+        context = state.context = context_for(group, config)
     return context
 
 
 def existing_context_of(layer: Any) -> OverlapContext | None:
     """The same, if it is made; makes none."""
-    return existing_context(layer.tp_group, _context_config(layer, state_of(layer)))
+    return existing_context(group_of(layer), _context_config(layer, state_of(layer)))
 
 
 def _context_config(layer: Any, state: LayerState) -> OverlapConfig:
@@ -203,4 +218,4 @@ def _without_measurements(config: OverlapConfig) -> OverlapConfig:
 
 def label_of(layer: torch.nn.Module) -> str:
     """How log lines call a layer."""
-    return f"{state_of(layer).name or 'layer'} ({type(layer).__name__})"
+    return f"{state_of(layer).name or 'layer'} ({class_name(layer)})"

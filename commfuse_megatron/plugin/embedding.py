@@ -8,18 +8,23 @@ import torch
 
 from commfuse_megatron import ops
 from commfuse_megatron.ops.stated import embedding_problems
-from commfuse_megatron.plugin.compat import VocabParallelEmbedding, tell_fsdp
+from commfuse_megatron.plugin.compat import VocabParallelEmbedding
 from commfuse_megatron.plugin.decision import count_call, overlap_context
+from commfuse_megatron.plugin.stand_in import stands_for
 
 __all__ = ["CommFuseVocabParallelEmbedding"]
 
 
+@stands_for(VocabParallelEmbedding)
 class CommFuseVocabParallelEmbedding(VocabParallelEmbedding):
     """`VocabParallelEmbedding` under sequence parallelism: the rows of one owner travel while the next are looked up.
 
     ids [B, S] -> y [S/R, B, H]. Backward: all-gather of dy, then the weight's gradient, as in Megatron; nothing is left
     there to hide under. Without sequence parallelism, or with learned positions, the embedding all-reduces: stock.
     """
+
+    def _get_name(self) -> str:
+        return type(self).__qualname__
 
     @torch.compiler.disable  # what is decided and counted per call is Python, not a graph
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
@@ -37,6 +42,3 @@ class CommFuseVocabParallelEmbedding(VocabParallelEmbedding):
         )
         count_call(self, context)
         return output
-
-
-tell_fsdp("column", CommFuseVocabParallelEmbedding.__name__)

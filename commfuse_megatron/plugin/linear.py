@@ -4,10 +4,10 @@ Both inherit everything from Megatron's classes - parameters, their names and at
 and override what communicates: `_forward_impl` of the column-parallel linear, `forward` of the row-parallel one, where
 Megatron has no smaller seam. Gradient accumulation fusion works without Apex, see `main_grad`. A built Megatron layer
 may be turned into ours by setting its `__class__`; so no constructor state may be relied upon, and everything is
-decided at call time. Only where a spec named Transformer Engine's class is there a decision before, at construction
-(`stock_class`).
+decided at call time.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -15,34 +15,30 @@ import torch
 from commfuse_megatron import OverlapConfig, ops
 from commfuse_megatron.ops.stated import linear_problems
 from commfuse_megatron.plugin import arguments as flags
-from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear, tell_fsdp
-from commfuse_megatron.plugin.construction import kept_stock, without_fused_kernel
-from commfuse_megatron.plugin.decision import count_call, overlap_context, state_of, weight_grad_target
+from commfuse_megatron.plugin import compat
+from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear
+from commfuse_megatron.plugin.decision import biases_of, count_call, overlap_context, state_of, weight_grad_target
 from commfuse_megatron.plugin.main_grad import into_main_grad
+from commfuse_megatron.plugin.stand_in import stands_for
 
-__all__ = ["CommFuseColumnParallelLinear", "CommFuseRowParallelLinear"]
-
-
-class _Constructed:
-    """What both do when they are built: decide whether to be, and remember what was asked for."""
-
-    def __new__(cls, *args: Any, stock_class: type | None = None, **kwargs: Any) -> Any:
-        kept = kept_stock(stock_class, args, kwargs)
-        return super().__new__(cls) if kept is None else kept
-
-    def __init__(
-        self,
-        *args: Any,
-        config: Any,
-        overlap_config: OverlapConfig | None = None,
-        stock_class: type | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, config=without_fused_kernel(config), **kwargs)  # type: ignore[call-arg]
-        _remember(self, config, overlap_config, kwargs)
+__all__ = ["CommFuseColumnParallelLinear", "CommFuseRowParallelLinear", "remember"]
 
 
-class CommFuseColumnParallelLinear(_Constructed, ColumnParallelLinear):
+class _Local:
+    """What both do beside their GEMMs."""
+
+    def __init__(self, *args: Any, config: Any, overlap_config: OverlapConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, config=_without_fused_kernel(config), **kwargs)  # type: ignore[call-arg]
+        self.config = config
+        self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
+        remember(self, config, overlap_config, kwargs)
+
+    def _get_name(self) -> str:
+        return type(self).__qualname__
+
+
+@stands_for(ColumnParallelLinear)
+class CommFuseColumnParallelLinear(_Local, ColumnParallelLinear):
     """`ColumnParallelLinear` whose all-gather (and reduce-scatter in the backward pass) hides under its GEMMs.
 
     | pass  | computes                                     | communicates meanwhile                           |
@@ -57,8 +53,6 @@ class CommFuseColumnParallelLinear(_Constructed, ColumnParallelLinear):
 
     Args (beyond Megatron's):
         overlap_config: the OverlapConfig of this layer; None reads the flags.
-        stock_class: Transformer Engine's class where the spec named that; constructing ours gives an instance of it
-            where the layer has to stay stock.
 
     Raises ConfigError for a configuration file with mistakes, unless switched off.
     """
@@ -76,12 +70,20 @@ class CommFuseColumnParallelLinear(_Constructed, ColumnParallelLinear):
             stock_weight, kwargs = into_main_grad(weight, kwargs)
             return super()._forward_impl(input, stock_weight, *args, **kwargs)
         target = weight_grad_target(self, weight)
-        output = ops.all_gather_linear(input, weight, kwargs.get("bias"), context=context, weight_grad=target)
+        inside, outside = divided_bias(kwargs.get("bias"), input)
+        state = state_of(self)
+        if state.wants_gathered:
+            output, state.gathered = ops.all_gather_linear(
+                input, weight, inside, context=context, weight_grad=target, returns_gathered=True
+            )
+        else:
+            output = ops.all_gather_linear(input, weight, inside, context=context, weight_grad=target)
         count_call(self, context)
-        return output
+        return output if outside is None else output + outside
 
 
-class CommFuseRowParallelLinear(_Constructed, RowParallelLinear):
+@stands_for(RowParallelLinear)
+class CommFuseRowParallelLinear(_Local, RowParallelLinear):
     """`RowParallelLinear` whose reduce-scatter (and all-gather in the backward pass) hides under its GEMMs.
 
     | pass  | computes                                     | communicates meanwhile                           |
@@ -95,8 +97,6 @@ class CommFuseRowParallelLinear(_Constructed, RowParallelLinear):
 
     Args (beyond Megatron's):
         overlap_config: the OverlapConfig of this layer; None reads the flags.
-        stock_class: Transformer Engine's class where the spec named that; constructing ours gives an instance of it
-            where the layer has to stay stock.
 
     Raises ConfigError for a configuration file with mistakes, unless switched off.
     """
@@ -114,22 +114,45 @@ class CommFuseRowParallelLinear(_Constructed, RowParallelLinear):
         )
         if context is None:
             return super().forward(input_)
-        bias = None if self.skip_bias_add else self.bias
+        added, returned = biases_of(self)
+        inside, outside = divided_bias(added, input_)
         target = weight_grad_target(self, weight)
-        output = ops.linear_reduce_scatter(input_, weight, bias, context=context, weight_grad=target)
+        output = ops.linear_reduce_scatter(input_, weight, inside, context=context, weight_grad=target)
         count_call(self, context)
-        return output, (self.bias if self.skip_bias_add else None)
+        return output if outside is None else output + outside, returned
 
 
-def _remember(layer: Any, config: Any, overlap_config: OverlapConfig | None, arguments: dict[str, Any]) -> None:
-    layer.config = config
-    layer.gradient_accumulation_fusion = config.gradient_accumulation_fusion
+def divided_bias(bias: torch.Tensor | None, input_: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What the operation adds, and what is added to its output afterwards.
+
+    Megatron adds the bias to the output, so one of a wider dtype (an adapter's, or any under autocast) gives an output
+    of that dtype; the operation has one dtype for all.
+    """
+    if bias is None:
+        return None, None
+    kind = input_.device.type
+    is_cast = torch.is_autocast_enabled(kind) and input_.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(kind) if is_cast else input_.dtype
+    return (bias, None) if bias.dtype == dtype else (None, bias)
+
+
+def _without_fused_kernel(config: Any) -> Any:
+    """`config`, or without Apex a copy that does not ask for its kernel, for Megatron's constructors to read.
+
+    They refuse gradient accumulation fusion without Apex. Our layers do without it: the overlapped path adds into
+    `main_grad` in its own GEMMs, and Megatron's path is called with a weight that `into_main_grad` made.
+    """
+    if compat.HAVE_FUSED_WEIGHT_GRADIENT or not config.gradient_accumulation_fusion:
+        return config
+    unfused = copy.copy(config)
+    unfused.gradient_accumulation_fusion = False
+    return unfused
+
+
+def remember(layer: Any, config: Any, overlap_config: OverlapConfig | None, arguments: dict[str, Any]) -> None:
+    """Keep what a layer was built with; raises ConfigError for a configuration with mistakes."""
     state = state_of(layer)
     state.overlap_config = overlap_config
     state.name = arguments.get("name") or arguments.get("tp_comm_buffer_name")
-    flags.adopt_flags(layer.config)  # a ready spec object cannot: it does not meet the configuration
-    state.require_valid_config(layer.config)
-
-
-tell_fsdp("column", CommFuseColumnParallelLinear.__name__)
-tell_fsdp("row", CommFuseRowParallelLinear.__name__)
+    flags.adopt_flags(config)  # a ready spec object cannot: it does not meet the configuration
+    state.require_valid_config(config)

@@ -6,7 +6,7 @@ dicts and checkpoints go both ways, and those of the norm carry `sequence_parall
 partial.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -14,15 +14,19 @@ from torch.nn import functional
 from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin.capture import announce_saved
+from commfuse_megatron.plugin.compat import ColumnParallelLinear, gather_rows
+from commfuse_megatron.plugin.decision import state_of
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear
+from commfuse_megatron.plugin.stand_in import stands_for
 
-__all__ = ["CommFuseLayerNormColumnParallelLinear", "normalized"]
+__all__ = ["CommFuseLayerNormColumnParallelLinear", "normalized", "with_norm_output"]
 
 _NORMS = ("LayerNorm", "RMSNorm")
 
 
+@stands_for(ColumnParallelLinear, name="TELayerNormColumnParallelLinear")
 class CommFuseLayerNormColumnParallelLinear(CommFuseColumnParallelLinear):
-    """`TELayerNormColumnParallelLinear` whose all-gather hides under partial GEMMs, as in the class it derives from.
+    """Megatron's norm and `ColumnParallelLinear` in one module, as Transformer Engine has them, without that.
 
     | parameter         | shape    | across ranks                                                              |
     |-------------------|----------|---------------------------------------------------------------------------|
@@ -30,33 +34,32 @@ class CommFuseLayerNormColumnParallelLinear(CommFuseColumnParallelLinear):
     | layer_norm_bias   | [K]      | likewise; None with RMSNorm                                               |
     | weight, bias      | [N/R, K] | split along N                                                             |
 
-    `config` says which norm, `layernorm_epsilon` and `layernorm_zero_centered_gamma`. The attributes that Megatron
-    reads from Transformer Engine's class are here under the same names, except those of its FP8 state.
+    `config` says which norm, `layernorm_epsilon` and `layernorm_zero_centered_gamma`. The attributes that others read
+    from Transformer Engine's class are here under the same names, except those of its FP8 state. So adapters find the
+    norm's output as they do there:
 
-    Args (beyond Megatron's): as in CommFuseColumnParallelLinear; `stock_class` is Transformer Engine's class where that
-        is installed.
+        return_layernorm_output            forward returns ((y, normed), None), or (y, bias, normed) where it returns
+                                           a bias; normed [S/R, B, K]
+        return_layernorm_output_gathered   and then normed [S, B, K], of all ranks, whose gradient may be partial
+
+    Args (beyond Megatron's): as in CommFuseColumnParallelLinear.
 
     Raises ConfigError for what Transformer Engine's class refuses too, UnsupportedError for an unknown norm.
     """
 
-    #: What is built instead where the layer has to stay stock.
-    _default_stock: ClassVar[type | None] = compat.transformer_engine_class("TELayerNormColumnParallelLinear")
-
-    def __new__(cls, *args: Any, stock_class: type | None = None, **kwargs: Any) -> Any:  # noqa: D102
-        return super().__new__(cls, *args, stock_class=stock_class or cls._default_stock, **kwargs)
-
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         for refused in ("gather_output", "is_expert", "skip_weight_param_allocation"):
             if kwargs.get(refused):
-                raise ConfigError(f"{type(self).__name__}: {refused}=True is not supported, nor by Transformer Engine")
+                raise ConfigError(f"{self._get_name()}: {refused}=True is not supported, nor by Transformer Engine")
         if config.normalization not in _NORMS:
             raise UnsupportedError(
-                f"{type(self).__name__} offers {' and '.join(_NORMS)}; config.normalization is {config.normalization!r}"
+                f"{self._get_name()} offers {' and '.join(_NORMS)}; config.normalization is {config.normalization!r}"
             )
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.normalization = config.normalization
         self.eps = config.layernorm_epsilon
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
+        self.return_layernorm_output = self.return_layernorm_output_gathered = False
         self.stride = kwargs.get("stride", 1)
         self.ub_name = kwargs.get("tp_comm_buffer_name")
         self._add_norm_parameters()
@@ -105,14 +108,29 @@ class CommFuseLayerNormColumnParallelLinear(CommFuseColumnParallelLinear):
         """This rank's place in it."""
         return self.tp_group.rank()
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The output [S, B, N/R] for the rows x [S/R, B, K], and the bias where `skip_bias_add` leaves it."""
+    @property
+    def fuse_wgrad_accumulation(self) -> bool:
+        """Whether weight gradients are added to `main_grad`, as Transformer Engine calls it."""
+        return self.gradient_accumulation_fusion
+
+    def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
+        """The output [S, B, N/R] for the rows x [S/R, B, K], the bias where `skip_bias_add` leaves it, and the norm's
+        output where that is asked for."""
         announce_saved(x)
-        return super().forward(
-            normalized(
-                x, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.normalization, self.zero_centered_gamma
-            )
+        normed = normalized(
+            x, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.normalization, self.zero_centered_gamma
         )
+        state = state_of(self)
+        is_gathered = self.return_layernorm_output and self.return_layernorm_output_gathered and self.sequence_parallel
+        state.wants_gathered = is_gathered
+        try:
+            output, bias = super().forward(normed)
+            gathered = state.gathered
+        finally:
+            state.wants_gathered, state.gathered = False, None
+        if is_gathered:  # on Megatron's path nobody has gathered it for us
+            normed = gather_rows(normed, self.tp_group) if gathered is None else gathered
+        return with_norm_output(self, output, bias, normed)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """As Transformer Engine's: the linear split along N, the norm replicated."""
@@ -144,4 +162,10 @@ def normalized(
     return functional.rms_norm(x, shape, weight, eps).to(dtype)
 
 
-compat.tell_fsdp("norm and column", CommFuseLayerNormColumnParallelLinear.__name__)
+def with_norm_output(
+    layer: Any, output: torch.Tensor, bias: torch.Tensor | None, normed: torch.Tensor
+) -> tuple[Any, ...]:
+    """What the forward pass of a layer returns, in the forms that Megatron's wrapper of Transformer Engine's has."""
+    if not layer.return_layernorm_output:
+        return output, bias
+    return ((output, normed), None) if bias is None else (output, bias, normed)

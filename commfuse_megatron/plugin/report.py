@@ -12,10 +12,11 @@ import torch
 
 from commfuse_megatron import OpRecord
 from commfuse_megatron.plugin import compat
+from commfuse_megatron.plugin.arguments import checked_model
 from commfuse_megatron.plugin.attention import attention_unsupported_reason
-from commfuse_megatron.plugin.classes import ATTENTIONS, LOCAL, OUR_LINEARS, TRANSFORMER_ENGINE
+from commfuse_megatron.plugin.classes import ATTENTIONS, LINEARS_AND_EMBEDDING
 from commfuse_megatron.plugin.decision import kept_reason_of, state_of
-from commfuse_megatron.plugin.embedding import CommFuseVocabParallelEmbedding
+from commfuse_megatron.plugin.stand_in import OURS, class_name
 from commfuse_megatron.plugin.support import unsupported_reason
 
 __all__ = ["LayerReport", "ModelReport", "model_report"]
@@ -127,14 +128,15 @@ def _some(names: list[str]) -> str:
 
 
 def model_report(model: Any) -> ModelReport:
-    """Report on `model`, or on a list of model chunks."""
-    chunks = model if isinstance(model, list | tuple) else [model]
+    """Report on `model`, or on a list of model chunks. Raises ConfigError for anything else."""
+    chunks = checked_model(model, "model_report")
     layers: list[LayerReport] = []
     attentions: list[LayerReport] = []
     contexts = {}
     for chunk in chunks:
+        taken = _taken_by_fused_operations(chunk)
         for name, module in _layers(chunk):
-            layers.append(_layer_report(name, module))
+            layers.append(_layer_report(name, module, taken.get(module)))
             if _counts_calls(module) and state_of(module).context is not None:
                 context = state_of(module).context
                 contexts[id(context)] = context
@@ -149,16 +151,28 @@ def _layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
             yield name, module
 
 
+def _taken_by_fused_operations(model: torch.nn.Module) -> dict[torch.nn.Module, str]:
+    """The linears of Megatron's MLP for `use_transformer_engine_op_fuser`, which calls none of them, and why."""
+    return {
+        child: f"{type(parent).__name__} takes the layer's parameters into a fused operation of its own"
+        for parent in model.modules()
+        if type(parent).__name__.startswith("TEFusedMLP")
+        for child in parent.children()
+    }
+
+
 def _counts_calls(module: torch.nn.Module) -> bool:
     """Whether `module` is one of our linears, or our embedding, or derives from one."""
-    return isinstance(module, (*OUR_LINEARS, CommFuseVocabParallelEmbedding))
+    return isinstance(module, tuple(OURS))
 
 
 _OURS_OR_MEGATRONS = (compat.ColumnParallelLinear, compat.RowParallelLinear, compat.VocabParallelEmbedding)
 
 
-def _layer_report(name: str, module: torch.nn.Module) -> LayerReport:
-    layer = type(module).__name__
+def _layer_report(name: str, module: torch.nn.Module, why_not_called: str | None) -> LayerReport:
+    layer = class_name(module)
+    if why_not_called is not None:
+        return LayerReport(name, layer, "stock", 0, 0, (why_not_called,))
     if not _counts_calls(module):
         return LayerReport(name, layer, "stock", 0, 0, (_reason_not_ours(module),))
     return _report_of_ours(name, module, unsupported_reason)
@@ -169,7 +183,7 @@ def _is_attention(module: torch.nn.Module) -> bool:
 
 
 def _attention_report(name: str, module: torch.nn.Module) -> LayerReport:
-    layer = type(module).__name__
+    layer = class_name(module)
     if type(module) not in ATTENTIONS.values():
         known = ", ".join(each.__name__ for each in ATTENTIONS)
         reason = f"{layer} is not among the attentions that are paired with their projection ({known})"
@@ -184,7 +198,7 @@ def _attention_report(name: str, module: torch.nn.Module) -> LayerReport:
 def _report_of_ours(
     name: str, module: torch.nn.Module, unsupported: Callable[[torch.nn.Module], str | None]
 ) -> LayerReport:
-    layer = type(module).__name__
+    layer = class_name(module)
     state = state_of(module)
     stock_calls, sequential_calls = sum(state.stock_calls.values()), sum(state.sequential_calls.values())
     calls = {"overlapped": state.overlapped_calls, "sequential": sequential_calls, "stock": stock_calls}
@@ -204,7 +218,7 @@ def _reason_not_ours(module: torch.nn.Module) -> str:
     kept_reason = kept_reason_of(module)
     if kept_reason is not None:
         return kept_reason
-    layer, known = type(module).__name__, {**LOCAL, **TRANSFORMER_ENGINE}
+    layer, known = type(module).__name__, LINEARS_AND_EMBEDDING
     if type(module) in known:
         return f"{layer} is Megatron's own class: it was neither in the spec given to apply_to_spec nor converted"
     return f"{layer} is not among the classes that are replaced ({', '.join(c.__name__ for c in known)})"

@@ -13,12 +13,13 @@ import copy
 import dataclasses
 import functools
 import logging
+from pathlib import Path
 from typing import Any
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.plugin import arguments, compat
-from commfuse_megatron.plugin.classes import ATTENTIONS, LOCAL, OUR_LINEARS, TRANSFORMER_ENGINE
+from commfuse_megatron.plugin.classes import ATTENTIONS, LINEARS_AND_EMBEDDING, OUR_LINEARS
 from commfuse_megatron.plugin.norm import CommFuseNorm
 
 __all__ = [
@@ -36,8 +37,7 @@ logger = logging.getLogger(__name__)
 
 #: Megatron's class -> ours. Classes are compared by identity: a subclass of somebody else keeps its behaviour.
 REPLACEMENTS: dict[type, type] = {
-    **LOCAL,
-    **TRANSFORMER_ENGINE,
+    **LINEARS_AND_EMBEDDING,
     **ATTENTIONS,
     compat.WrappedTorchNorm: CommFuseNorm,
 }
@@ -48,19 +48,18 @@ _TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
 _KEPT_FIELDS = ("linear_q_down_proj", "linear_kv_down_proj", "linear_qkv_down_proj")
 
 
-def apply_to_spec(spec: Any, config: OverlapConfig | None = None) -> Any:
+def apply_to_spec(spec: Any, config: OverlapConfig | str | Path | None = None) -> Any:
     """A copy of `spec` in which Megatron's tensor-parallel linears and torch norms are ours.
 
     Args:
         spec: a ModuleSpec, TransformerBlockSubmodules or any tree of dataclasses, partials, lists, tuples, dicts and
             classes, as Megatron's spec builders return them.
-        config: given to every linear; None lets the layers read the flags.
+        config: given to every linear, or the YAML file that it is read from; None lets the layers read the flags.
 
     What a spec cannot reach (the output layer, the down-projections of latent attention, the layers of multi-token
-    prediction) stays Megatron's until `convert_model`. Transformer Engine's attention and norms stay. In place of its
-    linears each layer decides when it is built: where it has to stay stock, Transformer Engine's own class is built.
+    prediction) stays Megatron's until `convert_model`. Transformer Engine's attention and norms stay.
     """
-    return _Mapping(REPLACEMENTS, config).map(spec)
+    return _Mapping(REPLACEMENTS, arguments.checked_config(config, "apply_to_spec")).map(spec)
 
 
 def replace_in_spec(spec: Any, replacements: dict[type, type]) -> Any:
@@ -108,12 +107,10 @@ class _Mapping:
                 continue
             if is_spec and field.name == "module" and isinstance(value, type):
                 object.__setattr__(new, field.name, self._replacements.get(value, value))
-            elif is_spec and field.name == "params" and node.module in OUR_LINEARS:
-                new.params = dict(value)  # ours already: its `stock_class` is no leaf
             else:
                 object.__setattr__(new, field.name, self.map(value))
         if is_spec and isinstance(node.module, type):
-            new.params = {**new.params, **self._parameters(node.module, new.module)}
+            new.params = {**new.params, **self._parameters(new.module)}
         return new
 
     def _leaf(self, stock: type) -> Any:
@@ -122,17 +119,12 @@ class _Mapping:
             self._kept.add(stock)
             logger.warning("apply_to_spec: %s stays: not among the linears that are replaced", stock.__name__)
         ours = self._replacements.get(stock, stock)
-        parameters = self._parameters(stock, ours)
+        parameters = self._parameters(ours)
         return compat.ModuleSpec(module=ours, params=parameters) if parameters else ours
 
-    def _parameters(self, stock: type, ours: type) -> dict[str, Any]:
+    def _parameters(self, ours: type) -> dict[str, Any]:
         """What a spec tells the constructor of `ours`, beyond what Megatron does."""
-        parameters: dict[str, Any] = {}
-        if ours in OUR_LINEARS and stock in TRANSFORMER_ENGINE:
-            parameters["stock_class"] = stock
-        if ours in OUR_LINEARS and self._config is not None:
-            parameters["overlap_config"] = self._config
-        return parameters
+        return {"overlap_config": self._config} if ours in OUR_LINEARS and self._config is not None else {}
 
     def _keep(self, node: Any, new: Any) -> Any:
         self._copies[id(node)] = new

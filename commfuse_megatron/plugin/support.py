@@ -5,15 +5,14 @@ The contract that bites: the answer must be the same on every rank of the group,
 dtypes and modes, never at values, memory or timing.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import distributed as dist
 
 from commfuse_megatron.plugin import arguments, compat
+from commfuse_megatron.plugin.stand_in import reason_in_class
 
-__all__ = ["SWITCHED_OFF", "Prospect", "reason_to_stay", "unsupported_reason"]
+__all__ = ["SWITCHED_OFF", "unsupported_reason"]
 
 #: The only reason that was asked for; it is never an error.
 SWITCHED_OFF = "config.commfuse is False: switched off"
@@ -29,17 +28,9 @@ _SETTINGS = {
     "fp8": "config.fp8 is set: quantised GEMMs are Transformer Engine's own",
     "fp4": "config.fp4 is set: quantised GEMMs are Transformer Engine's own",
     "tp_comm_overlap": "config.tp_comm_overlap is on: Transformer Engine's userbuffers already own the communication",
-    "delay_wgrad_compute": "config.delay_wgrad_compute is on: the weight gradient is not computed in the backward pass",
     "batch_invariant_mode": "config.batch_invariant_mode is on: partial GEMMs may round differently from whole ones",
     "symmetric_ar_type": "config.symmetric_ar_type is set: it replaces the all-reduce of linears",
     "cpu_offloading": "config.cpu_offloading is on: offloading tags activations inside Megatron's own forward",
-}
-
-#: The same for what only Transformer Engine's own layers do, decided before a layer is built or replaced.
-_SETTINGS_THAT_KEEP = {
-    "quant_recipe": "config.quant_recipe is set: quantised GEMMs are Transformer Engine's own",
-    "init_model_with_meta_device": "config.init_model_with_meta_device is on: Megatron's local linears, from which ours"
-    " inherit, cannot be built on the meta device",
 }
 
 
@@ -63,7 +54,9 @@ def unsupported_reason(
     weight = getattr(layer, "weight", None) if weight is None else weight
     if isinstance(layer, compat.VocabParallelEmbedding):
         return _reason_in_embedding(layer, input_, weight)
-    reason = _reason_in_config(layer.config) or _reason_in_layer(layer)
+    is_transformer_engines = isinstance(layer, compat.TRANSFORMER_ENGINE_LINEARS)
+    judge = _reason_in_transformer_engine_layer if is_transformer_engines else _reason_in_local_layer
+    reason = _reason_in_config(layer.config) or reason_in_class(layer) or judge(layer) or _reason_in_layer(layer)
     if reason is None and input_ is not None:
         reason = _reason_in_input(layer, input_)
         if reason is None and weight is not None:
@@ -76,6 +69,9 @@ def unsupported_reason(
 def _reason_in_embedding(layer: Any, ids: torch.Tensor | None, weight: Any) -> str | None:
     if not arguments.is_switched_on(layer.config):
         return SWITCHED_OFF
+    reason = reason_in_class(layer)
+    if reason is not None:
+        return reason
     group_size = layer.tp_group.size()
     if group_size == 1:
         return _ONE_RANK
@@ -107,46 +103,8 @@ def _not_divisible(length: int, group_size: int) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prospect:
-    """What is known of a linear before ours takes the place of Transformer Engine's, named as in built layers.
-
-    tp_comm_buffer_name: which linear of a transformer layer it is, as far as Megatron says so.
-    """
-
-    config: Any
-    tp_group: dist.ProcessGroup | None
-    sequence_parallel: bool
-    is_expert: bool = False
-    explicit_expert_comm: bool = False
-    tp_comm_buffer_name: str | None = None
-
-    @property
-    def gtp_remat_size(self) -> int:
-        """As in Megatron's layers: over how many ranks the weight is sharded for rematerialisation."""
-        return compat.weight_rematerialisation_size(self.is_expert)
-
-
-def reason_to_stay(prospect: Prospect) -> str | None:
-    """Why Transformer Engine's own layer is built, or stays, as a sentence; None where ours takes its place."""
-    config = prospect.config
-    if prospect.tp_group is None:
-        return "Megatron's parallel state is not initialised: there is no tensor-parallel group to communicate in"
-    reason = _reason_in_config(config) or _reason_in_layer(prospect)
-    if reason is not None:
-        return reason
-    for name, reason in _SETTINGS_THAT_KEEP.items():
-        if getattr(config, name, None):
-            return reason
-    if getattr(config, "transformer_impl", None) == "inference_optimized":
-        return "config.transformer_impl is inference_optimized: Megatron's inference steers its own layers"
-    if getattr(config, "use_transformer_engine_op_fuser", False) and prospect.tp_comm_buffer_name in ("fc1", "fc2"):
-        return "config.use_transformer_engine_op_fuser is on: one fused operation takes the parameters of fc1 and fc2"
-    return None
-
-
 def _is_row(layer: Any) -> bool:
-    return isinstance(layer, compat.RowParallelLinear)
+    return isinstance(layer, compat.ROW_PARALLEL_LINEARS)
 
 
 def _reason_in_config(config: Any) -> str | None:
@@ -159,21 +117,39 @@ def _reason_in_config(config: Any) -> str | None:
 
 
 def _reason_in_layer(layer: Any) -> str | None:
+    if compat.group_of(layer).size() == 1:
+        return _ONE_RANK
+    if not layer.sequence_parallel:
+        return "sequence_parallel is off: the layer all-reduces, and only all-gather and reduce-scatter are overlapped"
+    if getattr(layer, "gtp_remat_size", 1) > 1 or getattr(layer.weight, "gtp_remat_size", 1) > 1:
+        return _GTP
+    return None
+
+
+def _reason_in_local_layer(layer: Any) -> str | None:
     if layer.is_expert:
         return "the layer belongs to an expert: the token dispatcher communicates for it"
     if layer.explicit_expert_comm:
         return "explicit_expert_comm is set: the caller communicates for this layer"
-    if layer.tp_group.size() == 1:
-        return _ONE_RANK
-    if not layer.sequence_parallel:
-        return "sequence_parallel is off: the layer all-reduces, and only all-gather and reduce-scatter are overlapped"
-    if getattr(layer, "gtp_remat_size", 1) > 1:
-        return _GTP
     if getattr(layer, "disable_grad_reduce", False):
         return "disable_grad_reduce is set: the caller reduces the input gradient"
     if _is_row(layer) and not layer.input_is_parallel:
         return "input_is_parallel is False: the layer splits its input itself"
     return None
+
+
+def _reason_in_transformer_engine_layer(layer: Any) -> str | None:
+    if layer.parallel_mode is None:
+        return "parallel_mode is None: the caller communicates for this layer, of an expert or of shared experts"
+    if layer.te_quant_params is not None:
+        return "the layer has a quantisation recipe of its own (config.quant_recipe)"
+    if getattr(layer.config, "transformer_impl", None) == "inference_optimized":
+        return "config.transformer_impl is inference_optimized: Megatron's inference steers its own layers"
+    if getattr(layer.weight, "overwrite_main_grad", False):
+        return "weight.overwrite_main_grad is set: Transformer Engine writes the gradient over what is there"
+    if layer.wgrad_store.delay_wgrad_compute():
+        return "config.delay_wgrad_compute is on: the weight gradient is not computed in the backward pass"
+    return compat.reason_in_precision()
 
 
 def _reason_in_input(layer: Any, input_: torch.Tensor) -> str | None:
@@ -185,7 +161,7 @@ def _reason_in_input(layer: Any, input_: torch.Tensor) -> str | None:
         return f"the input is {input_.dtype}: overlapped are {', '.join(map(str, _DTYPES))}"
     if input_.is_cuda and input_.dtype == torch.float64:
         return _FLOAT64_ON_GPU
-    group_size = layer.tp_group.size()
+    group_size = compat.group_of(layer).size()
     if _is_row(layer) and input_.size(0) % group_size:
         return _not_divisible(input_.size(0), group_size)
     return None
@@ -196,7 +172,7 @@ def _reason_in_weight(layer: Any, input_: torch.Tensor, weight: torch.Tensor) ->
         return f"the weight is a {type(weight).__name__}: only plain tensors are overlapped"
     if weight.dtype != input_.dtype and not torch.is_autocast_enabled(input_.device.type):
         return f"the weight is {weight.dtype} but the input {input_.dtype}: Megatron itself raises"
-    if not (layer.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()):
+    if not (compat.fuses_weight_gradient(layer) and weight.requires_grad and torch.is_grad_enabled()):
         return None
     if hasattr(weight, "__fsdp_param__"):
         return "the weight belongs to Megatron-FSDP, which makes main_grad inside Megatron's own backward"

@@ -115,7 +115,7 @@ def _tokens(device, step):
 
 def _fuse_gradients(model):
     for layer in model.modules():
-        if type(layer).__name__.startswith("CommFuse") and hasattr(layer, "gradient_accumulation_fusion"):
+        if type(layer).__qualname__.startswith("CommFuse") and hasattr(layer, "gradient_accumulation_fusion"):
             layer.gradient_accumulation_fusion = True  # Megatron asks for Apex when it is set at construction
 
 

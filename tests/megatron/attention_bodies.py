@@ -75,7 +75,7 @@ def _compare(group_size: int, variant: Variant) -> dict[str, Any]:
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
     ours.load_state_dict(stock.state_dict())
     for layer in ours.modules() if variant.fuses_gradients else ():
-        if type(layer).__name__.startswith("CommFuse") and hasattr(layer, "gradient_accumulation_fusion"):
+        if type(layer).__qualname__.startswith("CommFuse") and hasattr(layer, "gradient_accumulation_fusion"):
             layer.gradient_accumulation_fusion = True  # Megatron asks for Apex when it is set at construction
     losses, gradients = [], []
     tokens = torch.randint(256, (2, 33), generator=generator)

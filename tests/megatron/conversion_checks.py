@@ -51,7 +51,7 @@ def check_conversion_keeps_layers_with_tensors_of_somebody_else(group_size: int)
     strict = OverlapConfig(fallback=FallbackConfig(unsupported="raise"))
     with pytest.raises(UnsupportedError, match=r"embedding.*does not know: scale_of_words"):
         convert_model(ours, strict)
-    assert not any(type(module).__name__.startswith("CommFuse") for module in ours.modules())
+    assert not any(type(module).__qualname__.startswith("CommFuse") for module in ours.modules())
     off.config.commfuse = False
     convert_model(off, strict)
     convert_model(ours)

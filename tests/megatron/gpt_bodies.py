@@ -69,7 +69,7 @@ def _compare(group_size: int, variant: Variant) -> dict[str, Any]:
         "checkpoint_differs": differing_checkpoint_entries(stock, ours),
     }
     for layer in ours.modules() if variant.is_data_parallel else ():
-        if type(layer).__name__.startswith("CommFuse"):
+        if type(layer).__qualname__.startswith("CommFuse"):
             layer.gradient_accumulation_fusion = True  # Megatron asks for Apex when it is set at construction
     stock_run, our_run = (Training(m, overlap_grad_reduce=variant.is_data_parallel) for m in (stock, ours))
     generator = torch.Generator().manual_seed(5 + parallel_state.get_data_parallel_rank())
@@ -92,7 +92,7 @@ def _compare(group_size: int, variant: Variant) -> dict[str, Any]:
     report = model_report(ours)
     found["layers"] = {layer.name: (layer.path, layer.overlapped_calls, layer.stock_calls) for layer in report.layers}
     found["op_paths"] = sorted({(record.op, record.pass_name, record.path) for record in report.ops if record.calls})
-    found["stock_classes_unchanged"] = not any("CommFuse" in type(m).__name__ for m in stock.modules())
+    found["stock_classes_unchanged"] = not any("CommFuse" in type(m).__qualname__ for m in stock.modules())
     return found
 
 

@@ -5,6 +5,7 @@ import pytest
 from tests.megatron import (
     capture_checks,
     conversion_checks,
+    derived_checks,
     fallback_checks,
     layer_checks,
     lifetime_checks,
@@ -13,7 +14,15 @@ from tests.megatron import (
 from tests.megatron.harness import names_of_checks, run_checks
 
 #: In the order in which they run: the last ones destroy.
-MODULES = (layer_checks, fallback_checks, model_checks, conversion_checks, capture_checks, lifetime_checks)
+MODULES = (
+    layer_checks,
+    fallback_checks,
+    model_checks,
+    conversion_checks,
+    derived_checks,
+    capture_checks,
+    lifetime_checks,
+)
 CHECKS = [(module.__name__, name) for module in MODULES for name in names_of_checks(module)]
 
 

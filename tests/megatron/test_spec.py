@@ -63,7 +63,7 @@ def test_the_spec_handed_in_is_not_changed(options: dict) -> None:
     before = leaves(stock)
     apply_to_spec(stock, OverlapConfig())
     assert leaves(stock) == before
-    assert not any(c.__name__.startswith("CommFuse") for c in before)
+    assert not any(c.__qualname__.startswith("CommFuse") for c in before)
 
 
 def test_experts_inside_partials_are_reached() -> None:

@@ -1,6 +1,5 @@
 """Every reason for Megatron's own path, one at a time, on layers that were never built."""
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ from commfuse_megatron.plugin import (
     capture,
     unsupported_reason,
 )
-from commfuse_megatron.plugin.support import Prospect, reason_to_stay
 
 GROUP_SIZE = 2
 
@@ -59,7 +57,6 @@ def test_supported(cls: type, dtype: torch.dtype) -> None:
         ("fp8", "hybrid", "config.fp8"),
         ("fp4", "e2m1", "config.fp4"),
         ("tp_comm_overlap", True, "userbuffers"),
-        ("delay_wgrad_compute", True, "delay_wgrad_compute"),
         ("batch_invariant_mode", True, "batch_invariant_mode"),
         ("symmetric_ar_type", "one_shot", "symmetric_ar_type"),
         ("cpu_offloading", True, "cpu_offloading"),
@@ -170,47 +167,6 @@ def test_autocast_may_mix_dtypes(cls: type) -> None:
     assert unsupported_reason(layer, half) is not None
     with torch.autocast("cpu", torch.bfloat16):
         assert unsupported_reason(layer, half) is None
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({}, None),
-        ({"fp8": "hybrid"}, "config.fp8 is set"),
-        ({"fp4": "e2m1"}, "config.fp4 is set"),
-        ({"commfuse": False}, "switched off"),
-        ({"quant_recipe": "one"}, "config.quant_recipe is set"),
-        ({"init_model_with_meta_device": True}, "meta device"),
-        ({"transformer_impl": "inference_optimized"}, "inference_optimized"),
-        ({"transformer_impl": "transformer_engine"}, None),
-        ({"use_transformer_engine_op_fuser": True}, "fused operation"),
-        ({"delay_wgrad_compute": True}, "delay_wgrad_compute"),
-        ({"symmetric_ar_type": "one_shot"}, "symmetric_ar_type"),
-    ],
-    ids=str,
-)
-def test_reasons_to_build_transformer_engines_own_layer(settings: dict[str, Any], words: str | None) -> None:
-    config, group = SimpleNamespace(**settings), SimpleNamespace(size=lambda: GROUP_SIZE)
-    known = {"config": config, "tp_group": group, "sequence_parallel": True, "tp_comm_buffer_name": "fc2"}
-    reason = reason_to_stay(Prospect(**known))
-    assert reason is None if words is None else words in reason
-
-
-@pytest.mark.parametrize(
-    ("known", "words"),
-    [
-        ({"tp_group": None}, "not initialised"),
-        ({"tp_group": SimpleNamespace(size=partial(int, 1))}, "one rank"),
-        ({"sequence_parallel": False}, "sequence_parallel is off"),
-        ({"is_expert": True}, "expert"),
-        ({"explicit_expert_comm": True}, "explicit_expert_comm"),
-    ],
-    ids=str,
-)
-def test_what_is_known_of_a_layer_may_keep_it(known: dict[str, Any], words: str) -> None:
-    group = SimpleNamespace(size=lambda: GROUP_SIZE)
-    rest = {"config": SimpleNamespace(), "tp_group": group, "sequence_parallel": True}
-    assert words in reason_to_stay(Prospect(**{**rest, **known}))
 
 
 def make_embedding(**attributes: Any) -> Any:
