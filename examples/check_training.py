@@ -7,6 +7,7 @@ wider dtype; half way each writes a checkpoint in which the other goes on. Tenso
 Transformer Engine:
 
     torchrun --nproc-per-node 2 examples/check_training.py --device cuda --steps 50 --exchange-at 25 --json check.json
+    torchrun --nproc-per-node 2 examples/check_training.py --device cuda --lora
 
 Prints a table; exits with 1 if a difference is too large or a linear was not overlapped.
 """
@@ -99,6 +100,7 @@ def tasks_of(chosen: argparse.Namespace, config: OverlapConfig) -> dict[str, Tas
         "num_steps": chosen.steps,
         "exchange_at": chosen.exchange_at,
         "config": config,
+        "lora": chosen.lora,
         **SIZES[chosen.device],
     }
     patterns = {"gpt": None, "hybrid": chosen.pattern}
@@ -117,7 +119,8 @@ def print_tables(
     dtype, reference = (str(d).removeprefix("torch.") for d in (task.dtype, task.reference_dtype))
     table = Table(
         title=f"mean distance from stock in {reference}: {task.num_steps} steps in {dtype},"
-        f" {dist.get_world_size()} ranks of {task.device_type}, {task.transformer_impl} layers,\n"
+        f" {dist.get_world_size()} ranks of {task.device_type}, {task.transformer_impl} layers"
+        f"{', adapters only' if task.lora else ''},\n"
         f"checkpoints after step {task.exchange_at}; allowed ratio {ALLOWED_RATIO:g}; {seconds:.0f} s",
         title_justify="left",
     )
@@ -183,9 +186,17 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         metavar="N",
         help="step after which checkpoints are written (default: 25)",
     )
+    parser.add_argument(
+        "--lora",
+        action="store_true",
+        help="train low-rank adapters at all linears of the GPT, whose weights are frozen",
+    )
     parser.add_argument("--config", metavar="FILE", help="OverlapConfig of the plugin's runs; default: sliced, always")
     parser.add_argument("--json", metavar="FILE", help="write curves, distances and layers; missing folders are made")
-    return parser, parser.parse_args()
+    chosen = parser.parse_args()
+    if chosen.lora:
+        chosen.models = ["gpt"]
+    return parser, chosen
 
 
 if __name__ == "__main__":

@@ -57,7 +57,6 @@ def _verify_on_rank(rank: Rank, options: _Options) -> int:
         found = verify_models(configurations, on_done=lambda _: progress.advance(task))
     failed = [result for result in found if not result.passed]
     if rank.is_first:
-        _print(found, failed, rank)
         if options.json:
             data = {
                 "ranks": rank.world_size,
@@ -68,6 +67,7 @@ def _verify_on_rank(rank: Rank, options: _Options) -> int:
                 "configurations": [result.to_dict() for result in found],
             }
             write_json(options.json, data)
+        _print(found, failed, rank)
     return 1 if failed else 0
 
 

@@ -19,6 +19,7 @@ from commfuse_megatron.ops.arguments import (
     require_context,
     with_unit_stride,
 )
+from commfuse_megatron.ops.asked import gradients_asked_for
 from commfuse_megatron.ops.collectives import PendingRows, start_gather_rows, start_reduce_scatter_rows
 from commfuse_megatron.ops.passes import gather_matmul, matmul_scatter, start_gather, weight_gradient
 from commfuse_megatron.ops.recordings import record_gather, record_gather_backward
@@ -96,8 +97,10 @@ class _AllGatherLinear(torch.autograd.Function):
             call.forward.begin()
             y, kept = _forward(call.forward, x, weight, bias, may_keep=ctx.needs_input_grad[1])
         ctx.call = call
-        ctx.has_bias = bias is not None
-        ctx.save_for_backward(x, weight, kept)
+        ctx.x_shape = x.shape
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        needs_x = needs_weight and kept is None
+        ctx.save_for_backward(x if needs_x else None, weight if needs_input else None, kept)
         return y
 
     @staticmethod
@@ -108,25 +111,32 @@ class _AllGatherLinear(torch.autograd.Function):
         context, what = call.forward.context, "the backward pass of all_gather_linear"
         x, weight, kept = context.saved_tensors(ctx, what)
         with context.guard(what):
-            needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+            needs_input, needs_weight, needs_bias = gradients_asked_for(ctx, 3)
             grad = grad_y.contiguous().flatten(0, -2)
             if needs_input or needs_weight:
                 p = prepare_backward(_OPERATION, call.forward, needs_input=needs_input, needs_weight=needs_weight)
                 p.begin()
-                operands = _Operands(grad, x, with_unit_stride(weight), kept, needs_input, needs_weight)
+                operands = _Operands(
+                    grad,
+                    x if needs_weight else None,
+                    with_unit_stride(weight) if needs_input else None,
+                    kept if needs_weight else None,
+                    ctx.x_shape,
+                )
                 grad_x, grad_weight = _backward(p, operands, call.weight_grad)
-            if ctx.has_bias and needs_bias:
+            if needs_bias:
                 grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, None
 
 
 class _Operands(NamedTuple):
+    """What a backward pass works on; what no gradient is due for is None."""
+
     grad: torch.Tensor  # [M, N]
-    x: torch.Tensor  # [S_r, ..., K]
-    weight: torch.Tensor  # [N, K]
-    kept: torch.Tensor | None  # [M, K]
-    needs_input: bool
-    needs_weight: bool
+    x: torch.Tensor | None  # [S_r, ..., K], for the gradient of the weight
+    weight: torch.Tensor | None  # [N, K], for the gradient of the input
+    kept: torch.Tensor | None  # [M, K], instead of x
+    x_shape: torch.Size
 
 
 def _forward(
@@ -162,35 +172,30 @@ def _backward(
 def _scheduled_backward(
     p: PreparedPass, link: Link, operands: _Operands, weight_grad: WeightGradTarget | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    grad, x, weight, gathered, needs_input, needs_weight = operands
-    grad_x = grad_weight = None
-    if p.can_replay and needs_input and needs_weight and gathered is None:
-        x = x.contiguous()
-        grad_x = torch.empty_like(x)
-        grad_weight = (
-            torch.empty_like(weight, memory_format=torch.contiguous_format)
-            if weight_grad is None
-            else weight_grad.accumulate
-        )
-        tape_call = TapeCall(grad, x, weight, grad_x, grad_weight, weight_grad is not None)
+    grad, x, weight, gathered, x_shape = operands
+    grad_x: torch.Tensor | None = None
+    grad_weight: torch.Tensor | None = None
+    if p.can_replay and weight is not None and x is not None:
+        grad_x = grad.new_empty(x_shape)
+        grad_weight = grad.new_empty(weight.shape) if weight_grad is None else weight_grad.accumulate
+        tape_call = TapeCall(grad, x.contiguous(), weight, grad_x, grad_weight, weight_grad is not None)
         if replay(p, link, record_gather_backward, tape_call):
             return grad_x, grad_weight if weight_grad is None else weight_grad.result()
-        grad_x = grad_weight = None
+    grad_x = grad_weight = None
     regather: AllGatherRun | None = None
-    if needs_weight and gathered is None:
+    if x is not None:
         gathered = p.gather.gathered()
         regather = start_gather(p, link, x.contiguous().flatten(0, -2), gathered, "re-gather of the input")
 
     def compute_weight_gradient(in_flight: Transfer | None = None) -> None:
         nonlocal grad_weight
-        if needs_weight:
-            assert gathered is not None
-            if regather is not None:
-                regather.finish()
-            grad_weight = weight_gradient(p, grad, gathered, weight, weight_grad, in_flight)
+        if regather is not None:
+            regather.finish()
+        if gathered is not None:
+            grad_weight = weight_gradient(p, grad, gathered, weight_grad, in_flight)
 
-    if needs_input:
-        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if weight is not None:
+        grad_x = grad.new_empty(x_shape)
         matmul_scatter(
             p,
             link,
@@ -216,23 +221,22 @@ def _collective_backward(
     collective  [x again][dx      ]
     compute     [dgrad  ][wgrad   ]
     """
-    grad, x, weight, gathered, needs_input, needs_weight = operands
+    grad, x, weight, gathered, x_shape = operands
     problem, group = p.problem, p.context.group
     grad_x = grad_weight = None
     gathering = summing = None
-    if needs_weight and gathered is None:
+    if x is not None:
         gathering = _start_gather(p, x.contiguous().flatten(0, -2))
-    if needs_input:
+    if weight is not None:
         partial = grad.new_empty(problem.rows, problem.batch * problem.K)
         p.gemm.multiply(grad, weight, partial.view(problem.M, problem.K))
         summing = start_reduce_scatter_rows(partial, group, is_async=_is_async(p))
     if gathering is not None:
         gathered = gathering.wait().view(problem.M, problem.K)
-    if needs_weight:
-        assert gathered is not None
-        grad_weight = weight_gradient(p, grad, gathered, weight, weight_grad)
+    if gathered is not None:
+        grad_weight = weight_gradient(p, grad, gathered, weight_grad)
     if summing is not None:
-        grad_x = summing.wait().view(x.shape)
+        grad_x = summing.wait().view(x_shape)
     return grad_x, grad_weight
 
 
@@ -259,11 +263,14 @@ def _rehearse(problem: GemmProblem, context: OverlapContext) -> Callable[[Prepar
     x, weight = scratch.draw(own.size, problem.batch, problem.K), scratch.draw(problem.N, problem.K)
     if problem.pass_name == "fprop":
         return lambda p: _forward(p, x, weight, None, may_keep=True)
-    needs_weight = "weight" in problem.needs
-    is_kept = needs_weight and context.config.linear.wgrad.keep_gathered_input
-    kept = scratch.draw(problem.M, problem.K) if is_kept else None
-    grad = scratch.draw(problem.M, problem.N)
-    operands = _Operands(grad, x, weight, kept, "input" in problem.needs, needs_weight)
+    needs_weight, is_kept = "weight" in problem.needs, context.config.linear.wgrad.keep_gathered_input
+    operands = _Operands(
+        scratch.draw(problem.M, problem.N),
+        x if needs_weight and not is_kept else None,
+        weight if "input" in problem.needs else None,
+        scratch.draw(problem.M, problem.K) if needs_weight and is_kept else None,
+        x.shape,
+    )
     return lambda p: _backward(p, operands, None)
 
 

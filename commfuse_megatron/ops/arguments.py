@@ -29,6 +29,7 @@ __all__ = [
     "find_target_complaint",
     "is_fitting_target",
     "hidden_trait_of",
+    "join_needs",
     "needs_autograd",
     "prepare",
     "prepare_backward",
@@ -237,11 +238,16 @@ def prepare(
     return prepared
 
 
+def join_needs(*, needs_input: bool, needs_weight: bool) -> str:
+    """Which gradients are due, as a problem says it."""
+    return "+".join(name for name, is_needed in (("input", needs_input), ("weight", needs_weight)) if is_needed)
+
+
 def prepare_backward(
     operation: Operation, forward: PreparedPass, *, needs_input: bool, needs_weight: bool
 ) -> PreparedPass:
     """The backward pass of the same call; which gradients are due decides what is sent."""
-    needs = "+".join(name for name, is_needed in (("input", needs_input), ("weight", needs_weight)) if is_needed)
+    needs = join_needs(needs_input=needs_input, needs_weight=needs_weight)
     key = (forward.problem, needs)
     prepared = forward.context.known_calls.get(key)
     if prepared is None:

@@ -36,7 +36,7 @@ from commfuse_megatron.runtime.program import split_rows
 from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.transport.base import Transfer
 
-__all__ = ["AttentionCall", "Saved", "attention_backward", "attention_forward"]
+__all__ = ["AttentionCall", "Saved", "attention_backward", "attention_forward", "projection_weight_gradient"]
 
 
 class AttentionCall(NamedTuple):
@@ -84,12 +84,11 @@ def attention_forward(
 
 def attention_backward(
     p: PreparedPass, call: AttentionCall, saved: Saved, grad_shard: torch.Tensor, weight: torch.Tensor
-) -> tuple[Heads | None, torch.Tensor | None]:
-    """Gradients of heads and weight, as far as they are due. grad_shard: [M_r, N]."""
-    needs_input = "input" in p.problem.needs
+) -> tuple[Heads, torch.Tensor | None]:
+    """Gradients of heads, which are due, and of the weight, if it is. grad_shard: [M_r, N]."""
     attention = _split(p, call)
     if isinstance(saved.states, torch.Tensor):
-        if needs_input and p.can_replay:
+        if p.can_replay:
             found = _replayed_backward(p, attention, saved, grad_shard, weight, call.weight_grad)
             if found is not None:
                 return found
@@ -97,10 +96,24 @@ def attention_backward(
             splits = _split(call.forward, call).splits
             saved = saved._replace(states=split_states(saved.states, _attention_of(p), splits))
     if p.plan.is_scheduled:
-        sums = InputGradients(saved.heads) if needs_input else None
-        grad_weight = _query_split_backward(p, attention, saved, grad_shard, sums, weight, call.weight_grad)
-        return None if sums is None else sums.result(), grad_weight
+        return _query_split_backward(p, attention, saved, grad_shard, weight, call.weight_grad)
     return _backward_at_once(p, call, attention, saved, grad_shard, weight)
+
+
+def projection_weight_gradient(
+    p: PreparedPass, call: AttentionCall, attended: torch.Tensor, grad_shard: torch.Tensor
+) -> torch.Tensor | None:
+    """The gradient of the weight alone, which is due. attended: [S, B, H, D_v]; grad_shard: [M_r, N]."""
+    if not p.plan.is_scheduled:
+        operands = ScatterOperands(grad_shard, attended.flatten(2), None, attended.flatten(2).shape)
+        return scatter_backward(_projection_pass(p, call), operands, call.weight_grad)[1]
+    with p as link:
+        grad = p.gather.gathered()
+        run = start_gather(p, link, grad_shard, grad, "all-gather of the output gradient")
+        for index in range(run.num_steps):
+            run.issue(index)
+        run.finish()
+        return weight_gradient(p, grad, attended.view(p.problem.M, p.problem.K), call.weight_grad)
 
 
 def _backward_at_once(
@@ -110,22 +123,20 @@ def _backward_at_once(
     saved: Saved,
     grad_shard: torch.Tensor,
     weight: torch.Tensor,
-) -> tuple[Heads | None, torch.Tensor | None]:
+) -> tuple[Heads, torch.Tensor | None]:
     """The projection's backward pass as a linear of its own, and that of all queries at once."""
-    needs_input, needs_weight = "input" in p.problem.needs, "weight" in p.problem.needs
     attended, projection = saved.attended.flatten(2), _projection_pass(p, call)
     state: tuple[torch.Tensor, ...] = ()
-    if needs_input and attended.numel():
+    if attended.numel():
         state = _state_of_all(p, call, attention, saved)
         if attention.is_plain and projection.can_replay and len(state) == 1:
             operands_at_once = (grad_shard, weight, state[0])
             found = _replayed_at_once(p, projection, attention, saved, operands_at_once, call.weight_grad)
             if found is not None:
                 return found
-    operands = ScatterOperands(grad_shard, attended, weight, needs_input, needs_weight)
+    x = attended if "weight" in p.problem.needs else None
+    operands = ScatterOperands(grad_shard, x, weight, attended.shape)
     grad_attended, grad_weight = scatter_backward(projection, operands, call.weight_grad)
-    if not needs_input:
-        return None, grad_weight
     if not attended.numel():
         return Heads(*map(torch.zeros_like, saved.heads)), grad_weight
     assert grad_attended is not None
@@ -286,25 +297,20 @@ def _query_split_backward(
     attention: SplitAttention,
     saved: Saved,
     grad_shard: torch.Tensor,
-    gradients: InputGradients | None,
     weight: torch.Tensor,
     weight_grad: WeightGradTarget | None,
-) -> torch.Tensor | None:
-    """Fill `gradients`, if they are due; returns the gradient of the weight, if it is."""
+) -> tuple[Heads, torch.Tensor | None]:
+    """The pass with split queries, step by step."""
     problem = p.problem
-    attended = saved.attended.view(problem.M, problem.K)
+    gradients, grad_weight = InputGradients(saved.heads), None
     with p as link:
         grad = p.gather.gathered()
         run = start_gather(p, link, grad_shard, grad, "all-gather of the output gradient")
-        if gradients is None:
-            for index in range(run.num_steps):
-                run.issue(index)
-            run.finish()
-        else:
-            _gather_under_attention(p, link, run, attention, saved, gradients, weight)
-        if "weight" not in problem.needs:
-            return None
-        return weight_gradient(p, grad, attended, weight, weight_grad)
+        _gather_under_attention(p, link, run, attention, saved, gradients, weight)
+        if "weight" in problem.needs:
+            attended = saved.attended.view(problem.M, problem.K)
+            grad_weight = weight_gradient(p, grad, attended, weight_grad)
+    return gradients.result(), grad_weight
 
 
 def _gather_under_attention(

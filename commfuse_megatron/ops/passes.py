@@ -212,7 +212,6 @@ def weight_gradient(
     p: PreparedPass,
     grad: torch.Tensor,
     x: torch.Tensor,
-    weight: torch.Tensor,
     target: WeightGradTarget | None,
     in_flight: Transfer | None = None,
 ) -> torch.Tensor | None:
@@ -226,7 +225,7 @@ def weight_gradient(
         p.gemm.accumulate(grad.t(), x, target.accumulate, in_flight)
         result = target.result()
     else:
-        result = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        result = grad.new_empty(grad.size(1), x.size(1))
         p.gemm.multiply(grad.t(), x, result, beside=in_flight)
     p.gemm.join()
     link.note_compute("wgrad", mark, None)

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.config import OverlapConfig
+from commfuse_megatron.config import OverlapConfig, describe_differences
 from commfuse_megatron.errors import (
     CommFuseError,
     ConfigError,
@@ -90,11 +90,12 @@ class OverlapContext:
         timeout_s = self.config.transport.timeout_s
         store = _private_store(group, self.group_rank)
         agreement = Agreement(store, self.group_rank, self.group_size, timeout_s)
-        try:
-            configuration = json.dumps(self.config.to_dict(), sort_keys=True)
-            agreement.agree(f"context with {configuration}", topic="a context")
-        except ShapeError as error:
-            raise ConfigError(f"the configurations differ between ranks: {error}") from None
+        brought = agreement.exchange(json.dumps(self.config.to_dict()), topic="a context")
+        differences = describe_differences([json.loads(text) for text in brought])
+        if differences:
+            raise ConfigError(
+                f"the configurations differ between ranks: {differences}; give all ranks of the group the same one"
+            )
         try:
             exchange = functools.partial(agreement.exchange, topic="a transport")
             backend = choose_backend(group, self.config.transport, exchange)

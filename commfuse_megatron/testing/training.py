@@ -77,7 +77,8 @@ class Training:
         """The norm of all gradients of the last step, over the tensor-parallel group, in float64. Collective."""
         from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
-        own = [p.main_grad for p in self._model.parameters() if param_is_not_tensor_parallel_duplicate(p)]
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        own = [p.main_grad for p in trained if param_is_not_tensor_parallel_duplicate(p)]
         total = torch.stack([gradient.double().square().sum() for gradient in own]).sum()
         torch.distributed.all_reduce(total, group=self._model.pg_collection.tp)
         return total.sqrt().item()

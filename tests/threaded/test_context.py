@@ -126,10 +126,19 @@ def test_no_group_is_said_by_name(none):
 
 
 def test_different_configurations_raise_everywhere():
-    def body(group, device):
-        OverlapContext(group, quick(check_agreement=group.rank() == 0))
+    """Fails where the whole configurations are said: which key differs was for the reader to find."""
 
-    expect_everywhere(2, body, ConfigError, "configurations differ between ranks")
+    def body(group, device):
+        data = quick(check_agreement=group.rank() != 1).to_dict()
+        data["linear"]["fprop"]["chunks_per_shard"] = (None, 2, 4)[group.rank()]
+        OverlapContext(group, OverlapConfig.from_dict(data))
+
+    said = (
+        r"^the configurations differ between ranks: linear\.fprop\.chunks_per_shard is null on group rank 0 and 2 on"
+        r" group rank 1 and 4 on group rank 2; check_agreement is true on group ranks 0, 2 and false on group rank 1;"
+        r" give all ranks of the group the same one$"
+    )
+    expect_everywhere(3, body, ConfigError, said)
 
 
 def test_a_context_is_made_when_all_ranks_are_connected(monkeypatch):
