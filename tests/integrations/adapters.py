@@ -71,7 +71,13 @@ def loss_and_gradients(gpt: SmallGPT, adapted: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_equals_stock(
-    group_size: int, adapt: Adapt, spec_of: Callable[[Any], Any], base_name: str, *, building: Any = nullcontext
+    group_size: int,
+    adapt: Adapt,
+    spec_of: Callable[[Any], Any],
+    base_name: str,
+    *,
+    building: Any = nullcontext,
+    gpts: tuple[SmallGPT, ...] = GPTS,
 ) -> None:
     """Loss and every adapter's gradient equal stock's in every order, and every adapted linear was overlapped.
 
@@ -79,7 +85,7 @@ def assert_equals_stock(
         base_name: the name under which an adapter holds the linear.
         building: makes the context in which models are built, adapted and converted.
     """
-    for gpt in GPTS:
+    for gpt in gpts:
         expected = loss_and_gradients(gpt, model_in_order(gpt, group_size, STOCK, adapt, spec_of, building))
         assert all(value.abs().max() > 0 for value in expected.values())
         problems: list[str] = []

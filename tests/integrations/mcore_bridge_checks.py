@@ -6,7 +6,7 @@ import peft
 from mcore_bridge.tuners import LoraParallelLinear
 
 from tests.integrations import transformer_engine_on_cpu as te_on_cpu
-from tests.integrations.adapters import LINEARS, assert_equals_stock
+from tests.integrations.adapters import GPTS, LINEARS, assert_equals_stock
 
 
 def adapt(model: Any) -> Any:
@@ -17,5 +17,8 @@ def adapt(model: Any) -> Any:
 
 
 def check_lora_on_transformer_engine(group_size: int) -> None:
+    # The other GPT returns biases, and this library's wrapper does not expect three results, of stock layers neither.
     with te_on_cpu.computes():
-        assert_equals_stock(group_size, adapt, te_on_cpu.gpt_spec, "base_layer", building=te_on_cpu.can_be_built)
+        assert_equals_stock(
+            group_size, adapt, te_on_cpu.gpt_spec, "base_layer", building=te_on_cpu.can_be_built, gpts=GPTS[:1]
+        )

@@ -16,9 +16,17 @@ def _outcomes(module: str, *, with_transformer_engine: bool):
     return outcomes
 
 
+transformer_engine_outcomes = _outcomes("transformer_engine_checks", with_transformer_engine=True)
 modelopt_outcomes = _outcomes("modelopt_checks", with_transformer_engine=False)
 bridge_outcomes = _outcomes("bridge_checks", with_transformer_engine=True)
 mcore_bridge_outcomes = _outcomes("mcore_bridge_checks", with_transformer_engine=True)
+
+
+@pytest.mark.timeout(400)
+@needs("transformer_engine")
+@pytest.mark.parametrize("name", names_of_checks("transformer_engine_checks"))
+def test_transformer_engine(transformer_engine_outcomes: dict[str, str | None], name: str) -> None:
+    assert transformer_engine_outcomes[name] is None, transformer_engine_outcomes[name]
 
 
 @pytest.mark.timeout(400)
