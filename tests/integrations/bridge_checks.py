@@ -1,4 +1,4 @@
-"""Checks of Megatron-Bridge: LoRA in every order, and what its export takes our layers for. It needs Transformer Engine."""
+"""Checks of Megatron-Bridge: LoRA in every order; what its export takes our layers for. Needs Transformer Engine."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Checks of NVIDIA's ModelOpt: quantised before and after `convert_model`, a model counts and computes as stock does."""
+"""Checks of ModelOpt: quantised before and after `convert_model`, a model counts and computes as stock does."""
 
 from collections.abc import Callable
 from typing import Any
