@@ -52,7 +52,7 @@ class Operation(NamedTuple):
 
     name: str
     rehearse: Rehearse
-    function: Callable[..., torch.Tensor]
+    function: Callable[..., object]
 
 
 def require_context(op: str, context: object) -> None:
@@ -199,11 +199,11 @@ def prepare(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    total_rows: int | None,
+    options: Mapping[str, Any],
     context: OverlapContext,
     weight_grad: WeightGradTarget | None,
 ) -> PreparedPass:
-    """The forward pass of a call, checked; not yet agreed on.
+    """The forward pass of a call, checked; not yet agreed on. options: its other arguments, by name.
 
     Raises ShapeError, on this rank and at the others' next comparison, when the arguments do not fit together.
     """
@@ -219,7 +219,7 @@ def prepare(
             weight.dtype,
             weight.device,
             None if bias is None else (bias.shape, bias.dtype, bias.device, bias.layout),
-            total_rows,
+            *options.values(),
             x.layout,
             weight.layout,
             hidden_trait_of(x, weight, bias),
@@ -229,10 +229,10 @@ def prepare(
     except Exception:  # of a wrong kind: the checks say which
         prepared = None
     if prepared is None:
-        given: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "weight_grad": weight_grad}
-        if operation.name == "all_gather_linear":
-            given["total_rows"] = total_rows
-        require_fitting(operation, given, functools.partial(_find_complaint, operation.name, context, **given), context)
+        given = {"x": x, "weight": weight, "bias": bias, "weight_grad": weight_grad, **options}
+        total_rows = options.get("total_rows")
+        find_complaint = functools.partial(_find_complaint, context, x, weight, bias, weight_grad, total_rows)
+        require_fitting(operation, given, find_complaint, context)
         problem = state_problem(operation.name, x, weight, total_rows, context)
         prepared = remember(context, key, problem, operation)
     return prepared
@@ -286,14 +286,12 @@ def state_problem(
 
 
 def _find_complaint(
-    op: str,
     context: OverlapContext,
-    *,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     weight_grad: WeightGradTarget | None,
-    total_rows: int | None = None,
+    total_rows: int | None,
 ) -> str | None:
     named = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
     if x.dim() < 2:

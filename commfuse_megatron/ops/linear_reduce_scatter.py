@@ -74,7 +74,7 @@ def linear_reduce_scatter(
     require_context("linear_reduce_scatter", context)
     with context.guard("linear_reduce_scatter"):
         x, weight, bias = cast_for_autocast(context.device.type, x, weight, bias)
-        forward = prepare(OPERATION, x, weight, bias, None, context, weight_grad)
+        forward = prepare(OPERATION, x, weight, bias, {}, context, weight_grad)
         if not needs_autograd(x, weight, bias):
             forward.begin()
             return scatter_forward(forward, x, weight, bias)

@@ -128,27 +128,37 @@ def matmul_scatter(
     out: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
     beside: AllGatherRun | None = None,
     beside_last_transfer: Callable[[Transfer | None], None] | None = None,
 ) -> None:
-    """out [M/R, N] = reduce-scatter(a [M, K] @ b [K, N]) (+ bias): every partial travels while the next is computed.
+    """out [M/R, N] = reduce-scatter(a [M, K] @ b [K, N] (+ addend)) (+ bias): every partial travels while the next is
+    computed.
 
-    beside: another gather, whose batches are issued along with these. beside_last_transfer: called with that transfer,
-    after the own partial and before the sum, to compute something else while the last partial travels.
+    addend: [M, N], this rank's part of the sum besides the product. beside: another gather, whose batches are issued
+    along with these. beside_last_transfer: called with that transfer, after the own partial and before the sum, to
+    compute something else while the last partial travels.
     """
     program, multiply = p.scatter, p.gemm.multiply
     operands = split_rows(a, program.bound.chunk_rows)
+    addends = None if addend is None else split_rows(addend, program.bound.chunk_rows)
 
-    def produce(chunk: int, target: torch.Tensor, addend: torch.Tensor | None, in_flight: Transfer | None) -> None:
+    def produce(chunk: int, target: torch.Tensor, arrived: torch.Tensor | None, in_flight: Transfer | None) -> None:
         mark = link.mark()
         if in_flight is None and beside is not None:
             in_flight = beside.in_flight
-        multiply(operands[chunk], b, target, addend, in_flight)
+        if addends is not None and arrived is None:
+            multiply(operands[chunk], b, target, addends[chunk], in_flight)
+        else:
+            multiply(operands[chunk], b, target, arrived, in_flight)
+            if addends is not None:
+                p.gemm.join()
+                target.add_(addends[chunk])
         link.note_compute(f"multiply {chunk}", mark, None)
 
     run = ReduceScatterRun(link, program, produce, out, p.gemm, bias)
     if p.is_bulk:
-        _scatter_in_bulk(p, link, run, a, b, beside, beside_last_transfer)
+        _scatter_in_bulk(p, link, run, (a, b, addend), beside, beside_last_transfer)
         run.finish()
         return
     for index in range(run.num_steps):
@@ -174,8 +184,7 @@ def _scatter_in_bulk(
     p: PreparedPass,
     link: Link,
     run: ReduceScatterRun,
-    a: torch.Tensor,
-    b: torch.Tensor,
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     beside: AllGatherRun | None,
     beside_last_transfer: Callable[[Transfer | None], None] | None,
 ) -> None:
@@ -184,7 +193,7 @@ def _scatter_in_bulk(
     compute   [later owners' rows][earlier owners' rows][wgrad            ][own rows + arrived]
     transfer                      [to later owners     ][to earlier owners]
     """
-    program, bound = p.scatter, run.bound
+    (a, b, addend), program, bound = operands, p.scatter, run.bound
     sent = program.sent
     assert sent is not None
     own_stop = bound.own_start + bound.own_rows
@@ -193,13 +202,14 @@ def _scatter_in_bulk(
         for index in range(beside.num_steps):
             beside.issue(index)
     blocks = (
-        (a[own_stop:], sent[bound.own_start :], range(1, 1 + later_owners)),
-        (a[: bound.own_start], sent[: bound.own_start], range(1 + later_owners, bound.schedule.group_size)),
+        (slice(own_stop, None), sent[bound.own_start :], range(1, 1 + later_owners)),
+        (slice(bound.own_start), sent[: bound.own_start], range(1 + later_owners, bound.schedule.group_size)),
     )
     for rows, partials, batches in blocks:
         if partials.size(0):
             mark = link.mark()
-            p.gemm.multiply(rows, b, partials, None, None if beside is None else beside.in_flight)
+            added = None if addend is None else addend[rows]
+            p.gemm.multiply(a[rows], b, partials, added, None if beside is None else beside.in_flight)
             link.note_compute("multiply for others", mark, None)
         for index in batches:
             run.issue(index)

@@ -261,6 +261,27 @@ def _check_main_grad(kind: str, group_size: int, zero_out: bool, dtype: torch.dt
     assert_overlapped(ours, calls=3)
 
 
+def check_dummies_are_zeros_where_somebody_looks_at_them(group_size: int) -> None:
+    """Fails without zeros: anomaly mode found "nan values in its 1th output", and deterministic dummies were NaN."""
+    for kind in KINDS:
+        stock, ours = pair(kind, group_size)
+        x = example_input(kind, group_size)
+        once = run(stock, x)["gradient of weight"]
+        ours.gradient_accumulation_fusion = True
+        ours.weight.main_grad = torch.zeros_like(ours.weight)
+        ours.weight.grad_added_to_main_grad = False
+        torch.use_deterministic_algorithms(True)
+        try:
+            # Anomaly mode warns that it is slow.
+            with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+                assert not run(ours, x)["gradient of weight"].any()
+            assert not run(ours, x)["gradient of weight"].any()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert_equal({"main_grad": 2 * once}, {"main_grad": ours.weight.main_grad})
+        assert_overlapped(ours, calls=2)
+
+
 def check_main_grad_replaced_between_passes(group_size: int) -> None:
     # A weight used by two layers (tied, several heads) may have main_grad bound anew before backward runs.
     for kind in KINDS:
