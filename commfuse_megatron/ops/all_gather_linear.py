@@ -24,11 +24,19 @@ from commfuse_megatron.ops.arguments import (
 )
 from commfuse_megatron.ops.asked import gradients_asked_for
 from commfuse_megatron.ops.collectives import PendingRows, start_gather_rows, start_reduce_scatter_rows
-from commfuse_megatron.ops.passes import gather_matmul, matmul_scatter, start_gather, weight_gradient
+from commfuse_megatron.ops.passes import (
+    TapeWeightGrad,
+    gather_buffer,
+    gather_matmul,
+    kept_rows,
+    matmul_scatter,
+    start_gather,
+    weight_gradient,
+)
 from commfuse_megatron.ops.recordings import record_gather, record_gather_backward
 from commfuse_megatron.ops.replay import TapeCall, replay
 from commfuse_megatron.ops.trial import Scratch
-from commfuse_megatron.ops.weight_grad import WeightGradTarget
+from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, WeightGrad
 from commfuse_megatron.problem import GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.executor import AllGatherRun
@@ -47,7 +55,7 @@ def all_gather_linear(
     total_rows: int | None = None,
     *,
     context: OverlapContext,
-    weight_grad: WeightGradTarget | None = None,
+    weight_grad: WeightGrad = None,
     return_gathered: Literal[False] = False,
 ) -> torch.Tensor: ...
 
@@ -60,7 +68,7 @@ def all_gather_linear(
     total_rows: int | None = None,
     *,
     context: OverlapContext,
-    weight_grad: WeightGradTarget | None = None,
+    weight_grad: WeightGrad = None,
     return_gathered: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -73,7 +81,7 @@ def all_gather_linear(
     total_rows: int | None = None,
     *,
     context: OverlapContext,
-    weight_grad: WeightGradTarget | None = None,
+    weight_grad: WeightGrad = None,
     return_gathered: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The rows of all ranks, multiplied by this rank's columns; equals `reference.all_gather_linear` to rounding.
@@ -96,7 +104,7 @@ def all_gather_linear(
 
     Args:
         total_rows: S. None means that every rank brings equally many rows; uneven ones must pass it, on all ranks.
-        weight_grad: add the weight's gradient into a tensor instead of returning it.
+        weight_grad: add the weight's gradient into a tensor instead of returning it, or compute it later.
         return_gathered: return (result, gathered). Nothing else is sent for it, forward or backward. With
             `keep_gathered_input` it is what the backward pass reads: not to be changed in place.
 
@@ -124,7 +132,7 @@ def all_gather_linear(
 
 class _Call(NamedTuple):
     forward: PreparedPass
-    weight_grad: WeightGradTarget | None
+    weight_grad: WeightGrad
     returns_gathered: bool
 
 
@@ -222,7 +230,7 @@ def _forward(
 
 
 def _backward(
-    p: PreparedPass, operands: _Operands, weight_grad: WeightGradTarget | None
+    p: PreparedPass, operands: _Operands, weight_grad: WeightGrad
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of input and weight, as far as they are needed."""
     run = _scheduled_backward if p.plan.is_scheduled else _collective_backward
@@ -231,31 +239,34 @@ def _backward(
 
 
 def _scheduled_backward(
-    p: PreparedPass, link: Link, operands: _Operands, weight_grad: WeightGradTarget | None
+    p: PreparedPass, link: Link, operands: _Operands, weight_grad: WeightGrad
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     grad, x, weight, gathered, addend, x_shape = operands
     grad_x: torch.Tensor | None = None
     grad_weight: torch.Tensor | None = None
     if p.can_replay and weight is not None and x is not None:
         grad_x = grad.new_empty(x_shape)
-        grad_weight = grad.new_empty(weight.shape) if weight_grad is None else weight_grad.accumulate
+        last = TapeWeightGrad(p, grad, weight_grad)
         more = () if addend is None else (addend,)
-        accumulates = weight_grad is not None
-        tape_call = TapeCall(grad, x.contiguous(), weight, grad_x, grad_weight, accumulates, more, len(more))
+        memory = (grad, x.contiguous(), weight, grad_x, last.memory)
+        tape_call = TapeCall(*memory, last.accumulates, more, len(more), last.is_deferred)
         if replay(p, link, record_gather_backward, tape_call):
-            return grad_x, grad_weight if weight_grad is None else weight_grad.result()
-    grad_x = grad_weight = None
+            return grad_x, last.finish(grad, last.memory)
+        grad_x = None
+    is_kept = isinstance(weight_grad, DeferredWeightGrad)
     regather: AllGatherRun | None = None
     if x is not None:
-        gathered = p.gather.gathered()
+        gathered = gather_buffer(p, link, x, is_kept=is_kept)
         regather = start_gather(p, link, x.contiguous().flatten(0, -2), gathered, "re-gather of the input")
 
     def compute_weight_gradient(in_flight: Transfer | None = None) -> None:
         nonlocal grad_weight
-        if regather is not None:
+        rows = gathered
+        if regather is not None and gathered is not None:
             regather.finish()
-        if gathered is not None:
-            grad_weight = weight_gradient(p, grad, gathered, weight_grad, in_flight)
+            rows = kept_rows(link, gathered, is_kept=is_kept)
+        if rows is not None:
+            grad_weight = weight_gradient(p, grad, rows, weight_grad, in_flight)
 
     if weight is not None:
         grad_x = grad.new_empty(x_shape)
@@ -278,7 +289,7 @@ def _scheduled_backward(
 
 
 def _collective_backward(
-    p: PreparedPass, link: Link, operands: _Operands, weight_grad: WeightGradTarget | None
+    p: PreparedPass, link: Link, operands: _Operands, weight_grad: WeightGrad
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """By the group's own collectives, which run beside the GEMMs if the path is "async":
 

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from commfuse_megatron.errors import ConfigError, ShapeError
 from commfuse_megatron.ops.kinds import OF_TORCH, find_kind_complaint, stands_for_others
 from commfuse_megatron.ops.trial import Rehearse, run_trial
-from commfuse_megatron.ops.weight_grad import WeightGradTarget
+from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, WeightGrad, WeightGradQueue, target_of
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, Problem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PreparedPass
@@ -137,8 +137,11 @@ def with_unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_plain else tensor.contiguous()
 
 
-def is_fitting_target(target: WeightGradTarget | None, weight: torch.Tensor) -> bool:
+def is_fitting_target(weight_grad: WeightGrad, weight: torch.Tensor) -> bool:
     """Whether the weight's gradient can be added there, if anywhere; looked at in every call."""
+    if isinstance(weight_grad, DeferredWeightGrad) and type(weight_grad.queue) is not WeightGradQueue:
+        return False
+    target = target_of(weight_grad)
     if target is None:
         return True
     total = target.accumulate
@@ -157,8 +160,9 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     return torch._debug_has_internal_overlap(tensor) == 1
 
 
-def find_target_complaint(target: WeightGradTarget | None, weight: torch.Tensor) -> str | None:
+def find_target_complaint(weight_grad: WeightGrad, weight: torch.Tensor) -> str | None:
     """Why the weight's gradient cannot be added there, in one sentence; None if it can."""
+    target = target_of(weight_grad)
     if target is None or is_fitting_target(target, weight):
         return None
     found = target.accumulate
@@ -201,7 +205,7 @@ def prepare(
     bias: torch.Tensor | None,
     options: Mapping[str, Any],
     context: OverlapContext,
-    weight_grad: WeightGradTarget | None,
+    weight_grad: WeightGrad,
 ) -> PreparedPass:
     """The forward pass of a call, checked; not yet agreed on. options: its other arguments, by name.
 
@@ -290,7 +294,7 @@ def _find_complaint(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    weight_grad: WeightGradTarget | None,
+    weight_grad: WeightGrad,
     total_rows: int | None,
 ) -> str | None:
     named = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})

@@ -21,11 +21,19 @@ from commfuse_megatron.ops.arguments import (
 )
 from commfuse_megatron.ops.asked import gradients_asked_for
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
-from commfuse_megatron.ops.passes import gather_matmul, matmul_scatter, start_gather, weight_gradient
+from commfuse_megatron.ops.passes import (
+    TapeWeightGrad,
+    gather_buffer,
+    gather_matmul,
+    gather_rows_alone,
+    kept_rows,
+    matmul_scatter,
+    weight_gradient,
+)
 from commfuse_megatron.ops.recordings import record_scatter, record_scatter_backward
 from commfuse_megatron.ops.replay import TapeCall, replay
 from commfuse_megatron.ops.trial import Scratch
-from commfuse_megatron.ops.weight_grad import WeightGradTarget
+from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, WeightGrad
 from commfuse_megatron.problem import GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.link import Link
@@ -41,7 +49,7 @@ def linear_reduce_scatter(
     bias: torch.Tensor | None = None,
     *,
     context: OverlapContext,
-    weight_grad: WeightGradTarget | None = None,
+    weight_grad: WeightGrad = None,
 ) -> torch.Tensor:
     """This rank's rows of the product summed over ranks; equals `reference.linear_reduce_scatter` to rounding.
 
@@ -59,7 +67,7 @@ def linear_reduce_scatter(
     the caller's, as with Megatron's `bias.sequence_parallel`).
 
     Args:
-        weight_grad: add the weight's gradient into a tensor instead of returning it.
+        weight_grad: add the weight's gradient into a tensor instead of returning it, or compute it later.
 
     Raises:
         ConfigError: `context` is none.
@@ -83,7 +91,7 @@ def linear_reduce_scatter(
 
 class _Call(NamedTuple):
     forward: PreparedPass
-    weight_grad: WeightGradTarget | None
+    weight_grad: WeightGrad
 
 
 class _LinearReduceScatter(torch.autograd.Function):
@@ -156,7 +164,7 @@ def scatter_forward(p: PreparedPass, x: torch.Tensor, weight: torch.Tensor, bias
 
 
 def scatter_backward(
-    p: PreparedPass, operands: ScatterOperands, weight_grad: WeightGradTarget | None
+    p: PreparedPass, operands: ScatterOperands, weight_grad: WeightGrad
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of input and weight, as far as they are needed."""
     grad_shard, x, weight, x_shape = operands
@@ -164,12 +172,13 @@ def scatter_backward(
     grad_weight = None
     with p as link:
         if p.can_replay and weight is not None and grad_x is not None and x is not None:
-            grad_weight = grad_shard.new_empty(weight.shape) if weight_grad is None else weight_grad.accumulate
-            tape_call = TapeCall(grad_shard, x.contiguous(), weight, grad_x, grad_weight, weight_grad is not None)
+            x = x.contiguous()
+            last = TapeWeightGrad(p, grad_shard, weight_grad)
+            tape_call = TapeCall(grad_shard, x, weight, grad_x, last.memory, last.accumulates, defers=last.is_deferred)
             if replay(p, link, record_scatter_backward, tape_call):
-                return grad_x, grad_weight if weight_grad is None else weight_grad.result()
-            grad_weight = None
-        grad = _gather_under_dgrad(p, link, grad_shard, weight, grad_x, needs_weight=x is not None)
+                return grad_x, last.finish(last.memory, x.flatten(0, -2))
+        is_kept = x is not None and isinstance(weight_grad, DeferredWeightGrad)
+        grad = _gather_under_dgrad(p, link, grad_shard, weight, grad_x, needs_weight=x is not None, is_kept=is_kept)
         if x is not None:
             grad_weight = weight_gradient(p, grad, x.contiguous().flatten(0, -2), weight_grad)
     return grad_x, grad_weight
@@ -183,9 +192,10 @@ def _gather_under_dgrad(
     grad_x: torch.Tensor | None,
     *,
     needs_weight: bool,
+    is_kept: bool,
 ) -> torch.Tensor:
     """Fill `grad_x` (if given, as `weight` then is) from the gathered gradient; returns that, complete only if
-    `needs_weight`.
+    `needs_weight`, and then the caller's own if `is_kept`.
     """
     problem = p.problem
     if not p.plan.is_scheduled:
@@ -194,16 +204,11 @@ def _gather_under_dgrad(
         if weight is not None and grad_x is not None:
             p.gemm.multiply(grad, weight, grad_x.flatten(0, -2))
         return grad
-    grad = p.gather.gathered()
-    if weight is not None and grad_x is not None:
-        out = grad_x.flatten(0, -2)
-        gather_matmul(p, link, grad_shard, weight, out, gathered=grad if needs_weight else None)
-    else:
-        run = start_gather(p, link, grad_shard, grad, "all-gather of the output gradient")
-        for index in range(run.num_steps):
-            run.issue(index)
-        run.finish()
-    return grad
+    if weight is None or grad_x is None:
+        return gather_rows_alone(p, link, grad_shard, "all-gather of the output gradient", is_kept=is_kept)
+    grad = gather_buffer(p, link, grad_shard, is_kept=is_kept)
+    gather_matmul(p, link, grad_shard, weight, grad_x.flatten(0, -2), gathered=grad if needs_weight else None)
+    return kept_rows(link, grad, is_kept=is_kept)
 
 
 def _rehearse(problem: GemmProblem, context: OverlapContext) -> Callable[[PreparedPass], object]:

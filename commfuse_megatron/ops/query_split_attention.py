@@ -45,7 +45,7 @@ from commfuse_megatron.ops.attention_passes import (
 )
 from commfuse_megatron.ops.split_attention import Heads
 from commfuse_megatron.ops.trial import Scratch
-from commfuse_megatron.ops.weight_grad import WeightGradTarget
+from commfuse_megatron.ops.weight_grad import WeightGrad
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import AttentionProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
@@ -68,7 +68,7 @@ def query_split_attention(
     scale: float | None = None,
     dropout: float = 0.0,
     context: OverlapContext,
-    weight_grad: WeightGradTarget | None = None,
+    weight_grad: WeightGrad = None,
 ) -> torch.Tensor:
     """This rank's rows of attention times projection, summed over ranks: `reference.query_split_attention` to rounding.
 
@@ -97,7 +97,7 @@ def query_split_attention(
         dropout: probability of dropping an attention probability. The mask is drawn from a seed that the CPU's default
             generator and the group rank give: what is computed again from the same state drops the same. A CUDA graph
             would repeat one mask, so none is captured with it.
-        weight_grad: add the weight's gradient into a tensor instead of returning it.
+        weight_grad: add the weight's gradient into a tensor instead of returning it, or compute it later.
 
     Raises:
         ConfigError: `context` is none.
@@ -210,9 +210,7 @@ class _QuerySplitAttention(torch.autograd.Function):
 # -- preparation ------------------------------------------------------------------------------------------------------
 
 
-def _prepare(
-    inputs: AttentionInputs, context: OverlapContext, weight_grad: WeightGradTarget | None = None
-) -> PreparedPass:
+def _prepare(inputs: AttentionInputs, context: OverlapContext, weight_grad: WeightGrad = None) -> PreparedPass:
     """The forward pass of a call, checked; not yet agreed on."""
     prepared = None
     try:
@@ -251,9 +249,7 @@ def _require_current(p: PreparedPass) -> None:
         p.context.consensus.refuse(UnsupportedError(reason), topic=p.problem.call)
 
 
-def _find_complaint(
-    inputs: AttentionInputs, weight_grad: WeightGradTarget | None, context: OverlapContext
-) -> str | None:
+def _find_complaint(inputs: AttentionInputs, weight_grad: WeightGrad, context: OverlapContext) -> str | None:
     complaint = find_attention_complaint(inputs, context.device)
     return complaint or find_target_complaint(weight_grad, inputs.out_weight)
 

@@ -454,9 +454,10 @@ def record_gather_backward(build: Build, call: TapeCall) -> None:
     gather = Gather(build, Ref(SECOND, 0), problem.K)
     scatter = Scatter(build, problem.K)
 
+    copied: list[Key] = []
+
     def multiply_weight_gradient() -> None:
-        gather.complete()
-        record_weight_gradient(build, call, (Ref(FIRST, 0), gather.window))
+        copied.extend(record_weight_gradient(build, call, gather, (Ref(FIRST, 0), gather.window)))
 
     weight, refs = matrix_of(call.weight, transposed=False), (Ref(FIRST, 0), Ref(WEIGHT, 0), Ref(OUT, 0))
     gather.issue_all()
@@ -471,7 +472,7 @@ def record_gather_backward(build: Build, call: TapeCall) -> None:
         scatter.sum(out, refs[2], None, NOWHERE)
     elif addend is not None:
         scatter.add_own_rows_of(call.more[0].view(-1, problem.K), addend, out, refs[2])
-    build.tape.wait(*gather.remaining(), *scatter.remaining())
+    build.tape.wait(*gather.remaining(), *scatter.remaining(), *copied)
 
 
 def record_scatter_backward(build: Build, call: TapeCall) -> None:
@@ -483,13 +484,19 @@ def record_scatter_backward(build: Build, call: TapeCall) -> None:
     refs = (Ref(WEIGHT, 0), Ref(OUT, 0))
     weight = matrix_of(call.weight, transposed=False)
     multiply_gathered(build, gather, weight, refs, None, is_bulk=is_bulk, before_last=gather.copy_own)
+    copied = record_weight_gradient(build, call, gather, (gather.window, Ref(SECOND, 0)))
+    build.tape.wait(*gather.remaining(), *copied)
+
+
+def record_weight_gradient(build: Build, call: TapeCall, gather: Gather, refs: tuple[Ref, Ref]) -> tuple[Key, ...]:
+    """last [N, K] = (or += where the call accumulates) grad.t() [N, M] @ x [M, K], which lie at `refs`, one of them the
+    window of `gather`, which is complete then. A call that defers it gets the window's rows in `last` instead.
+
+    Returns what is to be waited for in the end.
+    """
+    if call.defers:
+        return (gather.copy_all(Ref(LAST, 0)),)
     gather.complete()
-    record_weight_gradient(build, call, (gather.window, Ref(SECOND, 0)))
-    build.tape.wait(*gather.remaining())
-
-
-def record_weight_gradient(build: Build, call: TapeCall, refs: tuple[Ref, Ref]) -> None:
-    """last [N, K] = (or += where the call accumulates) grad.t() [N, M] @ x [M, K], which lie at `refs`."""
     problem, grad_weight = build.p.problem, call.last
     shapes = (Matrix((problem.N, problem.M), (1, problem.N), build.dtype), build.rows(problem.M, problem.K))
     assert grad_weight is not None
@@ -500,3 +507,4 @@ def record_weight_gradient(build: Build, call: TapeCall, refs: tuple[Ref, Ref]) 
     out = Matrix((grad_weight.size(0), grad_weight.size(1)), (grad_weight.size(1), 1), grad_weight.dtype)
     out_ref = Ref(LAST, 0)
     build.matmul((*shapes, out), (*refs, out_ref), addend=out_ref if call.accumulates else None)
+    return ()
