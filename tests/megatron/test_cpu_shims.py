@@ -12,7 +12,6 @@ from megatron.core.models import backends
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import utils
 from megatron.core.transformer.moe import token_dispatcher
-
 from torch.utils.checkpoint import checkpoint
 
 from commfuse_megatron.errors import ConfigError
