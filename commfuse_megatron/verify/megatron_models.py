@@ -135,7 +135,9 @@ def _compare_runs(configuration: Configuration, size: int) -> _Found:
         if step == 0:
             expected = _by_stocks_name(outcomes[0].gradients)
             actual = _by_stocks_name(outcomes[1].gradients)
-            complaints += [f"only one model has a gradient of {name}" for name in sorted(expected.keys() ^ actual.keys())]
+            complaints += [
+                f"only one model has a gradient of {name}" for name in sorted(expected.keys() ^ actual.keys())
+            ]
             errors = {name: _relative(expected[name], actual[name]) for name in expected if name in actual}
     if configuration.is_repeatable:
         _reset_random_states()
