@@ -123,7 +123,9 @@ class _Adapter(torch.nn.Module):
         """The rows of B beside a gated fc1 are two halves, as those of fc1 are."""
         entries: dict[str, Any] = {}
         for name, linear in self.named_children():
-            entries |= sharded_state_dict_default(linear, f"{prefix}{name}.", sharded_offsets, metadata)
+            entries |= sharded_state_dict_default(
+                linear, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self._group
+            )
         if self._is_gated:
             weight = f"{prefix}linear_out.weight"
             entries[weight] = apply_swiglu_sharded_factory(entries[weight], sharded_offsets)
