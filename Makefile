@@ -11,10 +11,10 @@ EXTRAS := plot,test,dev
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu test-versions lint format compile clean distclean
+.PHONY: help setup demo test test-gpu test-versions test-integrations lint format compile clean distclean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  PYTHON=/path/to/python chooses the interpreter (3.12 or 3.13) for .venv."
 
 setup: $(STAMP)  ## make .venv and install this package with pinned dependencies
@@ -76,6 +76,23 @@ test-versions: $(VERSION_STAMPS)  ## run the Megatron tests against each Megatro
 	  $$python -m pytest tests/megatron $(PYTEST_ARGS) || status=1; \
 	done; exit $$status
 
+# Adapters, quantisers and exporters of others, in an environment of their own: they pin what this project does not.
+INTEGRATIONS := $(VENV)-integrations
+
+# Bridge without what it declares: kernels that compile against a GPU, trackers of experiments. It imports none of them.
+$(INTEGRATIONS)/.installed: pyproject.toml constraints.txt $(STAMP)
+	$(BIN)/python -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --no-compile -e '.[test,integrations]' -c constraints.txt
+	$(@D)/bin/python -m pip install --no-compile --no-deps 'megatron-bridge; python_version < "3.13"' -c constraints.txt
+	@touch $@
+
+# What pip shall install as Transformer Engine, a requirement or wheels; without it the tests of both bridges are skipped.
+TRANSFORMER_ENGINE ?=
+
+test-integrations: $(INTEGRATIONS)/.installed  ## run what other libraries do with our layers (LoRA, quantisers, export)
+	$(if $(TRANSFORMER_ENGINE),$(INTEGRATIONS)/bin/python -m pip install --no-compile $(TRANSFORMER_ENGINE) -c constraints.txt)
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations -rs $(PYTEST_ARGS)
+
 # One test after the other: ranks that share a GPU with those of other tests only take turns.
 test-gpu: setup  ## what needs two GPUs: tests, verify and demo over NCCL, verify over the copy engine
 	$(BIN)/python -m pytest tests/gpu -v --durations 15 $(PYTEST_ARGS)
@@ -100,5 +117,5 @@ clean:  ## remove caches and what demo and trace wrote
 	rm -rf build dist demo_output trace_output .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
 	find commfuse_megatron tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean  ## remove .venv and those of test-versions too
-	rm -rf $(VENV) $(MEGATRON_VERSIONS:%=$(VENV)-megatron-%)
+distclean: clean  ## remove .venv and those of test-versions and test-integrations too
+	rm -rf $(VENV) $(MEGATRON_VERSIONS:%=$(VENV)-megatron-%) $(INTEGRATIONS)

@@ -7,9 +7,11 @@ torch, groups or devices. The contract that bites: all ranks of a group must bri
 
 import dataclasses
 import difflib
+import json
 import os
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -30,6 +32,7 @@ __all__ = [
     "TransportConfig",
     "WgradConfig",
     "config_file_from_environment",
+    "describe_differences",
 ]
 
 #: The only environment variable that this package reads for itself: a configuration file for unmodified scripts.
@@ -277,6 +280,34 @@ class OverlapConfig(_Checked):
     def to_dict(self) -> dict[str, Any]:
         """Nested plain dicts: `from_dict(config.to_dict()) == config`."""
         return dataclasses.asdict(self)
+
+
+def describe_differences(configurations: Sequence[dict[str, Any]]) -> str:
+    """What differs between the configurations that group ranks bring, as `to_dict` gives them, by dotted key and rank.
+
+    "" where they are equal.
+    """
+    by_rank = [_flatten(configuration) for configuration in configurations]
+    found = []
+    for key in dict.fromkeys(key for values in by_rank for key in values):
+        ranks_of: dict[str, list[str]] = {}
+        for rank, values in enumerate(by_rank):
+            value = json.dumps(values[key]) if key in values else "no key"  # null, true: as YAML has them
+            ranks_of.setdefault(value, []).append(str(rank))
+        if len(ranks_of) > 1:
+            said = (
+                f"{value} on group rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+                for value, ranks in ranks_of.items()
+            )
+            found.append(f"{key} is {' and '.join(said)}")
+    return "; ".join(found)
+
+
+def _flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in data.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
 
 
 def _build(cls: type, data: Any, source: str, prefix: str) -> Any:

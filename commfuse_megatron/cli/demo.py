@@ -98,6 +98,8 @@ def _demo_on_rank(rank: Rank, options: _Options) -> int:
     dist.all_gather_object(everyones, complaints)
     complaints = list(dict.fromkeys(complaint for own in everyones for complaint in own))
     if rank.is_first:
+        if options.json:
+            write_json(options.json, _to_dict(comparison, recipe, rank))
         _print(comparison, recipe, rank, complaints)
         _write_files(comparison, recipe, rank, options)
     return 1 if complaints else 0
@@ -200,8 +202,6 @@ def _write_files(comparison: Comparison, recipe: Recipe, rank: Rank, options: _O
         console.print(f"picture   {escape(str(picture))}", soft_wrap=True)
     else:
         console.print(f"no picture: {escape(reason)}", soft_wrap=True)
-    if options.json:
-        write_json(options.json, _to_dict(comparison, recipe, rank))
 
 
 def _to_dict(comparison: Comparison, recipe: Recipe, rank: Rank) -> dict[str, Any]:

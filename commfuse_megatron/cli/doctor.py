@@ -30,9 +30,9 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     with status("looking at this machine"):
         machine = inspect_machine()
     if is_speaker():
-        _print(machine)
         if arguments.json:
             write_json(arguments.json, machine.to_dict() | {"buffers": _buffers(_group_size(machine))})
+        _print(machine)
     wrong = [f"{setting.name} is wrong: {setting.meaning}" for setting in machine.settings if setting.is_wrong]
     if wrong:
         raise ConfigError("; ".join(wrong))

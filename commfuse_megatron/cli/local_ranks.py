@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple, NoReturn
@@ -54,19 +55,20 @@ def launch_local(body: Body, options: Any, *, num_ranks: int, device_type: str, 
     grace_s = 0.0
     try:
         with _terminate_as_interrupt(), _environment_of_ranks(num_ranks):
-            for global_rank in range(num_ranks):
-                reader, writer = spawn.Pipe(duplex=False)
-                rank = Rank(global_rank, num_ranks, device_type)
-                process = spawn.Process(
-                    target=_run_rank,
-                    args=(body, options, rank, store.port, timeout_s, writer, logging.getLogger().level),
-                    name=f"commfuse-rank-{global_rank}",
-                    daemon=True,
-                )
-                process.start()
-                writer.close()
-                processes.append(process)
-                pipes.append(reader)
+            with _no_interrupt_while_starting():
+                for global_rank in range(num_ranks):
+                    reader, writer = spawn.Pipe(duplex=False)
+                    rank = Rank(global_rank, num_ranks, device_type)
+                    process = spawn.Process(
+                        target=_run_rank,
+                        args=(body, options, rank, store.port, timeout_s, writer, logging.getLogger().level),
+                        name=f"commfuse-rank-{global_rank}",
+                        daemon=True,
+                    )
+                    process.start()
+                    writer.close()
+                    processes.append(process)
+                    pipes.append(reader)
             exit_code = _wait_for_all(processes, pipes)
         grace_s = _GRACE_S
         return exit_code
@@ -175,6 +177,32 @@ def _terminate_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
+@contextmanager
+def _no_interrupt_while_starting() -> Iterator[None]:
+    """Raise KeyboardInterrupt for Ctrl-C or SIGTERM at the end: no process may be started and not yet known.
+
+    Ctrl-C reaches the whole group, and processes that are started inherit that it waits: until `_run_rank` ignores it,
+    which is seconds later, it would end their imports with a traceback.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    resource_tracker.ensure_running()  # starting it later would unblock the signal
+    came: list[int] = []
+    stops = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    # Blocked or not: another thread may take the signal, and this one then handles it.
+    previous = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in stops}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt
+
+
 # --- a started process ------------------------------------------------------------------------------------------------
 
 
@@ -185,6 +213,7 @@ def _run_rank(
     from commfuse_megatron.cli.output import configure_logging
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the starting process stops us
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked since `_no_interrupt_while_starting`
     _end_with_the_starting_process()
     configure_logging(log_level, rank=rank.global_rank)
     try:

@@ -6,14 +6,24 @@ Exit codes: 0 passed, 1 a check failed or a rank ended with an error, 2 wrong us
 
 import argparse
 import logging
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from commfuse_megatron import __version__
-from commfuse_megatron.cli.output import configure_logging, why_file_cannot_be_written, why_folder_cannot_be_written
-from commfuse_megatron.cli.ranks import CannotRunError, RankFailedError, UsageError, leave_it_to_the_first_rank
+from commfuse_megatron.cli.ranks import (
+    CannotRunError,
+    RankFailedError,
+    UsageError,
+    is_speaker,
+    leave_it_to_the_first_rank,
+)
 from commfuse_megatron.errors import CommFuseError, ConfigError, UnsupportedError
 
 __all__ = ["build_parser", "main"]
@@ -25,15 +35,54 @@ _PICTURES = (".png", ".svg")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return its exit code."""
-    arguments = build_parser().parse_args(argv)
+    try:
+        with _imports_end_when_interrupted():
+            return _run(build_parser().parse_args(argv))
+    except KeyboardInterrupt:
+        _say_interrupted()
+        return INTERRUPTED
+
+
+@contextmanager
+def _imports_end_when_interrupted() -> Iterator[None]:
+    """Ctrl-C while something is imported ends the process; else it is KeyboardInterrupt, as usual.
+
+    Importing torch takes seconds, and its C++ loses the exception or has Python take it for unhandled.
+    """
+    is_ours_to_handle = threading.current_thread() is threading.main_thread()
+    if not is_ours_to_handle or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        while frame is not None:
+            if frame.f_code.co_filename.startswith("<frozen importlib"):
+                _say_interrupted()
+                os._exit(INTERRUPTED)
+            frame = frame.f_back
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _say_interrupted() -> None:
+    if is_speaker():
+        # A progress bar has left the cursor hidden and in its line.
+        print("\x1b[?25h\ninterrupted" if sys.stderr.isatty() else "interrupted", file=sys.stderr, flush=True)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from commfuse_megatron.cli.output import configure_logging
+
     configure_logging(logging.INFO if arguments.verbose else logging.WARNING)
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
         _require_writable(arguments)
         return run(arguments)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
     except RankFailedError as error:
         print(f"commfuse {arguments.command} failed.\n{error}", file=sys.stderr)
         return FAILED
@@ -54,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _require_writable(arguments: argparse.Namespace) -> None:
     """Before any work is done: results that cannot be written are found out now. Makes nothing yet."""
+    from commfuse_megatron.cli.output import why_file_cannot_be_written, why_folder_cannot_be_written
+
     checks = (
         ("json", why_file_cannot_be_written),
         ("figure", why_file_cannot_be_written),

@@ -1,5 +1,6 @@
 """Where results, progress and logs go: results to stdout, everything else to stderr, JSON to a file."""
 
+import io
 import json
 import logging
 import os
@@ -11,8 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
 from commfuse_megatron.cli.ranks import UsageError
 
@@ -30,13 +33,71 @@ __all__ = [
     "write_json",
 ]
 
-WIDTH_WITHOUT_TERMINAL = 140
+# A file or a pipe has no width of its own; no line is as long.
+_WIDTH_WITHOUT_TERMINAL = 100_000
+# In a narrow table texts are folded to no less than this; below it, rows are written as sentences.
+_LEAST_TEXT_WIDTH = 12
+
+
+class _FittingConsole(Console):
+    """Prints tables whole at any width: names fold, values never do, and no cell is cut off."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(self._fit(thing) if isinstance(thing, Table) else thing for thing in objects), **options)
+
+    def _fit(self, table: Table) -> RenderableType:
+        """The table as it is if there is room for it, else with folded texts, else its rows as sentences.
+
+        Columns that are justified to the right hold values; rich would take from the widest columns first, values or
+        not, then from all, and would cut off what has no spaces to break at.
+        """
+        columns = [[self.render_str(str(text)) for text in (column.header, *column.cells)] for column in table.columns]
+        widths = [max(text.cell_len for text in texts) for texts in columns]
+        frame = self.measure(table, options=self.options.update(width=_WIDTH_WITHOUT_TERMINAL)).maximum - sum(widths)
+        room = self.width - frame
+        if sum(widths) <= room:
+            return table
+        least = []
+        for column, (header, *cells) in zip(table.columns, columns, strict=True):
+            widest = max((text.cell_len for text in cells), default=0)
+            heading = max((len(word) for word in header.plain.split()), default=0)
+            least.append(max(heading, widest if column.justify == "right" else min(widest, _LEAST_TEXT_WIDTH)))
+        if sum(least) > room:
+            return self._as_sentences(table, columns)
+        while sum(widths) > room:
+            widest = max((n for n, width in enumerate(widths) if width > least[n]), key=widths.__getitem__)
+            widths[widest] -= 1
+        for column, width in zip(table.columns, widths, strict=True):
+            column.width, column.no_wrap, column.overflow = width, False, "fold"
+        return table
+
+    def _as_sentences(self, table: Table, columns: list[list[Text]]) -> Group:
+        """ "heading value | heading value": line breaks come between such pairs where a pair fits into a line."""
+        lines = [self.render_str(str(table.title or ""), style="table.title")]
+        headers = [texts[0].plain for texts in columns]
+        for row in zip(*(texts[1:] for texts in columns), strict=True):
+            line = Text()
+            for header, value in zip(headers, row, strict=True):
+                if not value:
+                    continue
+                pair = Text.assemble((f"{header} " if header else "", "dim"), value)
+                if line and line.cell_len + len(" | ") + pair.cell_len > self.width:
+                    lines.append(line)
+                    line = Text("  ") + pair
+                else:
+                    line = line + Text(" | " if line else "") + pair
+            lines.append(line)
+        return Group(*lines)
 
 
 def _console(stream: TextIO, *, stderr: bool) -> Console:
-    """A console that does not squeeze tables into 80 columns when it writes to a file or a pipe."""
-    fixed = None if stream.isatty() or "COLUMNS" in os.environ else WIDTH_WITHOUT_TERMINAL
-    return Console(stderr=stderr, width=fixed, highlight=False)
+    """The only way to a console: it neither squeezes what goes into a file or a pipe, nor fails at a character."""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+        # What an encoding lacks, as in a file's name, is no reason to lose results. Frames are ASCII there, by rich.
+        stream.reconfigure(errors="backslashreplace")
+    has_width = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    width = None if has_width else _WIDTH_WITHOUT_TERMINAL
+    return _FittingConsole(stderr=stderr, width=width, highlight=False, emoji=False)
 
 
 def say_count(count: int, what: str) -> str:
@@ -71,7 +132,7 @@ def make_progress(*, is_shown: bool = True) -> Progress:
 @contextmanager
 def status(text: str) -> Iterator[None]:
     """Say on stderr what takes a while, with a spinner on terminals."""
-    with _console(sys.stderr, stderr=True).status(text):
+    with _console(sys.stderr, stderr=True).status(text, spinner="line"):
         yield
 
 

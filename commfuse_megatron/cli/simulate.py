@@ -88,11 +88,6 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         for case in cases:
             predictions.append(predict(case, curves))
             progress.advance(task)
-    _print_curves(curves)
-    _print_deviations(found)
-    if arguments.against:
-        _print_comparisons(comparisons, arguments.against)
-    _print_predictions(predictions, curves)
     if arguments.json:
         data = {
             "rows": str(arguments.rows),
@@ -102,6 +97,11 @@ def run_simulate(arguments: argparse.Namespace) -> int:
             "predictions": [prediction.as_json() for ways in predictions for prediction in ways],
         }
         write_json(arguments.json, data)
+    _print_curves(curves)
+    _print_deviations(found)
+    if arguments.against:
+        _print_comparisons(comparisons, arguments.against)
+    _print_predictions(predictions, curves)
     if arguments.figure:
         from commfuse_megatron.benchmark.figure import draw_predictions
 

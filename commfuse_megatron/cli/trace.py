@@ -272,6 +272,8 @@ def _trace_on_rank(rank: Rank, options: _Options) -> int:
         task = progress.add_task("tracing", total=wanted.warm_up + wanted.calls)
         traced = trace_linear(wanted, group, device, on_call=lambda: progress.advance(task))
     if rank.is_first:
+        if options.json:
+            write_json(options.json, _to_dict(traced, rank, options))
         _print(traced, wanted, rank, options)
         _write_files(traced, wanted, rank, options)
     return 0
@@ -329,8 +331,6 @@ def _write_files(traced: LinearTrace, wanted: LinearToTrace, rank: Rank, options
         console.print(f"picture   {escape(str(picture))}", soft_wrap=True)
     else:
         console.print(f"no picture: {escape(reason)}", soft_wrap=True)
-    if options.json:
-        write_json(options.json, _to_dict(traced, rank, options))
 
 
 def _what(traced: LinearTrace, options: _Options) -> str:

@@ -162,6 +162,8 @@ def _trace_on_rank(rank: Rank, options: _Options) -> int:
         for path, config in options.configs.items():
             traced[path] = trace_block(wanted, config, group, device, on_call=lambda: progress.advance(task))
     if rank.is_first:
+        if options.json:
+            write_json(options.json, _to_dict(traced, rank, options))
         _print(traced, rank, options)
         _write_files(traced, rank, options)
     return 0
@@ -227,8 +229,6 @@ def _write_files(traced: dict[str, BlockTrace], rank: Rank, options: _Options) -
         console.print(f"picture   {escape(str(picture))}", soft_wrap=True)
     else:
         console.print(f"no picture: {escape(reason)}", soft_wrap=True)
-    if options.json:
-        write_json(options.json, _to_dict(traced, rank, options))
 
 
 def _what(options: _Options) -> str:

@@ -110,6 +110,8 @@ def _trace_on_rank(rank: Rank, options: _Options) -> int:
         task = progress.add_task("timing variants of the step", total=count_steps(wanted))
         traced = trace_step(wanted, on_step=lambda: progress.advance(task))
     if rank.is_first:
+        if options.json:
+            write_json(options.json, _to_dict(traced, rank, options))
         _print(traced, wanted, rank, options)
         _write_files(traced, rank, options)
     return 0
@@ -176,8 +178,6 @@ def _write_files(traced: StepTrace, rank: Rank, options: _Options) -> None:
         console.print(f"picture   {escape(str(picture))}", soft_wrap=True)
     else:
         console.print(f"no picture: {escape(reason)}", soft_wrap=True)
-    if options.json:
-        write_json(options.json, _to_dict(traced, rank, options))
 
 
 def _what(options: _Options, rank: Rank) -> str:

@@ -59,7 +59,6 @@ def _verify_on_rank(rank: Rank, options: _Options) -> int:
         found = verify_ops(group, device, cases, on_case_done=lambda: progress.advance(task))
     failed = [result for result in found if not result.passed]
     if rank.is_first:
-        _print(found, failed, rank)
         if options.json:
             data = {
                 "group_size": rank.world_size,
@@ -70,6 +69,7 @@ def _verify_on_rank(rank: Rank, options: _Options) -> int:
                 "cases": [result.to_dict() for result in found],
             }
             write_json(options.json, data)
+        _print(found, failed, rank)
     return 1 if failed else 0
 
 

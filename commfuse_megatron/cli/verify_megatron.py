@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from importlib import util
 from typing import Any
 
-from rich import box
 from rich.markup import escape
 from rich.table import Table
 
@@ -65,7 +64,6 @@ def _verify_on_rank(rank: Rank, options: _Options) -> int:
         found = verify_models(configurations, on_done=lambda _: progress.advance(task))
     failed = [result for result in found if not result.passed]
     if rank.is_first:
-        _print(found, failed, rank, has_adapters=options.has_adapters)
         if options.json:
             data = {
                 "ranks": rank.world_size,
@@ -76,6 +74,7 @@ def _verify_on_rank(rank: Rank, options: _Options) -> int:
                 "configurations": [_to_dict(result, has_adapters=options.has_adapters) for result in found],
             }
             write_json(options.json, data)
+        _print(found, failed, rank, has_adapters=options.has_adapters)
     return 1 if failed else 0
 
 
@@ -87,35 +86,24 @@ def _print(found: list[ModelResult], failed: list[ModelResult], rank: Rank, *, h
     console = results()
     title = f"{rank.world_size} ranks, cpu, float64: relative errors against stock Megatron at the same layout"
     title += " with the same adapters" if has_adapters else ""
-    # Names give way to results: where there is no room for the rest, it is in the JSON file.
-    has_calls, has_place = console.width >= 80, console.width >= 120
-    table = Table(
-        title=f"{title} (allowed {TOLERANCE:g}; 0 = bit-equal)",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    table.add_column("configuration", overflow="fold")
-    table.add_column("ranks", overflow="fold")
-    for column in ("loss\nerror", "worst\ngradient"):
+    table = Table(title=f"{title} (allowed {TOLERANCE:g}; 0 = bit-equal)", title_justify="left")
+    table.add_column("configuration", no_wrap=not has_adapters)
+    table.add_column("ranks", no_wrap=True)
+    for column in ("loss error", "worst gradient"):
+        table.add_column(column, justify="right")
+    table.add_column("of", overflow="fold")
+    for column in ("overlapped", "stock"):
         table.add_column(column, justify="right", no_wrap=True)
-    if has_place:
-        table.add_column("of", overflow="fold")
-    for column in ("overlapped", "stock") if has_calls else ():
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+    table.add_column("verdict")
     for result in found:
-        gradient = _error(result.gradient_error) if result.num_gradients else "-"
-        place = escape(result.gradient) if result.gradient_error else f"{result.num_gradients} gradients"
-        calls = (f"{result.overlapped} + {result.backward}", str(sum(result.stock.values())))
         table.add_row(
             result.name,
             result.layout,
             _error(result.loss_error),
-            gradient,
-            *([place] if has_place else []),
-            *(calls if has_calls else ()),
+            _error(result.gradient_error) if result.num_gradients else "-",
+            escape(result.gradient) if result.gradient_error else f"{result.num_gradients} gradients",
+            f"{result.overlapped} + {result.backward}",
+            str(sum(result.stock.values())),
             "[green]equal[/]" if result.passed else "[red]FAILED[/]",
         )
     console.print(table)

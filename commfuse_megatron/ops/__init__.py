@@ -5,9 +5,11 @@ from commfuse_megatron.ops.all_gather_linear import all_gather_linear
 from commfuse_megatron.ops.embedding_reduce_scatter import embedding_reduce_scatter
 from commfuse_megatron.ops.linear_reduce_scatter import linear_reduce_scatter
 from commfuse_megatron.ops.query_split_attention import query_split_attention
-from commfuse_megatron.ops.weight_grad import WeightGradTarget
+from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, WeightGradQueue, WeightGradTarget
 
 __all__ = [
+    "DeferredWeightGrad",
+    "WeightGradQueue",
     "WeightGradTarget",
     "all_gather_linear",
     "embedding_reduce_scatter",

@@ -1,11 +1,14 @@
 """Column-parallel linear: the all-gather of the input hides under the GEMM, forward and backward.
 
+Whoever wants the gathered input, too (adapters beside the layer), gets it without a second all-gather: its gradient is
+added to the partials of dx.
+
 Backward:   transfer  [x 1][dx 0][x 2][dx 1]...        x: gathered again, dx: partials on the way to their owners
             compute   [dgrad 0 ][dgrad 1   ]...[dgrad own][wgrad, un-split          ][sum of dx]
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -19,12 +22,21 @@ from commfuse_megatron.ops.arguments import (
     require_context,
     with_unit_stride,
 )
+from commfuse_megatron.ops.asked import gradients_asked_for
 from commfuse_megatron.ops.collectives import PendingRows, start_gather_rows, start_reduce_scatter_rows
-from commfuse_megatron.ops.passes import gather_matmul, matmul_scatter, start_gather, weight_gradient
+from commfuse_megatron.ops.passes import (
+    TapeWeightGrad,
+    gather_buffer,
+    gather_matmul,
+    kept_rows,
+    matmul_scatter,
+    start_gather,
+    weight_gradient,
+)
 from commfuse_megatron.ops.recordings import record_gather, record_gather_backward
 from commfuse_megatron.ops.replay import TapeCall, replay
 from commfuse_megatron.ops.trial import Scratch
-from commfuse_megatron.ops.weight_grad import WeightGradTarget
+from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, WeightGrad
 from commfuse_megatron.problem import GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.executor import AllGatherRun
@@ -35,6 +47,32 @@ from commfuse_megatron.transport.base import Transfer
 __all__ = ["all_gather_linear"]
 
 
+@overload
+def all_gather_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    total_rows: int | None = None,
+    *,
+    context: OverlapContext,
+    weight_grad: WeightGrad = None,
+    return_gathered: Literal[False] = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def all_gather_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    total_rows: int | None = None,
+    *,
+    context: OverlapContext,
+    weight_grad: WeightGrad = None,
+    return_gathered: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 @torch.compiler.disable
 def all_gather_linear(
     x: torch.Tensor,
@@ -43,8 +81,9 @@ def all_gather_linear(
     total_rows: int | None = None,
     *,
     context: OverlapContext,
-    weight_grad: WeightGradTarget | None = None,
-) -> torch.Tensor:
+    weight_grad: WeightGrad = None,
+    return_gathered: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The rows of all ranks, multiplied by this rank's columns; equals `reference.all_gather_linear` to rounding.
 
     Shapes:
@@ -52,14 +91,22 @@ def all_gather_linear(
         weight  [N, K]          this rank's output features
         bias    [N]
         result  [S, ..., N]     fresh and contiguous
+        gathered [S, ..., K]    fresh and contiguous, behind the result, if `return_gathered`: x of all ranks
     Middle dimensions (the batch) are equal on all ranks.
 
     Gradients: x gets its rows of the sum over ranks, weight and bias theirs. The backward pass gathers x again under
     the dgrad slices unless `linear.wgrad.keep_gathered_input` is set or the weight needs no gradient.
 
+    The gradient of `gathered` is this rank's part of a sum over ranks, for all rows, as that of the product is: both
+    are added up before the reduce-scatter that makes the gradient of x. Ranks need not all bring one. Where what
+    arrives from other ranks is added inside the GEMM (rings with several chunks; own rows over the copy engine), it is
+    added after the GEMM, with a rounding of its own. A result that gets no gradient counts as one that gets zeros.
+
     Args:
         total_rows: S. None means that every rank brings equally many rows; uneven ones must pass it, on all ranks.
-        weight_grad: add the weight's gradient into a tensor instead of returning it.
+        weight_grad: add the weight's gradient into a tensor instead of returning it, or compute it later.
+        return_gathered: return (result, gathered). Nothing else is sent for it, forward or backward. With
+            `keep_gathered_input` it is what the backward pass reads: not to be changed in place.
 
     Raises:
         ConfigError: `context` is none.
@@ -74,84 +121,116 @@ def all_gather_linear(
     require_context("all_gather_linear", context)
     with context.guard("all_gather_linear"):
         x, weight, bias = cast_for_autocast(context.device.type, x, weight, bias)
-        forward = prepare(_OPERATION, x, weight, bias, total_rows, context, weight_grad)
+        options = {"total_rows": total_rows, "return_gathered": return_gathered}
+        forward = prepare(_OPERATION, x, weight, bias, options, context, weight_grad)
         if not needs_autograd(x, weight, bias):
             forward.begin()
-            return _forward(forward, x, weight, bias, may_keep=False)[0]
-    return _AllGatherLinear.apply(x, weight, bias, _Call(forward, weight_grad))
+            y, gathered = _forward(forward, x, weight, bias, returns_gathered=return_gathered)
+            return (y, gathered) if gathered is not None else y
+    return _AllGatherLinear.apply(x, weight, bias, _Call(forward, weight_grad, return_gathered))
 
 
 class _Call(NamedTuple):
     forward: PreparedPass
-    weight_grad: WeightGradTarget | None
+    weight_grad: WeightGrad
+    returns_gathered: bool
 
 
 class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: _Call
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        is_kept = needs_weight and call.forward.plan.keep_gathered_input
         # Not around what autograd does afterwards: hooks of what is saved may raise, as checkpoints do on purpose.
         with call.forward.context.guard(call.forward.problem):
             call.forward.begin()
-            y, kept = _forward(call.forward, x, weight, bias, may_keep=ctx.needs_input_grad[1])
+            y, gathered = _forward(call.forward, x, weight, bias, returns_gathered=call.returns_gathered or is_kept)
         ctx.call = call
-        ctx.has_bias = bias is not None
-        ctx.save_for_backward(x, weight, kept)
-        return y
+        ctx.x_shape = x.shape
+        ctx.save_for_backward(
+            x if needs_weight and not is_kept else None, weight if needs_input else None, gathered if is_kept else None
+        )
+        if not call.returns_gathered:
+            return y
+        assert gathered is not None
+        ctx.set_materialize_grads(False)
+        if not needs_input:
+            ctx.mark_non_differentiable(gathered)
+        return y, gathered
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_y: torch.Tensor | None, grad_gathered: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         grad_x = grad_weight = grad_bias = None
-        context, what = call.forward.context, "the backward pass of all_gather_linear"
+        context, problem, what = call.forward.context, call.forward.problem, "the backward pass of all_gather_linear"
         x, weight, kept = context.saved_tensors(ctx, what)
         with context.guard(what):
-            needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-            grad = grad_y.contiguous().flatten(0, -2)
+            needs_input, needs_weight, needs_bias = gradients_asked_for(ctx, 3)
+            if grad_y is None:  # only what was gathered has one; the others send what they always send
+                assert grad_gathered is not None
+                grad = grad_gathered.new_zeros(problem.M, problem.N)
+            else:
+                grad = grad_y.contiguous().flatten(0, -2)
             if needs_input or needs_weight:
                 p = prepare_backward(_OPERATION, call.forward, needs_input=needs_input, needs_weight=needs_weight)
                 p.begin()
-                operands = _Operands(grad, x, with_unit_stride(weight), kept, needs_input, needs_weight)
+                operands = _Operands(
+                    grad,
+                    x if needs_weight else None,
+                    with_unit_stride(weight) if needs_input else None,
+                    kept.flatten(0, -2) if needs_weight and kept is not None else None,
+                    None if grad_gathered is None else grad_gathered.contiguous().flatten(0, -2),
+                    ctx.x_shape,
+                )
                 grad_x, grad_weight = _backward(p, operands, call.weight_grad)
-            if ctx.has_bias and needs_bias:
+            if needs_bias:
                 grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, None
 
 
 class _Operands(NamedTuple):
+    """What a backward pass works on; what no gradient is due for is None."""
+
     grad: torch.Tensor  # [M, N]
-    x: torch.Tensor  # [S_r, ..., K]
-    weight: torch.Tensor  # [N, K]
-    kept: torch.Tensor | None  # [M, K]
-    needs_input: bool
-    needs_weight: bool
+    x: torch.Tensor | None  # [S_r, ..., K], for the gradient of the weight
+    weight: torch.Tensor | None  # [N, K], for the gradient of the input
+    kept: torch.Tensor | None  # [M, K], instead of x
+    addend: torch.Tensor | None  # [M, K], what else the input's partial gradient is the sum of
+    x_shape: torch.Size
 
 
 def _forward(
-    p: PreparedPass, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, may_keep: bool
+    p: PreparedPass, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, returns_gathered: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The output, and the gathered input if it is to be kept."""
+    """The output, and the gathered input [S, ..., K] if it is asked for."""
     problem = p.problem
     x_rows, weight_rows = x.contiguous(), with_unit_stride(weight)
     y = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
-    is_kept = p.plan.keep_gathered_input and may_keep
-    gathered = x.new_empty(problem.M, problem.K) if is_kept and p.plan.is_scheduled else None
+    gathered = x.new_empty(problem.rows, *x.shape[1:]) if returns_gathered and p.plan.is_scheduled else None
     with p as link:
-        tape_call = TapeCall(x_rows, None, weight_rows, y, _row(bias))
-        if is_kept or not (p.can_replay and replay(p, link, record_gather, tape_call)):
+        more = () if gathered is None else (gathered,)
+        tape_call = TapeCall(x_rows, None, weight_rows, y, _row(bias), more=more, key=returns_gathered)
+        if not (p.can_replay and replay(p, link, record_gather, tape_call)):
             shard, out, b = x_rows.flatten(0, -2), y.flatten(0, -2), weight_rows.t()
             if p.plan.is_scheduled:
-                gather_matmul(p, link, shard, b, out, bias=bias, gathered=gathered)
+                into = None if gathered is None else gathered.flatten(0, -2)
+                gather_matmul(p, link, shard, b, out, bias=bias, gathered=into)
             else:
-                gathered = _start_gather(p, shard).wait().view(problem.M, problem.K)
-                p.gemm.multiply(gathered, b, out, bias)
-    return y, gathered if is_kept else None
+                rows = _start_gather(p, shard).wait()
+                p.gemm.multiply(rows.view(problem.M, problem.K), b, out, bias)
+                if returns_gathered:  # of one rank, the rows are x itself
+                    rows = rows.clone() if p.context.group_size == 1 else rows
+                    gathered = rows.view(problem.rows, *x.shape[1:])
+    return y, gathered
 
 
 def _backward(
-    p: PreparedPass, operands: _Operands, weight_grad: WeightGradTarget | None
+    p: PreparedPass, operands: _Operands, weight_grad: WeightGrad
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of input and weight, as far as they are needed."""
     run = _scheduled_backward if p.plan.is_scheduled else _collective_backward
@@ -160,43 +239,44 @@ def _backward(
 
 
 def _scheduled_backward(
-    p: PreparedPass, link: Link, operands: _Operands, weight_grad: WeightGradTarget | None
+    p: PreparedPass, link: Link, operands: _Operands, weight_grad: WeightGrad
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    grad, x, weight, gathered, needs_input, needs_weight = operands
-    grad_x = grad_weight = None
-    if p.can_replay and needs_input and needs_weight and gathered is None:
-        x = x.contiguous()
-        grad_x = torch.empty_like(x)
-        grad_weight = (
-            torch.empty_like(weight, memory_format=torch.contiguous_format)
-            if weight_grad is None
-            else weight_grad.accumulate
-        )
-        tape_call = TapeCall(grad, x, weight, grad_x, grad_weight, weight_grad is not None)
+    grad, x, weight, gathered, addend, x_shape = operands
+    grad_x: torch.Tensor | None = None
+    grad_weight: torch.Tensor | None = None
+    if p.can_replay and weight is not None and x is not None:
+        grad_x = grad.new_empty(x_shape)
+        last = TapeWeightGrad(p, grad, weight_grad)
+        more = () if addend is None else (addend,)
+        memory = (grad, x.contiguous(), weight, grad_x, last.memory)
+        tape_call = TapeCall(*memory, last.accumulates, more, len(more), last.is_deferred)
         if replay(p, link, record_gather_backward, tape_call):
-            return grad_x, grad_weight if weight_grad is None else weight_grad.result()
-        grad_x = grad_weight = None
+            return grad_x, last.finish(grad, last.memory)
+        grad_x = None
+    is_kept = isinstance(weight_grad, DeferredWeightGrad)
     regather: AllGatherRun | None = None
-    if needs_weight and gathered is None:
-        gathered = p.gather.gathered()
+    if x is not None:
+        gathered = gather_buffer(p, link, x, is_kept=is_kept)
         regather = start_gather(p, link, x.contiguous().flatten(0, -2), gathered, "re-gather of the input")
 
     def compute_weight_gradient(in_flight: Transfer | None = None) -> None:
         nonlocal grad_weight
-        if needs_weight:
-            assert gathered is not None
-            if regather is not None:
-                regather.finish()
-            grad_weight = weight_gradient(p, grad, gathered, weight, weight_grad, in_flight)
+        rows = gathered
+        if regather is not None and gathered is not None:
+            regather.finish()
+            rows = kept_rows(link, gathered, is_kept=is_kept)
+        if rows is not None:
+            grad_weight = weight_gradient(p, grad, rows, weight_grad, in_flight)
 
-    if needs_input:
-        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if weight is not None:
+        grad_x = grad.new_empty(x_shape)
         matmul_scatter(
             p,
             link,
             grad,
             weight,
             grad_x.flatten(0, -2),
+            addend=addend,
             beside=regather,
             beside_last_transfer=compute_weight_gradient,
         )
@@ -209,30 +289,29 @@ def _scheduled_backward(
 
 
 def _collective_backward(
-    p: PreparedPass, link: Link, operands: _Operands, weight_grad: WeightGradTarget | None
+    p: PreparedPass, link: Link, operands: _Operands, weight_grad: WeightGrad
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """By the group's own collectives, which run beside the GEMMs if the path is "async":
 
     collective  [x again][dx      ]
     compute     [dgrad  ][wgrad   ]
     """
-    grad, x, weight, gathered, needs_input, needs_weight = operands
+    grad, x, weight, gathered, addend, x_shape = operands
     problem, group = p.problem, p.context.group
     grad_x = grad_weight = None
     gathering = summing = None
-    if needs_weight and gathered is None:
+    if x is not None:
         gathering = _start_gather(p, x.contiguous().flatten(0, -2))
-    if needs_input:
+    if weight is not None:
         partial = grad.new_empty(problem.rows, problem.batch * problem.K)
-        p.gemm.multiply(grad, weight, partial.view(problem.M, problem.K))
+        p.gemm.multiply(grad, weight, partial.view(problem.M, problem.K), addend)
         summing = start_reduce_scatter_rows(partial, group, is_async=_is_async(p))
     if gathering is not None:
         gathered = gathering.wait().view(problem.M, problem.K)
-    if needs_weight:
-        assert gathered is not None
-        grad_weight = weight_gradient(p, grad, gathered, weight, weight_grad)
+    if gathered is not None:
+        grad_weight = weight_gradient(p, grad, gathered, weight_grad)
     if summing is not None:
-        grad_x = summing.wait().view(x.shape)
+        grad_x = summing.wait().view(x_shape)
     return grad_x, grad_weight
 
 
@@ -258,12 +337,16 @@ def _rehearse(problem: GemmProblem, context: OverlapContext) -> Callable[[Prepar
     own = shard_range(problem.rows, context.group_size, context.group_rank)
     x, weight = scratch.draw(own.size, problem.batch, problem.K), scratch.draw(problem.N, problem.K)
     if problem.pass_name == "fprop":
-        return lambda p: _forward(p, x, weight, None, may_keep=True)
-    needs_weight = "weight" in problem.needs
-    is_kept = needs_weight and context.config.linear.wgrad.keep_gathered_input
-    kept = scratch.draw(problem.M, problem.K) if is_kept else None
-    grad = scratch.draw(problem.M, problem.N)
-    operands = _Operands(grad, x, weight, kept, "input" in problem.needs, needs_weight)
+        return lambda p: _forward(p, x, weight, None, returns_gathered=p.plan.keep_gathered_input)
+    needs_weight, is_kept = "weight" in problem.needs, context.config.linear.wgrad.keep_gathered_input
+    operands = _Operands(
+        scratch.draw(problem.M, problem.N),
+        x if needs_weight and not is_kept else None,
+        weight if "input" in problem.needs else None,
+        scratch.draw(problem.M, problem.K) if needs_weight and is_kept else None,
+        None,
+        x.shape,
+    )
     return lambda p: _backward(p, operands, None)
 
 

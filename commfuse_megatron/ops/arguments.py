@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from commfuse_megatron.errors import ConfigError, ShapeError
 from commfuse_megatron.ops.kinds import OF_TORCH, find_kind_complaint, stands_for_others
 from commfuse_megatron.ops.trial import Rehearse, run_trial
-from commfuse_megatron.ops.weight_grad import WeightGradTarget
+from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, WeightGrad, WeightGradQueue, target_of
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, Problem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PreparedPass
@@ -29,6 +29,7 @@ __all__ = [
     "find_target_complaint",
     "is_fitting_target",
     "hidden_trait_of",
+    "join_needs",
     "needs_autograd",
     "prepare",
     "prepare_backward",
@@ -51,7 +52,7 @@ class Operation(NamedTuple):
 
     name: str
     rehearse: Rehearse
-    function: Callable[..., torch.Tensor]
+    function: Callable[..., object]
 
 
 def require_context(op: str, context: object) -> None:
@@ -136,8 +137,11 @@ def with_unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_plain else tensor.contiguous()
 
 
-def is_fitting_target(target: WeightGradTarget | None, weight: torch.Tensor) -> bool:
+def is_fitting_target(weight_grad: WeightGrad, weight: torch.Tensor) -> bool:
     """Whether the weight's gradient can be added there, if anywhere; looked at in every call."""
+    if isinstance(weight_grad, DeferredWeightGrad) and type(weight_grad.queue) is not WeightGradQueue:
+        return False
+    target = target_of(weight_grad)
     if target is None:
         return True
     total = target.accumulate
@@ -156,8 +160,9 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     return torch._debug_has_internal_overlap(tensor) == 1
 
 
-def find_target_complaint(target: WeightGradTarget | None, weight: torch.Tensor) -> str | None:
+def find_target_complaint(weight_grad: WeightGrad, weight: torch.Tensor) -> str | None:
     """Why the weight's gradient cannot be added there, in one sentence; None if it can."""
+    target = target_of(weight_grad)
     if target is None or is_fitting_target(target, weight):
         return None
     found = target.accumulate
@@ -198,11 +203,11 @@ def prepare(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    total_rows: int | None,
+    options: Mapping[str, Any],
     context: OverlapContext,
-    weight_grad: WeightGradTarget | None,
+    weight_grad: WeightGrad,
 ) -> PreparedPass:
-    """The forward pass of a call, checked; not yet agreed on.
+    """The forward pass of a call, checked; not yet agreed on. options: its other arguments, by name.
 
     Raises ShapeError, on this rank and at the others' next comparison, when the arguments do not fit together.
     """
@@ -218,7 +223,7 @@ def prepare(
             weight.dtype,
             weight.device,
             None if bias is None else (bias.shape, bias.dtype, bias.device, bias.layout),
-            total_rows,
+            *options.values(),
             x.layout,
             weight.layout,
             hidden_trait_of(x, weight, bias),
@@ -228,20 +233,25 @@ def prepare(
     except Exception:  # of a wrong kind: the checks say which
         prepared = None
     if prepared is None:
-        given: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "weight_grad": weight_grad}
-        if operation.name == "all_gather_linear":
-            given["total_rows"] = total_rows
-        require_fitting(operation, given, functools.partial(_find_complaint, operation.name, context, **given), context)
+        given = {"x": x, "weight": weight, "bias": bias, "weight_grad": weight_grad, **options}
+        total_rows = options.get("total_rows")
+        find_complaint = functools.partial(_find_complaint, context, x, weight, bias, weight_grad, total_rows)
+        require_fitting(operation, given, find_complaint, context)
         problem = state_problem(operation.name, x, weight, total_rows, context)
         prepared = remember(context, key, problem, operation)
     return prepared
+
+
+def join_needs(*, needs_input: bool, needs_weight: bool) -> str:
+    """Which gradients are due, as a problem says it."""
+    return "+".join(name for name, is_needed in (("input", needs_input), ("weight", needs_weight)) if is_needed)
 
 
 def prepare_backward(
     operation: Operation, forward: PreparedPass, *, needs_input: bool, needs_weight: bool
 ) -> PreparedPass:
     """The backward pass of the same call; which gradients are due decides what is sent."""
-    needs = "+".join(name for name, is_needed in (("input", needs_input), ("weight", needs_weight)) if is_needed)
+    needs = join_needs(needs_input=needs_input, needs_weight=needs_weight)
     key = (forward.problem, needs)
     prepared = forward.context.known_calls.get(key)
     if prepared is None:
@@ -280,14 +290,12 @@ def state_problem(
 
 
 def _find_complaint(
-    op: str,
     context: OverlapContext,
-    *,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    weight_grad: WeightGradTarget | None,
-    total_rows: int | None = None,
+    weight_grad: WeightGrad,
+    total_rows: int | None,
 ) -> str | None:
     named = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
     if x.dim() < 2:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from commfuse_megatron.ops.arguments import complain_of_hidden_trait, hidden_trait_of
+from commfuse_megatron.ops.arguments import complain_of_hidden_trait, hidden_trait_of, join_needs
 from commfuse_megatron.problem import DTYPE_BYTES, AttentionProblem
 
 __all__ = ["AttentionInputs", "find_attention_complaint", "state_attention_problem"]
@@ -38,8 +38,7 @@ class AttentionInputs(NamedTuple):
         if not torch.is_grad_enabled():
             return ""
         needs_input = any(tensor.requires_grad for tensor in (self.q, self.k, self.v))
-        due = {"input": needs_input, "weight": self.out_weight.requires_grad}
-        return "+".join(name for name, is_due in due.items() if is_due)
+        return join_needs(needs_input=needs_input, needs_weight=self.out_weight.requires_grad)
 
     @property
     def key(self) -> tuple:

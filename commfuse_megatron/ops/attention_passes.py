@@ -23,10 +23,19 @@ from commfuse_megatron.ops.attention_recordings import (
 from commfuse_megatron.ops.attention_slabs import GradientSlabs
 from commfuse_megatron.ops.linear_reduce_scatter import OPERATION as PROJECTION
 from commfuse_megatron.ops.linear_reduce_scatter import ScatterOperands, scatter_backward, scatter_forward
-from commfuse_megatron.ops.passes import gather_chunks, scatter_chunks, start_gather, weight_gradient
+from commfuse_megatron.ops.passes import (
+    TapeWeightGrad,
+    gather_buffer,
+    gather_chunks,
+    gather_rows_alone,
+    kept_rows,
+    scatter_chunks,
+    start_gather,
+    weight_gradient,
+)
 from commfuse_megatron.ops.replay import Build, TapeCall, replay
 from commfuse_megatron.ops.split_attention import Heads, InputGradients, SplitAttention
-from commfuse_megatron.ops.weight_grad import WeightGradTarget
+from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, WeightGrad
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
 from commfuse_megatron.runtime.executor import AllGatherRun
@@ -36,14 +45,14 @@ from commfuse_megatron.runtime.program import split_rows
 from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.transport.base import Transfer
 
-__all__ = ["AttentionCall", "Saved", "attention_backward", "attention_forward"]
+__all__ = ["AttentionCall", "Saved", "attention_backward", "attention_forward", "projection_weight_gradient"]
 
 
 class AttentionCall(NamedTuple):
     """One call: its forward pass, and what differs between calls of one problem."""
 
     forward: PreparedPass
-    weight_grad: WeightGradTarget | None
+    weight_grad: WeightGrad
     scale: float
     mask: torch.Tensor | None
     dropout: Dropout | None
@@ -84,12 +93,11 @@ def attention_forward(
 
 def attention_backward(
     p: PreparedPass, call: AttentionCall, saved: Saved, grad_shard: torch.Tensor, weight: torch.Tensor
-) -> tuple[Heads | None, torch.Tensor | None]:
-    """Gradients of heads and weight, as far as they are due. grad_shard: [M_r, N]."""
-    needs_input = "input" in p.problem.needs
+) -> tuple[Heads, torch.Tensor | None]:
+    """Gradients of heads, which are due, and of the weight, if it is. grad_shard: [M_r, N]."""
     attention = _split(p, call)
     if isinstance(saved.states, torch.Tensor):
-        if needs_input and p.can_replay:
+        if p.can_replay:
             found = _replayed_backward(p, attention, saved, grad_shard, weight, call.weight_grad)
             if found is not None:
                 return found
@@ -97,10 +105,21 @@ def attention_backward(
             splits = _split(call.forward, call).splits
             saved = saved._replace(states=split_states(saved.states, _attention_of(p), splits))
     if p.plan.is_scheduled:
-        sums = InputGradients(saved.heads) if needs_input else None
-        grad_weight = _query_split_backward(p, attention, saved, grad_shard, sums, weight, call.weight_grad)
-        return None if sums is None else sums.result(), grad_weight
+        return _query_split_backward(p, attention, saved, grad_shard, weight, call.weight_grad)
     return _backward_at_once(p, call, attention, saved, grad_shard, weight)
+
+
+def projection_weight_gradient(
+    p: PreparedPass, call: AttentionCall, attended: torch.Tensor, grad_shard: torch.Tensor
+) -> torch.Tensor | None:
+    """The gradient of the weight alone, which is due. attended: [S, B, H, D_v]; grad_shard: [M_r, N]."""
+    if not p.plan.is_scheduled:
+        operands = ScatterOperands(grad_shard, attended.flatten(2), None, attended.flatten(2).shape)
+        return scatter_backward(_projection_pass(p, call), operands, call.weight_grad)[1]
+    with p as link:
+        is_kept = isinstance(call.weight_grad, DeferredWeightGrad)
+        grad = gather_rows_alone(p, link, grad_shard, "all-gather of the output gradient", is_kept=is_kept)
+        return weight_gradient(p, grad, attended.view(p.problem.M, p.problem.K), call.weight_grad)
 
 
 def _backward_at_once(
@@ -110,22 +129,20 @@ def _backward_at_once(
     saved: Saved,
     grad_shard: torch.Tensor,
     weight: torch.Tensor,
-) -> tuple[Heads | None, torch.Tensor | None]:
+) -> tuple[Heads, torch.Tensor | None]:
     """The projection's backward pass as a linear of its own, and that of all queries at once."""
-    needs_input, needs_weight = "input" in p.problem.needs, "weight" in p.problem.needs
     attended, projection = saved.attended.flatten(2), _projection_pass(p, call)
     state: tuple[torch.Tensor, ...] = ()
-    if needs_input and attended.numel():
+    if attended.numel():
         state = _state_of_all(p, call, attention, saved)
         if attention.is_plain and projection.can_replay and len(state) == 1:
             operands_at_once = (grad_shard, weight, state[0])
             found = _replayed_at_once(p, projection, attention, saved, operands_at_once, call.weight_grad)
             if found is not None:
                 return found
-    operands = ScatterOperands(grad_shard, attended, weight, needs_input, needs_weight)
+    x = attended if "weight" in p.problem.needs else None
+    operands = ScatterOperands(grad_shard, x, weight, attended.shape)
     grad_attended, grad_weight = scatter_backward(projection, operands, call.weight_grad)
-    if not needs_input:
-        return None, grad_weight
     if not attended.numel():
         return Heads(*map(torch.zeros_like, saved.heads)), grad_weight
     assert grad_attended is not None
@@ -203,7 +220,7 @@ def _replayed_backward(
     saved: Saved,
     grad_shard: torch.Tensor,
     weight: torch.Tensor,
-    weight_grad: WeightGradTarget | None,
+    weight_grad: WeightGrad,
 ) -> tuple[Heads, torch.Tensor | None] | None:
     """The whole pass with split queries from a tape: see `_from_tape`."""
     assert isinstance(saved.states, torch.Tensor)
@@ -221,7 +238,7 @@ def _replayed_at_once(
     attention: SplitAttention,
     saved: Saved,
     operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    weight_grad: WeightGradTarget | None,
+    weight_grad: WeightGrad,
 ) -> tuple[Heads, torch.Tensor | None] | None:
     """The same of a pass whose attention is not split, on a tape of the projection's pass."""
     assert p.attention is not None
@@ -240,7 +257,7 @@ def _from_tape(
     scale: float,
     saved: Saved,
     operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    weight_grad: WeightGradTarget | None,
+    weight_grad: WeightGrad,
     slabs: tuple[torch.Tensor, ...] = (),
 ) -> tuple[Heads, torch.Tensor | None] | None:
     """Gradients of heads and weight, by the tape of `record` that the pass `owner` keeps; None where there is none for
@@ -248,33 +265,25 @@ def _from_tape(
     the gradients of keys and values.
     """
     (q, k, v), (grad_shard, weight, states) = saved.heads, operands
-    gradients, grad_weight = _memory_for_gradients(p, saved, weight, weight_grad)
+    gradients = Heads(*map(_empty_contiguous, saved.heads))
+    last = TapeWeightGrad(p, grad_shard, weight_grad) if "weight" in p.problem.needs else None
     tape_call = TapeCall(
         grad_shard,
         saved.attended,
         weight,
         torch.empty_like(saved.attended),
-        grad_weight,
-        grad_weight is not None and weight_grad is not None,
+        None if last is None else last.memory,
+        last is not None and last.accumulates,
         more=(k, v, states, *gradients, *slabs, q),
         key=(scale, q.stride(), k.stride(), v.stride(), torch.are_deterministic_algorithms_enabled()),
+        defers=last is not None and last.is_deferred,
     )
     with owner as link:
         if not replay(owner, link, record, tape_call):
             return None
-    if grad_weight is not None and weight_grad is not None:
-        grad_weight = weight_grad.result()
-    return gradients, grad_weight
-
-
-def _memory_for_gradients(
-    p: PreparedPass, saved: Saved, weight: torch.Tensor, weight_grad: WeightGradTarget | None
-) -> tuple[Heads, torch.Tensor | None]:
-    """Of the heads; and of the weight, if one is due, new or what it is added to."""
-    grad_weight = None
-    if "weight" in p.problem.needs:
-        grad_weight = _empty_contiguous(weight) if weight_grad is None else weight_grad.accumulate
-    return Heads(*map(_empty_contiguous, saved.heads)), grad_weight
+    if last is None:
+        return gradients, None
+    return gradients, last.finish(last.memory, saved.attended.view(p.problem.M, p.problem.K))
 
 
 def _empty_contiguous(like: torch.Tensor) -> torch.Tensor:
@@ -286,25 +295,21 @@ def _query_split_backward(
     attention: SplitAttention,
     saved: Saved,
     grad_shard: torch.Tensor,
-    gradients: InputGradients | None,
     weight: torch.Tensor,
-    weight_grad: WeightGradTarget | None,
-) -> torch.Tensor | None:
-    """Fill `gradients`, if they are due; returns the gradient of the weight, if it is."""
+    weight_grad: WeightGrad,
+) -> tuple[Heads, torch.Tensor | None]:
+    """The pass with split queries, step by step."""
     problem = p.problem
-    attended = saved.attended.view(problem.M, problem.K)
+    gradients, grad_weight = InputGradients(saved.heads), None
     with p as link:
-        grad = p.gather.gathered()
+        is_kept = "weight" in problem.needs and isinstance(weight_grad, DeferredWeightGrad)
+        grad = gather_buffer(p, link, grad_shard, is_kept=is_kept)
         run = start_gather(p, link, grad_shard, grad, "all-gather of the output gradient")
-        if gradients is None:
-            for index in range(run.num_steps):
-                run.issue(index)
-            run.finish()
-        else:
-            _gather_under_attention(p, link, run, attention, saved, gradients, weight)
-        if "weight" not in problem.needs:
-            return None
-        return weight_gradient(p, grad, attended, weight, weight_grad)
+        _gather_under_attention(p, link, run, attention, saved, gradients, weight)
+        if "weight" in problem.needs:
+            attended = saved.attended.view(problem.M, problem.K)
+            grad_weight = weight_gradient(p, kept_rows(link, grad, is_kept=is_kept), attended, weight_grad)
+    return gradients.result(), grad_weight
 
 
 def _gather_under_attention(

@@ -39,6 +39,7 @@ from commfuse_megatron.ops.replay import FIRST, LAST, MORE, OUT, SECOND, WEIGHT,
 from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
 from commfuse_megatron.runtime.lanes import choose_num_lanes
 from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.transport.copy_flags import Key
 from commfuse_megatron.transport.copy_tape import Ref, Step
 
 __all__ = [
@@ -226,6 +227,7 @@ def record_query_split_backward(build: Build, call: TapeCall) -> None:
     lanes.begin()
     weight, bound = matrix_of(call.weight, transposed=False), gather.bound
     pieces = [index for index, step in enumerate(bound.steps) if step.compute is not None]
+    copied: tuple[Key, ...] = ()
     for index, step in enumerate(bound.steps):
         if index == pieces[-1] and call.last is not None:
             gather.copy_own()
@@ -242,13 +244,12 @@ def record_query_split_backward(build: Build, call: TapeCall) -> None:
             tape.compute(attention)
         if call.last is not None and index == pieces[-1]:
             with lanes.beside():
-                gather.complete()
-                record_weight_gradient(build, call, (gather.window, Ref(SECOND, 0)))
+                copied = record_weight_gradient(build, call, gather, (gather.window, Ref(SECOND, 0)))
     lanes.join()
     k, v = call.more[_K - MORE], call.more[_V - MORE]
     slabs.add_up(build, k, Ref(_SLABS_K, 0), Ref(_GRAD_K, 0))
     slabs.add_up(build, v, Ref(_SLABS_V, 0), Ref(_GRAD_V, 0))
-    tape.wait(*gather.remaining())
+    tape.wait(*gather.remaining(), *copied)
 
 
 def _attend_backward(
@@ -330,12 +331,12 @@ class AttentionAtOnce:
         lanes.begin()
         lanes.next()
         tape.compute(attention)
+        copied: tuple[Key, ...] = ()
         if call.last is not None:
             lanes.next()
-            gather.complete()
-            record_weight_gradient(build, call, (gather.window, Ref(SECOND, 0)))
+            copied = record_weight_gradient(build, call, gather, (gather.window, Ref(SECOND, 0)))
         lanes.join()
-        tape.wait(*gather.remaining())
+        tape.wait(*gather.remaining(), *copied)
 
     def _attend(self, call: TapeCall) -> Step:
         assert call.second is not None

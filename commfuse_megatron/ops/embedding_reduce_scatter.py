@@ -24,7 +24,7 @@ from commfuse_megatron.ops.arguments import (
     require_fitting,
 )
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
-from commfuse_megatron.ops.passes import start_gather
+from commfuse_megatron.ops.passes import gather_rows_alone
 from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
@@ -162,12 +162,7 @@ def _gather(p: PreparedPass, grad_shard: torch.Tensor) -> torch.Tensor:
             own = shard_range(problem.rows, context.group_size, context.group_rank)
             rows = grad_shard.view(own.size, problem.batch * problem.N)
             return gather_rows(rows, problem.rows, context.group).view(problem.M, problem.N)
-        gathered = p.gather.gathered()
-        run = start_gather(p, link, grad_shard, gathered, "all-gather of the output gradient")
-        for index in range(run.num_steps):
-            run.issue(index)
-        run.finish()
-        return gathered.clone()  # the buffer is the next operation's
+        return gather_rows_alone(p, link, grad_shard, "all-gather of the output gradient", is_kept=True)
 
 
 def _add_up(grad: torch.Tensor, rows: torch.Tensor, num_rows: int, *, is_deterministic: bool) -> torch.Tensor:

@@ -19,12 +19,21 @@ from commfuse_megatron.ops.arguments import (
     require_context,
     with_unit_stride,
 )
+from commfuse_megatron.ops.asked import gradients_asked_for
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
-from commfuse_megatron.ops.passes import gather_matmul, matmul_scatter, start_gather, weight_gradient
+from commfuse_megatron.ops.passes import (
+    TapeWeightGrad,
+    gather_buffer,
+    gather_matmul,
+    gather_rows_alone,
+    kept_rows,
+    matmul_scatter,
+    weight_gradient,
+)
 from commfuse_megatron.ops.recordings import record_scatter, record_scatter_backward
 from commfuse_megatron.ops.replay import TapeCall, replay
 from commfuse_megatron.ops.trial import Scratch
-from commfuse_megatron.ops.weight_grad import WeightGradTarget
+from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, WeightGrad
 from commfuse_megatron.problem import GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.link import Link
@@ -40,7 +49,7 @@ def linear_reduce_scatter(
     bias: torch.Tensor | None = None,
     *,
     context: OverlapContext,
-    weight_grad: WeightGradTarget | None = None,
+    weight_grad: WeightGrad = None,
 ) -> torch.Tensor:
     """This rank's rows of the product summed over ranks; equals `reference.linear_reduce_scatter` to rounding.
 
@@ -58,7 +67,7 @@ def linear_reduce_scatter(
     the caller's, as with Megatron's `bias.sequence_parallel`).
 
     Args:
-        weight_grad: add the weight's gradient into a tensor instead of returning it.
+        weight_grad: add the weight's gradient into a tensor instead of returning it, or compute it later.
 
     Raises:
         ConfigError: `context` is none.
@@ -73,7 +82,7 @@ def linear_reduce_scatter(
     require_context("linear_reduce_scatter", context)
     with context.guard("linear_reduce_scatter"):
         x, weight, bias = cast_for_autocast(context.device.type, x, weight, bias)
-        forward = prepare(OPERATION, x, weight, bias, None, context, weight_grad)
+        forward = prepare(OPERATION, x, weight, bias, {}, context, weight_grad)
         if not needs_autograd(x, weight, bias):
             forward.begin()
             return scatter_forward(forward, x, weight, bias)
@@ -82,7 +91,7 @@ def linear_reduce_scatter(
 
 class _Call(NamedTuple):
     forward: PreparedPass
-    weight_grad: WeightGradTarget | None
+    weight_grad: WeightGrad
 
 
 class _LinearReduceScatter(torch.autograd.Function):
@@ -95,8 +104,9 @@ class _LinearReduceScatter(torch.autograd.Function):
             call.forward.begin()
             y = scatter_forward(call.forward, x, weight, bias)
         ctx.call = call
-        ctx.has_bias = bias is not None
-        ctx.save_for_backward(x, weight)
+        ctx.x_shape = x.shape
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_input else None)
         return y
 
     @staticmethod
@@ -107,26 +117,30 @@ class _LinearReduceScatter(torch.autograd.Function):
         context, what = call.forward.context, "the backward pass of linear_reduce_scatter"
         x, weight = context.saved_tensors(ctx, what)
         with context.guard(what):
-            needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+            needs_input, needs_weight, needs_bias = gradients_asked_for(ctx, 3)
             grad_shard = grad_y.contiguous().flatten(0, -2)
             if needs_input or needs_weight:
                 p = prepare_backward(OPERATION, call.forward, needs_input=needs_input, needs_weight=needs_weight)
                 p.begin()
-                operands = ScatterOperands(grad_shard, x, with_unit_stride(weight), needs_input, needs_weight)
+                operands = ScatterOperands(
+                    grad_shard,
+                    x if needs_weight else None,
+                    with_unit_stride(weight) if needs_input else None,
+                    ctx.x_shape,
+                )
                 grad_x, grad_weight = scatter_backward(p, operands, call.weight_grad)
-            if ctx.has_bias and needs_bias:
+            if needs_bias:
                 grad_bias = grad_shard.sum(0)
         return grad_x, grad_weight, grad_bias, None
 
 
 class ScatterOperands(NamedTuple):
-    """What a backward pass works on."""
+    """What a backward pass works on; what no gradient is due for is None."""
 
     grad_shard: torch.Tensor  # [M_r, N]
-    x: torch.Tensor  # [S, ..., K]
-    weight: torch.Tensor  # [N, K]
-    needs_input: bool
-    needs_weight: bool
+    x: torch.Tensor | None  # [S, ..., K], for the gradient of the weight
+    weight: torch.Tensor | None  # [N, K], for the gradient of the input
+    x_shape: torch.Size
 
 
 def scatter_forward(p: PreparedPass, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -150,27 +164,23 @@ def scatter_forward(p: PreparedPass, x: torch.Tensor, weight: torch.Tensor, bias
 
 
 def scatter_backward(
-    p: PreparedPass, operands: ScatterOperands, weight_grad: WeightGradTarget | None
+    p: PreparedPass, operands: ScatterOperands, weight_grad: WeightGrad
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of input and weight, as far as they are needed."""
-    grad_shard, x, weight, needs_input, needs_weight = operands
-    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_input else None
+    grad_shard, x, weight, x_shape = operands
+    grad_x = None if weight is None else grad_shard.new_empty(x_shape)
     grad_weight = None
     with p as link:
-        if p.can_replay and grad_x is not None and needs_weight:
+        if p.can_replay and weight is not None and grad_x is not None and x is not None:
             x = x.contiguous()
-            grad_weight = (
-                torch.empty_like(weight, memory_format=torch.contiguous_format)
-                if weight_grad is None
-                else weight_grad.accumulate
-            )
-            tape_call = TapeCall(grad_shard, x, weight, grad_x, grad_weight, weight_grad is not None)
+            last = TapeWeightGrad(p, grad_shard, weight_grad)
+            tape_call = TapeCall(grad_shard, x, weight, grad_x, last.memory, last.accumulates, defers=last.is_deferred)
             if replay(p, link, record_scatter_backward, tape_call):
-                return grad_x, grad_weight if weight_grad is None else weight_grad.result()
-            grad_weight = None
-        grad = _gather_under_dgrad(p, link, grad_shard, weight, grad_x, needs_weight=needs_weight)
-        if needs_weight:
-            grad_weight = weight_gradient(p, grad, x.contiguous().flatten(0, -2), weight, weight_grad)
+                return grad_x, last.finish(last.memory, x.flatten(0, -2))
+        is_kept = x is not None and isinstance(weight_grad, DeferredWeightGrad)
+        grad = _gather_under_dgrad(p, link, grad_shard, weight, grad_x, needs_weight=x is not None, is_kept=is_kept)
+        if x is not None:
+            grad_weight = weight_gradient(p, grad, x.contiguous().flatten(0, -2), weight_grad)
     return grad_x, grad_weight
 
 
@@ -178,29 +188,27 @@ def _gather_under_dgrad(
     p: PreparedPass,
     link: Link,
     grad_shard: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     grad_x: torch.Tensor | None,
     *,
     needs_weight: bool,
+    is_kept: bool,
 ) -> torch.Tensor:
-    """Fill `grad_x` (if given) from the gathered gradient; returns that, complete only if `needs_weight`."""
+    """Fill `grad_x` (if given, as `weight` then is) from the gathered gradient; returns that, complete only if
+    `needs_weight`, and then the caller's own if `is_kept`.
+    """
     problem = p.problem
     if not p.plan.is_scheduled:
         shape = (shard_range(problem.rows, p.context.group_size, p.context.group_rank).size, problem.batch * problem.N)
         grad = gather_rows(grad_shard.view(shape), problem.rows, p.context.group).view(problem.M, problem.N)
-        if grad_x is not None:
+        if weight is not None and grad_x is not None:
             p.gemm.multiply(grad, weight, grad_x.flatten(0, -2))
         return grad
-    grad = p.gather.gathered()
-    if grad_x is not None:
-        out = grad_x.flatten(0, -2)
-        gather_matmul(p, link, grad_shard, weight, out, gathered=grad if needs_weight else None)
-    else:
-        run = start_gather(p, link, grad_shard, grad, "all-gather of the output gradient")
-        for index in range(run.num_steps):
-            run.issue(index)
-        run.finish()
-    return grad
+    if weight is None or grad_x is None:
+        return gather_rows_alone(p, link, grad_shard, "all-gather of the output gradient", is_kept=is_kept)
+    grad = gather_buffer(p, link, grad_shard, is_kept=is_kept)
+    gather_matmul(p, link, grad_shard, weight, grad_x.flatten(0, -2), gathered=grad if needs_weight else None)
+    return kept_rows(link, grad, is_kept=is_kept)
 
 
 def _rehearse(problem: GemmProblem, context: OverlapContext) -> Callable[[PreparedPass], object]:
@@ -211,7 +219,9 @@ def _rehearse(problem: GemmProblem, context: OverlapContext) -> Callable[[Prepar
     if problem.pass_name == "fprop":
         return lambda p: scatter_forward(p, x, weight, None)
     grad = scratch.draw(own.size * problem.batch, problem.N)
-    operands = ScatterOperands(grad, x, weight, "input" in problem.needs, "weight" in problem.needs)
+    operands = ScatterOperands(
+        grad, x if "weight" in problem.needs else None, weight if "input" in problem.needs else None, x.shape
+    )
     return lambda p: scatter_backward(p, operands, None)
 
 

@@ -24,20 +24,28 @@ from commfuse_megatron.ops.arguments import (
     cast_for_autocast,
     find_target_complaint,
     is_fitting_target,
+    join_needs,
     remember,
     require_context,
     require_fitting,
     with_unit_stride,
 )
+from commfuse_megatron.ops.asked import gradients_asked_for
 from commfuse_megatron.ops.attention_arguments import (
     AttentionInputs,
     find_attention_complaint,
     state_attention_problem,
 )
-from commfuse_megatron.ops.attention_passes import AttentionCall, Saved, attention_backward, attention_forward
+from commfuse_megatron.ops.attention_passes import (
+    AttentionCall,
+    Saved,
+    attention_backward,
+    attention_forward,
+    projection_weight_gradient,
+)
 from commfuse_megatron.ops.split_attention import Heads
 from commfuse_megatron.ops.trial import Scratch
-from commfuse_megatron.ops.weight_grad import WeightGradTarget
+from commfuse_megatron.ops.weight_grad import WeightGrad
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import AttentionProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
@@ -60,7 +68,7 @@ def query_split_attention(
     scale: float | None = None,
     dropout: float = 0.0,
     context: OverlapContext,
-    weight_grad: WeightGradTarget | None = None,
+    weight_grad: WeightGrad = None,
 ) -> torch.Tensor:
     """This rank's rows of attention times projection, summed over ranks: `reference.query_split_attention` to rounding.
 
@@ -89,7 +97,7 @@ def query_split_attention(
         dropout: probability of dropping an attention probability. The mask is drawn from a seed that the CPU's default
             generator and the group rank give: what is computed again from the same state drops the same. A CUDA graph
             would repeat one mask, so none is captured with it.
-        weight_grad: add the weight's gradient into a tensor instead of returning it.
+        weight_grad: add the weight's gradient into a tensor instead of returning it, or compute it later.
 
     Raises:
         ConfigError: `context` is none.
@@ -157,36 +165,44 @@ class _QuerySplitAttention(torch.autograd.Function):
             call.forward.begin()
             y, saved = attention_forward(call, Heads(q, k, v), weight, bias)
         ctx.call = call._replace(mask=None)
-        ctx.has_bias = bias is not None
         found = saved.states
         ctx.state_sizes = None if isinstance(found, torch.Tensor) else [len(state) for state in found]
         states = [found] if isinstance(found, torch.Tensor) else [tensor for state in found for tensor in state]
-        ctx.save_for_backward(*saved.heads, weight, call.mask, saved.attended, *states)
+        needs_heads, needs_weight = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
+        for_heads = (*saved.heads, weight, call.mask, *states) if needs_heads else ()
+        ctx.save_for_backward(saved.attended if needs_heads or needs_weight else None, *for_heads)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         context, what = ctx.call.forward.context, "the backward pass of query_split_attention"
-        q, k, v, weight, mask, attended, *flat = context.saved_tensors(ctx, what)
+        attended, *for_heads = context.saved_tensors(ctx, what)
         with context.guard(what):
-            is_one = ctx.state_sizes is None
-            states = flat[0] if is_one else [tuple(part) for part in _split_list(flat, ctx.state_sizes)]
-            call: AttentionCall = ctx.call._replace(mask=mask)
+            call: AttentionCall = ctx.call
             grad_shard = grad_y.contiguous().flatten(0, -2)
             grads: Heads | None = None
             grad_weight = None
-            if call.forward.problem.needs:
-                p = _prepare_backward(call.forward)
+            *needs_heads, needs_weight, needs_bias = gradients_asked_for(ctx, 5)
+            if any(needs_heads) or needs_weight:
+                p = _prepare_backward(call.forward, needs_input=any(needs_heads), needs_weight=needs_weight)
                 p.begin()
-                saved = Saved(Heads(q, k, v), attended, states)
                 with torch.autocast(grad_shard.device.type, enabled=False):  # as in forward
-                    grads, grad_weight = attention_backward(p, call, saved, grad_shard, with_unit_stride(weight))
-            needs_bias = ctx.has_bias and ctx.needs_input_grad[4]
+                    if any(needs_heads):
+                        q, k, v, weight, mask, *flat = for_heads
+                        is_one = ctx.state_sizes is None
+                        states = flat[0] if is_one else [tuple(part) for part in _split_list(flat, ctx.state_sizes)]
+                        saved = Saved(Heads(q, k, v), attended, states)
+                        with_mask = call._replace(mask=mask)
+                        grads, grad_weight = attention_backward(
+                            p, with_mask, saved, grad_shard, with_unit_stride(weight)
+                        )
+                    else:
+                        grad_weight = projection_weight_gradient(p, call, attended, grad_shard)
             grad_bias = grad_shard.sum(0) if needs_bias else None
         grad_heads = (
             None if grads is None or not is_due else grad
-            for grad, is_due in zip(grads or (None,) * 3, ctx.needs_input_grad[:3], strict=True)
+            for grad, is_due in zip(grads or (None,) * 3, needs_heads, strict=True)
         )
         return *grad_heads, grad_weight, grad_bias, None
 
@@ -194,9 +210,7 @@ class _QuerySplitAttention(torch.autograd.Function):
 # -- preparation ------------------------------------------------------------------------------------------------------
 
 
-def _prepare(
-    inputs: AttentionInputs, context: OverlapContext, weight_grad: WeightGradTarget | None = None
-) -> PreparedPass:
+def _prepare(inputs: AttentionInputs, context: OverlapContext, weight_grad: WeightGrad = None) -> PreparedPass:
     """The forward pass of a call, checked; not yet agreed on."""
     prepared = None
     try:
@@ -235,9 +249,7 @@ def _require_current(p: PreparedPass) -> None:
         p.context.consensus.refuse(UnsupportedError(reason), topic=p.problem.call)
 
 
-def _find_complaint(
-    inputs: AttentionInputs, weight_grad: WeightGradTarget | None, context: OverlapContext
-) -> str | None:
+def _find_complaint(inputs: AttentionInputs, weight_grad: WeightGrad, context: OverlapContext) -> str | None:
     complaint = find_attention_complaint(inputs, context.device)
     return complaint or find_target_complaint(weight_grad, inputs.out_weight)
 
@@ -246,8 +258,9 @@ def _with_all_gradients(problem: AttentionProblem) -> AttentionProblem:
     return dataclasses.replace(problem, needs="input+weight")
 
 
-def _prepare_backward(forward: PreparedPass) -> PreparedPass:
-    problem = dataclasses.replace(forward.problem, pass_name="backward")
+def _prepare_backward(forward: PreparedPass, *, needs_input: bool, needs_weight: bool) -> PreparedPass:
+    needs = join_needs(needs_input=needs_input, needs_weight=needs_weight)
+    problem = dataclasses.replace(forward.problem, pass_name="backward", needs=needs)
     reason = (
         "as the forward pass" if forward.plan.backward_path is None else f"after {forward.plan.name.partition(',')[0]}"
     )
@@ -309,7 +322,10 @@ def _rehearse(problem: AttentionProblem, context: OverlapContext) -> Callable[[P
             if p.plan.name not in backward:
                 backward[p.plan.name] = context.make_pass(backward_problem, p.plan.for_backward)
                 backward[p.plan.name].attention = kernel
-            attention_backward(backward[p.plan.name], call, saved, grad, weight)
+            if "input" in problem.needs:
+                attention_backward(backward[p.plan.name], call, saved, grad, weight)
+            else:
+                projection_weight_gradient(backward[p.plan.name], call, saved.attended, grad)
 
     return run
 

@@ -12,7 +12,19 @@ import torch
 from commfuse_megatron.kernels.blas import Matrix
 from commfuse_megatron.kernels.sum_partials import bind_sum
 from commfuse_megatron.ops.piece_lanes import PieceLanes
-from commfuse_megatron.ops.replay import FIRST, LAST, NOWHERE, OUT, SECOND, WEIGHT, ZERO, Build, TapeCall, Unservable
+from commfuse_megatron.ops.replay import (
+    FIRST,
+    LAST,
+    MORE,
+    NOWHERE,
+    OUT,
+    SECOND,
+    WEIGHT,
+    ZERO,
+    Build,
+    TapeCall,
+    Unservable,
+)
 from commfuse_megatron.runtime.binding import BoundSchedule
 from commfuse_megatron.runtime.link import Watched
 from commfuse_megatron.transport.copy_flags import Key
@@ -115,6 +127,12 @@ class Gather(_Messages):
         if self.bound.own_rows:
             target = self.window.plus(self.bound.own_start * self.row_bytes)
             self._own_copy.append(self._tape.copy(target, self._shard, self.bound.own_rows * self.row_bytes, flag=0))
+
+    def copy_all(self, target: Ref) -> Key:
+        """Copy the whole window, whose own rows were copied there, to `target`; returns what to wait for."""
+        self.complete()
+        self._tape.order()
+        return self._tape.copy(target, self.window, self.bound.total_rows * self.row_bytes, flag=1)
 
     def wait(self, batches: Iterable[int]) -> None:
         """Wait for what these steps receive, each once."""
@@ -285,6 +303,15 @@ class Scatter(_Messages):
                 )
             start += rows
 
+    def add_own_rows_of(self, addend: torch.Tensor, addend_ref: Ref, out: torch.Tensor, out_ref: Ref) -> None:
+        """Add this rank's rows of `addend` [M, features] to `out` [own rows, features]."""
+        if out.size(0):
+            start = self.bound.own_start
+            add = bind_sum(out, addend[start : start + out.size(0)].unsqueeze(0), bias=None, out=out)
+            if add is None:
+                raise Unservable
+            self._tape.compute(sum_step(add, (out_ref, addend_ref.plus(start * self.row_bytes), out_ref)))
+
 
 def sum_step(
     add: Callable[[int, int, int, int | None, int], None], refs: tuple[Ref, Ref, Ref], bias: Ref | None = None
@@ -311,13 +338,15 @@ def multiply_scattered(
     before_last: Callable[[], None] = lambda: None,
     before_gemm: Callable[[], None] = lambda: None,
     arrived: Callable[[int], Ref] | None = None,
+    addend: Ref | None = None,
 ) -> None:
     """Partials of a [M, k] @ weight [k, n]: others' to where they are sent from, the own to `out`, own chunks last.
 
     between: compute this before the own chunks, and each rank's others in at most two GEMMs. before_last: called before
     the last GEMM. before_gemm: chooses the lane of the next GEMM, and computes its rows of a where they are still to be
     computed. arrived: what, once it is here, the GEMM of own chunk number i adds; None: nothing, or where the scatter
-    folds, the one partial that there is.
+    folds, the one partial that there is. addend: [M, n], added to every partial but
+    those to which something that arrived is added.
     """
     if arrived is None and scatter.folds:
         arrived = scatter.wait_for_own
@@ -326,10 +355,12 @@ def multiply_scattered(
     bound = scatter.bound
     a_row_bytes = k * build.itemsize
 
-    def multiply(rows: int, first_row: int, target: Ref, addend: Ref | None = None, row: Ref | None = None) -> None:
+    def multiply(rows: int, first_row: int, target: Ref, here: Ref | None = None, row: Ref | None = None) -> None:
         shapes = (build.rows(rows, k), weight, build.rows(rows, n))
         at = (a_at.plus(first_row * a_row_bytes), weight_at, target)
-        build.matmul(shapes, at, addend=addend, bias=row)
+        if here is None and addend is not None:
+            here = addend.plus(first_row * scatter.row_bytes)
+        build.matmul(shapes, at, addend=here, bias=row)
 
     starts = list(itertools.accumulate(bound.chunk_rows, initial=0))
     if between is not None:
@@ -375,7 +406,10 @@ def _begin_lanes(build: Build) -> PieceLanes:
 
 
 def record_gather(build: Build, call: TapeCall) -> None:
-    """`all_gather_linear` forward: first x [own rows, K], last bias [N] or None -> out [M, N]."""
+    """`all_gather_linear` forward: first x [own rows, K], last bias [N] or None -> out [M, N].
+
+    more: [M, K], if given, gets the gathered input.
+    """
     problem = build.p.problem
     build.tape.order()
     gather = Gather(build, Ref(FIRST, 0), problem.K)
@@ -383,9 +417,15 @@ def record_gather(build: Build, call: TapeCall) -> None:
     bias = None if call.last is None else Ref(LAST, 0)
     lanes = _begin_lanes(build)
     weight = matrix_of(call.weight, transposed=True)
-    multiply_gathered(build, gather, weight, refs, bias, before_gemm=lanes.next)
+    if not call.more:
+        multiply_gathered(build, gather, weight, refs, bias, before_gemm=lanes.next)
+        lanes.join()
+        build.tape.wait(*gather.remaining())
+        return
+    multiply_gathered(build, gather, weight, refs, bias, before_gemm=lanes.next, before_last=gather.copy_own)
     lanes.join()
-    build.tape.wait(*gather.remaining())
+    copied = gather.copy_all(Ref(MORE, 0))
+    build.tape.wait(*gather.remaining(), copied)
 
 
 def record_scatter(build: Build, call: TapeCall) -> None:
@@ -404,27 +444,35 @@ def record_scatter(build: Build, call: TapeCall) -> None:
 
 
 def record_gather_backward(build: Build, call: TapeCall) -> None:
-    """`all_gather_linear` backward: first grad [M, N], second x [own rows, K] -> out grad_x, last grad_weight."""
+    """`all_gather_linear` backward: first grad [M, N], second x [own rows, K] -> out grad_x, last grad_weight.
+
+    more: [M, K], if given, the gradient of the gathered input.
+    """
     problem, is_bulk = build.p.problem, build.p.is_bulk
+    addend = Ref(MORE, 0) if call.more else None
     build.tape.order()
     gather = Gather(build, Ref(SECOND, 0), problem.K)
     scatter = Scatter(build, problem.K)
 
+    copied: list[Key] = []
+
     def multiply_weight_gradient() -> None:
-        gather.complete()
-        record_weight_gradient(build, call, (Ref(FIRST, 0), gather.window))
+        copied.extend(record_weight_gradient(build, call, gather, (Ref(FIRST, 0), gather.window)))
 
     weight, refs = matrix_of(call.weight, transposed=False), (Ref(FIRST, 0), Ref(WEIGHT, 0), Ref(OUT, 0))
     gather.issue_all()
     if is_bulk:
         gather.copy_own()
-        multiply_scattered(build, scatter, weight, refs, None, between=multiply_weight_gradient)
+        multiply_scattered(build, scatter, weight, refs, None, between=multiply_weight_gradient, addend=addend)
     else:
-        multiply_scattered(build, scatter, weight, refs, None, before_last=gather.copy_own)
+        multiply_scattered(build, scatter, weight, refs, None, before_last=gather.copy_own, addend=addend)
         multiply_weight_gradient()
+    out = call.out.view(-1, call.out.size(-1))
     if not scatter.folds:
-        scatter.sum(call.out.view(-1, call.out.size(-1)), refs[2], None, NOWHERE)
-    build.tape.wait(*gather.remaining(), *scatter.remaining())
+        scatter.sum(out, refs[2], None, NOWHERE)
+    elif addend is not None:
+        scatter.add_own_rows_of(call.more[0].view(-1, problem.K), addend, out, refs[2])
+    build.tape.wait(*gather.remaining(), *scatter.remaining(), *copied)
 
 
 def record_scatter_backward(build: Build, call: TapeCall) -> None:
@@ -436,13 +484,19 @@ def record_scatter_backward(build: Build, call: TapeCall) -> None:
     refs = (Ref(WEIGHT, 0), Ref(OUT, 0))
     weight = matrix_of(call.weight, transposed=False)
     multiply_gathered(build, gather, weight, refs, None, is_bulk=is_bulk, before_last=gather.copy_own)
+    copied = record_weight_gradient(build, call, gather, (gather.window, Ref(SECOND, 0)))
+    build.tape.wait(*gather.remaining(), *copied)
+
+
+def record_weight_gradient(build: Build, call: TapeCall, gather: Gather, refs: tuple[Ref, Ref]) -> tuple[Key, ...]:
+    """last [N, K] = (or += where the call accumulates) grad.t() [N, M] @ x [M, K], which lie at `refs`, one of them the
+    window of `gather`, which is complete then. A call that defers it gets the window's rows in `last` instead.
+
+    Returns what is to be waited for in the end.
+    """
+    if call.defers:
+        return (gather.copy_all(Ref(LAST, 0)),)
     gather.complete()
-    record_weight_gradient(build, call, (gather.window, Ref(SECOND, 0)))
-    build.tape.wait(*gather.remaining())
-
-
-def record_weight_gradient(build: Build, call: TapeCall, refs: tuple[Ref, Ref]) -> None:
-    """last [N, K] = (or += where the call accumulates) grad.t() [N, M] @ x [M, K], which lie at `refs`."""
     problem, grad_weight = build.p.problem, call.last
     shapes = (Matrix((problem.N, problem.M), (1, problem.N), build.dtype), build.rows(problem.M, problem.K))
     assert grad_weight is not None
@@ -453,3 +507,4 @@ def record_weight_gradient(build: Build, call: TapeCall, refs: tuple[Ref, Ref]) 
     out = Matrix((grad_weight.size(0), grad_weight.size(1)), (grad_weight.size(1), 1), grad_weight.dtype)
     out_ref = Ref(LAST, 0)
     build.matmul((*shapes, out), (*refs, out_ref), addend=out_ref if call.accumulates else None)
+    return ()

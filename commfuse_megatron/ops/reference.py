@@ -47,20 +47,23 @@ def all_gather_linear(
     total_rows: int | None = None,
     *,
     group: dist.ProcessGroup,
-) -> torch.Tensor:
+    return_gathered: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Gather the rows of `x`, multiply by this rank's columns.
 
     Shapes:
         x       [S_r, ..., K]   this rank's rows of the sequence
         weight  [N, K]          this rank's output features
         bias    [N]
-        result  [S, ..., N]
+        result  [S, ..., N]     if `return_gathered`, (result, the gathered rows [S, ..., K])
     total_rows is S; None means that every rank brings equally many rows.
 
     Gradients: x gets the rows S_r of the sum over ranks; weight and bias their own, complete.
     """
     total = x.size(0) * group.size() if total_rows is None else total_rows
-    return linear(_GatherRows.apply(x, total, group), weight, bias)
+    gathered = _GatherRows.apply(x, total, group)
+    y = linear(gathered, weight, bias)
+    return (y, gathered) if return_gathered else y
 
 
 def linear_reduce_scatter(

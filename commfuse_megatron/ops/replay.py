@@ -45,7 +45,8 @@ class Unservable(Exception):
 class TapeCall(NamedTuple):
     """The tensors of one call; what they are, the recorder says.
 
-    accumulates: `last` is added to, not overwritten. more: numbered from MORE on. key: what else a tape depends on.
+    accumulates: `last` is added to, not overwritten. defers: `last` gets what was gathered, in place of the weight
+    gradient that is made of it. more: numbered from MORE on. key: what else a tape depends on.
     """
 
     first: torch.Tensor
@@ -56,6 +57,7 @@ class TapeCall(NamedTuple):
     accumulates: bool = False
     more: tuple[torch.Tensor, ...] = ()
     key: Hashable = None
+    defers: bool = False
 
 
 class _Bound(NamedTuple):
@@ -72,7 +74,7 @@ _UNKNOWN = _Bound(None, _NEVER)
 
 def replay(p: PreparedPass, link: Link, record: Callable[["Build", TapeCall], None], call: TapeCall) -> bool:
     """Run the pass that `record` puts on a tape; False, and nothing done, where that is not for a tape."""
-    first, second, weight, out, last, accumulates, more, others = call
+    first, second, weight, out, last, accumulates, more, others, defers = call
     addresses: tuple[int, ...] = (
         0,
         first.data_ptr(),
@@ -85,7 +87,7 @@ def replay(p: PreparedPass, link: Link, record: Callable[["Build", TapeCall], No
         addresses += tuple([tensor.data_ptr() for tensor in more])
     alignment = alignment_of(*addresses)
     layout = None if last is None else (last.dtype, last.shape, last.stride())
-    key = (record, alignment, weight.stride(), layout, accumulates, others)
+    key = (record, alignment, weight.stride(), layout, accumulates, defers, others)
     tapes, slots = p.tapes, p.context.slots
     bound = tapes.get(key, _UNKNOWN)
     if bound.generation != slots.generation:

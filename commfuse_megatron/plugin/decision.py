@@ -144,8 +144,9 @@ def overlap_context(
 
 def count_call(layer: Any, context: OverlapContext) -> None:
     """Count the forward pass of `layer` that `context` has just run."""
-    state, plan = state_of(layer), context.latest_plan
-    assert plan is not None
+    state, latest = state_of(layer), context.latest_pass
+    assert latest is not None
+    plan = latest.plan
     if plan.overlaps:
         state.overlapped_calls += 1
         return

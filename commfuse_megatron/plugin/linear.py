@@ -74,7 +74,7 @@ class CommFuseColumnParallelLinear(_Local, ColumnParallelLinear):
         state = state_of(self)
         if state.wants_gathered:
             output, state.gathered = ops.all_gather_linear(
-                input, weight, inside, context=context, weight_grad=target, returns_gathered=True
+                input, weight, inside, context=context, weight_grad=target, return_gathered=True
             )
         else:
             output = ops.all_gather_linear(input, weight, inside, context=context, weight_grad=target)

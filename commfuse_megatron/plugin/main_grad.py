@@ -32,10 +32,18 @@ def main_grad_target(weight: Any) -> WeightGradTarget:
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         weight.grad_added_to_main_grad = True
-        make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+        make = torch.zeros if getattr(weight, "zero_out_wgrad", False) or _is_looked_at() else torch.empty
         return make(main_grad.shape, dtype=weight.dtype, device=weight.device)
 
     return WeightGradTarget(main_grad, result)
+
+
+def _is_looked_at() -> bool:
+    """Whether someone looks at dummies, where memory that nobody filled may read as NaN, or is filled with it."""
+    if torch.is_anomaly_enabled():
+        return True
+    is_filled: bool = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    return is_filled and torch.are_deterministic_algorithms_enabled()
 
 
 def into_main_grad(weight: torch.Tensor, arguments: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:

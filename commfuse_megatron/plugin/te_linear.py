@@ -99,7 +99,7 @@ if _Column is not None:
                 x, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.normalization, self.zero_centered_gamma
             )
             if self.return_layernorm_output and self.return_layernorm_output_gathered:
-                (output, normed), bias = _run(self, ops.all_gather_linear, normed, context, returns_gathered=True)
+                (output, normed), bias = _run(self, ops.all_gather_linear, normed, context, return_gathered=True)
             else:
                 output, bias = _run(self, ops.all_gather_linear, normed, context)
             return with_norm_output(self, output, bias, normed)

@@ -4,6 +4,10 @@ A mismatch raises the same ShapeError on every rank instead of hanging the group
 round trip, so it runs when a problem is new and, if asked for, at every call.
 """
 
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -15,8 +19,12 @@ __all__ = ["Agreement"]
 
 # Ranks that are at different things must not take each other's words for answers: what a rank posts says what it is,
 # and of which call or question.
-_STATEMENT, _ANSWER, _ERROR, _LATE = "statement", "answer", "error", "too late"
+_STATEMENT, _ANSWER, _ERROR, _LATE, _LEFT = "statement", "answer", "error", "too late", "left"
 _SEPARATOR = "\x1f"
+
+# How long a rank that has failed already asks the store, which another thread may be waiting at.
+_PATIENCE_S = 2.0
+_POLL_S = 0.01
 
 
 class _Post(NamedTuple):
@@ -46,13 +54,14 @@ class Agreement:
         self._group_size = group_size
         self._timeout_s = timeout_s
         self._round = 0
+        self._posted_round = -1
 
     def agree(self, statement: str, *, topic: str, is_place: bool = False) -> None:
         """Return if all ranks bring the same `statement`; else raise ShapeError on all of them.
 
         is_place: no other call has this topic, so ranks that share it are in step whatever they state.
-        Raises TransportTimeoutError when a rank says nothing in time, this one included, TransportError when the store
-        is gone: no further round may follow, since nobody knows which call the others are at.
+        Raises TransportTimeoutError when a rank says nothing in time, this one included, TransportError when a rank has
+        left or the store is gone: no further round may follow, since nobody knows which call the others are at.
         """
         found = self._round_of(_Post(_STATEMENT, topic, statement), statement)
         is_one_topic = len({post.topic for post in found}) == 1
@@ -81,13 +90,42 @@ class Agreement:
         if wait:
             try:
                 found = self._round_of(post, f"{error}")
-            except TransportTimeoutError as late:
-                raise late from error
+            except (TransportError, TransportTimeoutError) as late:  # this rank's own cause comes first
+                error.add_note(f"{late}")
+                raise error from late
             statements = {post for post in found if post.kind == _STATEMENT}
             self.is_in_step = len(statements) <= 1 and all(post.topic == topic for post in found)
         else:
             self._post(post)
         raise error
+
+    def leave(self, why: str) -> None:
+        """Tell the other ranks why this one goes no further, where they wait for it. No further round may follow."""
+
+        def tell() -> None:
+            self._store.set(self._reason_key(self._group_rank), why)
+            if self._posted_round != self._round:
+                self._store.set(self._key(self._round, self._group_rank), _SEPARATOR.join(_Post(_LEFT, "", why)))
+
+        _ask_briefly(tell)
+
+    def reasons_of_leaving(self, wait_s: float = 0.0) -> dict[int, str]:
+        """Why other ranks have left, by rank; empty if none has within `wait_s`, or nobody can be asked."""
+        found: dict[int, str] = {}
+        deadline = time.monotonic() + wait_s
+
+        def ask() -> None:
+            while True:
+                for rank in range(self._group_size):
+                    key = self._reason_key(rank)
+                    if rank != self._group_rank and self._store.check([key]):
+                        found[rank] = self._store.get(key).decode()
+                if found or time.monotonic() >= deadline:
+                    return
+                time.sleep(_POLL_S)
+
+        _ask_briefly(ask)
+        return dict(found)
 
     def _round_of(self, post: _Post, what: str) -> list[_Post]:
         """What every rank posts in this round, by rank."""
@@ -98,6 +136,7 @@ class Agreement:
         return found
 
     def _post(self, post: _Post) -> None:
+        self._posted_round = self._round
         try:
             self._store.set(self._key(self._round, self._group_rank), _SEPARATOR.join(post))
         except RuntimeError as error:
@@ -133,12 +172,15 @@ class Agreement:
         )
 
     def _require_awaited(self, found: list[_Post]) -> None:
-        """Raise TransportTimeoutError where the others no longer waited for this rank."""
+        """Raise TransportTimeoutError where the others no longer waited for this rank, TransportError if one left."""
         late = [f"  {post.text}" for post in found if post.kind == _LATE]
         if late:
             raise TransportTimeoutError(
                 "\n".join([f"group rank {self._group_rank} came too late, the others have given up:", *late])
             )
+        left = [f"  group rank {rank}: {post.text}" for rank, post in enumerate(found) if post.kind == _LEFT]
+        if left:
+            raise TransportError("\n".join(["a rank of the group goes no further:", *left]))
 
     def _unreachable(self, error: Exception) -> TransportError:
         return TransportError(
@@ -150,6 +192,23 @@ class Agreement:
     def _key(round_number: int, rank: int) -> str:
         return f"agreement/{round_number}/{rank}"
 
+    @staticmethod
+    def _reason_key(rank: int) -> str:
+        return f"left/{rank}"
+
 
 def _list_posts(found: list[_Post]) -> str:
     return "\n".join(f"  group rank {rank}: {post}" for rank, post in enumerate(found))
+
+
+def _ask_briefly(ask: Callable[[], None]) -> None:
+    """Run `ask`, for some seconds at most: a thread that waits at the store keeps others from it."""
+
+    def run() -> None:
+        with suppress(RuntimeError):  # the store is gone, and with it who would look
+            ask()
+
+    with suppress(RuntimeError):  # the interpreter ends, and starts no thread any more
+        thread = threading.Thread(target=run, name="commfuse-store", daemon=True)
+        thread.start()
+        thread.join(_PATIENCE_S)

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.config import OverlapConfig
+from commfuse_megatron.config import OverlapConfig, describe_differences
 from commfuse_megatron.errors import (
     CommFuseError,
     ConfigError,
@@ -44,6 +44,7 @@ from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.runtime.planning import Planner, TryOut
 from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.runtime.recorder import Recorder
+from commfuse_megatron.runtime.renewal import MeetingPlace, reason_not_in_step
 from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.transport.select import choose_backend, choose_nccl_settings, create_transport, device_of_backend
 from commfuse_megatron.transport.stream_memory import StreamEvent
@@ -59,6 +60,9 @@ _COLLECTIVE_PATHS = ("sequential", "async")
 
 # How long the end of a failed context waits for its streams, before it leaves the rest to later.
 _LETTING_GO_S = 2.0
+
+# How often who waits for transfers asks the store whether a rank goes no further.
+_LOOK_S = 1.0
 
 
 class OverlapContext:
@@ -77,7 +81,9 @@ class OverlapContext:
         TransportTimeoutError: a member did not come within `config.transport.timeout_s`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, config: OverlapConfig | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, config: OverlapConfig | None = None, *, _place: MeetingPlace | None = None
+    ) -> None:
         if not isinstance(group, dist.ProcessGroup):
             raise ConfigError(
                 f"OverlapContext takes a torch.distributed process group that this rank belongs to, got {group!r}. "
@@ -88,13 +94,15 @@ class OverlapContext:
         self.group_size: int = group.size()
         self.group_rank: int = group.rank()
         timeout_s = self.config.transport.timeout_s
-        store = _private_store(group, self.group_rank)
+        self._place = MeetingPlace.of_next_context(group) if _place is None else _place
+        store = self._place.store
         agreement = Agreement(store, self.group_rank, self.group_size, timeout_s)
-        try:
-            configuration = json.dumps(self.config.to_dict(), sort_keys=True)
-            agreement.agree(f"context with {configuration}", topic="a context")
-        except ShapeError as error:
-            raise ConfigError(f"the configurations differ between ranks: {error}") from None
+        brought = agreement.exchange(json.dumps(self.config.to_dict()), topic="a context")
+        differences = describe_differences([json.loads(text) for text in brought])
+        if differences:
+            raise ConfigError(
+                f"the configurations differ between ranks: {differences}; give all ranks of the group the same one"
+            )
         try:
             exchange = functools.partial(agreement.exchange, topic="a transport")
             backend = choose_backend(group, self.config.transport, exchange)
@@ -121,14 +129,14 @@ class OverlapContext:
         self.attention_kernels = AttentionKernels(self.device)
         self._recorder = Recorder(self.device) if self.config.record else None
         peers = Peers(self.group_rank, _global_ranks(group))
-        self.link = Link(transport, peers, timeout_s, self._recorder)
+        self.link = Link(transport, peers, timeout_s, self._recorder, agreement)
         # Runs at garbage collection and at interpreter exit: an unclosed communicator would outlive what it needs.
         look_at_exit(self.link)
         release = functools.partial(_release, self.link, self.lanes, self.slots)
         self._finalizer = weakref.finalize(self, release_when_done, self.link, release)
         self._prepared: dict[Problem, PreparedPass] = {}
         #: Of the call that began last.
-        self.latest_plan: LinearPlan | None = None
+        self.latest_pass: PreparedPass | None = None
         #: Calls whose arguments were seen before, by everything a check looks at: `ops.arguments` fills and reads it.
         self.known_calls: dict[Hashable, PreparedPass] = {}
         self._gemms: dict[tuple[torch.dtype, bool], SliceGemm] = {}
@@ -144,6 +152,7 @@ class OverlapContext:
         )
         self.link.last_done = StreamEvent() if self.device.type == "cuda" else None
         self._last_stream = 0
+        self._not_in_step: str | None = None  # why there is no context in the place of this one
 
     # -- what operations use ------------------------------------------------------------------------------------------
 
@@ -317,6 +326,32 @@ class OverlapContext:
             for entry in self._prepared.values()
         ]
 
+    def renew(self) -> "OverlapContext":
+        """This context if it is usable; else one in its place, for a program that catches exceptions and goes on.
+
+        Every rank whose context has failed must call it before anything else. There is a new context only where all
+        are known to be in step (see `renewal`): every rank's exception was of one kind and ended the same operation.
+        Otherwise, or when a rank does not come within seconds, what made the context fail is raised once more, with
+        what to do. What was computed with the old context has no backward pass any more.
+        """
+        if self.is_usable:
+            return self
+        if not self.link.is_closed and not self.is_capturing and self._not_in_step is None:
+            number = sum(prepared.calls for prepared in self._prepared.values())
+            latest = "none" if self.latest_pass is None else self.latest_pass.problem
+            begun = f"{number} operations had begun, the last {latest}"
+            self._not_in_step = reason_not_in_step(
+                self._place, self.group, self.link, begun, is_captured=self.slots.is_captured
+            )
+            if self._not_in_step is None:
+                self._give_up()
+                renewed = OverlapContext(self.group, self.config, _place=self._place.successor)
+                renewed.link.advice = self.link.advice
+                return renewed
+        self.link.raise_failure(self._not_in_step)
+        self.link.require_usable()
+        raise AssertionError("a context that is not usable has a reason")
+
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Block until all transfers are done.
 
@@ -324,9 +359,13 @@ class OverlapContext:
         """
         limit_s = self.config.transport.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
+        look = time.monotonic() + _LOOK_S
         while not self.link.is_idle and self.link.failure is None:
             if time.monotonic() > deadline:
                 raise self.link.fail(TransportTimeoutError(f"transfers were still in flight after {limit_s} s"))
+            if time.monotonic() > look:  # they wait for a rank that goes no further, perhaps
+                self.link.learn_of_peers()
+                look = time.monotonic() + _LOOK_S
             time.sleep(1e-4)
         self.link.raise_failure()
 
@@ -342,11 +381,11 @@ class OverlapContext:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, exc_type: object, exc: object, traceback: object) -> None:
+    def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
         if exc_type is None:
             self.close()
         else:  # the peers may never come: do not wait for what is in flight
-            self.link.is_left_by_error = True
+            self.link.note_leaving(exc)
             self._give_up()
 
     # -- details ------------------------------------------------------------------------------------------------------
@@ -410,13 +449,6 @@ def _release(link: Link, lanes: Lanes, slots: Slots) -> None:
 
 def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _private_store(group: dist.ProcessGroup, group_rank: int) -> dist.Store:
-    """A part of the group's store that only this context uses: all members make their n-th context together."""
-    store = group.get_group_store()
-    ordinal = store.add(f"commfuse/contexts/{group_rank}", 1)
-    return dist.PrefixStore(f"commfuse/context-{ordinal}", store)
 
 
 def _global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ The link of a context that failed (or was closed) refuses to start anything.
 
 import copy
 import logging
+import time
 from typing import Any, NamedTuple, Protocol
 
 from commfuse_megatron.errors import CommFuseError, TransportError, TransportTimeoutError
@@ -17,12 +18,17 @@ from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.copy_tape import BoundOperation
 from commfuse_megatron.transport.stream_memory import StreamEvent
 
-__all__ = ["Link", "Peers", "Watched"]
+__all__ = ["Interruption", "Link", "Peers", "Watched"]
 
 logger = logging.getLogger(__name__)
 
 # Of an exception: the links all of whose ranks raise.
 _SETTLED = "_commfuse_settled"
+
+# How long who lost a connection waits for the reason of the peer, which tells it before it lets go.
+_REASON_S = 1.0
+# How long an exception waits for the transfers of operations before the one that it ended. Not measured.
+_LAST_TRANSFERS_S = 2.0
 
 
 class Peers(NamedTuple):
@@ -34,6 +40,21 @@ class Peers(NamedTuple):
     def name(self, group_rank: int) -> str:
         """Both ranks of a member, for messages."""
         return f"group rank {group_rank} (global rank {self.global_ranks[group_rank]})"
+
+
+class Interruption(NamedTuple):
+    """What an exception of the program ended, when all transfers of the operations before were complete."""
+
+    what: str
+    error_type: str
+
+
+class Board(Protocol):
+    """Where ranks tell each other why they go no further."""
+
+    def leave(self, why: str) -> None: ...
+
+    def reasons_of_leaving(self, wait_s: float = 0.0) -> dict[int, str]: ...
 
 
 class _Run(Protocol):
@@ -56,10 +77,16 @@ class Watched(NamedTuple):
 class Link:
     """Transfers of one context. `record` is None unless the configuration asks for recording."""
 
-    def __init__(self, transport: Transport, peers: Peers, timeout_s: float, recorder: Recorder | None):
+    def __init__(self, transport: Transport, peers: Peers, timeout_s: float, recorder: Recorder | None, board: Board):
         self.transport = transport
         self.recorder = recorder
         self.failure: Exception | None = None
+        #: Set where the failure is an exception of the program, and nothing else was lost by it.
+        self.interruption: Interruption | None = None
+        #: Whether the failure is another rank's.
+        self.is_left_by_peer = False
+        #: What to do once the context has failed or is closed.
+        self.advice = "To go on, all ranks make a new OverlapContext at the same point and begin with a forward pass."
         self.is_closed = False
         #: Whether the program gave the context up for an error of its own.
         self.is_left_by_error = False
@@ -69,6 +96,7 @@ class Link:
         #: On a stream, where the operation that began last has ended; None on the CPU. The context records it.
         self.last_done: StreamEvent | None = None
         self._peers = peers
+        self._board = board
         self.timeout_s = timeout_s
         self._next_tag = 0
         self._has_begun = False  # what all ranks begin: a rank may have nothing to send in it
@@ -125,7 +153,8 @@ class Link:
         try:
             transfer.wait()
         except PeerTimeoutError as error:
-            raise self.fail(self._timeout_error(run.label, run.bound, index, error.verb, error.peer)) from error
+            late = self._timeout_error(run.label, run.bound, index, error.verb, error.peer)
+            raise self.fail(self._with_reasons(late)) from error
         except TransportError as error:
             raise self.fail(self._broken(run, index, error)) from error
         if self.recorder is not None:
@@ -140,16 +169,18 @@ class Link:
         if self.recorder is not None:
             self.recorder.add_compute(name, mark, step)
 
-    def raise_failure(self) -> None:
-        """Raise what made the context fail, if it did."""
+    def raise_failure(self, why_still: str | None = None) -> None:
+        """Raise what made the context fail, if it did, with what to do; why_still: why it could not be renewed."""
         if self.failure is not None:
-            raise _without_frames(self.failure)
+            error = _without_frames(self.failure)
+            error.args = ("\n".join(filter(None, (f"{error}", why_still, self.advice))),)
+            raise error
 
     def require_usable(self) -> None:
         """Raise what made the context fail, if it did, or TransportError if it is closed."""
         self.raise_failure()
         if self.is_closed:
-            raise TransportError("this OverlapContext is closed; create a new one")
+            raise TransportError(f"this OverlapContext is closed. {self.advice}")
 
     def settle[E: BaseException](self, error: E) -> E:
         """Say that all ranks raise in this call, so that none is ahead of another; returns `error`."""
@@ -161,18 +192,42 @@ class Link:
 
         what: in words, or what gives them.
         """
-        if any(link is self for link in getattr(error, _SETTLED, ())):
+        if self.failure is not None or any(link is self for link in getattr(error, _SETTLED, ())):
             return
-        if isinstance(error, CommFuseError):
+        failure = error
+        if not isinstance(error, CommFuseError):
+            failure = TransportError(f"{what} was interrupted by {type(error).__name__}: {error}")
+        assert isinstance(failure, Exception)
+        is_lost = isinstance(error, TransportError | TransportTimeoutError)  # which the peers find out as this one did
+        try:
+            if isinstance(error, Exception) and not is_lost and self._is_without_transfers():
+                kind = type(error)
+                self.interruption = Interruption(f"{what}", f"{kind.__module__}.{kind.__qualname__}")
+            if not is_lost:
+                self._board.leave(f"{failure}")
+        finally:
+            self.fail(failure)
+        if error is not failure:
+            self._add_advice(error)
+
+    def note_leaving(self, error: BaseException | None) -> None:
+        """Tell the peers that the program gives the context up for an error of its own."""
+        self.is_left_by_error = True
+        if self.failure is None and not self.is_closed:
+            self._board.leave(f"the context was left by {type(error).__name__}: {error}")
+
+    def learn_of_peers(self) -> None:
+        """Fail if another rank has told that it goes no further."""
+        error = self._with_reasons(TransportError("another rank goes no further:"))
+        if self.is_left_by_peer:
             self.fail(error)
-        else:
-            self.fail(TransportError(f"{what} was interrupted by {type(error).__name__}: {error}"))
 
     def fail(self, error: Exception) -> Exception:
         """Mark the context failed and give up its transfers; returns `error` for raising."""
         if self.failure is None:
             self.failure = _without_frames(error)
             self.transport.abort()
+            self._add_advice(error)
         return error
 
     @property
@@ -196,8 +251,32 @@ class Link:
         if self.failure is None:
             self.fail(TransportError(f"{self._peers.name(self._peers.group_rank)}: the device has failed: {error}"))
 
+    def _is_without_transfers(self) -> bool:
+        """Whether all that was sent and received is complete, so that giving up the transport takes nothing away."""
+        if self._watchdog is None:  # every operation waits for its own
+            return True
+        deadline = time.monotonic() + min(_LAST_TRANSFERS_S, self.timeout_s)
+        while not self._has_begun and self.failure is None:
+            if self._watchdog.is_idle:
+                return True
+            if time.monotonic() > deadline:
+                break
+            time.sleep(1e-3)
+        return False
+
+    def _add_advice(self, error: BaseException) -> None:
+        error.add_note(f"The OverlapContext has failed by this. {self.advice}")
+
+    def _with_reasons[E: Exception](self, error: E, wait_s: float = 0.0) -> E:
+        """The same, with what peers have told of why they go no further."""
+        reasons = self._board.reasons_of_leaving(wait_s)
+        if not reasons:
+            return error
+        self.is_left_by_peer = True
+        return type(error)("\n".join([f"{error}", *(f"  {self._peers.name(r)}: {why}" for r, why in reasons.items())]))
+
     def _overdue(self, watched: Watched | BoundOperation | int) -> None:
-        error = self._overdue_error(watched)
+        error = self._with_reasons(self._overdue_error(watched))
         logger.error("%s", error)
         self.fail(error)
 
@@ -232,7 +311,10 @@ class Link:
 
     def _broken(self, run: _Run, index: int, error: TransportError) -> TransportError:
         me = self._peers.name(self._peers.group_rank)
-        return TransportError(f"{run.label}, step {index} of {len(run.bound.steps)}: {me}: {error}")
+        broken = TransportError(f"{run.label}, step {index} of {len(run.bound.steps)}: {me}: {error}")
+        if self.is_closed or self.failure is not None:  # in another thread: no peer is to blame
+            return broken
+        return self._with_reasons(broken, _REASON_S)
 
     def _silence_error(self, peer: int) -> TransportTimeoutError:
         me = self._peers.name(self._peers.group_rank)
@@ -258,4 +340,5 @@ def _without_frames(error: Exception) -> Exception:
         return TransportError(f"{type(error).__name__}: {error}")
     kept = copy.copy(error)
     kept.__dict__.pop(_SETTLED, None)
+    kept.__dict__.pop("__notes__", None)
     return kept

@@ -78,6 +78,11 @@ class Slots:
         """Remember that a CUDA graph now uses these buffers."""
         self._is_captured = True
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph uses these buffers, or did."""
+        return self._is_captured
+
     def _reserve(self, name: str, size_bytes: int, *, is_window: bool) -> None:
         old = self._buffers.get(name)
         if old is not None and old.tensor.numel() >= size_bytes:

@@ -187,8 +187,17 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 @contextmanager
 def _cuda_literals() -> Iterator[None]:
-    """Wall: `device="cuda"`, `.cuda()` and comparisons with "torch.cuda.FloatTensor" are written out."""
-    with _CudaMeansCpu():
+    """Wall: `device="cuda"`, `.cuda()` and comparisons with "torch.cuda.FloatTensor" are written out.
+
+    Also in what autograd calls: a mode is off while it handles `backward`, so recomputed layers would not be under it.
+    """
+    stock_run = torch.autograd._engine_run_backward
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with _CudaMeansCpu():
+            return stock_run(*args, **kwargs)
+
+    with _replaced(torch.autograd, _engine_run_backward=run_backward), _CudaMeansCpu():
         yield
 
 

@@ -61,9 +61,11 @@ def choose_backend(group: dist.ProcessGroup, config: TransportConfig, exchange: 
     if config.backend == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise ConfigError('transport.backend is "nccl" but no CUDA device (or no NCCL) is available; use gloo or auto')
     if config.backend == "copy_engine":
-        obstacle = _obstacle_to_copy_engine(group, exchange, _everyone(exchange))
+        everyone = _everyone(exchange)
+        obstacle = _obstacle_to_copy_engine(group, exchange, everyone)
         if obstacle:
-            raise ConfigError(f'transport.backend is "copy_engine", but {obstacle}; use nccl or auto')
+            instead = _advice_without_copy_engine([gpu for _, gpu in everyone])
+            raise ConfigError(f'transport.backend is "copy_engine", but {obstacle}; {instead}')
     if config.backend != "auto":
         return config.backend
     # Only what is the same on all ranks may decide whether they exchange anything; a rank may lack a GPU.
@@ -162,6 +164,15 @@ def _obstacle_to_copy_engine(
     if found:
         return found
     return _first(exchange(why_memory_cannot_be_shared(group, device_of_backend("copy_engine"))))
+
+
+def _advice_without_copy_engine(gpus: list[str | None]) -> str:
+    """What is not refused in its turn. gpus: of every rank."""
+    if None in gpus or not dist.is_nccl_available():
+        return "use gloo or auto"
+    if len(set(gpus)) < len(gpus):  # NCCL takes one rank per GPU, and auto would take NCCL
+        return "give every rank a GPU of its own, or use gloo, which carries tensors on the CPU"
+    return "use nccl or auto"
 
 
 def _first(complaints: list[str]) -> str:

@@ -206,6 +206,7 @@ class _Runs:
                 if layer.path == "overlapped"
                 else f"{layer.path}: {'; '.join((*layer.reasons, *layer.sequential_reasons)) or 'no reason given'}"
                 for layer in model_report(model).layers
+                if ".adapter." not in layer.name  # they are Megatron's own, in stock and here
             }
         return curve
 

@@ -261,6 +261,27 @@ def _check_main_grad(kind: str, group_size: int, zero_out: bool, dtype: torch.dt
     assert_overlapped(ours, calls=3)
 
 
+def check_dummies_are_zeros_where_somebody_looks_at_them(group_size: int) -> None:
+    """Fails without zeros: anomaly mode found "nan values in its 1th output", and deterministic dummies were NaN."""
+    for kind in KINDS:
+        stock, ours = pair(kind, group_size)
+        x = example_input(kind, group_size)
+        once = run(stock, x)["gradient of weight"]
+        ours.gradient_accumulation_fusion = True
+        ours.weight.main_grad = torch.zeros_like(ours.weight)
+        ours.weight.grad_added_to_main_grad = False
+        torch.use_deterministic_algorithms(True)
+        try:
+            # Anomaly mode warns that it is slow.
+            with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+                assert not run(ours, x)["gradient of weight"].any()
+            assert not run(ours, x)["gradient of weight"].any()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert_equal({"main_grad": 2 * once}, {"main_grad": ours.weight.main_grad})
+        assert_overlapped(ours, calls=2)
+
+
 def check_main_grad_replaced_between_passes(group_size: int) -> None:
     # A weight used by two layers (tied, several heads) may have main_grad bound anew before backward runs.
     for kind in KINDS:
@@ -297,3 +318,48 @@ def check_fusion_without_main_grad(group_size: int) -> None:
         with torch.no_grad():
             ours(x)
         assert state_of(ours).overlapped_calls == 1
+
+
+def check_no_more_is_saved_than_by_stock(group_size: int) -> None:
+    """Fails without the choice of what is saved: with a frozen weight ours kept its input, stock does not."""
+    for kind in KINDS:
+        for frozen in ((), ("weight",), ("x",), ("bias",), ("weight", "bias"), ("x", "bias")):
+            for skip_bias_add in (False, True):
+                found = [
+                    _saved_by(layer, kind, frozen) for layer in pair(kind, group_size, skip_bias_add=skip_bias_add)
+                ]
+                assert found[1] <= found[0], (kind, frozen, skip_bias_add, found)
+                assert "weight" not in frozen or found[1] == found[0], (kind, frozen, skip_bias_add, found)
+
+
+def _saved_by(layer: Any, kind: str, frozen: tuple[str, ...]) -> int:
+    """Bytes that autograd keeps of one call."""
+    storages: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    x = example_input(kind, layer.tp_group.size()).requires_grad_("x" not in frozen)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x)
+    return sum(storages.values())
+
+
+def check_the_input_of_a_frozen_weight_may_change(group_size: int) -> None:
+    """Fails without the choice of what is saved, where autograd refuses a tensor that was changed in place."""
+    for kind in KINDS:
+        results = []
+        for layer in pair(kind, group_size):
+            layer.weight.requires_grad_(False)
+            leaf = example_input(kind, group_size).requires_grad_()
+            x = leaf * 1
+            output, _ = layer(x)
+            with torch.no_grad():
+                x.add_(1)
+            output.square().sum().backward()
+            results.append({"output": output.detach(), "gradient of x": leaf.grad})
+        assert_equal(*results)
+        assert_overlapped(layer)

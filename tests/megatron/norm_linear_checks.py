@@ -1,13 +1,15 @@
 """Checks of the fused norm and column-parallel linear. Each is run on every rank of one spawn, at TP 4 and at TP 2."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 
 from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.plugin import CommFuseLayerNormColumnParallelLinear
-from commfuse_megatron.plugin.compat import ColumnParallelLinear
+from commfuse_megatron.plugin.compat import ColumnParallelLinear, gather_rows
 from commfuse_megatron.plugin.decision import state_of
 from tests.megatron.layers import (
     IN,
@@ -44,7 +46,8 @@ class StockNormAndLinear(ColumnParallelLinear):
         centered = x - x.mean(-1, keepdim=True) if self.has_mean else x
         y = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + EPS)
         y = y * (self.layer_norm_weight + self.offset)
-        return super().forward(y + self.layer_norm_bias if self.has_mean else y)
+        self.normed = y + self.layer_norm_bias if self.has_mean else y
+        return super().forward(self.normed)
 
 
 def norm_pair(group_size: int, *, transformer: Any = None, **options: Any) -> tuple[Any, Any]:
@@ -78,6 +81,55 @@ def check_norm_and_linear(group_size: int) -> None:
             assert found["gradient of layer_norm_weight"].abs().min() > 0
             assert_equal(run(stock, x), found)
             assert_overlapped(ours)
+
+
+def check_norm_output_is_returned_as_transformer_engine_does(group_size: int) -> None:
+    """Fails without the attributes: an adapter beside the linear was given the input of the norm, and said nothing."""
+    for variant, is_gathered, skip_bias_add, is_switched_off, is_frozen in itertools.product(
+        VARIANTS[:1], (False, True), (False, True), (False, True), (False, True)
+    ):
+        transformer = norm_config(group_size, **variant)
+        transformer.commfuse = not is_switched_off
+        stock, ours = norm_pair(group_size, transformer=transformer, skip_bias_add=skip_bias_add)
+        for layer in (stock, ours):
+            layer.weight.requires_grad_(not is_frozen)
+            layer.bias.requires_grad_(not is_frozen)
+        assert_norm_output(stock, ours, is_gathered=is_gathered, is_overlapped=not is_switched_off)
+
+
+def assert_norm_output(stock: Any, ours: Any, *, is_gathered: bool, is_overlapped: bool = True) -> None:
+    """`ours` returns what `stock` has as `normed`, in all forms; with its gradient, all gradients are equal."""
+    ours.return_layernorm_output, ours.return_layernorm_output_gathered = True, is_gathered
+    x = example_input("column", ours.tp_size)
+
+    def add_up(output: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(200 + dist.get_rank())
+        weights = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in (output, normed)]
+        return (output * weights[0]).sum() + (normed * weights[1]).sum()
+
+    def expected_normed() -> torch.Tensor:
+        return gather_rows(stock.normed, stock.tp_group) if is_gathered else stock.normed
+
+    expected = run(stock, x, backward=lambda output: add_up(output, expected_normed()).backward())
+    found = run_with_norm_output(ours, x, add_up)
+    assert_equal(expected | {"normed": expected_normed().detach()}, found)
+    if is_overlapped:
+        assert_overlapped(ours)
+    else:
+        assert_stock(ours, "switched off")
+
+
+def run_with_norm_output(layer: Any, x: torch.Tensor, add_up: Any) -> dict[str, torch.Tensor | None]:
+    layer.zero_grad(set_to_none=True)
+    x = x.detach().requires_grad_()
+    returned = layer(x)
+    if layer.te_return_bias:
+        output, bias, normed = returned
+    else:
+        (output, normed), bias = returned
+    add_up(output, normed).backward()
+    results = {"output": output.detach(), "returned bias": bias, "gradient of x": x.grad, "normed": normed.detach()}
+    return results | {f"gradient of {name}": p.grad for name, p in layer.named_parameters()}
 
 
 def check_norm_and_linear_on_changing_lengths(group_size: int) -> None:

@@ -34,7 +34,7 @@ from commfuse_megatron.plugin.support import unsupported_reason
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, transformer_config
 from tests.megatron.gpt_bodies import differing_checkpoint_entries
 from tests.megatron.layers import IN, OUT, assert_equal, assert_overlapped, config, example_input, run
-from tests.megatron.norm_linear_checks import EPS, StockNormAndLinear
+from tests.megatron.norm_linear_checks import EPS, StockNormAndLinear, assert_norm_output
 
 OURS = {
     te.TELayerNormColumnParallelLinear: CommFuseTELayerNormColumnParallelLinear,
@@ -256,6 +256,24 @@ def check_converted_layers_compute_the_same(group_size: int) -> None:
                 x = example_input(kind, group_size)
                 assert_equal(run(expected, x), run(ours, x))
                 assert_overlapped(ours)
+
+
+def check_converted_layers_return_the_norms_output(group_size: int) -> None:
+    transformer = config(group_size, layernorm_epsilon=EPS, normalization="LayerNorm")
+    for is_gathered in (False, True):
+        for skip_bias_add in (False, True):
+            built = te_layer(te.TELayerNormColumnParallelLinear, transformer, skip_bias_add=skip_bias_add)
+            expected = StockNormAndLinear(
+                IN, OUT, config=transformer, init_method=torch.nn.init.normal_, bias=True,
+                skip_bias_add=skip_bias_add, gather_output=False,
+            )  # fmt: skip
+            with torch.no_grad():
+                for parameter in built.parameters():
+                    parameter.copy_(torch.randn_like(parameter))
+            expected.load_state_dict({k: v for k, v in built.state_dict().items() if k != "_extra_state"})
+            built.return_layernorm_output, built.return_layernorm_output_gathered = True, is_gathered
+            ours = convert_model(torch.nn.ModuleList([built]))[0]
+            assert_norm_output(expected, ours, is_gathered=is_gathered)
 
 
 def check_adapters_keep_their_layer(group_size: int) -> None:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from megatron.core.models import backends
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer import utils
 from megatron.core.transformer.moe import token_dispatcher
+from torch.utils.checkpoint import checkpoint
 
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.testing import cpu_megatron
@@ -18,7 +20,7 @@ from commfuse_megatron.testing.cpu import SHIMS
 
 
 def snapshot() -> dict[str, Any]:
-    owners = (torch.cuda, torch.cuda.nvtx, random, random.CheckpointWithoutOutput, token_dispatcher)
+    owners = (torch.autograd, torch.cuda, torch.cuda.nvtx, random, random.CheckpointWithoutOutput, token_dispatcher)
     state = {f"{owner.__name__}.{name}": value for owner in owners for name, value in vars(owner).items()}
     return state | {"te": sys.modules.get("transformer_engine", "absent")}
 
@@ -92,6 +94,41 @@ def test_cuda_means_cpu() -> None:
         assert torch.zeros(2).type(torch.float64).dtype == torch.float64
         assert torch.empty(2, device=torch.cuda.current_device()).device.type == "cpu"
     assert torch.zeros(2).type() == "torch.FloatTensor"
+
+
+MASKS = {
+    "causal": lambda: utils.get_default_causal_mask(3),
+    "sliding window": lambda: utils.get_sliding_window_causal_mask(3, 3, (1, 0)),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("way", ["checkpoint", "reentrant checkpoint", "Megatron's checkpoint", "hook, by grad"])
+def test_cuda_means_cpu_in_what_autograd_calls(way: str, mask: str) -> None:
+    """Fails without the shim around the engine: "Found no NVIDIA driver" where a layer is computed again."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return x.masked_fill(MASKS[mask](), 0.0).square()
+
+    def grad(is_recomputed: bool) -> torch.Tensor:
+        x = torch.arange(1.0, 10.0).view(3, 3).requires_grad_()
+        if not is_recomputed:
+            y = run(x)
+        elif way == "Megatron's checkpoint":
+            random.initialize_rng_tracker(force_reset=True)
+            y = random.checkpoint(run, False, x)
+        elif way == "hook, by grad":
+            y = run(x)
+            y.register_hook(lambda gradient: gradient.masked_fill(MASKS[mask](), 0.0))
+            return torch.autograd.grad(y.sum(), x)[0]
+        else:
+            y = checkpoint(run, x, use_reentrant=way == "reentrant checkpoint")
+        y.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    with cpu_megatron():
+        assert torch.equal(grad(False), grad(True))
 
 
 def test_streams_and_events_do_nothing() -> None:

@@ -10,6 +10,7 @@ from tests.megatron import (
     layer_checks,
     lifetime_checks,
     model_checks,
+    stand_in_checks,
 )
 from tests.megatron.harness import names_of_checks, run_checks
 
@@ -20,6 +21,7 @@ MODULES = (
     model_checks,
     conversion_checks,
     derived_checks,
+    stand_in_checks,
     capture_checks,
     lifetime_checks,
 )

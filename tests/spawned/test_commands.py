@@ -1,6 +1,8 @@
 """Whole commands with real ranks, as a user starts them."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,15 +15,20 @@ from tests.harness import run_on_ranks
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-def run_commfuse(*arguments: str, timeout_s: float = 160) -> subprocess.CompletedProcess[str]:
+def run_commfuse(*arguments: str, timeout_s: float = 160, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "commfuse_megatron", *arguments], capture_output=True, text=True, timeout=timeout_s
+        [sys.executable, "-m", "commfuse_megatron", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, **environment},
     )
 
 
 def test_verify_passes_on_two_ranks(tmp_path: Path) -> None:
     file = tmp_path / "verify.json"
-    ran = run_commfuse("verify", "--ranks", "2", "--dtype", "float32", "--json", str(file))
+    narrow = {"COLUMNS": "80", "PYTHONIOENCODING": "latin-1"}
+    ran = run_commfuse("verify", "--ranks", "2", "--dtype", "float32", "--json", str(file), **narrow)
     assert ran.returncode == 0, ran.stderr
     data = json.loads(file.read_text(encoding="utf-8"))
     assert data["group_size"] == 2
@@ -29,6 +36,10 @@ def test_verify_passes_on_two_ranks(tmp_path: Path) -> None:
     assert data["passed"] == len(data["cases"]) > 100
     assert {case["dtype"] for case in data["cases"]} == {"float32"}
     assert f"{data['passed']} passed, 0 failed" in ran.stdout
+    rows = re.findall(
+        r"y \d\.\d\d\W+x\.grad [\d.]+\W+weight\.grad [\d.]+\W+bias\.grad [\d.]+\W+passed (\d+)", ran.stdout
+    )
+    assert sum(map(int, rows)) == data["passed"], "at 80 columns results had none"
     assert "verifying" in ran.stderr, "progress belongs on stderr"
     assert "verifying" not in ran.stdout
     assert "nothing was sent" not in ran.stdout
@@ -44,7 +55,13 @@ def test_verify_compares_models_under_torchrun(tmp_path: Path) -> None:
     file = tmp_path / "models.json"
     words = ("verify", "--megatron", "--only", "dense", "sequence_parallel_off", "--json", str(file))
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "commfuse_megatron")
-    ran = subprocess.run([sys.executable, *launcher, *words], capture_output=True, text=True, timeout=160)
+    ran = subprocess.run(
+        [sys.executable, *launcher, *words],
+        capture_output=True,
+        text=True,
+        timeout=160,
+        env={**os.environ, "COLUMNS": "60", "PYTHONIOENCODING": "latin-1"},
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     data = json.loads(file.read_text(encoding="utf-8"))
     assert (data["ranks"], data["passed"], data["failed"]) == (2, 2, 0)
@@ -55,6 +72,8 @@ def test_verify_compares_models_under_torchrun(tmp_path: Path) -> None:
     assert dense["overlapped"] == dense["backward"] == 2 * 2 * 10, "ranks, micro-batches, layers"
     assert (stock["overlapped"], sum(stock["stock"].values())) == (0, 40)
     assert "2 equal to stock, 0 failed" in ran.stdout
+    for word in ("dense", "sequence_parallel_off", "TP2", "40 + 40", "0 + 0", "equal"):
+        assert re.search(rf"(?<!\S){re.escape(word)}(?!\S)", ran.stdout), f"at 60 columns there is no {word}"
     assert "sequence_parallel is off" in ran.stdout
 
 
@@ -64,7 +83,19 @@ def test_the_demo_trains_and_agrees(tmp_path: Path) -> None:
     file = tmp_path / "demo.json"
     output = tmp_path / "output"
     ran = run_commfuse(
-        "demo", "--ranks", "2", "--steps", "3", "--text", str(text), "--json", str(file), "--output", str(output)
+        "demo",
+        "--ranks",
+        "2",
+        "--steps",
+        "3",
+        "--text",
+        str(text),
+        "--json",
+        str(file),
+        "--output",
+        str(output),
+        COLUMNS="80",
+        PYTHONIOENCODING="ascii",
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     data = json.loads(file.read_text(encoding="utf-8"))
@@ -73,6 +104,8 @@ def test_the_demo_trains_and_agrees(tmp_path: Path) -> None:
     assert data["max_loss_difference"] <= 1e-6
     assert {op["path"] for op in data["report"]} == {"sliced"}, "attention was not asked for: Megatron's own"
     assert sum(op["calls"] for op in data["report"] if op["pass_name"] == "fprop") == 3 * len(data["layers"])
+    for loss in (*data["stock_loss"], *data["plugin_loss"]):
+        assert f" {loss:.9f} " in ran.stdout
     assert "10 layers, overlapped in 30 forward and 30 backward passes" in ran.stdout
     assert "direct all-gather: 2 ranks" in ran.stdout
     assert "direct reduce-scatter: 2 ranks" in ran.stdout

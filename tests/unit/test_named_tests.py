@@ -1,4 +1,4 @@
-"""What the README's support table and docs/field_bugs.md call tested names tests that exist."""
+"""What docs/support.md and docs/field_bugs.md call tested names tests that exist."""
 
 import ast
 import re
@@ -10,6 +10,7 @@ from commfuse_megatron.verify.megatron_cases import CONFIGURATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
+OUR_STAND_IN = "integrations/transformer_engine_checks.py"
 REFERENCE = re.compile(r"`([\w/]+\.py)::(\w+)`")
 
 
@@ -40,7 +41,9 @@ def assert_references_exist(cell: str) -> None:
         assert name in names_in(TESTS / file), f"{file} has no {name}"
 
 
-SUPPORT = rows_of(ROOT / "README.md", "## What is supported")
+SUPPORT_FILE = ROOT / "docs" / "support.md"
+SUPPORT = rows_of(SUPPORT_FILE, "# What is supported")
+ADAPTERS = rows_of(SUPPORT_FILE, "## Adapters, quantisers, exporters")
 
 
 @pytest.mark.parametrize("row", SUPPORT, ids=lambda row: row[0][:40])
@@ -52,8 +55,26 @@ def test_a_feature_that_is_supported_names_its_tests(row: list[str]) -> None:
         assert REFERENCE.search(tested_in), f"{feature}: says yes and names no test"
 
 
-def test_the_support_table_is_found() -> None:
+@pytest.mark.parametrize("row", ADAPTERS, ids=lambda row: f"{row[0][:40]} {row[1][:20]}".strip())
+def test_what_is_said_of_a_library_names_its_tests(row: list[str]) -> None:
+    _, order, result, tested_in = row
+    assert order
+    assert result
+    assert REFERENCE.search(tested_in)
+    assert_references_exist(tested_in)
+
+
+def test_every_check_of_another_library_is_in_the_table() -> None:
+    said = {reference for row in ADAPTERS for reference in REFERENCE.findall(row[3])}
+    libraries = {file for file, _ in said if file.startswith("integrations/")} - {OUR_STAND_IN}
+    checks = {(file, name) for file in libraries for name in names_in(TESTS / file) if name.startswith("check_")}
+    assert len(checks) > 5
+    assert checks <= said
+
+
+def test_the_support_tables_are_found() -> None:
     assert len(SUPPORT) > 15
+    assert len(ADAPTERS) > 5
 
 
 @pytest.mark.parametrize("row", rows_of(ROOT / "docs" / "field_bugs.md", "# Faults"), ids=lambda row: row[0])

@@ -1,5 +1,7 @@
 """Which transport serves a group, and who says why not."""
 
+import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -30,10 +32,49 @@ def test_a_copy_engine_that_cannot_serve_is_refused_on_all_ranks(monkeypatch):
 
     def body(group, device):
         config = OverlapConfig(transport=TransportConfig(backend="copy_engine", timeout_s=20.0))
-        with pytest.raises(ConfigError, match="group rank 0 has no CUDA device; use nccl or auto"):
+        with pytest.raises(ConfigError, match="group rank 0 has no CUDA device; use gloo or auto"):
             OverlapContext(group, config)
 
     run_threads(3, body)
+
+
+@pytest.mark.parametrize(
+    ("backend", "gpus", "hosts", "has_nccl", "mapping", "advice"),
+    [
+        ("nccl", [None, None], ["a", "a"], True, "", ["gloo", "auto"]),
+        ("nccl", ["0", "1"], ["a", "a"], False, "", ["gloo", "auto"]),
+        ("copy_engine", [None, None], ["a", "a"], True, "", ["gloo", "auto"]),
+        ("copy_engine", ["0", None], ["a", "a"], True, "", ["gloo", "auto"]),
+        ("copy_engine", ["0", "1"], ["a", "b"], False, "", ["gloo", "auto"]),
+        ("copy_engine", ["0", "0"], ["a", "a"], True, "", ["gloo"]),
+        ("copy_engine", ["0", "1"], ["a", "b"], True, "", ["nccl", "auto"]),
+        ("copy_engine", ["0", "1"], ["a", "a"], True, "group rank 0 cannot share memory", ["nccl", "auto"]),
+    ],
+)
+def test_what_a_refusal_advises_is_not_refused(backend, gpus, hosts, has_nccl, mapping, advice, monkeypatch):
+    """Fails where nccl is advised to whom has no GPU, no NCCL, or a GPU of which other ranks are, too."""
+    monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    monkeypatch.setattr(select.torch.cuda, "is_available", lambda: gpus[0] is not None)
+    monkeypatch.setattr(select.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(select.torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"{index}"))
+    monkeypatch.setattr(select.dist, "is_nccl_available", lambda: has_nccl)
+    monkeypatch.setattr(select, "why_memory_cannot_be_shared", lambda group, device: mapping)
+    monkeypatch.setattr(select, "_host", lambda: hosts[0])
+
+    def exchange(text):
+        if text.startswith("{"):
+            return [text, json.dumps({"host": hosts[1], "gpu": gpus[1]})]
+        return [text, ""]
+
+    with pytest.raises(ConfigError) as caught:
+        select.choose_backend(CudaGroup(), TransportConfig(backend=backend), exchange)
+    (words,) = re.findall(r"use ([\w ]+)", str(caught.value).rpartition(";")[2])
+    assert [word for word in words.split() if word in ("nccl", "copy_engine", "gloo", "auto")] == advice
+    for other in advice:
+        found = select.choose_backend(CudaGroup(), TransportConfig(backend=other), exchange)
+        assert found != "nccl" or (has_nccl and None not in gpus and len(set(gpus)) == len(gpus))
+        assert found in (other, "gloo", "nccl")
 
 
 def test_gloo_serves_groups_without_a_cuda_backend():

@@ -1,0 +1,110 @@
+"""Models with adapters, in every order of adapting, converting and describing by a spec; what training them gives."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from commfuse_megatron.plugin import apply_to_spec, convert_model, model_report
+from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, transformer_config
+from tests.megatron.gpt_bodies import perturb
+
+#: Order -> what is done to the model of a stock spec, one after the other.
+ORDERS: dict[str, tuple[str, ...]] = {
+    "adapt, convert": ("adapt", "convert"),
+    "convert, adapt": ("convert", "adapt"),
+    "spec, adapt": ("spec", "adapt"),
+    "spec, adapt, convert": ("spec", "adapt", "convert"),
+}
+STOCK = ("adapt",)
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+GPTS = (SmallGPT(dtype=torch.float64), SmallGPT.layer_norm_and_bias(dtype=torch.float64))
+TOLERANCE = 1e-13
+
+Adapt = Callable[[Any], Any]
+
+
+def model_in_order(
+    gpt: SmallGPT, group_size: int, order: tuple[str, ...], adapt: Adapt, spec_of: Callable[[Any], Any], building: Any
+) -> Any:
+    """A GPT with the base weights and the adapter weights that every order gets."""
+    config = transformer_config(gpt, group_size)
+    spec = spec_of(config)
+    with building():
+        model = build_gpt(gpt, config, overlap=False, spec=apply_to_spec(spec) if "spec" in order else spec)
+        perturb(model)  # norm weights of one would hide a norm that is left out
+        adapted = model
+        for step in order:
+            if step == "adapt":
+                adapted = adapt(model)
+            elif step == "convert":
+                convert_model(adapted)
+    _draw_adapters(adapted)
+    return adapted
+
+
+def _draw_adapters(model: torch.nn.Module) -> None:
+    """Random A and B: as they are made, B is zero and A without a gradient. Replicated ones are equal on all ranks."""
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    assert len(trainable) == 2 * 2 * len(LINEARS), [name for name, _ in trainable]
+    for number, (_, parameter) in enumerate(trainable):
+        rank = dist.get_rank() if getattr(parameter, "tensor_model_parallel", False) else 0
+        generator = torch.Generator().manual_seed(1000 * rank + number)
+        with torch.no_grad():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+
+
+def loss_and_gradients(gpt: SmallGPT, adapted: Any) -> dict[str, torch.Tensor]:
+    """Two calls, since what a layer keeps from the first must not change the second; of the second, everything."""
+    generator = torch.Generator().manual_seed(5)
+    found: dict[str, torch.Tensor] = {}
+    for _ in range(2):
+        tokens = torch.randint(gpt.vocab_size, (2, 33), generator=generator)
+        adapted.zero_grad(set_to_none=True)
+        loss = loss_of(adapted, tokens)
+        loss.backward()
+        found = {"loss": loss.detach()}
+        found |= {name: p.grad for name, p in adapted.named_parameters() if p.requires_grad}
+    return found
+
+
+def assert_equals_stock(
+    group_size: int,
+    adapt: Adapt,
+    spec_of: Callable[[Any], Any],
+    base_name: str,
+    *,
+    building: Any = nullcontext,
+    gpts: tuple[SmallGPT, ...] = GPTS,
+) -> None:
+    """Loss and every adapter's gradient equal stock's in every order, and every adapted linear was overlapped.
+
+    Args:
+        base_name: the name under which an adapter holds the linear.
+        building: makes the context in which models are built, adapted and converted.
+    """
+    for gpt in gpts:
+        expected = loss_and_gradients(gpt, model_in_order(gpt, group_size, STOCK, adapt, spec_of, building))
+        assert all(value.abs().max() > 0 for value in expected.values())
+        problems: list[str] = []
+        for name, order in ORDERS.items():
+            adapted = model_in_order(gpt, group_size, order, adapt, spec_of, building)
+            error, worst = max(_differences(expected, loss_and_gradients(gpt, adapted)))
+            if error > TOLERANCE:
+                problems.append(f"{name}: {worst} differs by {error:.1e}")
+            problems += [f"{name}: {each}" for each in _not_overlapped(adapted, base_name)]
+        assert not problems, "\n".join(problems)
+
+
+def _differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> Iterator[tuple[float, str]]:
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        yield ((value - found[name]).abs().max() / value.abs().max()).item(), name
+
+
+def _not_overlapped(adapted: Any, base_name: str) -> list[str]:
+    bases = [layer for layer in model_report(adapted).layers if layer.name.endswith(f".{base_name}")]
+    assert len(bases) == 2 * len(LINEARS), [layer.name for layer in bases]
+    return [f"{layer.name} is {layer.path}: {layer.reasons}" for layer in bases if layer.path != "overlapped"]

@@ -1,0 +1,222 @@
+"""The gathered input as a second result: values, gradients, and that nothing else is sent for it."""
+
+import itertools
+
+import pytest
+import torch
+
+from commfuse_megatron import OverlapConfig, OverlapContext, ops
+from commfuse_megatron.config import LinearConfig, PassConfig
+from commfuse_megatron.errors import ShapeError
+from commfuse_megatron.problem import shard_range
+from commfuse_megatron.transport import tape_graphs
+from tests.harness import run_threads
+from tests.harness.emulated_gpu import emulate_copy_engine, take_part
+from tests.harness.linear_cases import Case, assert_equal, draw
+from tests.threaded.test_copy_engine_emulated import PATHS, config_for, number_of_graphs
+from tests.threaded.test_linears import linear_config
+
+CONFIGS = {
+    "direct": linear_config(),
+    "direct 2": linear_config(m=2),
+    "ring": linear_config("ring"),
+    "ring 2": linear_config("ring", 2),
+    "kept": linear_config(keep_gathered_input=True),
+    "sequential": linear_config(path="sequential"),
+    "sequential, kept": linear_config(path="sequential", keep_gathered_input=True),
+    "async": OverlapConfig(linear=LinearConfig(dgrad=PassConfig(path="async"))),
+    "bulk": OverlapConfig(linear=LinearConfig(dgrad=PassConfig(path="bulk", algorithm="direct", chunks_per_shard=1))),
+}
+OUTPUTS = [("y", "gathered"), ("y",), ("gathered",)]
+
+
+def results(case, operands, grad_gathered, call, *, frozen=(), outputs=OUTPUTS[0], **where):
+    """Forward and backward, with gradients of some of the results; what nobody asked for counts as zeros."""
+    leaves = operands.copies()
+    for name in frozen:
+        getattr(leaves, name).requires_grad_(False)
+    y, gathered = call(leaves.x, leaves.weight, leaves.bias, case.rows, return_gathered=True, **where)
+    assert gathered.requires_grad == leaves.x.requires_grad
+    assert gathered.is_contiguous()
+    of = {"y": (y, operands.grad_y), "gathered": (gathered, grad_gathered)}
+    torch.autograd.backward(*zip(*(of[name] for name in outputs), strict=True))
+    found = {"y": y.detach(), "gathered": gathered.detach()}
+    for name in ("x", "weight", "bias"):
+        leaf = getattr(leaves, name)
+        if leaf.requires_grad:
+            found[f"{name}.grad"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        else:
+            assert leaf.grad is None
+    return found
+
+
+def draw_gathered(case: Case, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(77 * case.seed + rank)
+    shape = (case.rows, case.batch, case.K)
+    if case.exact:
+        return torch.randint(-2, 3, shape, generator=generator).to(case.dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
+
+
+def check(case, group, device, context, limit=0.0, **others) -> None:
+    operands, grad = draw(case, group.rank(), group.size(), device), draw_gathered(case, group.rank())
+    found = results(case, operands, grad, ops.all_gather_linear, context=context, **others)
+    expected = results(case, operands, grad, ops.reference.all_gather_linear, group=group, **others)
+    assert_equal(found, expected, atol=limit, rtol=limit)
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_every_result_is_exact_on_integers(group_size, config):
+    def body(group, device):
+        with OverlapContext(group, config) as context:
+            for seed, rows in enumerate((4 * group_size, 2 * group_size + 1, 1)):
+                case = Case(op="all_gather_linear", rows=rows, seed=seed)
+                for frozen in ((), ("weight",), ("weight", "bias")):
+                    for outputs in OUTPUTS:
+                        check(case, group, device, context, frozen=frozen, outputs=outputs)
+            check(Case(op="all_gather_linear", rows=7, N=0), group, device, context)
+            check(Case(op="all_gather_linear", rows=0), group, device, context)
+
+    run_threads(group_size, body)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_random_numbers_in_double_precision(config):
+    def body(group, device):
+        with OverlapContext(group, config) as context:
+            case = Case(op="all_gather_linear", rows=13, N=24, K=40, exact=False, dtype=torch.float64)
+            # Rounding is some 1e-15 of sums of about 100; a part that is left out errs by order 1.
+            check(case, group, device, context, limit=1e-12)
+
+    run_threads(3, body)
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("path", "algorithm", "m"), PATHS)
+@pytest.mark.parametrize("stepwise", [-1, 3])
+def test_over_the_copy_engine(group_size, path, algorithm, m, stepwise, monkeypatch):
+    emulate_copy_engine(monkeypatch)
+    monkeypatch.setattr(tape_graphs, "_STEPWISE", stepwise)  # -1: every call is a graph
+
+    def body(group, device):
+        with take_part(group), OverlapContext(group, config_for(path, algorithm, m)) as context:
+            for (seed, rows), frozen in itertools.product(enumerate((16, 13, 2)), ((), ("weight",))):
+                for outputs in OUTPUTS:
+                    case = Case(op="all_gather_linear", rows=rows, N=16, K=8, seed=seed)
+                    check(case, group, device, context, frozen=frozen, outputs=outputs)
+            if algorithm == "direct" and group_size > 1:
+                tapes = [tape for p in context._prepared.values() for tape in p.tapes.values()]
+                assert tapes
+                assert all(tape.operation is not None for tape in tapes)
+                assert bool(number_of_graphs(context)) == (stepwise < 0)
+
+    run_threads(group_size, body)
+
+
+@pytest.mark.parametrize("over_copies", [False, True])
+def test_kept_input_over_the_copy_engine_and_not(over_copies, monkeypatch):
+    """What is returned and what is kept are one tensor; without the return value it is kept all the same."""
+    if over_copies:
+        emulate_copy_engine(monkeypatch)
+
+    def body(group, device):
+        linear = LinearConfig(wgrad=linear_config(keep_gathered_input=True).linear.wgrad)
+        with take_part(group), OverlapContext(group, OverlapConfig(linear=linear)) as context:
+            case = Case(op="all_gather_linear", rows=8, N=16, K=8)
+            check(case, group, device, context)
+            leaves = draw(case, group.rank(), group.size(), device).copies()
+            saved = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+                _, gathered = ops.all_gather_linear(leaves.x, leaves.weight, context=context, return_gathered=True)
+            assert {tensor.data_ptr() for tensor in saved} == {gathered.data_ptr(), leaves.weight.data_ptr()}
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_some_ranks_without_a_gradient_of_what_was_gathered(config):
+    def body(group, device):
+        with OverlapContext(group, config) as context:
+            case = Case(op="all_gather_linear", rows=9)
+            check(case, group, device, context, outputs=OUTPUTS[group.rank()])
+
+    run_threads(3, body)
+
+
+def test_nothing_else_is_sent_for_it():
+    def body(group, device):
+        counts = []
+        with OverlapContext(group) as context:
+            start, sent = context.link.start, []
+            context.link.start = lambda run, index, send, receive: (
+                sent.append(0 if send is None else send.tensor.nbytes) or start(run, index, send, receive)
+            )
+            case = Case(op="all_gather_linear", rows=8)
+            operands = draw(case, group.rank(), group.size(), device)
+            for returns in (False, True):
+                sent.clear()
+                leaves = operands.copies()
+                found = ops.all_gather_linear(leaves.x, leaves.weight, context=context, return_gathered=returns)
+                y = found[0] if returns else found
+                torch.autograd.backward(
+                    found if returns else [y], [operands.grad_y, draw_gathered(case, 0)][: 1 + returns]
+                )
+                counts.append(sum(sent))
+        assert counts[0] == counts[1] > 0
+
+    run_threads(2, body)
+
+
+def test_what_is_returned_is_the_callers_own():
+    """It may be changed in place, and neither x nor the next call does."""
+
+    def body(group, device):
+        for config in (linear_config(), linear_config(path="sequential")):
+            with OverlapContext(group, config) as context:
+                case = Case(op="all_gather_linear", rows=4 * group.size())
+                operands = draw(case, group.rank(), group.size(), device)
+                leaves = operands.copies()
+                before = leaves.x.detach().clone()
+                y, gathered = ops.all_gather_linear(leaves.x, leaves.weight, context=context, return_gathered=True)
+                own = shard_range(case.rows, group.size(), group.rank())
+                assert torch.equal(gathered[own.start : own.stop], before)
+                with torch.no_grad():
+                    gathered.fill_(7)
+                    ops.all_gather_linear(leaves.x, leaves.weight, context=context)
+                assert (gathered == 7).all()
+                assert torch.equal(leaves.x, before)
+                y.backward(operands.grad_y)
+                expected = operands.copies()
+                ops.reference.all_gather_linear(expected.x, expected.weight, group=group).backward(operands.grad_y)
+                assert torch.equal(leaves.weight.grad, expected.weight.grad)
+
+    for group_size in (1, 2):
+        run_threads(group_size, body)
+
+
+def test_a_frozen_input_and_calls_without_gradients():
+    def body(group, device):
+        with OverlapContext(group) as context:
+            case = Case(op="all_gather_linear", rows=8)
+            check(case, group, device, context, frozen=("x",), outputs=("y",))
+            leaves = draw(case, group.rank(), group.size(), device).copies()
+            with torch.no_grad():
+                y, gathered = ops.all_gather_linear(leaves.x, leaves.weight, context=context, return_gathered=True)
+            assert not y.requires_grad
+            assert not gathered.requires_grad
+            expected = ops.reference.all_gather_linear(leaves.x, leaves.weight, group=group, return_gathered=True)
+            assert torch.equal(gathered, expected[1])
+            assert torch.equal(y, expected[0])
+
+    run_threads(2, body)
+
+
+def test_an_answer_of_another_kind_is_refused():
+    def body(group, device):
+        with OverlapContext(group) as context:
+            with pytest.raises(ShapeError, match="return_gathered must be True or False, got 'yes'"):
+                ops.all_gather_linear(torch.zeros(2, 4), torch.zeros(3, 4), context=context, return_gathered="yes")
+            assert ops.all_gather_linear(torch.zeros(2, 4), torch.zeros(3, 4), context=context).shape == (4, 3)
+
+    run_threads(2, body)

@@ -1,0 +1,353 @@
+"""What the commands print, on narrow terminals, into a pipe and in other encodings: every value, whole.
+
+The commands are run as one rank runs them, with results at hand in place of those that ranks would find.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import distributed as dist
+
+from commfuse_megatron import OpRecord, OverlapConfig
+from commfuse_megatron.benchmark import figure
+from commfuse_megatron.benchmark.attention_cases import attention_case
+from commfuse_megatron.benchmark.cases import linear_case
+from commfuse_megatron.benchmark.rows import Report, Row
+from commfuse_megatron.benchmark.run import Outcome, Settings
+from commfuse_megatron.benchmark.whole_step import FREE, PLUGIN, STOCK, StepTimes, StepTrace
+from commfuse_megatron.cli import bench, demo, output, trace, trace_attention, trace_step, verify, verify_megatron
+from commfuse_megatron.cli import main as cli
+from commfuse_megatron.cli.ranks import Rank
+from commfuse_megatron.runtime.recorder import Interval
+from commfuse_megatron.tracing.attention import BlockTrace
+from commfuse_megatron.tracing.linear import LinearTrace
+from commfuse_megatron.verify.attention import make_attention_cases
+from commfuse_megatron.verify.cases import make_cases
+from commfuse_megatron.verify.gpus import Gpu, GpuLink
+from commfuse_megatron.verify.machine import Ability, Machine, Setting
+from commfuse_megatron.verify.megatron_models import ModelResult
+from commfuse_megatron.verify.ops import CaseResult, Deviation
+from commfuse_megatron.verify.training import Comparison
+from tests.unit.test_predictions import a_row, measured_rows
+
+# --- commands that have their results already -------------------------------------------------------------------------
+
+FIRST = Rank(0, 1, "cpu")
+INTERVALS = {
+    0: [
+        Interval("multiply", "compute", 0.0, 123456.7, 0, "attention", 1),
+        Interval("send", "transfer", 1.0, 234567.8, 0, "transfer", 1),
+    ]
+}
+Set = Callable[[str, object], None]
+
+
+def a_record(**changes: object) -> OpRecord:
+    values = {
+        "op": "linear_reduce_scatter", "pass_name": "backward", "M": 131072, "N": 28672, "K": 28672,
+        "dtype": "bfloat16", "group_size": 2, "path": "sliced", "reason": "asked for", "algorithm": "direct",
+        "chunks_per_shard": 16, "transport": "copy_engine", "gemm": "persistent", "calls": 12345,
+        "exposed_comm_us": 98765.0,
+    }  # fmt: skip
+    return OpRecord(**(values | changes))  # type: ignore[arg-type]
+
+
+def run_verify(place: Path, put: Set) -> int:
+    found = []
+    for number, case in enumerate((*make_cases(2, "cpu"), *make_attention_cases(2, "cpu"))):
+        tensors = [
+            Deviation(tensor=name, max_error=number % 7 + at, allowed=8.0) for at, name in enumerate(verify.TENSORS)
+        ]
+        complaints = ("x.grad is wrong",) if number % 50 == 0 else ()
+        found.append(
+            CaseResult(
+                case=case,
+                deviations=tuple(tensors),
+                paths=("sliced", "sequential"),
+                transport="gloo",
+                gemms=("torch",),
+                complaints=complaints,
+            )
+        )
+    put("commfuse_megatron.verify.ops.verify_ops", lambda *_, **__: found)
+    return verify._verify_on_rank(FIRST, verify._Options(str(place / "out.json"), None, "auto"))
+
+
+def run_verify_megatron(place: Path, put: Set) -> int:
+    values = {
+        "layout": "TP2 x CP2 x PP2", "loss_error": 1.2e-15, "gradient_error": 3.4e-14, "num_gradients": 123,
+        "gradient": "decoder.layers.0.mlp.experts.linear_fc1.weight", "parameter_error": None, "parameter": "",
+        "overlapped": 1280, "backward": 1240, "stock": {"sequence_parallel is off": 40},
+    }  # fmt: skip
+    names = ("dense", "sequence_parallel_off", "mla_with_a_long_name_of_its_own")
+    found = [ModelResult(name=name, **values) for name in names]  # type: ignore[arg-type]
+    put("commfuse_megatron.testing.cpu_megatron", contextlib.nullcontext)
+    put("commfuse_megatron.cli.verify_megatron.choose_configurations", lambda *_: ["dense"])
+    put("commfuse_megatron.cli.verify_megatron.verify_models", lambda *_, **__: found)
+    return verify_megatron._verify_on_rank(
+        FIRST, verify_megatron._Options(str(place / "out.json"), ["dense"], is_verbose=True)
+    )
+
+
+def run_demo(place: Path, put: Set) -> int:
+    op = {name: getattr(a_record(), name) for name in OpRecord.__dataclass_fields__}
+    found = Comparison(
+        stock_loss=(5.123456789, 4.987654321),
+        plugin_loss=(5.123456789, 4.987654323),
+        ops=(op, op | {"pass_name": "fprop", "algorithm": "ring", "chunks_per_shard": 2}),
+        layers=({"name": "decoder", "overlapped_calls": 3},),
+        recording=INTERVALS,
+    )
+    put("commfuse_megatron.verify.training.train_both", lambda *_, **__: found)
+    put("commfuse_megatron.verify.training.complaints_of", lambda *_: [])
+    options = demo._Options(2, "float32", b"text" * 100, str(place), str(place / "out.json"), is_verbose=True)
+    return demo._demo_on_rank(FIRST, options)
+
+
+def run_trace(place: Path, put: Set) -> int:
+    found = LinearTrace(recording=INTERVALS, record=a_record())
+    put("commfuse_megatron.tracing.linear.trace_linear", lambda *_, **__: found)
+    options = trace._Options(
+        op="linear_reduce_scatter", pass_name="backward", case=None, M=8, N=8, K=8, dtype="float32",
+        config=OverlapConfig(), calls=2, is_profiled=False, output=str(place), name="x", json=str(place / "out.json"),
+    )  # fmt: skip
+    return trace._trace_on_rank(FIRST, options)
+
+
+def run_trace_attention(place: Path, put: Set) -> int:
+    found = BlockTrace(calls=(INTERVALS, INTERVALS), record=a_record(attention="flash"), projection=a_record())
+    put("commfuse_megatron.tracing.attention.trace_block", lambda *_, **__: found)
+    options = trace_attention._Options(
+        case=attention_case("llama-8b.attention", 8192, 2, 64), pass_name="fprop", dtype="float32",
+        configs=dict.fromkeys(("sequential", "row_parallel", "query_split"), OverlapConfig()), calls=2,
+        is_profiled=False, forces_projection=False, output=str(place), name="x", json=str(place / "out.json"),
+        is_verbose=True,
+    )  # fmt: skip
+    return trace_attention._trace_on_rank(FIRST, options)
+
+
+def run_trace_step(place: Path, put: Set) -> int:
+    times = {
+        name: StepTimes(forward_ms=1234.5, step_ms=ms) for name, ms in ((STOCK, 4567.8), (PLUGIN, 3456.7), (FREE, 1.2))
+    }
+    found = StepTrace(
+        times=times,
+        runs={STOCK: INTERVALS, PLUGIN: INTERVALS},
+        layers={"decoder.layers.0.mlp.linear_fc1": "it is off"},
+        ops=(a_record(),),
+        transport="gloo",
+    )
+    put("commfuse_megatron.benchmark.whole_step.trace_step", lambda *_, **__: found)
+    options = trace_step._Options(
+        model="demo", num_layers=2, sequence=8, batch=1, dtype="float32", config=OverlapConfig(),
+        transformer_impl="local", has_fusions=False, rounds=1, output=str(place), name="x",
+        json=str(place / "out.json"), is_verbose=True,
+    )  # fmt: skip
+    return trace_step._trace_on_rank(FIRST, options)
+
+
+def bench_rows() -> list[Row]:
+    case, block = linear_case("llama-70b.fc2", 8192, 2), attention_case("paper.attention-4x8192", 8192, 2)
+    way = {"algorithm": "direct", "chunks_per_shard": 4, "transport": "copy_engine"}
+    rows = [a_row(case, name, "sliced", 1.234, p95_ms=12.345, host_us=99.0, **way) for name in ("planned", "bulk m=4")]
+    rows.append(a_row(case, "sequential", "sequential", 9.876, emulated=True, transport="nccl"))
+    rows.append(a_row(case, "planned", "sliced", 9.876, device="cpu", max_error=1.5e-7, **way))
+    for name, ms in (("sequential", 34.567), ("query_split m=4", 23.456), ("planned", 23.456)):
+        rows.append(a_row(block, name, name.split()[0], ms, op="query_split_attention", **way))
+    return rows
+
+
+def run_bench(place: Path, put: Set) -> int:
+    def grid(pieces, group, device, settings, *, on_rows, on_note) -> Outcome:
+        on_rows("piece", bench_rows())
+        return Outcome(missing=["llama-8b.qkv M=2048 fprop: no time left"], left_out={"async_tp": "not here"})
+
+    put("commfuse_megatron.benchmark.run.run_grid", grid)
+    options = bench._Options(
+        Settings(models=("llama-8b",), commit="0123456"),
+        str(place / "out.json"),
+        None,
+        {},
+        resumes=False,
+        is_verbose=True,
+    )
+    return bench._bench_on_rank(FIRST, options)
+
+
+def run_simulate(place: Path, put: Set) -> int:
+    way = {"transport": "copy_engine", "algorithm": "direct", "chunks_per_shard": 1}
+    larger = a_row(linear_case("llama-70b.fc1", 8192, 4), "sliced m=1 copy_engine", "sliced", 2.0, **way)
+    Report(place / "rows.json", {"multiprocessors": 132}, measured_rows()).write()
+    Report(place / "four.json", {}, [larger]).write()
+    files = ("--rows", str(place / "rows.json"), "--against", str(place / "four.json"))
+    return cli.main(["simulate", *files, "--ranks", "4", "--models", "llama-70b", "--json", str(place / "out.json")])
+
+
+def run_doctor(place: Path, put: Set) -> int:
+    gpus = [
+        Gpu(index=n, name="NVIDIA H200", memory_gib=139.8, multiprocessors=132, compute_capability="9.0")
+        for n in range(2)
+    ]
+    machine = Machine(
+        versions={"torch": "2.11.0+cu130.of.a.long.name.that.has.no.end", "megatron-core": None},
+        gpus=tuple(gpus),
+        links=(GpuLink(first=0, second=1, kind="nvlink", nvlinks=18, can_access_peer=True),),
+        abilities=(
+            Ability(name="gloo transport", needs="CPU tensors", missing=None),
+            Ability(name="persistent GEMM", needs="GEMMs beside NCCL", missing="pip install 'x[y]' and a driver " * 3),
+        ),
+        settings=(Setting(name="CUDA_DEVICE_MAX_CONNECTIONS", value=None, meaning="streams may wait " * 5),),
+    )
+    put("commfuse_megatron.cli.doctor.inspect_machine", lambda: machine)
+    return cli.main(["doctor", "--json", str(place / "out.json")])
+
+
+COMMANDS = {
+    "verify": (run_verify, 1),
+    "verify --megatron": (run_verify_megatron, 0),
+    "demo": (run_demo, 0),
+    "trace": (run_trace, 0),
+    "trace --attention": (run_trace_attention, 0),
+    "trace --step": (run_trace_step, 0),
+    "bench": (run_bench, 0),
+    "simulate": (run_simulate, 0),
+    "doctor": (run_doctor, 0),
+}
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Imported before, so that it keeps what is put aside here.
+    assert figure
+    monkeypatch.setattr("commfuse_megatron.tracing.figure.missing_matplotlib", lambda: "it takes a second")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> list[Table]:
+    """Every table that is made."""
+    made: list[Table] = []
+    make = Table.__init__
+
+    def note(self: Table, *arguments: object, **options: object) -> None:
+        make(self, *arguments, **options)  # type: ignore[arg-type]
+        if options.get("title"):
+            made.append(self)
+
+    monkeypatch.setattr(Table, "__init__", note)
+    return made
+
+
+# --- what is on the screen --------------------------------------------------------------------------------------------
+
+
+def squeeze(text: str) -> str:
+    return re.sub(r"\s", "", text)
+
+
+def columns_of(table: Table) -> list[list[str]]:
+    """Heading and cells of every column, without markup."""
+    return [[Text.from_markup(str(text)).plain for text in (column.header, *column.cells)] for column in table.columns]
+
+
+def columns_on_screen(out: str) -> list[list[str]]:
+    """For every framed table, the texts of each column, in one piece and without spaces."""
+    found: list[list[str]] = []
+    is_inside = False
+    for line in out.splitlines():
+        if not re.match(r"[│┃|]", line):
+            is_inside = is_inside and re.match(r"[┏┡└├+]", line) is not None
+            continue
+        pieces = [squeeze(piece) for piece in re.split(r"[│┃|]", line)[1:-1]]
+        if set("".join(pieces)) <= set("-+"):
+            continue
+        if not is_inside:
+            found.append([""] * len(pieces))
+        is_inside = True
+        found[-1] = [before + piece for before, piece in zip(found[-1], pieces, strict=True)]
+    return found
+
+
+def require_whole(table: Table, out: str) -> None:
+    """Everything that `table` says is in `out`: in columns, or in sentences; values and short names unbroken."""
+    columns = columns_of(table)
+    assert columns, "a table without columns"
+    if [squeeze("".join(texts)) for texts in columns] not in columns_on_screen(out):
+        for row in zip(*(texts[1:] for texts in columns), strict=True):
+            sentence = "".join(f"{texts[0]}{value}" for texts, value in zip(columns, row, strict=True) if value)
+            assert squeeze(sentence) in squeeze(out.replace("|", "")), f"{table.title}: {row} is not in\n{out}"
+    for column, (_, *cells) in zip(table.columns, columns, strict=True):
+        for cell in cells:
+            if column.justify == "right" or len(cell) <= 12:
+                assert re.search(rf"(?<!\S){re.escape(cell)}(?!\S)", out), f"{table.title}: {cell} is not in\n{out}"
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("width", "encoding"),
+    [(60, "utf-8"), (60, "latin-1"), (80, "utf-8"), (100, "ascii"), (None, "utf-8"), (None, "latin-1")],
+)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_value_is_on_the_screen(
+    command: str,
+    width: int | None,
+    encoding: str,
+    tmp_path: Path,
+    tables: list[Table],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fails where rich divides the width: columns of values got none, or UnicodeEncodeError for an ellipsis."""
+    if width is not None:
+        monkeypatch.setenv("COLUMNS", str(width))
+    screen = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", screen)
+    folder = tmp_path / "Ω"
+    folder.mkdir()
+    run, exit_code = COMMANDS[command]
+    assert run(folder, monkeypatch.setattr) == exit_code
+    screen.flush()
+    out = screen.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    assert tables
+    for table in tables:
+        require_whole(table, out)
+    if command in ("verify", "verify --megatron", "doctor"):  # the others name folders
+        assert width is None or max(map(len, out.splitlines())) <= width, out
+    assert json.loads((folder / "out.json").read_text("utf-8"))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_results_are_in_the_file_before_any_is_printed(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails where the file is written last: what stops the printing then loses the results."""
+
+    class ScreenIsGoneError(Exception):
+        pass
+
+    def fail(console: Console, *_: object, **__: object) -> None:
+        if not console.stderr:
+            raise ScreenIsGoneError
+
+    monkeypatch.setattr(Console, "print", fail)
+    monkeypatch.setattr(type(output.results()), "print", fail)
+    with pytest.raises(ScreenIsGoneError):
+        COMMANDS[command][0](tmp_path, monkeypatch.setattr)
+    assert json.loads((tmp_path / "out.json").read_text("utf-8"))
+
+
+def test_all_commands_are_looked_at() -> None:
+    (action,) = [a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    assert {name.split()[0] for name in COMMANDS} == set(action.choices)
