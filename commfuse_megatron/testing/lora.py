@@ -39,7 +39,8 @@ class LoRALinear(torch.nn.Module):
 
     def __init__(self, to_wrap: torch.nn.Module, adapter: torch.nn.Module, scale: float) -> None:
         super().__init__()
-        self.to_wrap, self.adapter = to_wrap, adapter
+        self.to_wrap: Any = to_wrap
+        self.adapter: Any = adapter
         self._scale = scale
         self.register_load_state_dict_pre_hook(_name_wrapped)
 
@@ -73,12 +74,12 @@ def _name_wrapped(module: torch.nn.Module, state: dict[str, Any], prefix: str, *
 class _Adapter(torch.nn.Module):
     """A pair of linears beside a tensor-parallel one under sequence parallelism; r is `rank`.
 
-    | beside | form     | linear_in                                      | linear_out                                   |
-    |--------|----------|------------------------------------------------|----------------------------------------------|
-    | column | rows     | [r/R, K], gathers rows; output gathered        | [N/R, r]                                     |
-    | column | gathered | [r/R, K] on gathered rows; output gathered     | [N/R, r]                                     |
-    | row    | rows     | [r, K/R], output reduce-scattered to rows      | [N, r], replicated, on rows                  |
-    | row    | gathered | [r, K/R], output all-reduced                   | [N/R, r], output gathered, then split to rows |
+    | beside | form     | linear_in                                  | linear_out                                |
+    |--------|----------|--------------------------------------------|-------------------------------------------|
+    | column | rows     | [r/R, K], gathers rows; output gathered    | [N/R, r]                                  |
+    | column | gathered | [r/R, K] on gathered rows; output gathered | [N/R, r]                                  |
+    | row    | rows     | [r, K/R], output reduce-scattered to rows  | [N, r], replicated, on rows               |
+    | row    | gathered | [r, K/R], output all-reduced               | [N/R, r]; output gathered, split to rows  |
 
     In the gathered form of a column-parallel pair the gradient of x is a partial sum, which is due to whoever gathered.
     """
@@ -143,7 +144,7 @@ def _on_rows(rank: int, output_size: int, config: Any) -> torch.nn.Linear:
     device = None if config.use_cpu_initialization else torch.cuda.current_device()
     linear = torch.nn.Linear(rank, output_size, bias=False, device=device, dtype=config.params_dtype)
     # Each rank sees its own rows only: `finalize_model_grads` has to sum the gradients.
-    linear.weight.sequence_parallel = True  # type: ignore[assignment]
+    linear.weight.sequence_parallel = True  # type: ignore[attr-defined]
     return linear
 
 
@@ -188,7 +189,7 @@ def _places(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
 
 
 def _parallel_mode(module: torch.nn.Module) -> str | None:
-    """ "column" or "row" for the tensor-parallel linears of Megatron and Transformer Engine, ours included; else None."""
+    """How a tensor-parallel linear of Megatron, Transformer Engine or ours is split; None for what is none."""
     if isinstance(module, RowParallelLinear):
         return "row"
     if isinstance(module, ColumnParallelLinear):

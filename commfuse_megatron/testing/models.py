@@ -176,7 +176,7 @@ def _with_fused_norms(layer: Any) -> Any:
     layer = copy.copy(layer)
     parts = layer.submodules = copy.copy(layer.submodules)
     parts.sharded_state_dict_keys_map = {}  # which gives separate norms the names of fused ones
-    fused = {ColumnParallelLinear: CommFuseLayerNormColumnParallelLinear}
+    fused: dict[type, type] = {ColumnParallelLinear: CommFuseLayerNormColumnParallelLinear}
     # Of latent attention, Megatron takes fused up-projections from Transformer Engine only.
     if hasattr(getattr(parts.self_attention, "submodules", None), "linear_qkv"):
         parts.self_attention = replace_in_spec(parts.self_attention, fused)

@@ -126,7 +126,9 @@ def _configuration(words: dict[str, str]) -> Configuration:
         frozen=("",) if is_frozen else (),
         trained=(_ADAPTERS,) if is_frozen else (),
         without_backward=without_backward,
-        adapters=Adapters(norm_output=words["adapters"], is_first=words["order"] == "lora_first"),
+        adapters=Adapters(
+            norm_output="rows" if words["adapters"] == "rows" else "gathered", is_first=words["order"] == "lora_first"
+        ),
     )
 
 

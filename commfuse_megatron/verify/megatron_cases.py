@@ -25,7 +25,7 @@ class Adapters:
     is_first: the stock model gets them, and is converted with them; their own linears become ours, too.
     """
 
-    norm_output: str
+    norm_output: Literal["rows", "gathered"]
     is_first: bool
 
     def reasons_to_stay(self, linear: str) -> tuple[str, ...]:
