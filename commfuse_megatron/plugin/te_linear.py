@@ -50,9 +50,10 @@ def _run(layer: Any, operation: Any, input_: torch.Tensor, context: OverlapConte
     """What the operation gives, and the bias that is returned to the caller."""
     weight = layer.weight
     added, returned = biases_of(layer)
-    weight_grad: WeightGrad = weight_grad_target(layer, weight)
+    target = weight_grad_target(layer, weight)
+    weight_grad: WeightGrad = target
     if layer.wgrad_store.delay_wgrad_compute():
-        weight_grad = DeferredWeightGrad(_Delayed(layer.wgrad_store, weight, weight_grad), weight_grad)
+        weight_grad = DeferredWeightGrad(_Delayed(layer.wgrad_store, weight, target), target)
     output = operation(
         input_,
         weight,

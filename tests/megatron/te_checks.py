@@ -278,7 +278,7 @@ def check_converted_layers_return_the_norms_output(group_size: int) -> None:
 
 
 def check_delayed_weight_gradients(group_size: int) -> None:
-    """Megatron's contract of `delay_wgrad_compute`: `backward_dw` computes the weight gradients of two micro-batches."""
+    """Megatron's contract of `delay_wgrad_compute`: `backward_dw` computes the gradients of two micro-batches."""
     for stock, is_fused in itertools.product(OURS, (False, True)):
         transformer = config(group_size)
         plain = te_layer(apply_to_spec(stock), transformer)
