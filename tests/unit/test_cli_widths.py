@@ -95,7 +95,7 @@ def run_verify_megatron(place: Path, put: Set) -> int:
     put("commfuse_megatron.cli.verify_megatron.choose_configurations", lambda *_: ["dense"])
     put("commfuse_megatron.cli.verify_megatron.verify_models", lambda *_, **__: found)
     return verify_megatron._verify_on_rank(
-        FIRST, verify_megatron._Options(str(place / "out.json"), ["dense"], is_verbose=True)
+        FIRST, verify_megatron._Options(str(place / "out.json"), ["dense"], has_adapters=False, is_verbose=True)
     )
 
 
