@@ -112,7 +112,7 @@ def check_decisions_are_compared_anew_after_a_reset(group_size: int) -> None:
 
     if dist.get_rank() == 1:
         agreement.agree = interrupt
-    with pytest.raises(KeyboardInterrupt if dist.get_rank() == 1 else TransportError, match=r"^$|KeyboardInterrupt"):
+    with pytest.raises(KeyboardInterrupt if dist.get_rank() == 1 else TransportError):
         ours(x)
     reset_contexts()
     assert_equal(expected, run(ours, x))
