@@ -42,9 +42,8 @@ def train() -> list[Any]:
     """One training run, from the command line to the report; the model's chunks on this rank."""
     from megatron.training.arguments import parse_and_validate_args
 
-    from commfuse_megatron.plugin import model_report
+    from commfuse_megatron.plugin import model_report, reset_contexts
     from commfuse_megatron.plugin.compat import set_scalar_writer
-    from commfuse_megatron.plugin.contexts import close_contexts
     from commfuse_megatron.plugin.pretraining import ScalarLog, pretrain
 
     arguments = parse_and_validate_args(
@@ -71,7 +70,7 @@ def train() -> list[Any]:
         if arguments.report is not None:
             Path(arguments.report).parent.mkdir(parents=True, exist_ok=True)
             Path(arguments.report).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
-    close_contexts()
+    reset_contexts()
     return chunks
 
 

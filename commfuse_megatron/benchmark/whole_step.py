@@ -152,12 +152,12 @@ def trace_step(wanted: StepToTrace, *, on_step: Callable[[], object] = lambda: N
             from commfuse_megatron.testing import cpu_megatron
 
             stack.enter_context(cpu_megatron())
-        from commfuse_megatron.plugin.contexts import close_contexts
+        from commfuse_megatron.plugin import reset_contexts
         from commfuse_megatron.testing.gpt import tensor_parallel
 
         stack.enter_context(tensor_parallel(dist.get_world_size()))
         traced = _trace(wanted, on_step)
-        close_contexts()
+        reset_contexts()
         return traced
 
 

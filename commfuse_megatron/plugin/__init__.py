@@ -10,6 +10,7 @@ from commfuse_megatron.plugin.attention import (
     CommFuseMLASelfAttention,
     CommFuseSelfAttention,
 )
+from commfuse_megatron.plugin.contexts import reset_contexts
 from commfuse_megatron.plugin.convert import convert_model
 from commfuse_megatron.plugin.embedding import CommFuseVocabParallelEmbedding
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
@@ -42,5 +43,6 @@ __all__ = [
     "apply_to_spec",
     "convert_model",
     "model_report",
+    "reset_contexts",
     "unsupported_reason",
 ]

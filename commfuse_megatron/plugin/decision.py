@@ -7,7 +7,6 @@ checkpoints; only what was asked for survives a copy, never a context.
 
 import dataclasses
 import functools
-import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -49,8 +48,8 @@ class LayerState:
     """Memory of one layer: the wishes it was built with, what it resolved, and what its calls did.
 
     overlap_config: the configuration given to `apply_to_spec` or `convert_model`; None reads the flags.
-    name: how log lines call the layer. decisions: hash of all that were compared with other ranks. place: the layer's
-    number among those whose decisions were compared.
+    name: how log lines call the layer. place: the layer's first among the calls that its context
+    compared between ranks.
     kept_reason: why a layer that is none of ours was not replaced.
     overlapped_calls: forward passes whose transfers ran beside GEMMs. sequential_calls: those that the planner had run
     one after the other, by its reason. stock_calls: those that took Megatron's own path, by the reason.
@@ -64,7 +63,6 @@ class LayerState:
     sequential_calls: dict[str, int] = field(default_factory=dict)
     stock_calls: dict[str, int] = field(default_factory=dict)
     context: OverlapContext | None = None
-    decisions: str = ""
     place: int | None = None
     wants_gathered: bool = False
     gathered: torch.Tensor | None = None
@@ -164,13 +162,12 @@ def _compare_decision(layer: Any, input_: torch.Tensor, state: LayerState, reaso
         return
     if capture.is_capturing(input_) and existing_context_of(layer) is None:  # none can be made to compare by
         return
-    label, decision = label_of(layer), reason or "overlapped"
     consensus = context_of(layer).consensus
+    number = consensus.next_place()
     if state.place is None:  # names may be those of many layers
-        state.place = consensus.next_place()
-    place = f"{label} (number {state.place}, after {state.decisions})"
-    consensus.agree(f"{place}: {decision}", topic=place, is_place=True)
-    state.decisions = hashlib.blake2b(f"{state.decisions} {label} {decision}".encode(), digest_size=8).hexdigest()
+        state.place = number
+    place = f"{label_of(layer)}, compared layer call {number} (this layer's first was {state.place})"
+    consensus.agree(f"{place}: {reason or 'overlapped'}", topic=place, is_place=True)
 
 
 def weight_grad_target(layer: Any, weight: torch.Tensor) -> WeightGradTarget | None:
@@ -194,7 +191,9 @@ def context_of(layer: Any) -> OverlapContext:
     state = state_of(layer)
     config, context, group = _context_config(layer, state), state.context, group_of(layer)
     if context is None or not context.is_usable or context.group is not group or context.config is not config:
-        context = state.context = context_for(group, config)
+        context = context_for(group, config)
+        if context is not state.context:
+            state.context, state.place = context, None
     return context
 
 

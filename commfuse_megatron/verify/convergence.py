@@ -109,14 +109,14 @@ def compare_runs(task: Task, *, on_step: Callable[[], object] = lambda: None) ->
 
             stack.enter_context(cpu_megatron())
             stack.enter_context(PRETRAINING_SHIMS["hybrid_final_norm"]())
-        from commfuse_megatron.plugin.contexts import close_contexts
+        from commfuse_megatron.plugin import reset_contexts
         from commfuse_megatron.testing.gpt import tensor_parallel
 
         stack.enter_context(tensor_parallel(dist.get_world_size()))
         folders = [stack.enter_context(tempfile.TemporaryDirectory(prefix="convergence-"))]
         dist.broadcast_object_list(folders)  # one for all ranks: they write one checkpoint together
         converged = _Runs(task, Path(folders[0]), on_step).all()
-        close_contexts()
+        reset_contexts()
         dist.barrier()  # the folder goes with the first rank
         return converged
 

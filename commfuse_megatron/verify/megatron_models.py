@@ -107,10 +107,10 @@ class _Found:
 
 
 def _compare(configuration: Configuration, size: int) -> _Found:
-    from commfuse_megatron.plugin.contexts import close_contexts
+    from commfuse_megatron.plugin import reset_contexts
 
     found = _compare_runs(configuration, size)
-    close_contexts()
+    reset_contexts()
     return found
 
 

@@ -156,12 +156,12 @@ def train_both(recipe: Recipe, *, on_step: Callable[[int, float, float], None] =
             from commfuse_megatron.testing import cpu_megatron
 
             stack.enter_context(cpu_megatron())
-        from commfuse_megatron.plugin.contexts import close_contexts
+        from commfuse_megatron.plugin import reset_contexts
         from commfuse_megatron.testing.gpt import tensor_parallel
 
         stack.enter_context(tensor_parallel(dist.get_world_size()))
         comparison = _train_both(recipe, on_step)
-        close_contexts()
+        reset_contexts()
         return comparison
 
 

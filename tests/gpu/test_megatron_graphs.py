@@ -126,7 +126,7 @@ def _clean_up():
     """
     from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
-    from commfuse_megatron.plugin.contexts import close_contexts
+    from commfuse_megatron.plugin import reset_contexts
 
     torch.cuda.synchronize()
     delete_cuda_graphs()
@@ -134,7 +134,7 @@ def _clean_up():
     for graph in [held for held in gc.get_objects() if isinstance(held, torch.cuda.CUDAGraph)]:
         graph.reset()
     torch.cuda.set_stream(torch.cuda.default_stream())
-    close_contexts()
+    reset_contexts()
     gc.collect()
 
 

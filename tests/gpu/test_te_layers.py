@@ -33,13 +33,13 @@ pytestmark = [
 
 @contextmanager
 def _parallel(group):
-    from commfuse_megatron.plugin.contexts import close_contexts
+    from commfuse_megatron.plugin import reset_contexts
     from commfuse_megatron.testing.gpt import tensor_parallel
 
     with tensor_parallel(group.size()):
         yield
         torch.cuda.synchronize()
-        close_contexts()
+        reset_contexts()
 
 
 def _gpt(variant, dtype):

@@ -134,6 +134,7 @@ def check_one_rank_decides_differently(group_size: int) -> None:
         ours = build(kind, cls, config(group_size), overlap_config=OverlapConfig(check_decisions=True))
         x = example_input(kind, group_size)
         assert_equal(run(stock, x), run(ours, x))
+        first = state_of(ours).place
         for layer in (stock, ours):
             layer.explicit_expert_comm = layer.skip_bias_add = True
         ours(x)
@@ -144,14 +145,19 @@ def check_one_rank_decides_differently(group_size: int) -> None:
             "sequence_parallel is off": (ours, "sequence_parallel"),
             "config.commfuse is False": (ours.config, "commfuse"),
         }
+        numbers = [first]
         for words, (owner, name) in faults.items():
             if dist.get_rank() == 1:
                 setattr(owner, name, False)
             with pytest.raises(ShapeError, match="do not agree") as raised:
                 ours(x)
-            assert "group rank 0: layer (CommFuse" in str(raised.value)
-            assert "overlapped" in str(raised.value)
-            assert words in str(raised.value)
+            lines = str(raised.value).splitlines()[1:]
+            number = int(lines[0].split("compared layer call ")[1].split()[0])
+            assert number > numbers[-1]
+            numbers.append(number)
+            for rank, decision in enumerate(("overlapped", words)):
+                place = f"{type(ours).__name__}), compared layer call {number} (this layer's first was {first}): "
+                assert lines[rank].startswith(f"  group rank {rank}: layer ({place}{decision}"), lines[rank]
             ours.sequence_parallel = ours.config.commfuse = True
             assert_equal(run(stock, x), run(ours, x))
 

@@ -82,9 +82,9 @@ def _run(folder: Path, name: str, run: Run) -> dict[str, Any]:
         found = model_report(chunks).to_dict()
         report.write_text(json.dumps(found))
     finally:
-        from commfuse_megatron.plugin.contexts import close_contexts
+        from commfuse_megatron.plugin import reset_contexts
 
-        close_contexts()
+        reset_contexts()
         destroy_global_state()
     dist.barrier()
     return {"steps": [json.loads(line) for line in log.read_text().splitlines()], **found}

@@ -15,23 +15,27 @@ class Group:
 def test_all_contexts_are_closed_though_one_cannot_be(monkeypatch):
     closed = []
 
-    def entry(name, error=None, *, is_usable=True):
+    def entry(name, error=None, *, is_usable=True, is_left=False):
         def close():
             closed.append(name)
             if error is not None:
                 raise error
 
-        return contexts._Entry(SimpleNamespace(is_usable=is_usable, close=close), False, False)
+        return contexts._Entry(
+            SimpleNamespace(is_usable=is_usable, close=close, link=SimpleNamespace(is_left_by_peer=is_left)),
+            False,
+            False,
+        )
 
     groups = Group(), Group()
     late, failed = TransportTimeoutError("a rank did not come"), TransportError("failed before")
     known = {
         groups[0]: {1: entry("first", late), 2: entry("second")},
-        groups[1]: {1: entry("third", failed, is_usable=False)},
+        groups[1]: {1: entry("third", failed, is_usable=False), 2: entry("fourth", failed, is_left=True)},
     }
     monkeypatch.setattr(contexts, "_CONTEXTS", known)
     with pytest.raises(TransportTimeoutError, match="did not come"):
-        contexts.close_contexts()
-    assert sorted(closed) == ["first", "second", "third"]
-    contexts.close_contexts()
-    assert len(closed) == 3
+        contexts.reset_contexts()
+    assert sorted(closed) == ["first", "fourth", "second", "third"]
+    contexts.reset_contexts()
+    assert len(closed) == 4
