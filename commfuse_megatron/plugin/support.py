@@ -147,8 +147,6 @@ def _reason_in_transformer_engine_layer(layer: Any) -> str | None:
         return "config.transformer_impl is inference_optimized: Megatron's inference steers its own layers"
     if getattr(layer.weight, "overwrite_main_grad", False):
         return "weight.overwrite_main_grad is set: Transformer Engine writes the gradient over what is there"
-    if layer.wgrad_store.delay_wgrad_compute():
-        return "config.delay_wgrad_compute is on: the weight gradient is not computed in the backward pass"
     return compat.reason_in_precision()
 
 

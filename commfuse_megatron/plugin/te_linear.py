@@ -8,12 +8,14 @@ Transformer Engine's, decided at every call. What the instance says counts, not 
 Where Transformer Engine is not installed, the classes are None.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.ops.stated import linear_problems
+from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, WeightGrad, WeightGradQueue, WeightGradTarget
 from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin.capture import announce_saved
 from commfuse_megatron.plugin.decision import biases_of, count_call, overlap_context, weight_grad_target
@@ -48,16 +50,39 @@ def _run(layer: Any, operation: Any, input_: torch.Tensor, context: OverlapConte
     """What the operation gives, and the bias that is returned to the caller."""
     weight = layer.weight
     added, returned = biases_of(layer)
+    target = weight_grad_target(layer, weight)
+    weight_grad: WeightGrad = target
+    if layer.wgrad_store.delay_wgrad_compute():
+        weight_grad = DeferredWeightGrad(_Delayed(layer.wgrad_store, weight, target), target)
     output = operation(
         input_,
         weight,
         added,
         context=context,
-        weight_grad=weight_grad_target(layer, weight),
+        weight_grad=weight_grad,
         **options,
     )
     count_call(layer, context)
     return output, returned
+
+
+class _Delayed(WeightGradQueue):
+    """Puts weight gradients where Transformer Engine's `backward_dw` takes them from (`delay_wgrad_compute`)."""
+
+    def __init__(self, store: Any, weight: Any, target: WeightGradTarget | None) -> None:
+        super().__init__()
+        self._store, self._weight, self._target = store, weight, target
+
+    def put(self, compute: Callable[[], torch.Tensor | None]) -> None:
+        """Called by a backward pass."""
+
+        def run() -> tuple[torch.Tensor | None, None]:
+            grad = compute()  # the gradient, or what tells the data-parallel hooks that it is in `main_grad`
+            if self._target is not None and self._weight.grad is None:
+                self._weight.grad = grad
+            return grad, None  # autograd has given the bias its own
+
+        self._store.put([], run)
 
 
 if _Column is not None:

@@ -5,6 +5,7 @@ are checked here; what such models compute, in `tests/gpu`.
 """
 
 import copy
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -274,6 +275,42 @@ def check_converted_layers_return_the_norms_output(group_size: int) -> None:
             built.return_layernorm_output, built.return_layernorm_output_gathered = True, is_gathered
             ours = convert_model(torch.nn.ModuleList([built]))[0]
             assert_norm_output(expected, ours, is_gathered=is_gathered)
+
+
+def check_delayed_weight_gradients(group_size: int) -> None:
+    """Megatron's contract of `delay_wgrad_compute`: `backward_dw` computes the gradients of two micro-batches."""
+    for stock, is_fused in itertools.product(OURS, (False, True)):
+        transformer = config(group_size)
+        plain = te_layer(apply_to_spec(stock), transformer)
+        transformer = config(group_size, gradient_accumulation_fusion=is_fused)
+        transformer.delay_wgrad_compute = True
+        delayed = te_layer(apply_to_spec(stock), transformer)
+        delayed.load_state_dict(plain.state_dict())
+        kind = "row" if "Row" in stock.__name__ else "column"
+        batches = [example_input(kind, group_size, rows) for rows in (4, 3)]
+        total = torch.zeros_like(plain.weight)
+        for layer in (plain, delayed):
+            layer.weight.main_grad = torch.zeros_like(layer.weight)
+            layer.weight.grad_added_to_main_grad = False
+        expected = [run(plain, x) for x in batches]
+        triggered: list[Any] = []
+        delayed.register_wgrad_accumulation_and_reduce_hooks(lambda found=triggered: found.append(1))
+        found = [run(delayed, x) for x in batches]
+        for one, other in zip(expected, found, strict=True):
+            total += one.pop("gradient of weight")
+            assert other.pop("gradient of weight") is None
+            assert_equal(one, other)
+        for index in range(2):
+            delayed.weight.grad = None
+            delayed.backward_dw()
+            assert len(triggered) == index + 1
+            if is_fused:
+                assert delayed.weight.grad_added_to_main_grad
+                assert delayed.weight.grad is not None, "the hooks of the data-parallel wrapper ask for it"
+            else:
+                delayed.weight.main_grad += delayed.weight.grad
+        assert_equal({"weight": total}, {"weight": delayed.weight.main_grad})
+        assert_overlapped(delayed, calls=2)
 
 
 def check_adapters_keep_their_layer(group_size: int) -> None:

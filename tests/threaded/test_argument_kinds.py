@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.errors import ShapeError
-from commfuse_megatron.ops import WeightGradTarget
+from commfuse_megatron.ops import DeferredWeightGrad, WeightGradQueue, WeightGradTarget
+from commfuse_megatron.ops.weight_grad import WeightGrad
 from tests.harness import run_threads
 
 # Waiting for a rank that does not come takes as long as this; an error takes milliseconds.
@@ -76,12 +77,15 @@ WRONG: dict[Any, list[Any]] = {
     float: [None, "a", 1j, [0.5], TENSOR],
     float | None: ["a", 1j, [0.5], TENSOR],
     tuple[int, int] | None: [5, "ab", {1, 2}, {1: 2}, TENSOR],
-    WeightGradTarget | None: [
+    WeightGrad: [
         TENSOR,
         5,
         WeightGradTarget(None, lambda: None),
         WeightGradTarget(ARRAY, lambda: None),
         WeightGradTarget(FOREIGN[1], lambda: None),
+        DeferredWeightGrad([]),
+        DeferredWeightGrad(WeightGradQueue(), TENSOR),
+        DeferredWeightGrad(WeightGradQueue(), WeightGradTarget(ARRAY, lambda: None)),
     ],
 }
 

@@ -95,7 +95,7 @@ def run_verify_megatron(place: Path, put: Set) -> int:
     put("commfuse_megatron.cli.verify_megatron.choose_configurations", lambda *_: ["dense"])
     put("commfuse_megatron.cli.verify_megatron.verify_models", lambda *_, **__: found)
     return verify_megatron._verify_on_rank(
-        FIRST, verify_megatron._Options(str(place / "out.json"), ["dense"], is_verbose=True)
+        FIRST, verify_megatron._Options(str(place / "out.json"), ["dense"], has_adapters=False, is_verbose=True)
     )
 
 
@@ -267,10 +267,10 @@ def columns_on_screen(out: str) -> list[list[str]]:
     found: list[list[str]] = []
     is_inside = False
     for line in out.splitlines():
-        if not re.match(r"[│┃|]", line):
-            is_inside = is_inside and re.match(r"[┏┡└├+]", line) is not None
+        if not re.match(r"[\u2502\u2503|]", line):
+            is_inside = is_inside and re.match(r"[\u250f\u2521\u2514\u251c+]", line) is not None
             continue
-        pieces = [squeeze(piece) for piece in re.split(r"[│┃|]", line)[1:-1]]
+        pieces = [squeeze(piece) for piece in re.split(r"[\u2502\u2503|]", line)[1:-1]]
         if set("".join(pieces)) <= set("-+"):
             continue
         if not is_inside:
@@ -313,7 +313,7 @@ def test_every_value_is_on_the_screen(
         monkeypatch.setenv("COLUMNS", str(width))
     screen = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", screen)
-    folder = tmp_path / "Ω"
+    folder = tmp_path / "\u03a9"
     folder.mkdir()
     run, exit_code = COMMANDS[command]
     assert run(folder, monkeypatch.setattr) == exit_code
