@@ -140,6 +140,8 @@ def test_a_transport_of_other_devices_is_refused_before_any_rank_starts(transpor
         (("--megatron", "--only", "sparse"), "no configuration is called sparse; there are dense, "),
         (("--megatron", "--only", "pipeline"), "needs 4 ranks, there are 2"),
         (("--only", "dense"), "--only names configurations of --megatron"),
+        (("--lora",), "--lora puts adapters into the models of --megatron: give that, too"),
+        (("--megatron", "--lora", "--only", "sparse"), "no option of --lora has the word sparse. There are model: "),
     ],
 )
 def test_models_that_cannot_be_verified_are_refused_before_any_rank_starts(words, complaint, capsys):
