@@ -156,7 +156,7 @@ def check_one_rank_decides_differently(group_size: int) -> None:
             assert number > numbers[-1]
             numbers.append(number)
             for rank, decision in enumerate(("overlapped", words)):
-                place = f"{type(ours).__name__}), compared layer call {number} (this layer's first was {first}): "
+                place = f"{type(ours).__qualname__}), compared layer call {number} (this layer's first was {first}): "
                 assert lines[rank].startswith(f"  group rank {rank}: layer ({place}{decision}"), lines[rank]
             ours.sequence_parallel = ours.config.commfuse = True
             assert_equal(run(stock, x), run(ours, x))
