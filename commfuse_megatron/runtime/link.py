@@ -16,7 +16,7 @@ from commfuse_megatron.schedule import render
 from commfuse_megatron.transport.base import Message, PeerTimeoutError, Transfer, Transport
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.copy_tape import BoundOperation
-from commfuse_megatron.transport.stream_memory import StreamEvent
+from commfuse_megatron.transport.stream_memory import StreamEvent, may_wait_for_device
 
 __all__ = ["Interruption", "Link", "Peers", "Watched"]
 
@@ -256,7 +256,7 @@ class Link:
         if self._watchdog is None:  # every operation waits for its own
             return True
         deadline = time.monotonic() + min(_LAST_TRANSFERS_S, self.timeout_s)
-        while not self._has_begun and self.failure is None:
+        while not self._has_begun and self.failure is None and may_wait_for_device():
             if self._watchdog.is_idle:
                 return True
             if time.monotonic() > deadline:

@@ -8,7 +8,7 @@ import torch
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import TransportConfig
 from commfuse_megatron.errors import CommFuseError, TransportError, TransportTimeoutError
-from commfuse_megatron.runtime import renewal
+from commfuse_megatron.runtime import link, renewal
 from tests.harness import run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
 from tests.threaded.test_copy_engine_emulated import config_for
@@ -266,5 +266,78 @@ def test_what_hooks_of_saved_tensors_raise_on_all_ranks_is_an_exception_like_oth
 
     def refuse(packed):
         raise ValueError("not there any more")
+
+    run_threads(2, body)
+
+
+class Watchdog:
+    """Of a stream whose transfers end after some looks."""
+
+    def __init__(self, looks):
+        self.looks = looks
+
+    @property
+    def is_idle(self):
+        self.looks -= 1
+        return self.looks < 0
+
+    def watch(self, *_): ...
+
+    def stop(self): ...
+
+
+@pytest.mark.parametrize("looks", [3, 10**9])
+def test_transfers_of_earlier_operations_are_waited_for_and_not_given_up(looks, monkeypatch):
+    """What a stream still sends or receives for them would be lost with the transport: their results, too."""
+    monkeypatch.setattr(link, "_LAST_TRANSFERS_S", 0.2)
+
+    def body(group, device):
+        context = OverlapContext(group, NOT_COMPARED)
+        gather(context, 1)
+        context.link._watchdog = Watchdog(looks)
+        expect_end(context)
+        if looks > 3:
+            expect_no_renewal(context)
+            return
+        context = context.renew()
+        assert gather(context, group.rank()) == [0, 1]
+        context.close()
+
+    run_threads(2, body)
+
+
+def test_who_waits_for_transfers_learns_that_a_rank_goes_no_further():
+    """Fails without: closing waited for the whole time limit, 8 s here."""
+
+    def body(group, device):
+        context = OverlapContext(group, NOT_COMPARED)
+        gather(context, 1)
+        if group.rank() == 1:
+            return expect_end(context)
+        context.link._watchdog = Watchdog(10**9)
+        with pytest.raises(TransportError, match=r"group rank 1 .*was interrupted by NoMemoryError: no memory"):
+            context.close()
+        assert context.link.is_left_by_peer
+        return None
+
+    run_threads(2, body, timeout_s=3.0)
+
+
+def test_the_watchdog_names_the_cause_that_the_missing_rank_has_told():
+    told = threading.Event()
+
+    def body(group, device):
+        context = OverlapContext(group, NOT_COMPARED)
+        gather(context, 1)
+        if group.rank() == 1:
+            expect_end(context)
+            told.set()
+            return
+        assert told.wait(20.0)
+        context.link._overdue(1)
+        with pytest.raises(
+            TransportTimeoutError, match=r"(?s)waited 8\.0 s for group rank 1.*NoMemoryError: no memory"
+        ):
+            gather(context, 2)
 
     run_threads(2, body)
