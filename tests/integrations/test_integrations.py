@@ -18,6 +18,7 @@ def _outcomes(module: str, *, with_transformer_engine: bool):
 
 transformer_engine_outcomes = _outcomes("transformer_engine_checks", with_transformer_engine=True)
 modelopt_outcomes = _outcomes("modelopt_checks", with_transformer_engine=False)
+modelopt_te_outcomes = _outcomes("modelopt_te_checks", with_transformer_engine=True)
 bridge_outcomes = _outcomes("bridge_checks", with_transformer_engine=True)
 mcore_bridge_outcomes = _outcomes("mcore_bridge_checks", with_transformer_engine=True)
 
@@ -34,6 +35,13 @@ def test_transformer_engine(transformer_engine_outcomes: dict[str, str | None], 
 @pytest.mark.parametrize("name", names_of_checks("modelopt_checks"))
 def test_modelopt(modelopt_outcomes: dict[str, str | None], name: str) -> None:
     assert modelopt_outcomes[name] is None, modelopt_outcomes[name]
+
+
+@pytest.mark.timeout(400)
+@needs("modelopt", "transformer_engine")
+@pytest.mark.parametrize("name", names_of_checks("modelopt_te_checks"))
+def test_modelopt_with_transformer_engine(modelopt_te_outcomes: dict[str, str | None], name: str) -> None:
+    assert modelopt_te_outcomes[name] is None, modelopt_te_outcomes[name]
 
 
 @pytest.mark.timeout(400)
