@@ -45,7 +45,7 @@ def _gathered(group, device, context):
 
 def _deferred_and_partial(group, device, context):
     for op in OPS:
-        case = Case(op=op, rows=64, N=24, K=16, dtype=torch.float32, seed=5)
+        case = Case(op=op, rows=48, N=24, K=16, dtype=torch.float32, seed=5)
         on_cpu = draw(case, group.rank(), group.size(), torch.device("cpu"))
         expected = reference(case, on_cpu, group)
         moved, call = _to_device(on_cpu, device), getattr(ops, op)
