@@ -16,7 +16,7 @@ from commfuse_megatron.plugin.arguments import checked_model
 from commfuse_megatron.plugin.attention import attention_unsupported_reason
 from commfuse_megatron.plugin.classes import ATTENTIONS, LINEARS_AND_EMBEDDING
 from commfuse_megatron.plugin.decision import kept_reason_of, state_of
-from commfuse_megatron.plugin.stand_in import OURS, class_name
+from commfuse_megatron.plugin.stand_in import OURS, class_name, reason_in_class
 from commfuse_megatron.plugin.support import unsupported_reason
 
 __all__ = ["LayerReport", "ModelReport", "model_report"]
@@ -207,11 +207,16 @@ def _report_of_ours(
         path = paths[0] if len(paths) == 1 else "mixed"
         reasons = tuple(state.stock_calls)
     else:
-        path, reason = "not called", unsupported(module)
+        # Whoever derives from ours may call the stock function by its class, which nobody counts.
+        path, reason = "stock" if _is_derived(module) else "not called", unsupported(module)
         reasons = () if reason is None else (reason,)
     return LayerReport(
         name, layer, path, state.overlapped_calls, stock_calls, reasons, sequential_calls, tuple(state.sequential_calls)
     )
+
+
+def _is_derived(module: torch.nn.Module) -> bool:
+    return _counts_calls(module) and reason_in_class(module) is not None
 
 
 def _reason_not_ours(module: torch.nn.Module) -> str:

@@ -205,7 +205,7 @@ def check_hooks_of_both_modules_run(group_size: int) -> None:
     called: list[str] = []
 
     def hook(module: Any, _: Any) -> None:
-        called.append(type(module).__name__)
+        called.append(type(module).__qualname__)
 
     hook.__module__ = "megatron.core.distributed.distributed_data_parallel"
     for module in (attention.core_attention, attention.linear_proj):
