@@ -7,7 +7,7 @@ wider dtype; half way each writes a checkpoint in which the other goes on. Tenso
 Transformer Engine:
 
     torchrun --nproc-per-node 2 examples/check_training.py --device cuda --steps 50 --exchange-at 25 --json check.json
-    torchrun --nproc-per-node 2 examples/check_training.py --device cuda --lora
+    torchrun --nproc-per-node 2 examples/check_training.py --device cuda --lora rows
 
 Prints a table; exits with 1 if a difference is too large or a linear was not overlapped.
 """

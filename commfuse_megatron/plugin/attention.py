@@ -31,7 +31,13 @@ from commfuse_megatron.ops.attention_arguments import (
 from commfuse_megatron.ops.query_split_attention import find_attention_kernel, plan_attention
 from commfuse_megatron.ops.stated import attention_problems
 from commfuse_megatron.plugin import capture
-from commfuse_megatron.plugin.compat import FusedMLASelfAttention, MLASelfAttention, SelfAttention, group_of
+from commfuse_megatron.plugin.compat import (
+    FusedMLASelfAttention,
+    MLASelfAttention,
+    SelfAttention,
+    group_of,
+    reason_in_core_attention,
+)
 from commfuse_megatron.plugin.core_attention import describe_core_attention
 from commfuse_megatron.plugin.decision import (
     biases_of,
@@ -43,6 +49,7 @@ from commfuse_megatron.plugin.decision import (
     state_of,
     weight_grad_target,
 )
+from commfuse_megatron.plugin.linear import divided_bias
 from commfuse_megatron.plugin.stand_in import OURS
 from commfuse_megatron.plugin.support import SWITCHED_OFF, unsupported_reason
 
@@ -129,6 +136,9 @@ def attention_unsupported_reason(attention: Any, arguments: dict[str, Any] | Non
 
     arguments: those of a call, by name; without it, only what the layer and its configuration say is judged.
     """
+    reason = reason_in_core_attention()
+    if reason is not None:
+        return reason
     projection = attention.linear_proj
     if type(projection) not in OURS:
         return f"linear_proj is a {type(projection).__name__}: only ours takes over the attention before it"
@@ -289,13 +299,14 @@ class _Pairing:
         if context is None:
             raise self._lost("the projection changed its mind")
         self._job = None
-        added, returned = biases_of(projection)
+        added, returned = biases_of(projection, input_)
+        inside, outside = divided_bias(added, input_)
         output = ops.query_split_attention(
             inputs.q,
             inputs.k,
             inputs.v,
             projection.weight,
-            added,
+            inside,
             inputs.causal,
             window=inputs.window,
             mask=inputs.mask,
@@ -306,7 +317,7 @@ class _Pairing:
         )
         count_call(projection, context)
         state_of(self._attention).overlapped_calls += 1
-        return output, returned
+        return output if outside is None else output + outside, returned
 
     def _lost(self, how: str) -> UnsupportedError:
         return UnsupportedError(

@@ -74,6 +74,7 @@ __all__ = [
     "megatron_groups",
     "model_config_from_arguments",
     "pretrain",
+    "reason_in_core_attention",
     "reason_in_functions",
     "reason_in_precision",
     "set_scalar_writer",
@@ -124,41 +125,64 @@ def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=True, group=group)
 
 
-def _own_functions(holder: Any, names: tuple[str, ...], module: str) -> dict[str, Any]:
-    """Functions of Megatron or Transformer Engine by name; None for one that something else had replaced before."""
-    found = {name: vars(holder).get(name) for name in names}
-    return {n: f if getattr(f, "__module__", module) == module else None for n, f in found.items()}
+#: (holder, name, function) of what Megatron's forward is and calls, and ours passes by. Quantisers put others in their
+#: place for the time of a call. None: something else was there before.
+_Watched = tuple[tuple[Any, str, Any], ...]
 
-
-#: What Megatron's linears compute and communicate with. Quantisers put others in their place for the time of a call.
-_LOCAL_FUNCTIONS = _own_functions(
-    _layers, ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"), _layers.__name__
+_LOCAL_FUNCTIONS: _Watched = tuple(
+    (holder, name, found if (found := vars(holder)[name]).__module__.startswith("megatron.") else None)
+    for holder, name in (
+        (_layers, "linear_with_grad_accumulation_and_async_allreduce"),
+        (_layers, "linear_with_frozen_weight"),
+        (_layers, "reduce_scatter_to_sequence_parallel_region"),
+        (ColumnParallelLinear, "forward"),
+        (ColumnParallelLinear, "_forward_impl"),
+        (RowParallelLinear, "forward"),
+        (RowParallelLinear, "_forward_impl"),
+        (VocabParallelEmbedding, "forward"),
+    )
 )
 
 
-def _transformer_engine_functions() -> list[tuple[type, Any, Any]]:
-    """(autograd function, its forward, its apply) of Transformer Engine's linears. `apply` is inherited: None."""
+def _transformer_engine_functions() -> _Watched:
     if not HAVE_TRANSFORMER_ENGINE:
-        return []
+        return ()
     from transformer_engine.pytorch.module import layernorm_linear, linear
 
-    return [(f, vars(f)["forward"], vars(f).get("apply")) for f in (linear._Linear, layernorm_linear._LayerNormLinear)]
+    functions = (linear._Linear, layernorm_linear._LayerNormLinear)
+    modules = (linear.Linear, layernorm_linear.LayerNormLinear, *TRANSFORMER_ENGINE_LINEARS)
+    watched = [(holder, "forward") for holder in (*functions, *modules)]
+    watched += [(function, "apply") for function in functions]  # inherited: none of their own
+    watched += [(found, "forward") for name in ("TEColumnParallelLinear", "TERowParallelLinear")
+                if (found := transformer_engine_class(name))]  # fmt: skip
+    return tuple((holder, name, vars(holder).get(name)) for holder, name in watched)
 
 
 _TRANSFORMER_ENGINE_FUNCTIONS = _transformer_engine_functions()
+_CORE_ATTENTION_FUNCTIONS: _Watched = tuple(
+    (cls, "forward", vars(cls).get("forward"))
+    for cls in (DotProductAttention, transformer_engine_class("TEDotProductAttention"))
+    if cls is not None
+)
 
 
 def reason_in_functions(layer: torch.nn.Module) -> str | None:
-    """Why the built linear takes Megatron's path: somebody replaced a function that Megatron's forward would call."""
+    """Why the built linear takes Megatron's path: somebody replaced a function that Megatron's forward is or calls."""
     if "_forward_impl" in vars(layer):
         return "the layer has a _forward_impl of its own in the instance, which ours would pass by"
-    for name, own in _LOCAL_FUNCTIONS.items():
-        if getattr(_layers, name) is not own:
-            return f"{name} of Megatron's linears is replaced by something else, which ours would pass by"
-    for function, forward, apply in _TRANSFORMER_ENGINE_FUNCTIONS:
-        own = vars(function)
-        if own["forward"] is not forward or own.get("apply") is not apply:
-            return f"{function.__name__} of Transformer Engine is replaced by something else, which ours would pass by"
+    is_local = not isinstance(layer, TRANSFORMER_ENGINE_LINEARS)
+    return _first_replaced(_LOCAL_FUNCTIONS if is_local else _TRANSFORMER_ENGINE_FUNCTIONS)
+
+
+def reason_in_core_attention() -> str | None:
+    """Why attention stays Megatron's: somebody replaced the forward of a class of core attention."""
+    return _first_replaced(_CORE_ATTENTION_FUNCTIONS)
+
+
+def _first_replaced(watched: _Watched) -> str | None:
+    for holder, name, own in watched:
+        if vars(holder).get(name) is not own:
+            return f"{name} of {holder.__name__} is replaced by something else, which ours would pass by"
     return None
 
 

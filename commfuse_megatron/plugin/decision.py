@@ -30,6 +30,7 @@ __all__ = [
     "biases_of",
     "context_of",
     "count_call",
+    "dtype_of_operation",
     "existing_context_of",
     "kept_reason_of",
     "label_of",
@@ -177,13 +178,23 @@ def weight_grad_target(layer: Any, weight: torch.Tensor) -> WeightGradTarget | N
     return None
 
 
-def biases_of(layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The bias that a built linear adds, and the one that it returns to the caller; at most one of them is given."""
+def biases_of(layer: Any, input_: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The bias that a built linear adds, and the one that it returns to the caller; at most one of them is given.
+
+    Transformer Engine casts both to the dtype that it computes in; Megatron's own linears cast neither.
+    """
     own = vars(layer)
     if "te_return_bias" in own:  # without a bias Transformer Engine's has an empty tensor
-        bias = layer.bias if layer.use_bias else None
+        bias = layer.bias.to(dtype_of_operation(input_)) if layer.use_bias else None
         return (None, bias) if own["te_return_bias"] else (bias, None)
     return (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
+
+
+def dtype_of_operation(input_: torch.Tensor) -> torch.dtype:
+    """The dtype that a linear computes in: autocast's, or that of its input."""
+    kind = input_.device.type
+    is_cast = torch.is_autocast_enabled(kind) and input_.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if is_cast else input_.dtype
 
 
 def context_of(layer: Any) -> OverlapContext:

@@ -17,11 +17,18 @@ from commfuse_megatron.ops.stated import linear_problems
 from commfuse_megatron.plugin import arguments as flags
 from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear
-from commfuse_megatron.plugin.decision import biases_of, count_call, overlap_context, state_of, weight_grad_target
+from commfuse_megatron.plugin.decision import (
+    biases_of,
+    count_call,
+    dtype_of_operation,
+    overlap_context,
+    state_of,
+    weight_grad_target,
+)
 from commfuse_megatron.plugin.main_grad import into_main_grad
 from commfuse_megatron.plugin.stand_in import stands_for
 
-__all__ = ["CommFuseColumnParallelLinear", "CommFuseRowParallelLinear", "remember"]
+__all__ = ["CommFuseColumnParallelLinear", "CommFuseRowParallelLinear", "divided_bias", "remember"]
 
 
 class _Local:
@@ -114,7 +121,7 @@ class CommFuseRowParallelLinear(_Local, RowParallelLinear):
         )
         if context is None:
             return super().forward(input_)
-        added, returned = biases_of(self)
+        added, returned = biases_of(self, input_)
         inside, outside = divided_bias(added, input_)
         target = weight_grad_target(self, weight)
         output = ops.linear_reduce_scatter(input_, weight, inside, context=context, weight_grad=target)
@@ -130,10 +137,7 @@ def divided_bias(bias: torch.Tensor | None, input_: torch.Tensor) -> tuple[torch
     """
     if bias is None:
         return None, None
-    kind = input_.device.type
-    is_cast = torch.is_autocast_enabled(kind) and input_.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(kind) if is_cast else input_.dtype
-    return (bias, None) if bias.dtype == dtype else (None, bias)
+    return (bias, None) if bias.dtype == dtype_of_operation(input_) else (None, bias)
 
 
 def _without_fused_kernel(config: Any) -> Any:

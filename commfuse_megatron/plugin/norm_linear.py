@@ -15,7 +15,7 @@ from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin.capture import announce_saved
 from commfuse_megatron.plugin.compat import ColumnParallelLinear, gather_rows
-from commfuse_megatron.plugin.decision import state_of
+from commfuse_megatron.plugin.decision import dtype_of_operation, state_of
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear
 from commfuse_megatron.plugin.stand_in import stands_for
 
@@ -130,7 +130,7 @@ class CommFuseLayerNormColumnParallelLinear(CommFuseColumnParallelLinear):
             state.wants_gathered, state.gathered = False, None
         if is_gathered:  # on Megatron's path nobody has gathered it for us
             normed = gather_rows(normed, self.tp_group) if gathered is None else gathered
-        return with_norm_output(self, output, bias, normed)
+        return with_norm_output(self, output, bias, normed.to(dtype_of_operation(x)))
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """As Transformer Engine's: the linear split along N, the norm replicated."""

@@ -5,7 +5,7 @@ get_mlp_module_spec_for_backend(backend=CommFuseSpecProvider(LocalSpecProvider()
 
 from typing import Any
 
-from commfuse_megatron.plugin.spec import apply_to_spec
+from commfuse_megatron.plugin.spec import our_spec
 
 __all__ = ["CommFuseSpecProvider"]
 
@@ -18,19 +18,19 @@ class CommFuseSpecProvider:
 
     def column_parallel_linear(self) -> Any:
         """Our column-parallel linear where the fallback has Megatron's."""
-        return apply_to_spec(self._fallback.column_parallel_linear())
+        return our_spec(self._fallback.column_parallel_linear())
 
     def row_parallel_linear(self) -> Any:
         """Our row-parallel linear where the fallback has Megatron's."""
-        return apply_to_spec(self._fallback.row_parallel_linear())
+        return our_spec(self._fallback.row_parallel_linear())
 
     def column_parallel_layer_norm_linear(self) -> Any:
         """Our norm and linear in one where the fallback has Transformer Engine's; None where it has none."""
-        return apply_to_spec(self._fallback.column_parallel_layer_norm_linear())
+        return our_spec(self._fallback.column_parallel_layer_norm_linear())
 
     def layer_norm(self, *args: Any, **kwargs: Any) -> Any:
         """A norm that works under sequence parallelism where the fallback's does not."""
-        return apply_to_spec(self._fallback.layer_norm(*args, **kwargs))
+        return our_spec(self._fallback.layer_norm(*args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -12,12 +12,13 @@ spec objects between models and rewrites some while it builds, so a spec that wa
 import copy
 import dataclasses
 import functools
+import inspect
 import logging
 from pathlib import Path
 from typing import Any
 
 from commfuse_megatron.config import OverlapConfig
-from commfuse_megatron.errors import UnsupportedError
+from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.plugin import arguments, compat
 from commfuse_megatron.plugin.classes import ATTENTIONS, LINEARS_AND_EMBEDDING, OUR_LINEARS
 from commfuse_megatron.plugin.norm import CommFuseNorm
@@ -30,6 +31,7 @@ __all__ = [
     "gpt_layer_spec_local",
     "gpt_layer_spec_te",
     "local_layer_spec",
+    "our_spec",
     "replace_in_spec",
 ]
 
@@ -58,8 +60,23 @@ def apply_to_spec(spec: Any, config: OverlapConfig | str | Path | None = None) -
 
     What a spec cannot reach (the output layer, the down-projections of latent attention, the layers of multi-token
     prediction) stays Megatron's until `convert_model`. Transformer Engine's attention and norms stay.
+
+    Raises ConfigError for what is no spec and for what is no configuration.
     """
-    return _Mapping(REPLACEMENTS, arguments.checked_config(config, "apply_to_spec")).map(spec)
+    if not (dataclasses.is_dataclass(spec) or isinstance(spec, type | functools.partial | dict | list | tuple)) or (
+        isinstance(spec, OverlapConfig)
+    ):
+        hint = f"; call it: {spec.__name__}(...)" if inspect.isfunction(spec) else ""
+        raise ConfigError(
+            f"apply_to_spec takes a ModuleSpec, or another tree of specs as Megatron's builders return them, got a"
+            f" {type(spec).__name__}{hint}. A built model is converted by convert_model"
+        )
+    return our_spec(spec, arguments.checked_config(config, "apply_to_spec"))
+
+
+def our_spec(spec: Any, config: OverlapConfig | None = None) -> Any:
+    """The same of what may be no spec at all, such as the None of a backend that lacks a layer."""
+    return _Mapping(REPLACEMENTS, config).map(spec)
 
 
 def replace_in_spec(spec: Any, replacements: dict[type, type]) -> Any:

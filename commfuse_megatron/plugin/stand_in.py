@@ -4,7 +4,7 @@ Adapter libraries, quantisers, exporters and Megatron itself ask a layer for its
 the class, or whether its `forward` is the one that they know. So our classes derive from what they stand for, and
 
     Ours.__name__       is the stock class's name; `Ours.__qualname__` is our own, by which copies and pickles find it
-    Ours.forward        is the stock class's function; `layer.forward` computes what ours does
+    Ours.forward        is the stock class's function, where that computes the same; `layer.forward` is ours
 
 The contract that bites: whoever derives from ours has put something around Megatron's own computation, which ours would
 pass by; so a layer of a derived class takes Megatron's path (`reason_in_class`).
@@ -23,6 +23,7 @@ __all__ = ["OURS", "class_name", "reason_in_class", "stands_for"]
 
 #: Our class -> Megatron's, or Transformer Engine's, that it stands for.
 OURS: dict[type, type] = {}
+_FORWARDS: dict[type, object] = {}
 
 
 class _Forward:
@@ -39,14 +40,15 @@ class _Forward:
 def stands_for[T: type](stock: type, name: str | None = None) -> Callable[[T], T]:
     """Decorates a class of ours that derives from `stock`: it goes by that name, and has that `forward`.
 
-    name: of the class that it stands for, where that is another one, which may not be installed.
+    name: of the class that it stands for, where that is another one, which may not be installed. Its `forward` is ours
+        then, also of the class: that of `stock` would leave out what ours adds.
     """
 
     def decorate(ours: T) -> T:
-        if "forward" in vars(ours):
+        if "forward" in vars(ours) and name is None:
             ours.forward = _Forward(vars(ours)["forward"], stock.forward)  # type: ignore[attr-defined]
         ours.__name__ = name or stock.__name__
-        OURS[ours] = stock
+        OURS[ours], _FORWARDS[ours] = stock, vars(ours).get("forward")
         return ours
 
     return decorate
@@ -66,6 +68,8 @@ def reason_in_class(layer: Any) -> str | None:
             f"{found.__name__} derives from {base.__qualname__}: what it does around Megatron's own computation would"
             " be passed by"
         )
+    if found in OURS and vars(found).get("forward") is not _FORWARDS[found]:
+        return f"{found.__qualname__}.forward is replaced by something else"
     return compat.reason_in_functions(layer)
 
 

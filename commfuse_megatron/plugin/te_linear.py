@@ -18,7 +18,13 @@ from commfuse_megatron.ops.stated import linear_problems
 from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, WeightGrad, WeightGradQueue, WeightGradTarget
 from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin.capture import announce_saved
-from commfuse_megatron.plugin.decision import biases_of, count_call, overlap_context, weight_grad_target
+from commfuse_megatron.plugin.decision import (
+    biases_of,
+    count_call,
+    dtype_of_operation,
+    overlap_context,
+    weight_grad_target,
+)
 from commfuse_megatron.plugin.linear import remember
 from commfuse_megatron.plugin.norm_linear import normalized, with_norm_output
 from commfuse_megatron.plugin.stand_in import stands_for
@@ -49,7 +55,7 @@ def _context(layer: Any, op: str, input_: torch.Tensor) -> OverlapContext | None
 def _run(layer: Any, operation: Any, input_: torch.Tensor, context: OverlapContext, **options: Any) -> Any:
     """What the operation gives, and the bias that is returned to the caller."""
     weight = layer.weight
-    added, returned = biases_of(layer)
+    added, returned = biases_of(layer, input_)
     target = weight_grad_target(layer, weight)
     weight_grad: WeightGrad = target
     if layer.wgrad_store.delay_wgrad_compute():
@@ -121,7 +127,12 @@ if _Column is not None:
                 return super().forward(x)
             announce_saved(x)
             normed = normalized(
-                x, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.normalization, self.zero_centered_gamma
+                x.to(dtype_of_operation(x)),
+                self.layer_norm_weight,
+                self.layer_norm_bias,
+                self.eps,
+                self.normalization,
+                self.zero_centered_gamma,
             )
             if self.return_layernorm_output and self.return_layernorm_output_gathered:
                 (output, normed), bias = _run(self, ops.all_gather_linear, normed, context, return_gathered=True)

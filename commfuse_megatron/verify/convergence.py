@@ -51,7 +51,7 @@ class Task:
 
     pattern: None for a GPT, else the layers of a HybridModel ("*" attention, "-" MLP, "M" Mamba).
     exchange_at: the step after which checkpoints are written; the resumed runs begin with the next one.
-    lora: train low-rank adapters at all linears, of a GPT whose own weights are frozen.
+    lora: train low-rank adapters at all linears, of a GPT whose own weights are frozen; in that form (`testing.lora`).
     """
 
     device_type: str
@@ -69,7 +69,7 @@ class Task:
     batch: int = 2
     lr: float = 1e-3
     config: OverlapConfig = OVERLAPPED
-    lora: bool = False
+    lora: Literal["rows", "gathered"] | None = None
 
     @property
     def num_runs_steps(self) -> int:
@@ -185,8 +185,8 @@ class _Runs:
 
         task = self._task
         model = self._build(dtype, overlap)
-        if task.lora:
-            _freeze_all_but_adapters(model)
+        if task.lora is not None:
+            _freeze_all_but_adapters(model, task.lora)
         self._begin_with_the_same_weights(model)
         training = Training(model, lr=task.lr, with_mask=task.transformer_impl == "local")
         curve = Curve()
@@ -270,8 +270,8 @@ class _Runs:
                 parameter.copy_(self._weights[name])
 
 
-def _freeze_all_but_adapters(model: Any) -> None:
+def _freeze_all_but_adapters(model: Any, norm_output: Literal["rows", "gathered"]) -> None:
     from commfuse_megatron.testing.lora import add_lora
 
     model.requires_grad_(False)
-    add_lora(model, norm_output="gathered")
+    add_lora(model, norm_output=norm_output)

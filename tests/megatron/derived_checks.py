@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import layers as megatron_layers
 from torch.nn.utils import parametrize
 
@@ -17,14 +18,26 @@ from commfuse_megatron import OverlapConfig
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plugin import (
     CommFuseColumnParallelLinear,
+    CommFuseLayerNormColumnParallelLinear,
     CommFuseRowParallelLinear,
     CommFuseVocabParallelEmbedding,
     apply_to_spec,
     convert_model,
     model_report,
+    unsupported_reason,
 )
 from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from tests.megatron.layers import KINDS, assert_equal, assert_overlapped, assert_stock, example_input, pair, run
+from tests.megatron.layers import (
+    KINDS,
+    assert_equal,
+    assert_overlapped,
+    assert_stock,
+    build,
+    config,
+    example_input,
+    pair,
+    run,
+)
 
 FUNCTIONS = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
 
@@ -81,7 +94,49 @@ def check_replaced_functions_are_not_passed_by(group_size: int) -> None:
                 patch.setattr(megatron_layers, name, _halving(getattr(megatron_layers, name), calls))
             assert_equal(run(stock, x), run(ours, x))
         assert len(calls) == 2
-        assert_stock(ours, f"{FUNCTIONS[0]} of Megatron's linears is replaced")
+        assert_stock(ours, f"{FUNCTIONS[0]} of megatron.core.tensor_parallel.layers is replaced")
+
+
+def check_functions_replaced_on_classes_are_not_passed_by(group_size: int) -> None:
+    def doubled(function: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            found = function(*args, **kwargs)
+            return (2 * found[0], found[1]) if isinstance(found, tuple) else 2 * found
+
+        return forward
+
+    places = {
+        "column": [(ColumnParallelLinear, "_forward_impl"), (ColumnParallelLinear, "forward")],
+        "row": [
+            (RowParallelLinear, "forward"),
+            (RowParallelLinear, "_forward_impl"),
+            (megatron_layers, "reduce_scatter_to_sequence_parallel_region"),
+        ],
+    }
+    for kind in KINDS:
+        for holder, name in places[kind]:
+            stock, ours = pair(kind, group_size)
+            x = example_input(kind, group_size)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(holder, name, doubled(vars(holder)[name]))
+                assert_equal(run(stock, x), run(ours, x))
+            assert_stock(ours, f"{name} of {holder.__name__} is replaced")
+            assert_equal(run(stock, x), run(ours, x))
+
+
+def check_functions_of_ours_by_their_class(group_size: int) -> None:
+    """Of a fused norm and linear, the class's forward includes the norm."""
+    fused = build("column", CommFuseLayerNormColumnParallelLinear, config(group_size), is_expert=False)
+    x = example_input("column", group_size)
+    assert torch.equal(type(fused).forward(fused, x)[0], fused(x)[0])
+    _, ours = pair("row", group_size)
+    x = example_input("row", group_size)
+    expected = ours(x)[0]
+    forward = CommFuseRowParallelLinear.forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CommFuseRowParallelLinear, "forward", lambda layer, x: forward(layer, x))
+        assert (ours(x)[0] - expected).abs().max() < 1e-13
+        assert "forward is replaced" in unsupported_reason(ours)
 
 
 def check_parametrized_layers_are_overlapped(group_size: int) -> None:
@@ -118,7 +173,10 @@ def check_arguments_that_are_none(group_size: int) -> None:
     for wrong in ({}, {"linear": {}}, OverlapConfig().linear, 3, object):
         for call in (convert_model, apply_to_spec):
             with pytest.raises(ConfigError, match=f"{call.__name__} takes an OverlapConfig"):
-                call(held, wrong)
+                call(held if call is convert_model else RowParallelLinear, wrong)
+    for wrong in (None, "spec", held, get_gpt_layer_local_spec, OverlapConfig()):
+        with pytest.raises(ConfigError, match="apply_to_spec takes a ModuleSpec"):
+            apply_to_spec(wrong)
     for wrong in (None, "model", {}, [None], SimpleNamespace()):
         for call in (convert_model, model_report):
             with pytest.raises(ConfigError, match="takes a torch module"):
