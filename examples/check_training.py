@@ -189,8 +189,8 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument(
         "--lora",
         choices=["rows", "gathered"],
-        help="train low-rank adapters at all linears of the GPT, whose weights are frozen; they take the norm's output of"
-        " this rank's rows, or gathered (Transformer Engine 2.20 leaves out its gradient then)",
+        help="train low-rank adapters at all linears of the GPT, whose weights are frozen; they take the norm's output"
+        " of this rank's rows, or gathered (Transformer Engine 2.20 leaves out its gradient then)",
     )
     parser.add_argument("--config", metavar="FILE", help="OverlapConfig of the plugin's runs; default: sliced, always")
     parser.add_argument("--json", metavar="FILE", help="write curves, distances and layers; missing folders are made")

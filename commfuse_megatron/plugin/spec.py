@@ -63,9 +63,8 @@ def apply_to_spec(spec: Any, config: OverlapConfig | str | Path | None = None) -
 
     Raises ConfigError for what is no spec and for what is no configuration.
     """
-    if not (dataclasses.is_dataclass(spec) or isinstance(spec, type | functools.partial | dict | list | tuple)) or (
-        isinstance(spec, OverlapConfig)
-    ):
+    is_tree = dataclasses.is_dataclass(spec) or isinstance(spec, type | functools.partial | dict | list | tuple)
+    if isinstance(spec, OverlapConfig) or not (is_tree or spec is None):  # None: a model without such layers
         hint = f"; call it: {spec.__name__}(...)" if inspect.isfunction(spec) else ""
         raise ConfigError(
             f"apply_to_spec takes a ModuleSpec, or another tree of specs as Megatron's builders return them, got a"

@@ -174,7 +174,7 @@ def check_arguments_that_are_none(group_size: int) -> None:
         for call in (convert_model, apply_to_spec):
             with pytest.raises(ConfigError, match=f"{call.__name__} takes an OverlapConfig"):
                 call(held if call is convert_model else RowParallelLinear, wrong)
-    for wrong in (None, "spec", held, get_gpt_layer_local_spec, OverlapConfig()):
+    for wrong in (3, "spec", held, get_gpt_layer_local_spec, OverlapConfig()):
         with pytest.raises(ConfigError, match="apply_to_spec takes a ModuleSpec"):
             apply_to_spec(wrong)
     for wrong in (None, "model", {}, [None], SimpleNamespace()):

@@ -113,7 +113,8 @@ def test_other_nodes() -> None:
     assert mapped.inner == {"a": [CommFuseColumnParallelLinear, 3, "text"], "b": (CommFuseRowParallelLinear, None)}
     assert spec.leaf is RowParallelLinear
     function = lambda: None  # noqa: E731
-    assert apply_to_spec(function) is function
+    assert apply_to_spec([function]) == [function]
+    assert apply_to_spec(None) is None
 
 
 @pytest.mark.parametrize("leaf", [RowParallelLinear, ModuleSpec(module=RowParallelLinear, params={"stride": 2})])
