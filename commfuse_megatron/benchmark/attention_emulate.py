@@ -1,11 +1,10 @@
 """Attention blocks of a group of V on two ranks, forward: see `emulate` for what that shows and what not.
 
-Both ranks play the one in the middle of V, so that its share of a causal mask is neither the least nor the most.
-Slicing and the sequential program move the bytes of V by the collective of two. What is here is issued step by step,
-with one split per shard, and captured; the copy engine's programs are tapes, in `attention_emulate_tape`.
+Slicing and the sequential program move the bytes of V by the collective of two. Owners come in the order that the
+planner would take for the machine of our measurements.
 """
 
-import contextlib
+from collections.abc import Callable
 from typing import override
 
 import torch
@@ -21,7 +20,6 @@ from commfuse_megatron.benchmark.attention import (
     split_attention,
 )
 from commfuse_megatron.benchmark.attention_cases import AttentionCase
-from commfuse_megatron.benchmark.attention_emulate_tape import ReplayedAttention, order_by_cost
 from commfuse_megatron.benchmark.bounds import collective_name
 from commfuse_megatron.benchmark.emulate import (
     REAL_RANKS,
@@ -29,16 +27,21 @@ from commfuse_megatron.benchmark.emulate import (
     EmulatedTransfers,
     OverTransport,
     emulated_collective,
+    sum_of_peers,
 )
 from commfuse_megatron.benchmark.graphs import as_graph
 from commfuse_megatron.benchmark.operands import Pool, Work
 from commfuse_megatron.benchmark.variant import Ready, Variant
 from commfuse_megatron.errors import UnsupportedError
-from commfuse_megatron.kernels import sum_partials
-from commfuse_megatron.runtime.executor import AllGatherRun
-from commfuse_megatron.runtime.lanes import choose_num_lanes
+from commfuse_megatron.ops.attention_passes import AttentionCall, attention_forward
+from commfuse_megatron.ops.linear_reduce_scatter import scatter_forward
+from commfuse_megatron.plan.attention import with_owner_orders
+from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.plan.machine import Traits, assumed_machine
+from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.schedule import Algorithm
 
-__all__ = ["emulated_attention_variants", "emulated_attention_work"]
+__all__ = ["EmulatedAttention", "emulated_attention_variants", "emulated_attention_work"]
 
 _PIECES = (2, 4)
 
@@ -48,78 +51,57 @@ def emulated_attention_work(case: AttentionCase, group: dist.ProcessGroup, pool:
     if group.size() != REAL_RANKS:
         raise UnsupportedError(f"larger groups are emulated on {REAL_RANKS} ranks, not on {group.size()}")
     work = Work(case, "fprop", group, pool, draw_attention(case, pool), {})
-    weight = work.operands.weight.detach()
-    partials = (exact_attention(work)[0].flatten(0, 1) @ weight.t()).chunk(case.group_size)
-    others, own = order_by_cost(case, work.dtype_name)
-    sent = torch.stack([partials[owner] for owner in others])
-    peers = [torch.empty_like(sent) for _ in range(REAL_RANKS)]
-    dist.all_gather(peers, sent, group=group)
-    y = sum_partials(partials[own].contiguous(), peers[1 - group.rank()], out=torch.empty_like(partials[own]))
-    work.expected = {"y": y}
+    partials = exact_attention(work)[0].flatten(0, 1) @ work.operands.weight.detach().t()
+    work.expected = {"y": sum_of_peers(partials.chunk(case.group_size), group)}
     return work
 
 
 class EmulatedAttention(OverTransport):
-    """The direct reduce-scatter of V ranks, V - 1 messages: under the projection alone, or with attention split too."""
+    """The direct reduce-scatter of V ranks: under the projection alone (splits None), or with so many splits of every
+    shard's queries."""
 
-    is_basic = True
-
-    def __init__(self, backend: str, *, splits_queries: bool) -> None:
+    def __init__(self, backend: str, splits: int | None) -> None:
         super().__init__(backend)
-        self._splits_queries = splits_queries
-        self.name = f"query_split m=1 {backend}" if splits_queries else f"row_parallel {backend}"
+        self._splits = splits
+        self.name = f"row_parallel {backend}" if splits is None else f"query_split m={splits} {backend}"
 
     @override
     def build(self, work: Work) -> Ready:
-        prepared = self.prepare(work)
-        case, heads, gemm = attention_case_of(work), heads_of(work), prepared.gemm
-        attention = split_attention(work, 1 if self._splits_queries else None)
-        others, own = order_by_cost(case, work.dtype_name)
-        attended, b = torch.empty_like(heads.q), work.operands.weight.detach().t()
-        rows_of = attended.view(case.M, case.K).chunk(case.group_size)
-        messages, shard_rows = case.group_size - 1, case.M // case.group_size
-        partials = work.pool.tensor("partials", messages * shard_rows, case.N)
-        start = (1 - work.group.rank()) * messages * shard_rows
-        lanes = prepared.context.lanes
-        num_lanes = choose_num_lanes(case.rows // case.group_size, case.batch * case.heads, work.pool.device)
-
-        def multiply(owner: int, target: torch.Tensor, run: AllGatherRun) -> None:
-            gemm.multiply(rows_of[owner], b, target, None, run.in_flight)
-            gemm.join()
-
-        def arrived(run: AllGatherRun) -> torch.Tensor:
-            run.finish()
-            return prepared.gather.gathered()[start : start + messages * shard_rows].view(messages, shard_rows, case.N)
-
-        def call() -> torch.Tensor:
-            y = attended.new_empty(shard_rows, case.N)
-            if not self._splits_queries:
-                attention.forward(0, heads, attended)
-            with prepared as link:
-                run = AllGatherRun(link, prepared.gather, partials)
-                lanes.begin(num_lanes)
-                for message, owner in enumerate(others):
-                    with lanes.turn() if self._splits_queries else contextlib.nullcontext():
-                        if self._splits_queries:
-                            attention.forward(owner, heads, attended)
-                        multiply(owner, partials[message * shard_rows : (message + 1) * shard_rows], run)
-                    run.issue(message)
-                y_own = attended.new_empty(shard_rows, case.N, dtype=gemm.own_dtype)
-                with lanes.turn() if self._splits_queries else contextlib.nullcontext():
-                    if self._splits_queries:
-                        attention.forward(own, heads, attended)
-                    multiply(own, y_own, run)
-                return sum_partials(y_own, arrived(run), out=y)
-
-        replay = as_graph(call, work.pool.device)
+        case, splits = attention_case_of(work), self._splits
+        if (case.rows // case.group_size) % (splits or 1):
+            raise UnsupportedError(f"{case.rows // case.group_size} rows of a shard cannot be cut into {splits}")
+        run = self._split_queries(work, splits) if splits is not None else self._at_once(work)
+        replay = as_graph(run, work.pool.device)
         return Ready(
             call=replay,
             results=lambda: {"y": replay()},
-            path="query_split" if self._splits_queries else "row_parallel",
-            transport=prepared.context.transport_name,
+            path="row_parallel" if splits is None else "query_split",
+            transport=self._backend,
             algorithm="direct",
-            chunks_per_shard=1,
+            chunks_per_shard=splits or 1,
         )
+
+    def _split_queries(self, work: Work, splits: int) -> Callable[[], torch.Tensor]:
+        case, heads, weight = attention_case_of(work), heads_of(work), work.operands.weight.detach()
+        problem = case.attention(work.dtype_name)
+        plan = LinearPlan("query_split", "emulated", Algorithm.DIRECT, splits, keep_gathered_input=False)
+        machine = assumed_machine(Traits(transport="copy_engine", replays=True), work.dtype_name)
+        prepared = self.prepare(work, problem, with_owner_orders(problem, plan, machine))
+        prepared.attention = prepared.context.attention_kernels.choose(problem, "auto")
+        call = AttentionCall(prepared, None, case.head_dim**-0.5, None, None)
+        return lambda: attention_forward(call, heads, weight, None)[0].flatten(0, -2)
+
+    def _at_once(self, work: Work) -> Callable[[], torch.Tensor]:
+        case, heads, weight = attention_case_of(work), heads_of(work), work.operands.weight.detach()
+        attention, projection = split_attention(work, None), case.attention(work.dtype_name).projection
+        prepared: PreparedPass = self.prepare(work, projection)
+        attended = torch.empty_like(heads.q)
+
+        def run() -> torch.Tensor:
+            attention.forward(0, heads, attended)
+            return scatter_forward(prepared, attended.flatten(2), weight, None).flatten(0, -2)
+
+        return run
 
 
 class EmulatedAttentionSlicing(Variant):
@@ -159,10 +141,8 @@ def emulated_attention_variants(device: torch.device, splits: tuple[int, ...]) -
         *(EmulatedTransfers(backend) for backend in backends),
         *(EmulatedAttentionSlicing(pieces) for pieces in (1, *_PIECES)),
         *(
-            EmulatedAttention(backend, splits_queries=splits_queries)
+            EmulatedAttention(backend, count)
             for backend in backends
-            if backend != "copy_engine"
-            for splits_queries in (False, True)
+            for count in (None, *(splits if backend == "copy_engine" else (1,)))
         ),
-        *(ReplayedAttention(count) for count in (None, *splits) if "copy_engine" in backends),
     ]

@@ -20,7 +20,6 @@ from commfuse_megatron.config import KernelConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels import persistent_matmul, persistent_matmul_unavailable_reason
 from commfuse_megatron.problem import GemmProblem
-from commfuse_megatron.runtime.executor import AllGatherRun
 from commfuse_megatron.runtime.gemm import SliceGemm
 
 __all__ = ["CommOnly", "CommOnlyCollective", "ComputeOnly", "Sequential", "SlicesOnly", "collective_name", "exchanges"]
@@ -133,10 +132,7 @@ class CommOnly(Variant):
         def call() -> None:
             for _ in range(repeats):
                 with prepared as link:
-                    run = AllGatherRun(link, prepared.gather, shard, label="transfers alone")
-                    for index in range(run.num_steps):
-                        run.issue(index)
-                    run.finish()
+                    prepared.run_transfers(link, shard, "transfers alone")
 
         return Ready(call=call, path="transfers", transport=context.transport_name, is_op=False)
 

@@ -1,20 +1,21 @@
-"""A group of V ranks on two: the program that a rank of the larger group would run, with the one peer for all others.
+"""A group of V ranks on two: the program that a rank of the larger group runs, with the one peer for all others.
 
-What is emulated: rank r of V holds weights cut V ways and shards of M / V rows. It multiplies V slices, sends V - 1
-shards and receives V - 1, in the order of the direct schedule with one chunk per shard. Here every one of those
-messages goes to, and comes from, the one peer there is: the same number of messages of the same size, through one link
-of the same width as a rank of a switched group has.
+What is emulated: rank r of V holds weights cut V ways and shards of M / V rows. Its passes are those of the operations
+themselves, lowered for V ranks; then every message goes to, and comes from, the one peer there is: as many messages, as
+large, through one link as wide as a rank of a switched group has.
 
 What is not: other ranks' delays, links that ranks share, and anything that many ranks do to each other. The collective
 of `sequential` moves the same bytes per rank between two ranks, not through V. On GPUs the programs are replayed from
 CUDA graphs (`graphs.as_graph`), so no host time is in them: with a real group it is in the way where it exceeds the
 GPU's. So these are the costs of cutting work V ways; they are labelled as emulated everywhere.
 
+Both ranks play the one in the middle of V, so that its share of a causal mask is neither the least nor the most.
 Results are checked: every slice against the product of the rows that were really sent.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import override
+from typing import Any, override
 
 import torch
 from torch import distributed as dist
@@ -27,19 +28,26 @@ from commfuse_megatron.benchmark.operands import Pool, Work, draw
 from commfuse_megatron.benchmark.variant import Ready, Variant, require_own_link
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels import sum_partials
-from commfuse_megatron.problem import GemmProblem
-from commfuse_megatron.runtime.executor import AllGatherRun
-from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.ops.all_gather_linear import gather_forward
+from commfuse_megatron.ops.linear_reduce_scatter import scatter_forward
+from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.problem import GemmProblem, Problem
+from commfuse_megatron.runtime.prepared import Lower, PreparedPass
+from commfuse_megatron.schedule import Algorithm
+from commfuse_megatron.schedule.lowering import Policy
+from commfuse_megatron.schedule.program import Issue, Program
 
 __all__ = [
     "REAL_RANKS",
     "EmulatedCollective",
+    "EmulatedPass",
     "EmulatedSequential",
     "EmulatedSliced",
     "EmulatedTransfers",
     "OverTransport",
     "emulated_collective",
     "make_emulated_work",
+    "sum_of_peers",
 ]
 
 #: On how many ranks larger groups are emulated.
@@ -51,67 +59,100 @@ def make_emulated_work(case: LinearCase, group: dist.ProcessGroup, pool: Pool) -
     if group.size() != REAL_RANKS:
         raise UnsupportedError(f"larger groups are emulated on {REAL_RANKS} ranks, not on {group.size()}")
     work = Work(case, "fprop", group, pool, draw(case, pool), {})
-    v, rows = case.group_size, case.M // case.group_size
-    weight = work.operands.weight.detach()
-    own, others = _cut(work)
-    peers = [torch.empty_like(others) for _ in range(REAL_RANKS)]
+    weight, x = work.operands.weight.detach(), work.operands.x.detach().flatten(0, -2)
     if case.gathers:
-        # The messages to the peer are all that this rank's shard is to it: V - 1 different ones, to tell them apart.
-        dist.all_gather(peers, others.contiguous(), group=group)
-        arrived = peers[1 - group.rank()]
-        y = torch.cat([own @ weight.t(), arrived @ weight.t()])
+        peers = [torch.empty_like(x) for _ in range(REAL_RANKS)]
+        dist.all_gather(peers, x.contiguous(), group=group)
+        rows = [peers[1 - group.rank()]] * case.group_size
+        rows[rank_played(case.group_size)] = x
+        work.expected = {"y": torch.cat(rows) @ weight.t()}
     else:
-        partials = (others @ weight.t()).contiguous()
-        peers = [torch.empty_like(partials) for _ in range(REAL_RANKS)]
-        dist.all_gather(peers, partials, group=group)
-        arrived = peers[1 - group.rank()].view(v - 1, rows, case.N)
-        y = sum_partials(own @ weight.t(), arrived, out=weight.new_empty(rows, case.N))
-    work.expected = {"y": y}
+        work.expected = {"y": sum_of_peers((x @ weight.t()).chunk(case.group_size), group)}
     return work
 
 
-def _cut(work: Work) -> tuple[torch.Tensor, torch.Tensor]:
-    """(own rows [M/V, K], the others' [(V-1) M/V, K]): what to multiply, or (all-gather) to send."""
-    case = work.case
-    rows = case.M // case.group_size
-    if case.gathers:
-        # V - 1 different messages; a rank of V would send its one shard as often.
-        return work.operands.x.detach().flatten(0, -2), work.operands.x_full.detach()[rows:]
-    x = work.operands.x.detach().flatten(0, -2)
-    return x[:rows], x[rows:]
+def rank_played(group_size: int) -> int:
+    """The rank of the larger group that every real one plays."""
+    return group_size // 2
+
+
+def sum_of_peers(partials: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> torch.Tensor:
+    """The own rows of a reduce-scatter in which the peer sends its partials for all other ranks.
+
+    partials: of this rank, by owner.
+    """
+    own = rank_played(len(partials))
+    sent = torch.stack([partial for owner, partial in enumerate(partials) if owner != own])
+    peers = [torch.empty_like(sent) for _ in range(REAL_RANKS)]
+    dist.all_gather(peers, sent, group=group)
+    return sum_partials(partials[own].contiguous(), peers[1 - group.rank()], out=torch.empty_like(partials[own]))
+
+
+def emulate(program: Program, peer: int) -> Program:
+    """The program with one peer for all others, who runs the same: what is sent arrives where that step's is expected."""
+
+    def redirect(op: Issue) -> Issue:
+        if op.send is None or op.receive is None:
+            raise UnsupportedError("a rank of an emulated group sends and receives in every step: rows must be even")
+        at_row = op.receive.at_row
+        return dataclasses.replace(
+            op,
+            send=op.send._replace(peer=peer, chunk=op.receive.chunk, at_row=at_row),
+            receive=op.receive._replace(peer=peer),
+        )
+
+    ops = tuple(redirect(op) if isinstance(op, Issue) else op for op in program.ops)
+    return dataclasses.replace(program, ops=ops)
+
+
+class EmulatedPass(PreparedPass):
+    """A pass of the rank of a larger group that this one plays."""
+
+    def __init__(self, context: OverlapContext, problem: Problem, plan: LinearPlan) -> None:
+        super().__init__(context, problem, plan, context.slice_gemm(getattr(torch, problem.dtype)))
+        self.group_rank = rank_played(problem.group_size)
+        self._peer = 1 - context.group_rank
+
+    @override
+    def lower(self, lower: Lower, policy: Policy, asked: Any) -> Program:
+        return emulate(super().lower(lower, policy, asked), self._peer)
 
 
 class OverTransport(Variant):
-    """What needs a context of the real group whose all-gather carries V - 1 messages to the peer and back."""
+    """What needs a context of the real group over one transport."""
+
+    is_basic = True
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
-        self._contexts: dict[int, OverlapContext] = {}
+        self._context: OverlapContext | None = None
 
-    def prepare(self, work: Work, chunks_per_shard: int = 1) -> PreparedPass:
-        """The pass whose all-gather carries the messages of `work`, each shard in so many."""
-        messages = (work.case.group_size - 1) * chunks_per_shard
-        if messages not in self._contexts:
-            forced = {"path": "sliced", "algorithm": "direct", "chunks_per_shard": messages}
+    def prepare(self, work: Work, problem: Problem, plan: LinearPlan | None = None) -> EmulatedPass:
+        """The pass of a problem of the larger group; by default sliced, with one chunk per shard."""
+        if self._context is None:
             require_own_link(work.pool.device, self._backend)
-            settings = {"linear": {"fprop": forced}, "transport": {"backend": self._backend}}
-            self._contexts[messages] = OverlapContext(work.group, OverlapConfig.from_dict(settings))
-        rows, features = work.case.shard_shape
-        sent_rows = REAL_RANKS * (work.case.group_size - 1) * rows
-        problem = GemmProblem("all_gather_linear", "fprop", sent_rows, 1, 1, features, work.dtype_name, REAL_RANKS)
-        return self._contexts[messages].prepare(problem)
+            settings = {"transport": {"backend": self._backend}}
+            self._context = OverlapContext(work.group, OverlapConfig.from_dict(settings))
+        plan = plan or LinearPlan("sliced", "emulated", Algorithm.DIRECT, 1, keep_gathered_input=False)
+        return EmulatedPass(self._context, problem, plan)
 
     @override
     def close(self) -> None:
-        for context in self._contexts.values():
-            context.close()
-        self._contexts.clear()
+        if self._context is not None:
+            self._context.close()
+            self._context = None
+
+
+def problem_of(work: Work) -> GemmProblem:
+    """The forward pass of the linear of a work."""
+    case = work.case
+    op = "all_gather_linear" if case.gathers else "linear_reduce_scatter"
+    rows = case.M // case.batch
+    return GemmProblem(op, "fprop", rows, case.batch, case.N, case.K, work.dtype_name, case.group_size)
 
 
 class EmulatedTransfers(OverTransport):
     """The V - 1 messages alone."""
-
-    is_basic = True
 
     def __init__(self, backend: str) -> None:
         super().__init__(backend)
@@ -119,15 +160,15 @@ class EmulatedTransfers(OverTransport):
 
     @override
     def build(self, work: Work) -> Ready:
-        prepared, messages = self.prepare(work), work.case.group_size - 1
-        sent = work.operands.wire_full[: messages * work.case.shard_shape[0]]
+        rows, features = work.case.M // work.case.batch, work.case.shard_shape[1]
+        problem = GemmProblem(
+            "all_gather_linear", "fprop", rows, work.case.batch, 1, features, work.dtype_name, work.case.group_size
+        )
+        prepared = self.prepare(work, problem)
 
         def call() -> None:
             with prepared as link:
-                run = AllGatherRun(link, prepared.gather, sent, label="transfers alone")
-                for index in range(messages):
-                    run.issue(index)
-                run.finish()
+                prepared.run_transfers(link, work.operands.wire_shard, "transfers alone")
 
         replay = as_graph(call, work.pool.device)
         return Ready(call=replay, path="transfers", transport=prepared.context.transport_name, is_op=False)
@@ -136,18 +177,21 @@ class EmulatedTransfers(OverTransport):
 class EmulatedSliced(OverTransport):
     """The direct schedule of V ranks: V slices, V - 1 messages."""
 
-    is_basic = True
-
     def __init__(self, backend: str) -> None:
         super().__init__(backend)
         self.name = f"sliced m=1 {backend}"
 
     @override
     def build(self, work: Work) -> Ready:
-        prepared = self.prepare(work)
-        run = self._gather if work.case.gathers else self._scatter
+        prepared = self.prepare(work, problem_of(work))
+        x, weight = work.operands.x.detach(), work.operands.weight.detach()
 
-        call = as_graph(lambda: run(work, prepared), work.pool.device)
+        def run() -> torch.Tensor:
+            if work.case.gathers:
+                return gather_forward(prepared, x, weight, None, returns_gathered=False)[0].flatten(0, -2)
+            return scatter_forward(prepared, x, weight, None).flatten(0, -2)
+
+        call = as_graph(run, work.pool.device)
         return Ready(
             call=call,
             results=lambda: {"y": call()},
@@ -156,51 +200,6 @@ class EmulatedSliced(OverTransport):
             algorithm="direct",
             chunks_per_shard=1,
         )
-
-    @staticmethod
-    def _gather(work: Work, prepared: PreparedPass) -> torch.Tensor:
-        """Own slice first; slice j once message j - 1 has arrived, while message j travels."""
-        own, sent = _cut(work)
-        messages, gemm, b = work.case.group_size - 1, prepared.gemm, work.operands.weight.detach().t()
-        y = own.new_empty(work.case.M, work.case.N)
-        outs = y.view(work.case.group_size, -1, work.case.N)
-        with prepared as link:
-            run = AllGatherRun(link, prepared.gather, sent)
-            run.issue(0)
-            gemm.multiply(own, b, outs[0], None, run.in_flight)
-            for message in range(messages):
-                if message + 1 < messages:
-                    run.issue(message + 1)
-                arrived = run.chunk(messages + message)  # the peer's chunks follow this rank's own in the program
-                assert arrived is not None
-                gemm.multiply(arrived[1], b, outs[message + 1], None, arrived[2])
-            gemm.join()
-            run.finish()
-        return y
-
-    @staticmethod
-    def _scatter(work: Work, prepared: PreparedPass) -> torch.Tensor:
-        """Others' partials first, each sent while the next is computed; own last, then one sum of all that arrived."""
-        own, others = _cut(work)
-        case, gemm, b = work.case, prepared.gemm, work.operands.weight.detach().t()
-        messages, rows = case.group_size - 1, own.size(0)
-        partials = work.pool.tensor("partials", messages * rows, case.N)
-        y_own = own.new_empty(rows, case.N, dtype=gemm.own_dtype)
-        y = own.new_empty(rows, case.N)
-        with prepared as link:
-            run = AllGatherRun(link, prepared.gather, partials)
-            for message in range(messages):
-                part = slice(message * rows, (message + 1) * rows)
-                gemm.multiply(others[part], b, partials[part], None, run.in_flight)
-                gemm.join()
-                run.issue(message)
-            gemm.multiply(own, b, y_own, None, run.in_flight)
-            gemm.join()
-            run.finish()
-            start = (1 - work.group.rank()) * messages * rows
-            arrived = prepared.gather.gathered()[start : start + messages * rows].view(messages, rows, case.N)
-            sum_partials(y_own, arrived, out=y)
-        return y
 
 
 class EmulatedCollective(Variant):

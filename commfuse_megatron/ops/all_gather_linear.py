@@ -24,27 +24,16 @@ from commfuse_megatron.ops.arguments import (
 )
 from commfuse_megatron.ops.asked import gradients_asked_for
 from commfuse_megatron.ops.collectives import PendingRows, start_gather_rows, start_reduce_scatter_rows
-from commfuse_megatron.ops.passes import (
-    TapeWeightGrad,
-    gather_buffer,
-    gather_matmul,
-    kept_rows,
-    matmul_scatter,
-    start_gather,
-    weight_gradient,
-)
-from commfuse_megatron.ops.recordings import record_gather, record_gather_backward
-from commfuse_megatron.ops.replay import TapeCall, replay
 from commfuse_megatron.ops.trial import Scratch
-from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, WeightGrad
+from commfuse_megatron.ops.weight_grad import DueWeightGrad, WeightGrad
 from commfuse_megatron.problem import GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
-from commfuse_megatron.runtime.executor import AllGatherRun
-from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.prepared import PreparedPass
-from commfuse_megatron.transport.base import Transfer
+from commfuse_megatron.schedule.lower_linear import Asked, lower_gather_pass, lower_scatter_pass
+from commfuse_megatron.schedule.lowering import Policy
+from commfuse_megatron.schedule.program import Program
 
-__all__ = ["all_gather_linear"]
+__all__ = ["all_gather_linear", "gather_forward"]
 
 
 @overload
@@ -125,7 +114,7 @@ def all_gather_linear(
         forward = prepare(_OPERATION, x, weight, bias, options, context, weight_grad)
         if not needs_autograd(x, weight, bias):
             forward.begin()
-            y, gathered = _forward(forward, x, weight, bias, returns_gathered=return_gathered)
+            y, gathered = gather_forward(forward, x, weight, bias, returns_gathered=return_gathered)
             return (y, gathered) if gathered is not None else y
     return _AllGatherLinear.apply(x, weight, bias, _Call(forward, weight_grad, return_gathered))
 
@@ -146,7 +135,9 @@ class _AllGatherLinear(torch.autograd.Function):
         # Not around what autograd does afterwards: hooks of what is saved may raise, as checkpoints do on purpose.
         with call.forward.context.guard(call.forward.problem):
             call.forward.begin()
-            y, gathered = _forward(call.forward, x, weight, bias, returns_gathered=call.returns_gathered or is_kept)
+            y, gathered = gather_forward(
+                call.forward, x, weight, bias, returns_gathered=call.returns_gathered or is_kept
+            )
         ctx.call = call
         ctx.x_shape = x.shape
         ctx.save_for_backward(
@@ -204,92 +195,85 @@ class _Operands(NamedTuple):
     x_shape: torch.Size
 
 
-def _forward(
+def gather_forward(
     p: PreparedPass, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, returns_gathered: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The output, and the gathered input [S, ..., K] if it is asked for."""
     problem = p.problem
     x_rows, weight_rows = x.contiguous(), with_unit_stride(weight)
     y = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
-    gathered = x.new_empty(problem.rows, *x.shape[1:]) if returns_gathered and p.plan.is_scheduled else None
+    gathered = None
     with p as link:
-        more = () if gathered is None else (gathered,)
-        tape_call = TapeCall(x_rows, None, weight_rows, y, _row(bias), more=more, key=returns_gathered)
-        if not (p.can_replay and replay(p, link, record_gather, tape_call)):
-            shard, out, b = x_rows.flatten(0, -2), y.flatten(0, -2), weight_rows.t()
-            if p.plan.is_scheduled:
-                into = None if gathered is None else gathered.flatten(0, -2)
-                gather_matmul(p, link, shard, b, out, bias=bias, gathered=into)
-            else:
-                rows = _start_gather(p, shard).wait()
-                p.gemm.multiply(rows.view(problem.M, problem.K), b, out, bias)
-                if returns_gathered:  # of one rank, the rows are x itself
-                    rows = rows.clone() if p.context.group_size == 1 else rows
-                    gathered = rows.view(problem.rows, *x.shape[1:])
+        if p.plan.is_scheduled:
+            tensors = {"shard": x_rows, "weight": weight_rows, "out": y}
+            if bias is not None:
+                tensors["bias"] = bias.contiguous()
+            if returns_gathered:
+                gathered = x.new_empty(problem.rows, *x.shape[1:])
+                tensors |= p.context.memory_for_gathered(gathered)
+            p.run(link, _lower_forward, Asked(has_bias=bias is not None, keeps_gathered=returns_gathered), tensors)
+        else:
+            rows = _start_gather(p, x_rows.flatten(0, -2)).wait()
+            out = y.flatten(0, -2)
+            p.gemm.multiply(rows.view(problem.M, problem.K), weight_rows.t(), out, bias)
+            if returns_gathered:  # of one rank, the rows are x itself
+                rows = rows.clone() if p.context.group_size == 1 else rows
+                gathered = rows.view(problem.rows, *x.shape[1:])
     return y, gathered
+
+
+def _lower_forward(p: PreparedPass, policy: Policy, asked: Asked) -> Program:
+    return lower_gather_pass(p.gather, policy, asked)
+
+
+def _lower_backward(p: PreparedPass, policy: Policy, asked: Asked) -> Program:
+    gathers = asked.weight_grad != "none" and not asked.has_x
+    return lower_scatter_pass(p.scatter, p.gather if gathers else None, policy, asked)
 
 
 def _backward(
     p: PreparedPass, operands: _Operands, weight_grad: WeightGrad
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of input and weight, as far as they are needed."""
-    run = _scheduled_backward if p.plan.is_scheduled else _collective_backward
-    with p as link:
-        return run(p, link, operands, weight_grad)
-
-
-def _scheduled_backward(
-    p: PreparedPass, link: Link, operands: _Operands, weight_grad: WeightGrad
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    grad, x, weight, gathered, addend, x_shape = operands
-    grad_x: torch.Tensor | None = None
-    grad_weight: torch.Tensor | None = None
-    if p.can_replay and weight is not None and x is not None:
-        grad_x = grad.new_empty(x_shape)
-        last = TapeWeightGrad(p, grad, weight_grad)
-        more = () if addend is None else (addend,)
-        memory = (grad, x.contiguous(), weight, grad_x, last.memory)
-        tape_call = TapeCall(*memory, last.accumulates, more, len(more), last.is_deferred)
-        if replay(p, link, record_gather_backward, tape_call):
-            return grad_x, last.finish(grad, last.memory)
-        grad_x = None
-    is_kept = isinstance(weight_grad, DeferredWeightGrad)
-    regather: AllGatherRun | None = None
-    if x is not None:
-        gathered = gather_buffer(p, link, x, is_kept=is_kept)
-        regather = start_gather(p, link, x.contiguous().flatten(0, -2), gathered, "re-gather of the input")
-
-    def compute_weight_gradient(in_flight: Transfer | None = None) -> None:
-        nonlocal grad_weight
-        rows = gathered
-        if regather is not None and gathered is not None:
-            regather.finish()
-            rows = kept_rows(link, gathered, is_kept=is_kept)
-        if rows is not None:
-            grad_weight = weight_gradient(p, grad, rows, weight_grad, in_flight)
-
+    if not p.plan.is_scheduled:
+        with p:
+            return _collective_backward(p, operands, weight_grad)
+    grad, x, weight, kept, addend, x_shape = operands
+    tensors, memory = {"a": grad}, dict[str, torch.Tensor]()
+    grad_x = None
     if weight is not None:
-        grad_x = grad.new_empty(x_shape)
-        matmul_scatter(
-            p,
-            link,
-            grad,
-            weight,
-            grad_x.flatten(0, -2),
-            addend=addend,
-            beside=regather,
-            beside_last_transfer=compute_weight_gradient,
-        )
-    else:
-        if regather is not None:
-            for index in range(regather.num_steps):
-                regather.issue(index)
-        compute_weight_gradient()
-    return grad_x, grad_weight
+        grad_x = tensors["out"] = grad.new_empty(x_shape)
+        tensors["weight"] = weight
+        if addend is not None:
+            tensors["addend"] = addend
+    due = None
+    if x is not None or kept is not None:
+        due = DueWeightGrad(p, grad, weight_grad)
+        memory = due.operands(is_gathered=kept is None)
+        tensors |= memory
+        if x is not None:
+            tensors["shard"] = x.contiguous()
+        elif kept is not None:
+            tensors["x_full"] = kept
+    asked = Asked(
+        is_backward=True,
+        has_product=weight is not None,
+        weight_grad="none" if due is None else due.when,
+        accumulates=due is not None and due.accumulates,
+        is_bulk=p.is_bulk,
+        has_x=kept is not None,
+        has_addend=addend is not None and weight is not None,
+    )
+    with p as link:
+        p.run(link, _lower_backward, asked, tensors)
+    if due is None:
+        return grad_x, None
+    x_rows = kept if kept is not None else next(iter(memory.values()))
+    return grad_x, due.finish(memory, grad, x_rows)
 
 
 def _collective_backward(
-    p: PreparedPass, link: Link, operands: _Operands, weight_grad: WeightGrad
+    p: PreparedPass, operands: _Operands, weight_grad: WeightGrad
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """By the group's own collectives, which run beside the GEMMs if the path is "async":
 
@@ -309,14 +293,10 @@ def _collective_backward(
     if gathering is not None:
         gathered = gathering.wait().view(problem.M, problem.K)
     if gathered is not None:
-        grad_weight = weight_gradient(p, grad, gathered, weight_grad)
+        grad_weight = DueWeightGrad(p, grad, weight_grad).compute(grad, gathered)
     if summing is not None:
         grad_x = summing.wait().view(x_shape)
     return grad_x, grad_weight
-
-
-def _row(bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None else bias.contiguous()
 
 
 def _is_async(p: PreparedPass) -> bool:
@@ -337,7 +317,7 @@ def _rehearse(problem: GemmProblem, context: OverlapContext) -> Callable[[Prepar
     own = shard_range(problem.rows, context.group_size, context.group_rank)
     x, weight = scratch.draw(own.size, problem.batch, problem.K), scratch.draw(problem.N, problem.K)
     if problem.pass_name == "fprop":
-        return lambda p: _forward(p, x, weight, None, returns_gathered=p.plan.keep_gathered_input)
+        return lambda p: gather_forward(p, x, weight, None, returns_gathered=p.plan.keep_gathered_input)
     needs_weight, is_kept = "weight" in problem.needs, context.config.linear.wgrad.keep_gathered_input
     operands = _Operands(
         scratch.draw(problem.M, problem.N),

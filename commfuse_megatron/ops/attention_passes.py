@@ -3,7 +3,8 @@
 Knows prepared passes and kernels; must not know autograd.
 """
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -11,39 +12,42 @@ import torch
 
 from commfuse_megatron.kernels.attention import Dropout, join_states
 from commfuse_megatron.ops.arguments import remember, with_unit_stride
-from commfuse_megatron.ops.attention_recordings import (
-    AttentionAtOnce,
+from commfuse_megatron.ops.attention_slabs import GradientSlabs
+from commfuse_megatron.ops.attention_tapes import (
+    attend_backward_at_once,
+    attend_backward_kernels,
+    attend_kernels,
     new_joint_states,
     new_states,
     num_lanes_of,
-    record_query_split,
-    record_query_split_backward,
     split_states,
+    splits_of,
 )
-from commfuse_megatron.ops.attention_slabs import GradientSlabs
 from commfuse_megatron.ops.linear_reduce_scatter import OPERATION as PROJECTION
-from commfuse_megatron.ops.linear_reduce_scatter import ScatterOperands, scatter_backward, scatter_forward
-from commfuse_megatron.ops.passes import (
-    TapeWeightGrad,
-    gather_buffer,
-    gather_chunks,
-    gather_rows_alone,
-    kept_rows,
-    scatter_chunks,
-    start_gather,
-    weight_gradient,
+from commfuse_megatron.ops.linear_reduce_scatter import (
+    ScatterOperands,
+    lower_scatter_backward,
+    scatter_backward,
+    scatter_forward,
 )
-from commfuse_megatron.ops.replay import Build, TapeCall, replay
 from commfuse_megatron.ops.split_attention import Heads, InputGradients, SplitAttention
-from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, WeightGrad
+from commfuse_megatron.ops.weight_grad import DueWeightGrad, WeightGrad
 from commfuse_megatron.plan.linear_plan import LinearPlan
-from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
-from commfuse_megatron.runtime.executor import AllGatherRun
-from commfuse_megatron.runtime.link import Link
-from commfuse_megatron.runtime.prepared import PreparedPass
-from commfuse_megatron.runtime.program import split_rows
+from commfuse_megatron.problem import AttentionProblem
+from commfuse_megatron.runtime.prepared import Lower, PreparedPass
+from commfuse_megatron.runtime.tape_program import TapeKernel
 from commfuse_megatron.schedule import Algorithm
-from commfuse_megatron.transport.base import Transfer
+from commfuse_megatron.schedule.lower_attention import (
+    ADD_GRADIENTS,
+    ATTEND,
+    ATTEND_BACKWARD,
+    lower_at_once_backward,
+    lower_query_split,
+    lower_query_split_backward,
+)
+from commfuse_megatron.schedule.lower_linear import Asked
+from commfuse_megatron.schedule.lowering import Policy
+from commfuse_megatron.schedule.program import Program
 
 __all__ = ["AttentionCall", "Saved", "attention_backward", "attention_forward", "projection_weight_gradient"]
 
@@ -116,10 +120,12 @@ def projection_weight_gradient(
     if not p.plan.is_scheduled:
         operands = ScatterOperands(grad_shard, attended.flatten(2), None, attended.flatten(2).shape)
         return scatter_backward(_projection_pass(p, call), operands, call.weight_grad)[1]
+    due, x = DueWeightGrad(p, grad_shard, call.weight_grad), attended.view(p.problem.M, p.problem.K)
+    memory = due.operands(is_gathered=True)
+    asked = Asked(is_backward=True, has_product=False, weight_grad=due.when, accumulates=due.accumulates)
     with p as link:
-        is_kept = isinstance(call.weight_grad, DeferredWeightGrad)
-        grad = gather_rows_alone(p, link, grad_shard, "all-gather of the output gradient", is_kept=is_kept)
-        return weight_gradient(p, grad, attended.view(p.problem.M, p.problem.K), call.weight_grad)
+        p.run(link, lower_scatter_backward, asked, {"shard": grad_shard, "x": x, **memory})
+    return due.finish(memory, next(iter(memory.values())), x)
 
 
 def _backward_at_once(
@@ -136,8 +142,8 @@ def _backward_at_once(
     if attended.numel():
         state = _state_of_all(p, call, attention, saved)
         if attention.is_plain and projection.can_replay and len(state) == 1:
-            operands_at_once = (grad_shard, weight, state[0])
-            found = _replayed_at_once(p, projection, attention, saved, operands_at_once, call.weight_grad)
+            of_all = saved._replace(states=state[0])
+            found = _replayed_at_once(p, projection, attention, of_all, grad_shard, weight, call.weight_grad)
             if found is not None:
                 return found
     x = attended if "weight" in p.problem.needs else None
@@ -174,34 +180,48 @@ def _query_split_forward(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Saved]:
-    problem, context = _attention_of(p), p.context
+    problem = _attention_of(p)
     y = heads.q.new_empty(p.own_rows, problem.batch, problem.N)
+    tensors = {"a": attended.view(problem.M, problem.K), "weight": weight, "out": y}
+    if bias is not None:
+        tensors["bias"] = bias
+    has_bias = bias is not None
     states: list[tuple[torch.Tensor, ...]] = [()] * len(attention.splits)
     with p as link:
         if attention.is_plain and p.can_replay:
-            q, k, v = heads
-            for all_states in _memory_for_states(p, attention, q):
-                key = (attention.scale, q.stride(), k.stride(), v.stride(), all_states.dim())
-                tape_call = TapeCall(q, attended, weight, y, bias, more=(k, v, all_states), key=key)
-                if replay(p, link, record_query_split, tape_call):
+            for all_states in _memory_for_states(p, attention, heads.q):
+                on_tape = tensors | heads._asdict() | {"states": all_states}
+                layout = (*_layout(attention, heads), all_states.dim())
+                kernels = attend_kernels(p, attention.scale)
+                if p.run_from_tape(link, _lower_forward, has_bias, on_tape, kernels=kernels, layout=layout):
                     return y, Saved(heads, attended, all_states)
-        lanes = context.lanes
-        lanes.begin(num_lanes_of(p))
-        operands = split_rows(attended.view(problem.M, problem.K), p.scatter.bound.chunk_rows)
 
-        def produce(split: int, target: torch.Tensor, addend: torch.Tensor | None, in_flight: Transfer | None) -> None:
-            # What arrived is ordered before this on the current stream only.
-            with lanes.turn(waits_for_current=addend is not None and addend.dim() == 3):
-                mark = link.mark()  # on the lane, as all of this
-                if operands[split].numel():
-                    states[split] = attention.forward(split, heads, attended)
-                    link.note_compute(f"attend {split}", mark, None)
-                    mark = link.mark()
-                p.gemm.multiply(operands[split], weight.t(), target, addend, in_flight)
-                link.note_compute(f"multiply {split}", mark, None)
+        def attend(split: int, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
+            states[split] = attention.forward(split, heads, attended)
 
-        scatter_chunks(p, link, produce, y.flatten(0, -2), bias=bias)
+        p.run_on_tensors(link, _lower_forward, has_bias, tensors, kernels={ATTEND: attend})
     return y, Saved(heads, attended, states)
+
+
+def _lower_forward(p: PreparedPass, policy: Policy, has_bias: bool) -> Program:
+    return lower_query_split(p.scatter, _with_lanes(p, policy), has_bias=has_bias)
+
+
+def _lower_backward(p: PreparedPass, policy: Policy, asked: Asked) -> Program:
+    return lower_query_split_backward(p.gather, _with_lanes(p, policy), asked)
+
+
+def _lower_at_once(p: PreparedPass, policy: Policy, asked: Asked) -> Program:
+    return lower_at_once_backward(p.gather, policy, asked)
+
+
+def _with_lanes(p: PreparedPass, policy: Policy) -> Policy:
+    return dataclasses.replace(policy, lanes=num_lanes_of(p))
+
+
+def _layout(attention: SplitAttention, heads: Heads) -> tuple[Hashable, ...]:
+    """What attention's kernels on a tape depend on."""
+    return (attention.scale, *(tensor.stride() for tensor in heads))
 
 
 def _memory_for_states(p: PreparedPass, attention: SplitAttention, like: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -223,13 +243,12 @@ def _replayed_backward(
     weight_grad: WeightGrad,
 ) -> tuple[Heads, torch.Tensor | None] | None:
     """The whole pass with split queries from a tape: see `_from_tape`."""
-    assert isinstance(saved.states, torch.Tensor)
     slabs = p.memo.get("slabs")
     if slabs is None:
         slabs = p.memo["slabs"] = GradientSlabs(_attention_of(p), attention.splits)
-    operands = (grad_shard, weight, saved.states)
-    memory = (slabs.new(saved.heads.k), slabs.new(saved.heads.v))
-    return _from_tape(p, p, record_query_split_backward, attention.scale, saved, operands, weight_grad, memory)
+    more = {"slabs_k": slabs.new(saved.heads.k), "slabs_v": slabs.new(saved.heads.v)}
+    kernels = attend_backward_kernels(p, attention.scale, slabs)
+    return _from_tape(p, p, _lower_backward, kernels, attention, saved, grad_shard, weight, weight_grad, more)
 
 
 def _replayed_at_once(
@@ -237,53 +256,67 @@ def _replayed_at_once(
     projection: PreparedPass,
     attention: SplitAttention,
     saved: Saved,
-    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    grad_shard: torch.Tensor,
+    weight: torch.Tensor,
     weight_grad: WeightGrad,
 ) -> tuple[Heads, torch.Tensor | None] | None:
     """The same of a pass whose attention is not split, on a tape of the projection's pass."""
     assert p.attention is not None
-    if not p.attention.can_bind or not operands[-1].is_contiguous():
+    assert isinstance(saved.states, torch.Tensor)
+    if not p.attention.can_bind or not saved.states.is_contiguous():
         return None
-    recorder = p.memo.get("at once")
-    if recorder is None:
-        recorder = p.memo["at once"] = AttentionAtOnce(_attention_of(p), p.attention)
-    return _from_tape(p, projection, recorder.record, attention.scale, saved, operands, weight_grad)
+    kernels = attend_backward_at_once(p, attention.scale)
+    return _from_tape(p, projection, _lower_at_once, kernels, attention, saved, grad_shard, weight, weight_grad, {})
 
 
 def _from_tape(
     p: PreparedPass,
     owner: PreparedPass,
-    record: Callable[[Build, TapeCall], None],
-    scale: float,
+    lower: Lower,
+    kernels: Mapping[str, TapeKernel],
+    attention: SplitAttention,
     saved: Saved,
-    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    grad_shard: torch.Tensor,
+    weight: torch.Tensor,
     weight_grad: WeightGrad,
-    slabs: tuple[torch.Tensor, ...] = (),
+    more: dict[str, torch.Tensor],
 ) -> tuple[Heads, torch.Tensor | None] | None:
-    """Gradients of heads and weight, by the tape of `record` that the pass `owner` keeps; None where there is none for
-    these layouts. operands: the own rows' gradient, the weight, and what the forward pass left. slabs: more memory for
-    the gradients of keys and values.
+    """Gradients of heads and weight, by a tape that the pass `owner` keeps; None where there is none for these layouts.
+
+    saved: its states are one tensor. more: further memory.
     """
-    (q, k, v), (grad_shard, weight, states) = saved.heads, operands
+    assert isinstance(saved.states, torch.Tensor)
+    problem = p.problem
     gradients = Heads(*map(_empty_contiguous, saved.heads))
-    last = TapeWeightGrad(p, grad_shard, weight_grad) if "weight" in p.problem.needs else None
-    tape_call = TapeCall(
-        grad_shard,
-        saved.attended,
-        weight,
-        torch.empty_like(saved.attended),
-        None if last is None else last.memory,
-        last is not None and last.accumulates,
-        more=(k, v, states, *gradients, *slabs, q),
-        key=(scale, q.stride(), k.stride(), v.stride(), torch.are_deterministic_algorithms_enabled()),
-        defers=last is not None and last.is_deferred,
-    )
+    attended = saved.attended.view(problem.M, problem.K)
+    due = DueWeightGrad(p, grad_shard, weight_grad) if "weight" in problem.needs else None
+    memory = {} if due is None else due.operands(is_gathered=True)
+    tensors = {
+        "shard": grad_shard,
+        "x": attended,
+        "weight": weight,
+        "out": torch.empty_like(attended),
+        **memory,
+        **saved.heads._asdict(),
+        "states": saved.states,
+        **{f"grad_{name}": gradient for name, gradient in gradients._asdict().items()},
+        **more,
+    }
+    asked = _ask_backward(due, is_bulk=owner.is_bulk)
+    layout = (*_layout(attention, saved.heads), p.problem, p.attention, torch.are_deterministic_algorithms_enabled())
     with owner as link:
-        if not replay(owner, link, record, tape_call):
+        if not owner.run_from_tape(link, lower, asked, tensors, kernels=kernels, layout=layout):
             return None
-    if last is None:
-        return gradients, None
-    return gradients, last.finish(last.memory, saved.attended.view(p.problem.M, p.problem.K))
+    return gradients, None if due is None else due.finish(memory, next(iter(memory.values())), attended)
+
+
+def _ask_backward(due: DueWeightGrad | None, *, is_bulk: bool = False) -> Asked:
+    return Asked(
+        is_backward=True,
+        weight_grad="none" if due is None else due.when,
+        accumulates=due is not None and due.accumulates,
+        is_bulk=is_bulk,
+    )
 
 
 def _empty_contiguous(like: torch.Tensor) -> torch.Tensor:
@@ -298,51 +331,34 @@ def _query_split_backward(
     weight: torch.Tensor,
     weight_grad: WeightGrad,
 ) -> tuple[Heads, torch.Tensor | None]:
-    """The pass with split queries, step by step."""
-    problem = p.problem
-    gradients, grad_weight = InputGradients(saved.heads), None
-    with p as link:
-        is_kept = "weight" in problem.needs and isinstance(weight_grad, DeferredWeightGrad)
-        grad = gather_buffer(p, link, grad_shard, is_kept=is_kept)
-        run = start_gather(p, link, grad_shard, grad, "all-gather of the output gradient")
-        _gather_under_attention(p, link, run, attention, saved, gradients, weight)
-        if "weight" in problem.needs:
-            attended = saved.attended.view(problem.M, problem.K)
-            grad_weight = weight_gradient(p, kept_rows(link, grad, is_kept=is_kept), attended, weight_grad)
-    return gradients.result(), grad_weight
+    """The pass with split queries, on tensors."""
+    problem, gradients = p.problem, InputGradients(saved.heads)
+    attended, grad_attended = saved.attended.view(problem.M, problem.K), torch.empty_like(saved.attended)
+    due = DueWeightGrad(p, grad_shard, weight_grad) if "weight" in problem.needs else None
+    memory = {} if due is None else due.operands(is_gathered=True)
+    states, found = saved.states, dict[int, Heads]()
 
-
-def _gather_under_attention(
-    p: PreparedPass,
-    link: Link,
-    run: AllGatherRun,
-    attention: SplitAttention,
-    saved: Saved,
-    gradients: InputGradients,
-    weight: torch.Tensor,
-) -> None:
-    lanes = p.context.lanes
-    grad_attended = torch.empty_like(saved.attended)
-    states = saved.states
-    assert not isinstance(states, torch.Tensor)
-    rows_of = split_rows(grad_attended.view(p.problem.M, p.problem.K), p.gather.bound.chunk_rows)
-    lanes.begin(num_lanes_of(p))
-
-    def consume(step: int, split: int, grad_rows: torch.Tensor, in_flight: Transfer | None) -> None:
-        mark = link.mark()
-        p.gemm.multiply(grad_rows, weight, rows_of[split], None, in_flight)
-        p.gemm.join()
-        link.note_compute(f"multiply {split}", mark, step)
-        if rows_of[split].numel():
-            mark = link.mark()
-            queries = attention.splits[split]
+    def attend(split: int, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
+        queries = attention.splits[split]
+        if reads[0].numel():
             rows = grad_attended[queries.start : queries.stop]
-            found = attention.gradients(split, saved.heads, saved.attended, states[split], rows)
-            lanes.wait_for_previous()  # sums of all splits are touched
-            attention.add_gradients(split, found, gradients)
-            link.note_compute(f"attend backward {split}", mark, step)
+            found[split] = attention.gradients(split, saved.heads, saved.attended, states[split], rows)  # type: ignore[arg-type]
 
-    gather_chunks(p, run, consume, lanes.turn)
+    def add(split: int, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
+        if split in found:
+            attention.add_gradients(split, found.pop(split), gradients)
+
+    tensors = {
+        "shard": grad_shard,
+        "x": attended,
+        "weight": weight,
+        "out": grad_attended.view(problem.M, problem.K),
+        **memory,
+    }
+    kernels = {ATTEND_BACKWARD: attend, ADD_GRADIENTS: add}
+    with p as link:
+        p.run_on_tensors(link, _lower_backward, _ask_backward(due), tensors, kernels=kernels)
+    return gradients.result(), None if due is None else due.finish(memory, next(iter(memory.values())), attended)
 
 
 @contextmanager
@@ -389,12 +405,7 @@ def _split(p: PreparedPass, call: AttentionCall) -> SplitAttention:
 def _make_split(p: PreparedPass, call: AttentionCall) -> SplitAttention:
     problem, kernel = _attention_of(p), p.attention
     assert kernel is not None
-    if p.plan.is_scheduled:
-        shards = chunk_ranges(problem.rows, problem.group_size, p.plan.chunks_per_shard)
-        splits = [chunk for shard in shards for chunk in shard]
-    else:
-        splits = [RowRange(0, problem.rows)]
-    return SplitAttention(problem, kernel, splits, call.scale, call.mask, call.dropout)
+    return SplitAttention(problem, kernel, splits_of(p), call.scale, call.mask, call.dropout)
 
 
 def _attention_of(p: PreparedPass) -> AttentionProblem:

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from commfuse_megatron.kernels.sum_partials import bind_sum
-from commfuse_megatron.ops.recordings import sum_step
-from commfuse_megatron.ops.replay import Build, Unservable
 from commfuse_megatron.problem import AttentionProblem, RowRange
+from commfuse_megatron.runtime.tape_program import TapeBinder, Unservable
 from commfuse_megatron.transport.copy_tape import Ref
 
 __all__ = ["GradientSlabs"]
@@ -41,11 +39,9 @@ class GradientSlabs:
             return gradient.plus(start * _row_bytes(like))
         return slabs.plus((self._number[split] * self._rows + start) * _row_bytes(like))
 
-    def add_up(self, build: Build, like: torch.Tensor, slabs: Ref, gradient: Ref) -> None:
+    def add_up(self, binder: TapeBinder, like: torch.Tensor, slabs: Ref, gradient: Ref) -> None:
         """gradient [S, ...] = the sum over the splits that see each key; all of them were computed."""
         row_bytes, cols = _row_bytes(like), like[0].numel()
-        if row_bytes % 16:  # sums are bound for rows that begin on 16 bytes
-            raise Unservable
         edges = {edge for _, keys in self._seen for edge in (keys.start, keys.stop)}
         for start, stop in itertools.pairwise(sorted(edges | {0, self._rows})):
             at = gradient.plus(start * row_bytes)
@@ -59,14 +55,7 @@ class GradientSlabs:
                 own, partials, num_partials = at, first, len(by)
             else:
                 own, partials, num_partials = first, first.plus(self._rows * row_bytes), len(by) - 1
-            shape, stride = (stop - start, cols), self._rows * cols
-            rows = like.new_empty(shape, device="meta")
-            others = like.new_empty(stride * max(1, num_partials), device="meta")
-            others = others.as_strided((num_partials, *shape), (stride, cols, 1))
-            add = bind_sum(rows, others, bias=None, out=rows, device=like.device)
-            if add is None:
-                raise Unservable
-            build.tape.compute(sum_step(add, (own, partials, at)))
+            binder.sum((stop - start, cols), (own, partials, at), num_partials, self._rows * row_bytes)
 
 
 def _row_bytes(like: torch.Tensor) -> int:

@@ -24,15 +24,13 @@ from commfuse_megatron.ops.arguments import (
     require_fitting,
 )
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
-from commfuse_megatron.ops.passes import gather_rows_alone
 from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
-from commfuse_megatron.runtime.executor import ReduceScatterRun
-from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.prepared import PreparedPass
-from commfuse_megatron.runtime.program import split_rows
-from commfuse_megatron.transport.base import Transfer
+from commfuse_megatron.schedule.lower_linear import lower_embedding, lower_gather_alone
+from commfuse_megatron.schedule.lowering import Policy
+from commfuse_megatron.schedule.program import Program
 
 __all__ = ["embedding_reduce_scatter", "state_look_up"]
 
@@ -114,55 +112,57 @@ def _localize(ids: torch.Tensor, weight: torch.Tensor, first_id: int) -> tuple[t
 
 
 def _forward(p: PreparedPass, rows: torch.Tensor, is_foreign: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    problem, context = p.problem, p.context
-    own = shard_range(problem.rows, context.group_size, context.group_rank)
+    problem = p.problem
     with p as link:
         if p.plan.is_scheduled:
-            y = weight.new_empty(own.size, problem.batch, problem.N)
-            _look_up_and_scatter(p, link, rows, is_foreign, weight, y.flatten(0, -2))
+            y = weight.new_empty(p.own_rows, problem.batch, problem.N)
+            look_up = functools.partial(_look_up, p, rows, is_foreign, weight)
+            p.run(link, _lower_forward, None, {"out": y}, kernels={"look up": look_up})
             return y
         partial = weight.index_select(0, rows).masked_fill_(is_foreign, 0)
-        return reduce_scatter_rows(partial.view(problem.rows, problem.batch, problem.N), context.group)
+        return reduce_scatter_rows(partial.view(problem.rows, problem.batch, problem.N), p.context.group)
 
 
-def _look_up_and_scatter(
+def _lower_forward(p: PreparedPass, policy: Policy, asked: None) -> Program:
+    return lower_embedding(p.scatter, policy)
+
+
+def _lower_backward(p: PreparedPass, policy: Policy, asked: None) -> Program:
+    return lower_gather_alone(p.gather, policy, "all-gather of the output gradient", keeps_gathered=True)
+
+
+def _look_up(
     p: PreparedPass,
-    link: Link,
     rows: torch.Tensor,
     is_foreign: torch.Tensor,
     weight: torch.Tensor,
-    out: torch.Tensor,
+    chunk: int,
+    adds: list[torch.Tensor],
+    targets: list[torch.Tensor],
 ) -> None:
-    chunk_rows = p.scatter.bound.chunk_rows
-    chunks = list(zip(split_rows(rows, chunk_rows), split_rows(is_foreign, chunk_rows), strict=True))
-
-    def produce(chunk: int, target: torch.Tensor, addend: torch.Tensor | None, _: Transfer | None) -> None:
-        mark = link.mark()
-        which, is_zero = chunks[chunk]
-        if target.dtype == weight.dtype:
-            torch.index_select(weight, 0, which, out=target)
-        else:
-            target.copy_(weight.index_select(0, which))
-        target.masked_fill_(is_zero, 0)
-        if addend is not None:
-            target.add_(addend if addend.dim() == 2 else addend.sum(0))
-        link.note_compute(f"look up {chunk}", mark, None)
-
-    run = ReduceScatterRun(link, p.scatter, produce, out, p.gemm)
-    for index in range(run.num_steps):
-        run.step(index)
-    run.finish()
+    (target,) = targets
+    start = sum(p.scatter.chunk_rows[:chunk])
+    these = slice(start, start + target.size(0))
+    if target.dtype == weight.dtype:
+        torch.index_select(weight, 0, rows[these], out=target)
+    else:
+        target.copy_(weight.index_select(0, rows[these]))
+    target.masked_fill_(is_foreign[these], 0)
+    for addend in adds:
+        target.add_(addend)
 
 
 def _gather(p: PreparedPass, grad_shard: torch.Tensor) -> torch.Tensor:
     """[M_r, N] of every rank -> [M, N]."""
-    problem, context = p.problem, p.context
+    problem = p.problem
     with p as link:
         if not p.plan.is_scheduled:
-            own = shard_range(problem.rows, context.group_size, context.group_rank)
-            rows = grad_shard.view(own.size, problem.batch * problem.N)
-            return gather_rows(rows, problem.rows, context.group).view(problem.M, problem.N)
-        return gather_rows_alone(p, link, grad_shard, "all-gather of the output gradient", is_kept=True)
+            rows = grad_shard.view(p.own_rows, problem.batch * problem.N)
+            return gather_rows(rows, problem.rows, p.context.group).view(problem.M, problem.N)
+        gathered = grad_shard.new_empty(problem.M, problem.N)
+        tensors = {"shard": grad_shard, **p.context.memory_for_gathered(gathered)}
+        p.run(link, _lower_backward, None, tensors)
+        return gathered
 
 
 def _add_up(grad: torch.Tensor, rows: torch.Tensor, num_rows: int, *, is_deterministic: bool) -> torch.Tensor:

@@ -21,25 +21,23 @@ from commfuse_megatron.ops.arguments import (
 )
 from commfuse_megatron.ops.asked import gradients_asked_for
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
-from commfuse_megatron.ops.passes import (
-    TapeWeightGrad,
-    gather_buffer,
-    gather_matmul,
-    gather_rows_alone,
-    kept_rows,
-    matmul_scatter,
-    weight_gradient,
-)
-from commfuse_megatron.ops.recordings import record_scatter, record_scatter_backward
-from commfuse_megatron.ops.replay import TapeCall, replay
 from commfuse_megatron.ops.trial import Scratch
-from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, WeightGrad
+from commfuse_megatron.ops.weight_grad import DueWeightGrad, WeightGrad
 from commfuse_megatron.problem import GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
-from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.schedule.lower_linear import Asked, lower_gather_pass, lower_scatter_pass
+from commfuse_megatron.schedule.lowering import Policy
+from commfuse_megatron.schedule.program import Program
 
-__all__ = ["OPERATION", "ScatterOperands", "linear_reduce_scatter", "scatter_backward", "scatter_forward"]
+__all__ = [
+    "OPERATION",
+    "ScatterOperands",
+    "linear_reduce_scatter",
+    "lower_scatter_backward",
+    "scatter_backward",
+    "scatter_forward",
+]
 
 
 @torch.compiler.disable
@@ -147,20 +145,27 @@ def scatter_forward(p: PreparedPass, x: torch.Tensor, weight: torch.Tensor, bias
     """The forward pass of an operation that was prepared."""
     problem = p.problem
     x_rows, weight_rows = x.contiguous(), with_unit_stride(weight)
-    bias = None if bias is None else bias.contiguous()
-    y = x.new_empty(p.own_rows, *x.shape[1:-1], problem.N)
     with p as link:
-        if p.can_replay and replay(p, link, record_scatter, TapeCall(x_rows, None, weight_rows, y, bias)):
-            pass
-        elif p.plan.is_scheduled:
-            matmul_scatter(p, link, x_rows.flatten(0, -2), weight_rows.t(), y.flatten(0, -2), bias=bias)
-        else:
-            partial = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
-            p.gemm.multiply(x_rows.flatten(0, -2), weight_rows.t(), partial.flatten(0, -2))
-            y = reduce_scatter_rows(partial, p.context.group)
+        if p.plan.is_scheduled:
+            y = x.new_empty(p.own_rows, *x.shape[1:-1], problem.N)
+            tensors = {"a": x_rows, "weight": weight_rows, "out": y}
             if bias is not None:
-                y = y.add_(bias)
-    return y
+                tensors["bias"] = bias.contiguous()
+            p.run(link, _lower_forward, Asked(has_bias=bias is not None), tensors)
+            return y
+        partial = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
+        p.gemm.multiply(x_rows.flatten(0, -2), weight_rows.t(), partial.flatten(0, -2))
+        y = reduce_scatter_rows(partial, p.context.group)
+        return y if bias is None else y.add_(bias)
+
+
+def _lower_forward(p: PreparedPass, policy: Policy, asked: Asked) -> Program:
+    return lower_scatter_pass(p.scatter, None, policy, asked)
+
+
+def lower_scatter_backward(p: PreparedPass, policy: Policy, asked: Asked) -> Program:
+    """The program of `scatter_backward`."""
+    return lower_gather_pass(p.gather, policy, asked)
 
 
 def scatter_backward(
@@ -169,46 +174,39 @@ def scatter_backward(
     """The gradients of input and weight, as far as they are needed."""
     grad_shard, x, weight, x_shape = operands
     grad_x = None if weight is None else grad_shard.new_empty(x_shape)
-    grad_weight = None
-    with p as link:
-        if p.can_replay and weight is not None and grad_x is not None and x is not None:
-            x = x.contiguous()
-            last = TapeWeightGrad(p, grad_shard, weight_grad)
-            tape_call = TapeCall(grad_shard, x, weight, grad_x, last.memory, last.accumulates, defers=last.is_deferred)
-            if replay(p, link, record_scatter_backward, tape_call):
-                return grad_x, last.finish(last.memory, x.flatten(0, -2))
-        is_kept = x is not None and isinstance(weight_grad, DeferredWeightGrad)
-        grad = _gather_under_dgrad(p, link, grad_shard, weight, grad_x, needs_weight=x is not None, is_kept=is_kept)
-        if x is not None:
-            grad_weight = weight_gradient(p, grad, x.contiguous().flatten(0, -2), weight_grad)
-    return grad_x, grad_weight
-
-
-def _gather_under_dgrad(
-    p: PreparedPass,
-    link: Link,
-    grad_shard: torch.Tensor,
-    weight: torch.Tensor | None,
-    grad_x: torch.Tensor | None,
-    *,
-    needs_weight: bool,
-    is_kept: bool,
-) -> torch.Tensor:
-    """Fill `grad_x` (if given, as `weight` then is) from the gathered gradient; returns that, complete only if
-    `needs_weight`, and then the caller's own if `is_kept`.
-    """
-    problem = p.problem
+    due = None if x is None else DueWeightGrad(p, grad_shard, weight_grad)
+    x_rows = None if x is None else x.contiguous()
     if not p.plan.is_scheduled:
-        shape = (shard_range(problem.rows, p.context.group_size, p.context.group_rank).size, problem.batch * problem.N)
-        grad = gather_rows(grad_shard.view(shape), problem.rows, p.context.group).view(problem.M, problem.N)
-        if weight is not None and grad_x is not None:
-            p.gemm.multiply(grad, weight, grad_x.flatten(0, -2))
-        return grad
-    if weight is None or grad_x is None:
-        return gather_rows_alone(p, link, grad_shard, "all-gather of the output gradient", is_kept=is_kept)
-    grad = gather_buffer(p, link, grad_shard, is_kept=is_kept)
-    gather_matmul(p, link, grad_shard, weight, grad_x.flatten(0, -2), gathered=grad if needs_weight else None)
-    return kept_rows(link, grad, is_kept=is_kept)
+        with p:
+            grad = _gather_by_collective(p, grad_shard)
+            if weight is not None and grad_x is not None:
+                p.gemm.multiply(grad, weight, grad_x.flatten(0, -2))
+            return grad_x, None if due is None or x_rows is None else due.compute(grad, x_rows.flatten(0, -2))
+    tensors, memory = {"shard": grad_shard}, dict[str, torch.Tensor]()
+    if weight is not None and grad_x is not None:
+        tensors |= {"weight": weight, "out": grad_x}
+    if due is not None and x_rows is not None:
+        memory = due.operands(is_gathered=True)
+        tensors |= {"x": x_rows, **memory}
+    asked = Asked(
+        is_backward=True,
+        has_product=weight is not None,
+        weight_grad="none" if due is None else due.when,
+        accumulates=due is not None and due.accumulates,
+        is_bulk=p.is_bulk,
+    )
+    with p as link:
+        p.run(link, lower_scatter_backward, asked, tensors)
+    if due is None or x_rows is None:
+        return grad_x, None
+    return grad_x, due.finish(memory, next(iter(memory.values())), x_rows.flatten(0, -2))
+
+
+def _gather_by_collective(p: PreparedPass, grad_shard: torch.Tensor) -> torch.Tensor:
+    """[M_r, N] of every rank -> [M, N]."""
+    problem = p.problem
+    rows = grad_shard.view(p.own_rows, problem.batch * problem.N)
+    return gather_rows(rows, problem.rows, p.context.group).view(problem.M, problem.N)
 
 
 def _rehearse(problem: GemmProblem, context: OverlapContext) -> Callable[[PreparedPass], object]:

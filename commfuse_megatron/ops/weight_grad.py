@@ -5,12 +5,15 @@ for its `delay_wgrad_compute`.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from commfuse_megatron.errors import CommFuseError
+from commfuse_megatron.runtime.gemm import SliceGemm
+from commfuse_megatron.runtime.prepared import PreparedPass
 
-__all__ = ["DeferredWeightGrad", "WeightGrad", "WeightGradQueue", "WeightGradTarget", "target_of"]
+__all__ = ["DeferredWeightGrad", "DueWeightGrad", "WeightGrad", "WeightGradQueue", "WeightGradTarget", "target_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +79,78 @@ WeightGrad = WeightGradTarget | DeferredWeightGrad | None
 def target_of(weight_grad: WeightGrad) -> WeightGradTarget | None:
     """Where the gradient is added, now or later; None if nowhere."""
     return weight_grad.target if isinstance(weight_grad, DeferredWeightGrad) else weight_grad
+
+
+class DueWeightGrad:
+    """The weight gradient that one backward pass owes: where its program leaves it, and what autograd is given.
+
+    Args:
+        like: a tensor of the dtype and device of the operands.
+    """
+
+    def __init__(self, p: PreparedPass, like: torch.Tensor, weight_grad: WeightGrad) -> None:
+        self._p, self._like, self._weight_grad = p, like, weight_grad
+        self.when: Literal["now", "later"] = "later" if isinstance(weight_grad, DeferredWeightGrad) else "now"
+        self.accumulates = isinstance(weight_grad, WeightGradTarget)
+
+    def operands(self, *, is_gathered: bool) -> dict[str, torch.Tensor]:
+        """What the program gets for it by name: memory for the gradient, or for the gathered rows of a later one.
+
+        is_gathered: whether the program gathers rows for it.
+        """
+        p = self._p
+        if self.when == "now":
+            target = self._weight_grad
+            if isinstance(target, WeightGradTarget):
+                return {"grad_weight": target.accumulate}
+            return {"grad_weight": self._like.new_empty(p.problem.N, p.problem.K)}
+        if not is_gathered:
+            return {}
+        return p.context.memory_for_gathered(self._like.new_empty(p.problem.M, p.wire_features))
+
+    def finish(self, operands: dict[str, torch.Tensor], grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        """What autograd is given once the program has run on `operands`.
+
+        grad [M, N], x [M, K]: what a later gradient is made of, in memory that no other call uses.
+        """
+        if isinstance(self._weight_grad, DeferredWeightGrad):
+            _defer(self._p.gemm, grad, x, self._weight_grad)
+            return None
+        return operands["grad_weight"] if self._weight_grad is None else self._weight_grad.result()
+
+    def compute(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        """The same without a program: now, or later from these operands."""
+        if isinstance(self._weight_grad, DeferredWeightGrad):
+            _defer(self._p.gemm, grad, x, self._weight_grad)
+            return None
+        return _multiply(self._p.gemm, grad, x, self._weight_grad)
+
+
+def _defer(gemm: SliceGemm, grad: torch.Tensor, x: torch.Tensor, deferred: DeferredWeightGrad) -> None:
+    grad, x = grad.detach(), x.detach()  # what they were made by need not live until then
+    target, versions = deferred.target, (grad._version, x._version)
+
+    @torch.no_grad()
+    def compute() -> torch.Tensor | None:
+        if (grad._version, x._version) != versions:  # autograd no longer looks
+            which = "the output's gradient" if grad._version != versions[0] else "the input"
+            raise CommFuseError(
+                f"a deferred weight gradient: {which} was changed in place after the backward pass; "
+                "change it once the gradient has been taken from the queue"
+            )
+        return _multiply(gemm, grad, x, target)
+
+    deferred.queue.put(compute)
+
+
+def _multiply(
+    gemm: SliceGemm, grad: torch.Tensor, x: torch.Tensor, target: WeightGradTarget | None
+) -> torch.Tensor | None:
+    if target is not None:
+        gemm.accumulate(grad.t(), x, target.accumulate)
+        result = target.result()
+    else:
+        result = grad.new_empty(grad.size(1), x.size(1))
+        gemm.multiply(grad.t(), x, result)
+    gemm.join()
+    return result

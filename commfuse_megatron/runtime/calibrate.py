@@ -14,7 +14,6 @@ from torch import distributed as dist
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import Timings
 from commfuse_megatron.problem import GemmProblem
-from commfuse_megatron.runtime.executor import AllGatherRun
 from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.runtime.stopwatch import Stopwatch
 from commfuse_megatron.schedule import Algorithm
@@ -125,10 +124,7 @@ class _Scratch:
 
         def gather() -> None:
             with prepared as link:
-                run = AllGatherRun(link, prepared.gather, shard, label="calibration")
-                for index in range(run.num_steps):
-                    run.issue(index)
-                run.finish()
+                prepared.run_transfers(link, shard, "calibration")
 
         return gather
 

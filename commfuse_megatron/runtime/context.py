@@ -200,6 +200,11 @@ class OverlapContext:
         """The GEMM that runs beside this context's transfers."""
         return self._gemm(dtype, is_beside_transfers=True)
 
+    def memory_for_gathered(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`memory` as the operand in which a program leaves gathered rows to its caller, by its name: where peers can
+        write into windows only, a copy of those; else where they arrive."""
+        return {"kept" if self.link.transport.is_one_sided else "gathered": memory}
+
     def forget_programs(self) -> None:
         """Free what calls replay; it is made anew where it is needed again. What was agreed and counted stays."""
         self.known_calls.clear()

@@ -43,37 +43,23 @@ def choose_num_lanes(queries: int, heads: int, device: torch.device) -> int:
 
 
 class Lanes:
-    """The lanes of one context. `begin`, then a `turn` for every piece; what follows on the current stream waits for
-    the pieces so far.
+    """The lanes of one context: streams beside the current one. On the CPU there are none, and all work is in order.
 
-    A piece is ordered after what was on the current stream at `begin` and after the pieces before it on its lane.
     Memory that a piece allocates belongs to its lane: it may go on living, but must not be freed while another stream
-    uses it before the next `begin`.
+    uses it before the next `fork`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._borrowed: list[OwnStream] = []
         self._streams: list[torch.cuda.Stream] = []
-        self._done: list[torch.cuda.Event] = []
-        self._begun: torch.cuda.Event | None = None
-        self._turn = 0
-        self._num = _FEWEST
-
-    def begin(self, num_lanes: int = _FEWEST) -> None:
-        """Order all pieces to come after what the current stream holds now; they take turns on that many lanes."""
-        self._turn, self._num = 0, num_lanes
-        if self._device.type != "cuda":
-            return
-        self._make(num_lanes)
-        assert self._begun is not None
-        self._begun.record(torch.cuda.current_stream(self._device))
+        self._main: torch.cuda.Stream | None = None
 
     def close(self) -> None:
         """Leave the streams to other contexts; not after a failure, when a flag may still be waited for on one."""
         while self._borrowed:
             give_stream_back(self._device, self._borrowed.pop())
-        self._streams, self._done, self._begun = [], [], None
+        self._streams, self._main = [], None
 
     def handles(self, num_lanes: int = _FEWEST) -> tuple[int, ...]:
         """The driver's handles of lanes; none on the CPU. Who uses them orders what it puts there."""
@@ -91,32 +77,46 @@ class Lanes:
             self._begun = torch.cuda.Event()
 
     @contextmanager
-    def turn(self, *, waits_for_current: bool = False) -> Iterator[None]:
-        """Run what is in the with-block on the next lane; the current stream waits for its end.
-
-        waits_for_current: the piece needs what came onto the current stream since `begin`.
-        """
+    def in_use(self) -> Iterator[None]:
+        """For a with-block in which lanes are chosen by the methods below; the current stream is the main lane."""
         if self._device.type != "cuda":
             yield
             return
-        lane = self._turn % self._num
-        stream, done = self._streams[lane], self._done[lane]
-        current = torch.cuda.current_stream(self._device)
-        if waits_for_current:
-            stream.wait_stream(current)
-        elif self._turn < self._num:
-            assert self._begun is not None
-            stream.wait_event(self._begun)
-        torch.cuda.set_stream(stream)
+        main = self._main = torch.cuda.current_stream(self._device)
         try:
             yield
-            done.record(stream)
         finally:
-            torch.cuda.set_stream(current)
-        current.wait_event(done)
-        self._turn += 1
+            torch.cuda.set_stream(main)
 
-    def wait_for_previous(self) -> None:
-        """Inside a turn: order what follows after the piece of the turn before, and all that this was ordered after."""
-        if self._device.type == "cuda" and self._turn:
-            self._streams[self._turn % self._num].wait_event(self._done[(self._turn - 1) % self._num])
+    def fork(self, num_lanes: int) -> None:
+        """So many lanes go on from where the main one is."""
+        if self._main is not None:
+            self._make(num_lanes)
+            for stream in self._streams[:num_lanes]:
+                stream.wait_stream(self._main)
+
+    def on(self, lane: int | None) -> None:
+        """What follows goes to this lane; None: to the main one."""
+        if self._main is not None:
+            torch.cuda.set_stream(self._stream(lane))
+
+    def after(self, lane: int | None) -> None:
+        """What follows on the lane in use comes after all that `lane` holds."""
+        if self._main is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream(lane))
+
+    def join(self, num_lanes: int) -> None:
+        """The main lane, which is in use from here on, goes on when so many others have come this far."""
+        if self._main is not None:
+            torch.cuda.set_stream(self._main)
+            for stream in self._streams[:num_lanes]:
+                self._main.wait_stream(stream)
+
+    def _stream(self, lane: int | None) -> torch.cuda.Stream:
+        assert self._main is not None
+        return self._main if lane is None else self._streams[lane]
+
+    def _make(self, num_lanes: int) -> None:
+        while len(self._streams) < num_lanes:
+            self._borrowed.append(borrow_stream(self._device))
+            self._streams.append(self._borrowed[-1].torch)

@@ -9,10 +9,10 @@ import time
 from typing import Any, NamedTuple, Protocol
 
 from commfuse_megatron.errors import CommFuseError, TransportError, TransportTimeoutError
-from commfuse_megatron.runtime.binding import BoundSchedule
 from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.runtime.watchdog import Watchdog
 from commfuse_megatron.schedule import render
+from commfuse_megatron.schedule.binding import BoundSchedule
 from commfuse_megatron.transport.base import Message, PeerTimeoutError, Transfer, Transport
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.copy_tape import BoundOperation

@@ -17,13 +17,13 @@ import torch
 from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport.base import Window
 
-__all__ = ["Slots"]
+__all__ = ["Slots", "ViewKeeper"]
 
 # Every buffer's size is a multiple of this: what TMA descriptors and vectorised kernels want.
 _ALIGNMENT_BYTES = 256
 
 
-class _Keeper(Protocol):
+class ViewKeeper(Protocol):
     """Keeps views of buffers between calls."""
 
     def drop_views(self) -> None:
@@ -38,7 +38,7 @@ class Slots:
         self._make_window = make_window
         self._buffers: dict[str, Window] = {}
         self._retired: list[Window] = []
-        self._keepers: weakref.WeakSet[_Keeper] = weakref.WeakSet()
+        self._keepers: weakref.WeakSet[ViewKeeper] = weakref.WeakSet()
         self._is_captured = False
         self.generation = 0
 
@@ -61,7 +61,7 @@ class Slots:
         window = self._buffers[name]
         return window.tensor[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape), window
 
-    def note_views(self, keeper: _Keeper) -> None:
+    def note_views(self, keeper: ViewKeeper) -> None:
         """Remember that `keeper` keeps views; it is told to drop them when a buffer is freed."""
         self._keepers.add(keeper)
 

@@ -69,7 +69,7 @@ class CopyTape:
         self._pending: list[Step] = []  # of the copy stream, for behind the next kernel
         self._pending_captured: list[Step] = []
         self._pending_keys: set[Key] = set()
-        self._lane: int | None = None
+        self.lane: int | None = None
         self.steps: list[Step] = []
         self._captured: list[Step] = []
         self._pushed: dict[Key, Step] = {}  # what makes a wait in a graph depend on the push of the same batch
@@ -97,7 +97,7 @@ class CopyTape:
 
     def on(self, lane: int | None) -> None:
         """Put what comes next on that stream; None: on the current one."""
-        self._lane = lane
+        self.lane = lane
 
     def join(self, lanes: tuple[int, ...]) -> None:
         """Let the current stream go on when all of these have come this far."""
@@ -156,7 +156,7 @@ class CopyTape:
             for pushed in dict.fromkeys(self._pushed[key] for key in keys if key in self._pushed):
                 self._captured.append(self._on_lane(pushed))
             self._add(self._transport.bind_wait(keys))
-            if self._lane is None:
+            if self.lane is None:
                 self._last_wait = (len(self.steps), keys)
 
     def finish(self) -> BoundOperation:
@@ -197,7 +197,7 @@ class CopyTape:
         self._pending_captured.append(mark)
 
     def _on_lane(self, step: Step) -> Step:
-        lane = self._lane
+        lane = self.lane
         return step if lane is None else lambda at, stream: step(at, lane)
 
     def _submit(self) -> None:

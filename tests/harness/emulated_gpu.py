@@ -22,12 +22,13 @@ from torch import distributed as dist
 
 from commfuse_megatron.kernels.attention import BoundBackward, BoundForward, MathAttention, Operands, SplitMask
 from commfuse_megatron.kernels.blas import Matrix
-from commfuse_megatron.ops import attention_slabs, recordings, replay
-from commfuse_megatron.runtime import context, prepared
+from commfuse_megatron.runtime import context, prepared, tape_program
+from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.lanes import Lanes
 from commfuse_megatron.transport import copy_engine, stream_memory, tape_graphs
+from commfuse_megatron.transport.copy_tape import BoundOperation
 
-__all__ = ["capture_call", "emulate_copy_engine", "take_part"]
+__all__ = ["capture_call", "emulate_copy_engine", "take_part", "tapes_of"]
 
 _LONGEST_WAIT_S = 10.0
 _CPU = torch.device("cpu")
@@ -64,14 +65,18 @@ def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "device_of_backend", lambda backend: _CPU)
     monkeypatch.setattr(context, "create_transport", _create_transport)
     monkeypatch.setattr(prepared, "blas_unavailable_reason", lambda device, dtype: None)
-    monkeypatch.setattr(replay, "_workspaces", lambda device: _Workspaces())
-    monkeypatch.setattr(replay, "BlasMatmul", _Matmul)
-    monkeypatch.setattr(recordings, "bind_sum", _bind_sum)
-    monkeypatch.setattr(attention_slabs, "bind_sum", _bind_sum)
+    monkeypatch.setattr(tape_program, "_workspaces", lambda device: _Workspaces())
+    monkeypatch.setattr(tape_program, "BlasMatmul", _Matmul)
+    monkeypatch.setattr(tape_program, "bind_sum", _bind_sum)
     monkeypatch.setattr(MathAttention, "can_bind", True)
     monkeypatch.setattr(MathAttention, "bind_forward", _bind_attention)
     monkeypatch.setattr(MathAttention, "bind_backward", _bind_attention_backward)
     monkeypatch.setattr(Lanes, "handles", lambda lanes, num_lanes=2: _LANES[:num_lanes])
+
+
+def tapes_of(context: OverlapContext) -> list[BoundOperation | None]:
+    """The tapes of all passes of a context; None for layouts that none serves."""
+    return [tape for p in context._prepared.values() for tape in p.tapes]
 
 
 def capture_call[T](call: Callable[[], T]) -> tuple[T, Callable[[], None]]:

@@ -12,9 +12,10 @@ import torch
 from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.config import AttentionConfig, TransportConfig
 from commfuse_megatron.kernels import attention_choice, attention_pieces
-from commfuse_megatron.ops import attention_passes, query_split_attention
+from commfuse_megatron.ops import query_split_attention
 from commfuse_megatron.ops import reference as references
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
+from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.transport import tape_graphs
 from tests.harness import run_threads
 from tests.harness.emulated_cudnn import Launch, emulate_cudnn
@@ -65,20 +66,18 @@ def test_both_passes_equal_the_reference_in_every_order(group_size, m, backward,
 
 
 def emulated(monkeypatch, **attention):
-    """The emulated cuDNN, a configuration, and what ranks recorded the tape of a backward pass at once."""
+    """The emulated cuDNN and a configuration."""
     cudnn = emulate_cudnn(monkeypatch)
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(attention_choice, "cudnn_attention_unavailable_reason", lambda problem, device: None)
-    recorded = []
-    record = attention_passes.AttentionAtOnce.record
-
-    def count(self, build, call):
-        record(self, build, call)
-        recorded.append(build.p.context.group_rank)
-
-    monkeypatch.setattr(attention_passes.AttentionAtOnce, "record", count)
     attention = AttentionConfig(**{"kernel": "cudnn", **attention})
-    return cudnn, OverlapConfig(attention=attention, transport=TransportConfig(backend="copy_engine")), recorded
+    return cudnn, OverlapConfig(attention=attention, transport=TransportConfig(backend="copy_engine"))
+
+
+def num_at_once(context):
+    """How many tapes there are of a backward pass whose attention is not split: on the projection's pass."""
+    tapes = [tape for p in context._prepared.values() if p.problem.op != "query_split_attention" for tape in p.tapes]
+    return sum(tape is not None for tape in tapes)
 
 
 def compare(case, group, context, view=None, **keywords):
@@ -98,35 +97,33 @@ def compare(case, group, context, view=None, **keywords):
 def test_attention_at_once_backward_is_on_a_tape(path, m, rows, takes_stats_among_others, monkeypatch):
     """Also where a split's statistics cannot lie among the others', of 18 rows say: then they are put together."""
     backward = {} if m is None else {"backward": "row_parallel"}
-    cudnn, config, recorded = emulated(monkeypatch, path=path, splits_per_shard=m, **backward)
+    cudnn, config = emulated(monkeypatch, path=path, splits_per_shard=m, **backward)
     cudnn.takes_stats_among_others = takes_stats_among_others
 
     def body(group, device):
         with take_part(group), OverlapContext(group, config) as context:
             for seed in range(3):
                 compare(dataclasses.replace(CASE, rows=rows, seed=seed), group, context)
+            return num_at_once(context)
 
-    run_threads(2, body)
+    assert run_threads(2, body) == [1, 1]
     masks = [launch.mask for launch in cudnn.launches if launch.kind == "backward"]
     assert masks == ["top left"] * 6
-    assert sorted(recorded) == [0, 1]
 
 
 def test_a_call_that_no_tape_serves_takes_none_from_the_others(monkeypatch):
-    _, config, recorded = emulated(monkeypatch, path="query_split", splits_per_shard=1, backward="row_parallel")
+    _, config = emulated(monkeypatch, path="query_split", splits_per_shard=1, backward="row_parallel")
 
     def body(group, device):
         with take_part(group), OverlapContext(group, config) as context:
             case = dataclasses.replace(CASE, rows=32)
             by_columns = torch.zeros(64, 16).t()
             compare(case, group, context, weight_grad=WeightGradTarget(by_columns, lambda: None))
-            before = list(recorded)
-            group.barrier().wait()
+            before = num_at_once(context)
             compare(case, group, context)
-            return before
+            return before, num_at_once(context)
 
-    assert run_threads(2, body) == [[], []]
-    assert sorted(recorded) == [0, 1]
+    assert run_threads(2, body) == [(0, 1), (0, 1)]
 
 
 def one_element_further(tensor):
@@ -143,7 +140,7 @@ def odd_stride_of_one_sequence(tensor):
 @pytest.mark.parametrize("path", ["query_split", "row_parallel"])
 def test_contiguous_operands_that_kernels_cannot_load_are_copied(path, view, monkeypatch):
     """`contiguous` leaves both as they are: of one sequence, a tensor may have any stride from one to the next."""
-    _, config, _ = emulated(monkeypatch, path=path)
+    _, config = emulated(monkeypatch, path=path)
 
     def body(group, device):
         with take_part(group), OverlapContext(group, config) as context:
@@ -154,10 +151,15 @@ def test_contiguous_operands_that_kernels_cannot_load_are_copied(path, view, mon
 
 @pytest.mark.parametrize("backward", ["query_split", "row_parallel"])
 def test_a_weight_by_columns_has_its_backward_pass_on_a_tape(backward, monkeypatch):
-    _, config, _ = emulated(monkeypatch, path="query_split", splits_per_shard=1, backward=backward)
+    _, config = emulated(monkeypatch, path="query_split", splits_per_shard=1, backward=backward)
     replayed = []
-    replay = attention_passes.replay
-    monkeypatch.setattr(attention_passes, "replay", lambda *given: replayed.append(replay(*given)) or replayed[-1])
+    replay = PreparedPass.run_from_tape
+
+    def count(*given, **keywords):
+        replayed.append(replay(*given, **keywords))
+        return replayed[-1]
+
+    monkeypatch.setattr(PreparedPass, "run_from_tape", count)
 
     def by_columns(tensor):
         return tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
@@ -171,7 +173,7 @@ def test_a_weight_by_columns_has_its_backward_pass_on_a_tape(backward, monkeypat
 
 
 def test_a_kernel_that_refuses_all_queries_at_once_is_passed_over(monkeypatch):
-    cudnn, config, _ = emulated(monkeypatch, path="query_split", backward="row_parallel", kernel="auto")
+    cudnn, config = emulated(monkeypatch, path="query_split", backward="row_parallel", kernel="auto")
     cudnn.refused = {Launch("backward", "top left", 32, 32)}
 
     def body(group, device):

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from commfuse_megatron import ops
-from commfuse_megatron.benchmark import attention_emulate_tape
 from commfuse_megatron.benchmark.attention import attention_work, heads_of
 from commfuse_megatron.benchmark.attention_cases import (
     ATTENTION_CASE_NAMES,
@@ -17,7 +16,6 @@ from commfuse_megatron.benchmark.attention_cases import (
     attention_tokens,
 )
 from commfuse_megatron.benchmark.attention_emulate import EmulatedAttention, emulated_attention_work
-from commfuse_megatron.benchmark.attention_emulate_tape import ReplayedAttention
 from commfuse_megatron.benchmark.attention_table import attention_table
 from commfuse_megatron.benchmark.cases import HEADLINE_M
 from commfuse_megatron.benchmark.operands import Pool, check_results
@@ -25,14 +23,13 @@ from commfuse_megatron.benchmark.run import Settings
 from commfuse_megatron.benchmark.summary import summarize
 from commfuse_megatron.errors import ConfigError, VerificationError
 from commfuse_megatron.kernels import attention_choice
-from commfuse_megatron.ops import recordings
+from commfuse_megatron.ops import attention_tapes
 from commfuse_megatron.schedule import schedule_bound_us
 from commfuse_megatron.transport import tape_graphs
 from tests.harness.emulated_cudnn import emulate_cudnn
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
 from tests.harness.threads import run_threads
 from tests.threaded.test_benchmark_runs import run_settings
-from tests.threaded.test_copy_engine_emulated import number_of_graphs
 
 CPU = torch.device("cpu")
 
@@ -108,7 +105,7 @@ def test_emulated_groups(group_size):
 def test_a_wrong_emulated_result_is_noticed():
     def body(group, device):
         work = emulated_attention_work(attention_case(*SMALL, 4, 64), group, Pool(CPU, torch.float32, group.rank()))
-        variant = EmulatedAttention("gloo", splits_queries=True)
+        variant = EmulatedAttention("gloo", 1)
         ready = variant.build(work)
         check_results(work, variant.name, ready.results())
         work.operands.k.data.add_(1.0 * torch.arange(work.operands.k.size(0)).view(-1, 1, 1, 1))
@@ -126,14 +123,13 @@ def test_emulated_programs_on_tapes_give_what_they_should_in_every_order(size, s
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(attention_choice, "cudnn_attention_unavailable_reason", lambda problem, device: None)
     monkeypatch.setattr(tape_graphs, "_STEPWISE", 0)
-    monkeypatch.setattr(attention_emulate_tape, "bind_sum", recordings.bind_sum)  # as emulated
-    monkeypatch.setattr(attention_emulate_tape, "choose_num_lanes", lambda *arguments: 3)
+    monkeypatch.setattr(attention_tapes, "choose_num_lanes", lambda *arguments: 3)
 
     def body(group, device):
         sizes = {"M": 64, "N": 16, "K": 32, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
         case = AttentionCase("some", "query_split_attention", group_size=size, **sizes)
         work = emulated_attention_work(case, group, Pool(CPU, torch.bfloat16, group.rank()))
-        variant = ReplayedAttention(splits)
+        variant = EmulatedAttention("copy_engine", splits)
         with take_part(group):
             ready = variant.build(work)
             for _ in range(6):
@@ -141,7 +137,7 @@ def test_emulated_programs_on_tapes_give_what_they_should_in_every_order(size, s
             work.operands.v.data.add_(1.0)
             with pytest.raises(VerificationError, match="differs"):
                 check_results(work, variant.name, ready.results())
-            graphs = sum(number_of_graphs(context) for context in variant._contexts.values())
+            graphs = len(variant._context.link.transport._graphs._alive)
             variant.close()
         return graphs
 

@@ -15,20 +15,19 @@ from commfuse_megatron.config import AttentionConfig, LinearConfig, PassConfig, 
 from commfuse_megatron.ops import (
     WeightGradTarget,
     all_gather_linear,
-    attention_recordings,
+    attention_tapes,
     linear_reduce_scatter,
     query_split_attention,
-    recordings,
-    replay,
 )
 from commfuse_megatron.ops import (
     reference as references,
 )
 from commfuse_megatron.ops.trial import run_trial
+from commfuse_megatron.runtime.tape_program import TapeBinder
 from commfuse_megatron.transport import mapped_window, tape_graphs
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from tests.harness import run_threads
-from tests.harness.emulated_gpu import capture_call, emulate_copy_engine, take_part
+from tests.harness.emulated_gpu import capture_call, emulate_copy_engine, take_part, tapes_of
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
 from tests.harness.mixed_calls import MixedCalls, draw_cases
 from tests.harness.transport_contract import run_contract
@@ -77,10 +76,10 @@ def test_linears_with_new_data_at_every_call(group_size, path, algorithm, m, mon
                         case = Case(op=op, rows=rows, N=N, K=K, has_bias=has_bias, seed=seed)
                         operands = draw(case, group.rank(), group.size(), device)
                         assert_equal(overlapped(case, operands, context), reference(case, operands, group))
-            tapes = [tape for p in context._prepared.values() for tape in p.tapes.values()]
+            tapes = tapes_of(context)
             if group_size > 1:
                 assert bool(tapes) == (algorithm == "direct")
-            assert all(tape.operation is not None for tape in tapes)
+            assert None not in tapes
 
     run_threads(group_size, body)
 
@@ -117,8 +116,8 @@ def test_calls_with_the_same_addresses_become_graphs_and_see_new_data(group_size
 
 
 def number_of_graphs(context) -> int:
-    tapes = [tape for p in context._prepared.values() for tape in p.tapes.values() if tape.operation is not None]
-    return sum(made.__class__ is not int for tape in tapes for made in tape.operation.graphs.values())
+    tapes = [tape for tape in tapes_of(context) if tape is not None]
+    return sum(made.__class__ is not int for tape in tapes for made in tape.graphs.values())
 
 
 @pytest.mark.parametrize("group_size", [2, 3, 4])
@@ -153,7 +152,7 @@ def test_graphs_of_linears_are_right_in_every_order_that_they_allow(group_size, 
 )
 def test_graphs_of_attention_are_right_in_every_order_that_they_allow(group_size, m, num_lanes, backward, monkeypatch):
     emulate_copy_engine(monkeypatch)
-    monkeypatch.setattr(attention_recordings, "choose_num_lanes", lambda *arguments: num_lanes)
+    monkeypatch.setattr(attention_tapes, "choose_num_lanes", lambda *arguments: num_lanes)
     monkeypatch.setattr(tape_graphs, "_STEPWISE", -1)
     attention = AttentionConfig(path="query_split", splits_per_shard=m, backward=backward)
     config = OverlapConfig(attention=attention, transport=TransportConfig(backend="copy_engine"))
@@ -196,9 +195,9 @@ def test_attention_with_new_data_and_layouts_at_every_call(group_size, m, monkey
                         exact = run(operands, grad_y, references.query_split_attention, group=group, **keywords)
                         assert_close(found, exact, 1e-5)
             passes = [p for p in context._prepared.values() if p.problem.op == "query_split_attention"]
-            tapes = [tape for p in passes for tape in p.tapes.values()]
+            tapes = [tape for p in passes for tape in p.tapes]
             assert bool(tapes) == (group_size > 1)
-            assert all(tape.operation is not None for tape in tapes)
+            assert None not in tapes
             if group_size > 1:
                 assert {p.problem.pass_name for p in passes if p.tapes} == {"fprop", "backward"}
 
@@ -249,9 +248,9 @@ def test_what_tapes_do_not_serve_goes_step_by_step(monkeypatch):
                 case = Case(op=op, rows=8, N=6, K=5)  # rows of 20 and 24 bytes
                 operands = draw(case, group.rank(), group.size(), device)
                 assert_equal(overlapped(case, operands, context), reference(case, operands, group))
-            tapes = [tape for p in context._prepared.values() for tape in p.tapes.values()]
+            tapes = tapes_of(context)
             assert tapes
-            assert all(tape.operation is None for tape in tapes)
+            assert set(tapes) == {None}
 
     run_threads(2, body)
 
@@ -346,8 +345,8 @@ def test_own_rows_are_copied_beside_the_last_gemm_before_the_weight_gradient(op,
 
         return wrapped
 
-    monkeypatch.setattr(recordings.Gather, "copy_own", logged("copy", recordings.Gather.copy_own))
-    monkeypatch.setattr(replay.Build, "matmul", logged("gemm", replay.Build.matmul))
+    monkeypatch.setattr(TapeBinder, "_add_copy", logged("copy", TapeBinder._add_copy))
+    monkeypatch.setattr(TapeBinder, "matmul", logged("gemm", TapeBinder.matmul))
 
     def body(group, device):
         with take_part(group), OverlapContext(group, config_for(path, "direct", m)) as context:
@@ -424,7 +423,7 @@ def test_who_has_not_come_is_named_also_where_no_message_is_due(op, monkeypatch)
             case = Case(op=op, rows=1, N=8, K=8, has_bias=False)
             overlapped(case, draw(case, rank, group.size(), device), context)
             link, transport = context.link, context.link.transport
-            operations = [tape.operation for p in context._prepared.values() for tape in p.tapes.values()]
+            operations = tapes_of(context)
             assert len(operations) == 2
             group.barrier().wait()
             for operation in operations:

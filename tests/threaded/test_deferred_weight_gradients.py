@@ -10,7 +10,7 @@ from commfuse_megatron.errors import CommFuseError, ShapeError
 from commfuse_megatron.ops import DeferredWeightGrad, WeightGradQueue, WeightGradTarget
 from commfuse_megatron.transport import tape_graphs
 from tests.harness import run_threads
-from tests.harness.emulated_gpu import emulate_copy_engine, take_part
+from tests.harness.emulated_gpu import emulate_copy_engine, take_part, tapes_of
 from tests.harness.linear_cases import OPS, Case, draw, reference
 from tests.threaded import test_query_split_attention as attention
 from tests.threaded.test_copy_engine_emulated import PATHS, config_for
@@ -85,9 +85,9 @@ def test_linears_over_the_copy_engine(op, group_size, path, algorithm, m, stepwi
                 for has_target in (True, False):
                     check(op, group, device, context, rows, 16, 8, has_target=has_target)
             check(op, group, device, context, 16, 16, 8, frozen=("x",))
-            tapes = [tape for p in context._prepared.values() for tape in p.tapes.values()]
+            tapes = tapes_of(context)
             assert bool(tapes) == (algorithm == "direct")
-            assert all(tape.operation is not None for tape in tapes)
+            assert None not in tapes
 
     run_threads(group_size, body)
 
@@ -132,7 +132,7 @@ def test_attention(config, over_copies, monkeypatch):
                     found = {"out_weight.grad": queue.pop()()}
                     attention.assert_close(found, {name: expected[seed][name] for name in found}, 1e-5)
             if over_copies:
-                tapes = [tape for p in context._prepared.values() for tape in p.tapes.values()]
+                tapes = tapes_of(context)
                 assert bool(tapes) == (config.attention.path != "sequential")
 
     run_threads(2, body)

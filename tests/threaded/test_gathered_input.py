@@ -11,7 +11,7 @@ from commfuse_megatron.errors import ShapeError
 from commfuse_megatron.problem import shard_range
 from commfuse_megatron.transport import tape_graphs
 from tests.harness import run_threads
-from tests.harness.emulated_gpu import emulate_copy_engine, take_part
+from tests.harness.emulated_gpu import emulate_copy_engine, take_part, tapes_of
 from tests.harness.linear_cases import Case, assert_equal, draw
 from tests.threaded.test_copy_engine_emulated import PATHS, config_for, number_of_graphs
 from tests.threaded.test_linears import linear_config
@@ -106,9 +106,9 @@ def test_over_the_copy_engine(group_size, path, algorithm, m, stepwise, monkeypa
                     case = Case(op="all_gather_linear", rows=rows, N=16, K=8, seed=seed)
                     check(case, group, device, context, frozen=frozen, outputs=outputs)
             if algorithm == "direct" and group_size > 1:
-                tapes = [tape for p in context._prepared.values() for tape in p.tapes.values()]
+                tapes = tapes_of(context)
                 assert tapes
-                assert all(tape.operation is not None for tape in tapes)
+                assert None not in tapes
                 assert bool(number_of_graphs(context)) == (stepwise < 0)
 
     run_threads(group_size, body)

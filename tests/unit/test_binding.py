@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commfuse_megatron.problem import GemmProblem, RowRange, chunk_ranges, shard_range, split_range
-from commfuse_megatron.runtime.binding import bind
 from commfuse_megatron.schedule import Algorithm, Collective
+from commfuse_megatron.schedule.binding import bind
 
 
 @given(rows=st.integers(0, 200), parts=st.integers(1, 17))

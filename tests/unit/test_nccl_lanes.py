@@ -6,8 +6,8 @@ from collections import deque
 import pytest
 import torch
 
-from commfuse_megatron.runtime.binding import bind
 from commfuse_megatron.schedule import Algorithm, Collective
+from commfuse_megatron.schedule.binding import bind
 from commfuse_megatron.transport import nccl
 from commfuse_megatron.transport.base import Message
 from commfuse_megatron.transport.nccl import NcclTransport

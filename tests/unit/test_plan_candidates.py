@@ -10,8 +10,8 @@ from commfuse_megatron import OverlapConfig
 from commfuse_megatron.config import LinearConfig, PassConfig, TransportConfig
 from commfuse_megatron.plan.candidates import buffer_needs, list_candidates, merge_needs
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem
-from commfuse_megatron.runtime.binding import bind
 from commfuse_megatron.schedule import Algorithm, Collective
+from commfuse_megatron.schedule.binding import bind
 from tests.harness.problems import layer_problem
 
 BOTH = "input+weight"

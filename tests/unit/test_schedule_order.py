@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from commfuse_megatron.errors import ScheduleError
 from commfuse_megatron.problem import chunk_ranges
-from commfuse_megatron.runtime.binding import bind
 from commfuse_megatron.schedule import (
     Algorithm,
     Chunk,
@@ -29,6 +28,7 @@ from commfuse_megatron.schedule import (
     simulate,
     validate,
 )
+from commfuse_megatron.schedule.binding import bind
 from commfuse_megatron.schedule.makespan import Clock, least_makespan_us, makespan_us
 from commfuse_megatron.schedule.order_table import RATIOS, choose_causal_order, free_rows, least_free_time, order_rows
 from commfuse_megatron.schedule.owners import rotation

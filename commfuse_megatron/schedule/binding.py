@@ -11,16 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from commfuse_megatron.problem import chunk_ranges
-from commfuse_megatron.schedule import (
-    Algorithm,
-    Collective,
-    OwnerOrder,
-    Schedule,
-    build_all_gather,
-    build_reduce_scatter,
-    validate,
-)
-from commfuse_megatron.schedule.actions import Chunk, Compute, Receive, Send
+from commfuse_megatron.schedule.actions import Algorithm, Chunk, Collective, Compute, Receive, Schedule, Send
+from commfuse_megatron.schedule.all_gather import build_all_gather
+from commfuse_megatron.schedule.owners import OwnerOrder
+from commfuse_megatron.schedule.reduce_scatter import build_reduce_scatter
+from commfuse_megatron.schedule.validate import validate
 
 __all__ = ["BoundSchedule", "BoundStep", "bind"]
 

@@ -1,0 +1,402 @@
+"""Puts programs on tapes: lists of driver and cuBLASLt calls over addresses, for the copy engine.
+
+A tape is recorded at the first call of a program with layouts like these, and holds numbers only. It serves what
+cuBLASLt serves; everything else is run on tensors (`tensor_program`).
+"""
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from commfuse_megatron.kernels.blas import BlasMatmul, Matrix, Workspaces, alignment_of
+from commfuse_megatron.kernels.sum_partials import bind_sum
+from commfuse_megatron.runtime.buffers import PassBuffers, buffers_of
+from commfuse_megatron.runtime.lanes import Lanes
+from commfuse_megatron.runtime.link import Link, Watched
+from commfuse_megatron.schedule.program import (
+    COPIES,
+    GATHER,
+    SCATTER,
+    After,
+    Batch,
+    Compute,
+    Copy,
+    Finish,
+    Fork,
+    Gemm,
+    Issue,
+    Join,
+    On,
+    Op,
+    Program,
+    Rows,
+    Sum,
+    Wait,
+    WeightGrad,
+)
+from commfuse_megatron.transport.copy_engine import CopyEngineTransport
+from commfuse_megatron.transport.copy_flags import Key
+from commfuse_megatron.transport.copy_tape import BoundOperation, CopyTape, Ref
+
+__all__ = ["TapeBinder", "TapeKernel", "Tapes", "Unservable"]
+
+_LABELS = {SCATTER: "reduce-scatter"}
+
+# Layouts and scales that vary from call to call must not fill the memory.
+_MOST_TAPES = 64
+
+_NEVER = -2
+
+
+class Unservable(Exception):
+    """A call of these layouts is not for a tape."""
+
+
+class _Bound(NamedTuple):
+    operation: BoundOperation | None  # None: these layouts are not for a tape
+    generation: int  # of the buffers whose addresses it holds
+
+
+_UNKNOWN = _Bound(None, _NEVER)
+
+
+class Tapes:
+    """The tapes of one pass."""
+
+    def __init__(self, buffers: PassBuffers, lanes: Lanes) -> None:
+        self._buffers, self._lanes = buffers, lanes
+        self._known: dict[Hashable, _Bound] = {}
+
+    def run(
+        self,
+        key: Hashable,
+        lower: Callable[[], Program],
+        link: Link,
+        tensors: Mapping[str, torch.Tensor],
+        kernels: "Mapping[str, TapeKernel]",
+    ) -> bool:
+        """Run the program of `lower` on these operands; False, and nothing done, where that is not for a tape.
+
+        key: what the program and the kernels depend on. tensors: as for `TensorProgram.run`, and what kernels use.
+        """
+        addresses = (0, *[tensor.data_ptr() for tensor in tensors.values()])
+        alignment = alignment_of(*addresses)
+        weight, grad_weight = tensors.get("weight"), tensors.get("grad_weight")
+        layout = None if grad_weight is None else (grad_weight.dtype, grad_weight.shape, grad_weight.stride())
+        key = (key, alignment, None if weight is None else weight.stride(), layout)
+        bound = self._known.get(key, _UNKNOWN)
+        if bound.generation != self._buffers.generation:
+            if bound.operation is None and bound is not _UNKNOWN:
+                return False
+            bound = self._bind(key, lower, link, tensors, kernels, alignment)
+        if bound.operation is None:
+            return False
+        link.replay(bound.operation, addresses)
+        return True
+
+    @property
+    def operations(self) -> list[BoundOperation | None]:
+        """All tapes; None for layouts that none serves."""
+        return [bound.operation for bound in self._known.values()]
+
+    def forget(self) -> None:
+        """Free all tapes; they are made anew where they are needed again."""
+        self._known.clear()
+
+    def _bind(
+        self,
+        key: Hashable,
+        lower: Callable[[], Program],
+        link: Link,
+        tensors: Mapping[str, torch.Tensor],
+        kernels: "Mapping[str, TapeKernel]",
+        alignment: int,
+    ) -> _Bound:
+        operation = None
+        try:
+            binder = TapeBinder(lower(), self._buffers, link, self._lanes, tensors, alignment)
+            operation = binder.bind(kernels)
+        except Unservable:
+            pass
+        if len(self._known) >= _MOST_TAPES:
+            self._known.clear()
+        generation = self._buffers.generation if operation is not None else _NEVER
+        bound = self._known[key] = _Bound(operation, generation)
+        return bound
+
+
+@functools.cache
+def _workspaces(device: torch.device) -> Workspaces:
+    return Workspaces(device)
+
+
+class TapeBinder:
+    """One tape in the making. Operands that a call brings are addresses by number, the context's are fixed ones.
+
+    Args:
+        tensors: operands like those of the calls, by name.
+        alignment: bytes of which all their addresses are multiples.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        buffers: PassBuffers,
+        link: Link,
+        lanes: Lanes,
+        tensors: Mapping[str, torch.Tensor],
+        alignment: int,
+    ) -> None:
+        # Who sends and receives nothing ends nothing: others might do it on tensors, with no release.
+        if alignment < 16 or not program.schedules:
+            raise Unservable
+        assert isinstance(link.transport, CopyEngineTransport)
+        self.tensors = tensors
+        self.dtype, self.device = buffers.dtype, buffers.device
+        self.itemsize = self.dtype.itemsize
+        self.tape = CopyTape(link.transport)
+        self._program, self._alignment, self._buffers = program, alignment, buffers
+        self._slots = {name: number for number, name in enumerate(tensors, start=1)}
+        self._bounds = buffers_of(program, tensors)
+        buffers.reserve(self._bounds)
+        self._lanes = lanes
+        self._handles: tuple[int, ...] = ()
+        self._arriving: dict[Batch, Key] = {}
+        self._unawaited: dict[Batch, Key] = {}
+        self._sends: list[Key] = []
+        self._ordered: set[str] = set()
+        self._workspaces = _workspaces(self.device)
+
+    def bind(self, kernels: "Mapping[str, TapeKernel]") -> BoundOperation:
+        """The tape of the program. Raises Unservable."""
+        for op in self._program.ops:
+            self._add(op, kernels)
+        return self.tape.finish()
+
+    # -- addresses --------------------------------------------------------------------------------------------------
+
+    def at(self, name: str, offset: int = 0) -> Ref:
+        """`offset` bytes into an operand."""
+        if name in self._bounds:
+            return Ref(0, self._buffers.tensor(name, self._bounds[name]).data_ptr() + offset)
+        return Ref(self._slots[name], offset)
+
+    def rows(self, rows: Rows) -> Ref:
+        """Where rows begin."""
+        return self.at(rows.operand, rows.start * self._features(rows.operand) * self.itemsize)
+
+    def matrix(self, rows: Rows) -> Matrix:
+        """Rows as operand of a GEMM."""
+        features = self._features(rows.operand)
+        return Matrix((rows.count, features), (features, 1), self.dtype)
+
+    def _features(self, name: str) -> int:
+        if name in self._bounds:
+            return self._buffers.tensor(name, self._bounds[name]).size(-1)
+        return self.tensors[name].size(-1)
+
+    def _alignment_at(self, ref: Ref) -> int:
+        alignment = min(self._alignment, alignment_of(ref.offset))
+        if alignment < 16:
+            raise Unservable
+        return alignment
+
+    # -- ops --------------------------------------------------------------------------------------------------------
+
+    def _add(self, op: Op, kernels: "Mapping[str, TapeKernel]") -> None:
+        match op:
+            case Gemm():
+                self._add_gemm(op)
+            case Issue():
+                self._add_issue(op)
+            case Wait():
+                self.tape.wait(*(self._arriving[batch] for batch in op.batches))
+                for batch in op.batches:
+                    self._unawaited.pop(batch, None)
+            case Copy():
+                self._add_copy(op)
+            case Sum():
+                self._add_sum(op)
+            case WeightGrad():
+                self._add_weight_grad(op)
+            case Compute():
+                kernel = kernels.get(op.kind)
+                if kernel is None:
+                    raise Unservable
+                kernel(self, op)
+            case Fork():
+                self._handles = self._lanes.handles(op.lanes)
+                self.tape.fork(self._handles)
+                self.tape.on(None)
+            case On():
+                self.tape.on(self._lane(op.lane))
+            case After():
+                self._add_after(op)
+            case Join():
+                self.tape.join(self._handles)
+            case Finish():
+                self.tape.wait(*self._unawaited.values(), *self._sends)
+
+    def _lane(self, lane: int | None) -> int | None:
+        return None if lane is None else self._handles[lane]
+
+    def _add_after(self, op: After) -> None:
+        here = self.tape.lane
+        self.tape.on(self._lane(op.lane))
+        reached = self.tape.mark()
+        self.tape.on(here)
+        self.tape.follow(reached)
+
+    def _add_issue(self, op: Issue) -> None:
+        tape, batch = self.tape, (op.channel, op.step)
+        keys: list[Key] = []
+        bound = self._program.schedules[op.channel]
+        if op.receive is not None:
+            place = self._buffers.place(op.channel, op.receive)
+            key = (op.receive.peer, place.flag, -1, -1)
+            self._arriving[batch] = self._unawaited[batch] = key
+            label = self._program.gather_label if op.channel == GATHER else _LABELS[op.channel]
+            tape.notes.append((key, Watched(label, bound, op.step, None, op.receive.peer)))
+            keys.append(key)
+        if op.send is not None:
+            self._order(op.send.rows)
+            place = self._buffers.place(op.channel, op.send)
+            keys.append((-1, -1, op.send.peer, place.flag))
+            self._sends.append(keys[-1])
+            rows = op.send.rows
+            size_bytes = rows.count * self._features(rows.operand) * self.itemsize
+            tape.push(op.send.peer, place, self.rows(rows), size_bytes)
+        for key in keys:
+            tape.note(key)
+        tape.issued(keys)
+
+    def _add_copy(self, op: Copy) -> None:
+        self._order(op.source)
+        size_bytes = op.source.count * self._features(op.source.operand) * self.itemsize
+        key = self.tape.copy(self.rows(op.target), self.rows(op.source), size_bytes, flag=op.number)
+        batch = (COPIES, op.number)
+        self._arriving[batch] = self._unawaited[batch] = key
+
+    def _order(self, source: Rows) -> None:
+        """The copy stream reads rows next: what a call brings is complete from the start, the rest as it is now."""
+        if source.operand not in self._bounds:
+            if "" in self._ordered:
+                return
+            self._ordered.add("")
+        self.tape.order()
+
+    def _add_gemm(self, op: Gemm) -> None:
+        weight = self.tensors["weight"]
+        seen = weight.t() if op.is_forward else weight
+        b = Matrix((seen.size(0), seen.size(1)), (seen.stride(0), seen.stride(1)), weight.dtype)
+        if len(op.adds) > 1:
+            raise Unservable
+        addend = self.rows(op.adds[0]) if op.adds else None
+        bias = self.at("bias") if op.has_bias else None
+        shapes = (self.matrix(op.a), b, self.matrix(op.out))
+        self.matmul(shapes, (self.rows(op.a), self.at("weight"), self.rows(op.out)), addend=addend, bias=bias)
+
+    def _add_sum(self, op: Sum) -> None:
+        adds = [self.rows(rows) for rows in op.adds]
+        distance = adds[1].offset - adds[0].offset if len(adds) > 1 else 0
+        shape = (op.out.count, self._features(op.out.operand))
+        bias = self.at("bias") if op.has_bias else None
+        self.sum(shape, (self.rows(op.own), adds[0], self.rows(op.out)), len(adds), distance, bias)
+
+    def _add_weight_grad(self, op: WeightGrad) -> None:
+        out = self.tensors["grad_weight"]
+        grad, x = self.matrix(op.grad), self.matrix(op.x)
+        (rows, n), k = grad.shape, x.shape[1]
+        if out.shape != (n, k) or not out.is_contiguous() or out.dtype not in (self.dtype, torch.float32):
+            raise Unservable
+        shapes = (Matrix((n, rows), (1, n), self.dtype), x, Matrix((n, k), (k, 1), out.dtype))
+        target = self.at("grad_weight")
+        addend = target if op.accumulates else None
+        self.matmul(shapes, (self.rows(op.grad), self.rows(op.x), target), addend=addend)
+
+    # -- kernels ----------------------------------------------------------------------------------------------------
+
+    def matmul(
+        self,
+        shapes: tuple[Matrix, Matrix, Matrix],
+        refs: tuple[Ref, Ref, Ref],
+        *,
+        addend: Ref | None = None,
+        bias: Ref | None = None,
+    ) -> None:
+        """out = a @ b (+ addend) (+ bias); nothing where it is empty."""
+        if 0 in shapes[0].shape or 0 in shapes[1].shape:
+            if 0 in shapes[2].shape:
+                return
+            raise Unservable
+        matrices = [
+            matrix._replace(alignment=self._alignment_at(ref)) for matrix, ref in zip(shapes, refs, strict=True)
+        ]
+        if addend is not None:
+            least = min(matrices[2].alignment, self._alignment_at(addend))
+            matrices[2] = matrices[2]._replace(alignment=least)
+        for matrix in matrices:
+            leading = matrix.strides[0] if matrix.strides[1] == 1 else matrix.strides[1]
+            if 1 not in matrix.strides or leading * matrix.dtype.itemsize % 16:
+                raise Unservable
+        multiply = BlasMatmul(*matrices, has_addend=addend is not None, has_bias=bias is not None)
+        workspace = self._workspaces.address
+        (a, a_at), (b, b_at), (out, out_at) = refs
+        extra, extra_at = addend or Ref(0, 0)
+        row, row_at = bias or Ref(0, 0)
+
+        def step(at: tuple[int, ...], stream: int) -> None:
+            multiply(
+                stream,
+                workspace(stream),
+                at[a] + a_at,
+                at[b] + b_at,
+                at[out] + out_at,
+                at[extra] + extra_at,
+                at[row] + row_at,
+            )
+
+        self.tape.compute(step)
+
+    def sum(
+        self,
+        shape: tuple[int, int],
+        refs: tuple[Ref, Ref, Ref],
+        num_partials: int,
+        distance_bytes: int,
+        bias: Ref | None = None,
+    ) -> None:
+        """refs: own, partials, out. out = own + so many partials, each that many bytes behind the one before (+ bias);
+        all [rows, cols]."""
+        offsets = [ref.offset for ref in (*refs, bias) if ref is not None]
+        if any(size % 16 for size in (shape[1] * self.itemsize, distance_bytes, *offsets)):
+            raise Unservable  # sums are bound for rows that begin on 16 bytes
+        like = functools.partial(torch.empty, dtype=self.dtype, device="meta")
+        rows, stride = like(shape), distance_bytes // self.itemsize
+        others = like(stride * max(0, num_partials - 1) + shape[0] * shape[1])
+        others = others.as_strided((num_partials, *shape), (stride, shape[1], 1))
+        row = None if bias is None else like(shape[1])
+        add = bind_sum(rows, others, bias=row, out=rows, device=self.device)
+        if add is None:
+            raise Unservable
+        (own_slot, own_at), (partials_slot, partials_at), (out_slot, out_at) = refs
+
+        def step(at: tuple[int, ...], stream: int) -> None:
+            bias_at = None if bias is None else at[bias.slot] + bias.offset
+            add(stream, at[own_slot] + own_at, at[partials_slot] + partials_at, bias_at, at[out_slot] + out_at)
+
+        self.tape.compute(step)
+
+    def compute(self, bound: Callable[..., None], refs: Sequence[Ref]) -> None:
+        """A kernel that takes a stream and these addresses."""
+
+        def step(at: tuple[int, ...], stream: int) -> None:
+            bound(stream, *[at[slot] + offset for slot, offset in refs])
+
+        self.tape.compute(step)
+
+
+#: Puts what a `Compute` op says on the tape in the making, or raises Unservable.
+TapeKernel = Callable[[TapeBinder, Compute], None]

@@ -1,0 +1,394 @@
+"""What all lowerings share: from bound schedules to the ops of a program, in the order of submission.
+
+A lowering calls these parts one after the other; each appends ops. What two ways of running a pass differ in is a
+`Policy`, so that the order of a pass is written once.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from commfuse_megatron.schedule.actions import Algorithm
+from commfuse_megatron.schedule.binding import BoundSchedule
+from commfuse_megatron.schedule.program import (
+    COPIES,
+    GATHER,
+    SCATTER,
+    After,
+    Batch,
+    Channel,
+    Copy,
+    Finish,
+    Fork,
+    Gemm,
+    Issue,
+    Join,
+    Message,
+    On,
+    Op,
+    Program,
+    Rows,
+    Sum,
+    Wait,
+    WeightGrad,
+)
+
+__all__ = ["Lowering", "Policy"]
+
+#: Computes what belongs to a chunk: (chunk, where its result goes, what has arrived and is to be added to it).
+Produce = Callable[[int, Rows, tuple[Rows, ...]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How a transport and its GEMMs want a pass to be run.
+
+    has_windows: peers write into buffers of the context only, and transfers take no SM: what must be gathered again is
+    issued at once, and the own rows are copied by the transport beside the last GEMM. Without, own rows come first.
+    most_adds: how many arrived partials a GEMM adds on the way out. adds_bias_too: beside them.
+    keeps_own_apart: own partials are un-rounded until their sum.
+    lanes: between which pieces take turns; 0 for none.
+    is_tape: the program is put on a tape, so that what runs side by side can be submitted in any order.
+    """
+
+    has_windows: bool
+    most_adds: int = 0
+    adds_bias_too: bool = False
+    keeps_own_apart: bool = False
+    lanes: int = 0
+    is_tape: bool = False
+
+
+class Lowering:
+    """The ops of one rank's pass, as far as they have been appended.
+
+    gather, scatter: the bound schedules of the pass, where it has them. At most one of them gives the order of the
+    computations; the other one's batches are issued along with it. gather_label: what messages call the gather.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        gather: BoundSchedule | None = None,
+        scatter: BoundSchedule | None = None,
+        gather_label: str = "all-gather",
+    ) -> None:
+        self.policy = policy
+        self._gather_label = gather_label
+        self.ops: list[Op] = []
+        self._gather, self._scatter = gather, scatter
+        bound = gather if gather is not None else scatter
+        assert bound is not None
+        self.bound = bound
+        self.starts = tuple(itertools.accumulate(bound.chunk_rows, initial=0))
+        self._sent_starts = _sent_starts(bound)
+        self._arrived_starts = () if scatter is None else tuple(itertools.accumulate(scatter.slot_rows, initial=0))
+        self._num_gather_issued = 0
+        self._arriving: dict[Batch, None] = {}
+        self._waited: dict[int | None, set[Batch]] = {None: set()}  # by lane
+        self.lane: int | None = None
+        self.num_lanes = 0
+        self._turn = -1
+        self._copies = 0
+
+    def program(self) -> Program:
+        """What was appended, and then the wait for all that is still in flight."""
+        return Program((*self.ops, Finish()), self._gather, self._scatter, self._gather_label)
+
+    # -- names of rows ------------------------------------------------------------------------------------------------
+
+    def all_rows(self, operand: str) -> Rows:
+        """Every row of an operand of all ranks' rows."""
+        return Rows(operand, 0, self.bound.total_rows)
+
+    def chunk(self, operand: str, chunk: int) -> Rows:
+        """The rows of a chunk in an operand of all ranks' rows."""
+        return Rows(operand, self.starts[chunk], self.bound.chunk_rows[chunk])
+
+    def own_chunk(self, operand: str, chunk: int) -> Rows:
+        """The rows of one of this rank's chunks in an operand of this rank's rows."""
+        return Rows(operand, self.starts[chunk] - self.bound.own_start, self.bound.chunk_rows[chunk])
+
+    def gathered_chunk(self, chunk: int) -> Rows:
+        """Where a chunk lies that was gathered: the own ones where they were before."""
+        is_own = chunk in self.bound.own_chunks
+        return self.own_chunk("shard", chunk) if is_own else self.chunk("gathered", chunk)
+
+    def partial(self, chunk: int) -> Rows:
+        """Where the partial of another rank's chunk waits to be sent."""
+        return Rows("sent", self._sent_starts[chunk], self.bound.chunk_rows[chunk])
+
+    def slot(self, slot: int) -> Rows:
+        """A receive slot of the reduce-scatter."""
+        assert self._scatter is not None
+        return Rows("arrived", self._arrived_starts[slot], self._scatter.slot_rows[slot])
+
+    def arrived(self, own_number: int) -> tuple[Rows, ...]:
+        """Other ranks' partials of own chunk number `own_number` in a direct reduce-scatter, in a fixed order."""
+        bound = self._scatter
+        assert bound is not None
+        rows, own = bound.chunk_rows[bound.own_chunks[own_number]], bound.own_rows
+        start = sum(bound.chunk_rows[chunk] for chunk in bound.own_chunks[:own_number])
+        return tuple(Rows("arrived", sender * own + start, rows) for sender in range(bound.schedule.group_size - 1))
+
+    # -- transfers ----------------------------------------------------------------------------------------------------
+
+    def issue_gather(self, steps: Iterable[int] | None = None) -> None:
+        """Issue batches of the all-gather, each once; None: all of them."""
+        bound = self._gather
+        assert bound is not None
+        for index in range(len(bound.steps)) if steps is None else steps:
+            if index < self._num_gather_issued or index >= len(bound.steps):
+                continue
+            self._num_gather_issued = index + 1
+            step = bound.steps[index]
+            if step.is_forward:
+                self.wait_for_step(GATHER, step.needs_batch)
+            send = receive = None
+            if step.send is not None:
+                chunk, peer = step.send
+                send = Message(self.gathered_chunk(chunk), peer, chunk, step.send_row)
+            if step.receive is not None:
+                chunk, peer = step.receive
+                receive = Message(self.chunk("gathered", chunk), peer, chunk, step.receive_row)
+            self._issue(GATHER, index, send, receive)
+
+    def issue_scatter(self, index: int) -> None:
+        """Issue a batch of the reduce-scatter."""
+        bound = self._scatter
+        assert bound is not None
+        step, send, receive = bound.steps[index], None, None
+        if step.send is not None:
+            chunk, peer = step.send
+            send = Message(self.partial(chunk), peer, chunk, step.send_row)
+        if step.receive is not None:
+            chunk, peer = step.receive
+            receive = Message(self.slot(step.receive_slot), peer, chunk, step.receive_row)
+        self._issue(SCATTER, index, send, receive)
+
+    def wait(self, batches: Iterable[Batch]) -> None:
+        """Wait for what these bring, if anything, as far as the lane in use has not yet."""
+        waited = self._waited[self.lane]
+        due = tuple(batch for batch in batches if batch in self._arriving and batch not in waited)
+        waited.update(due)
+        if due:
+            self.ops.append(Wait(due))
+
+    def wait_for_step(self, channel: Channel, step: int | None) -> None:
+        """Wait for what one step brings."""
+        if step is not None:
+            self.wait([(channel, step)])
+
+    def copy_own_rows(self, *, is_beside: bool) -> None:
+        """Put the own rows into the gathered ones."""
+        bound = self._gather
+        assert bound is not None
+        target = Rows("gathered", bound.own_start, bound.own_rows)
+        self.copy(target, Rows("shard", 0, bound.own_rows), is_beside=is_beside)
+
+    def copy(self, target: Rows, source: Rows, *, is_beside: bool) -> None:
+        """Copy rows within the device; whoever needs them waits for "copies"."""
+        if target.count:
+            self.ops.append(Copy(target, source, self._copies, is_beside))
+            if is_beside:
+                self._arriving[COPIES, self._copies] = None
+            self._copies += 1
+
+    def complete_gather(self) -> None:
+        """Wait, on the lane in use, for all rows of all ranks."""
+        self.wait(batch for batch in self._arriving if batch[0] != SCATTER)
+
+    def _issue(self, channel: Channel, index: int, send: Message | None, receive: Message | None) -> None:
+        if receive is not None:
+            self._arriving[channel, index] = None
+        if send is not None or receive is not None:
+            self.ops.append(Issue(channel, index, send, receive))
+
+    # -- lanes --------------------------------------------------------------------------------------------------------
+
+    def fork(self, num_lanes: int | None = None) -> None:
+        """Let lanes go on from the main one: so many, or as the policy says."""
+        self.num_lanes = self.policy.lanes if num_lanes is None else num_lanes
+        self._turn = -1
+        if self.num_lanes:
+            self.ops.append(Fork(self.num_lanes))
+            for lane in range(self.num_lanes):
+                self._waited[lane] = set(self._waited[None])
+
+    def turn(self, piece: int | None = None) -> None:
+        """What follows is the next piece, or piece number `piece`, on its lane."""
+        self._turn = self._turn + 1 if piece is None else piece
+        if self.num_lanes:
+            self.on(self._turn % self.num_lanes)
+
+    def on(self, lane: int | None) -> None:
+        """What follows goes to this lane."""
+        if lane != self.lane:
+            self.lane = lane
+            self.ops.append(On(lane))
+
+    def after(self, lane: int | None) -> None:
+        """The lane in use goes on after all that `lane` holds."""
+        self.ops.append(After(lane))
+        self._waited[self.lane] |= self._waited[lane]
+
+    def join(self) -> None:
+        """The main lane goes on when all are here."""
+        if self.num_lanes:
+            self.ops.append(Join(self.num_lanes))
+            for lane in range(self.num_lanes):
+                self._waited[None] |= self._waited.pop(lane)
+            self.lane, self.num_lanes = None, 0
+
+    # -- the two directions -------------------------------------------------------------------------------------------
+
+    def gather_under(
+        self, consume: Callable[[int], None], *, is_ahead: bool = False, before_last: Callable[[], None] = lambda: None
+    ) -> None:
+        """An all-gather whose chunks are consumed one by one, each while the next one travels.
+
+        is_ahead: all batches are issued before. before_last: called before the last chunk's turn.
+        """
+        bound = self._gather
+        assert bound is not None
+        if is_ahead:
+            self.issue_gather()
+        last = _last_that_computes(bound)
+        for index, step in enumerate(bound.steps):
+            if index == last:
+                before_last()
+            self.issue_gather([index])
+            if step.compute is not None:
+                self.turn()
+                self.wait_for_step(GATHER, step.needs_batch)
+                consume(step.compute)
+
+    def scatter_from(
+        self,
+        produce: Produce,
+        *,
+        folds: bool,
+        gathers_too: bool = False,
+        is_only_own: bool = False,
+        before_last: Callable[[], None] = lambda: None,
+        before_piece: Callable[[], None] | None = None,
+        find_arrived: Callable[[int], tuple[Rows, ...]] | None = None,
+    ) -> None:
+        """A reduce-scatter whose partials `produce` computes; each travels beside the next. Sums apart: `sum_own`.
+
+        folds: what arrived is added to own partials as they are produced. gathers_too: batches of the all-gather are
+        issued along. is_only_own: the others' partials were produced and issued before. before_last: called before the
+        last chunk's turn. before_piece: takes each chunk's turn. find_arrived: waits for what is to be added to own
+        chunk number i, and says where it lies.
+        """
+        bound = self._scatter
+        assert bound is not None
+        find_arrived = find_arrived or self.wait_for_arrived
+        last = _last_that_computes(bound)
+        for index, step in enumerate(bound.steps):
+            if index == last and not is_only_own:
+                before_last()
+            if gathers_too:
+                self.issue_gather([index])
+            if not is_only_own:
+                self.issue_scatter(index)
+            if step.compute is None or (is_only_own and not step.is_own):
+                continue
+            (before_piece or self.turn)()
+            chunk, own_number = step.compute, step.compute - bound.own_chunks.start
+            if bound.schedule.algorithm is Algorithm.RING:
+                self._produce_running_sum(produce, chunk, step.needs_batch, is_own=step.is_own)
+            elif not step.is_own:
+                produce(chunk, self.partial(chunk), ())
+            elif folds:
+                arrived = find_arrived(own_number)
+                produce(chunk, self.own_chunk("out", chunk), arrived)
+            else:
+                produce(chunk, self.own_chunk(self._own_operand, chunk), ())
+
+    def wait_for_arrived(self, own_number: int) -> tuple[Rows, ...]:
+        """Wait for all partials of an own chunk; where they lie."""
+        bound = self._scatter
+        assert bound is not None
+        chunks_per_shard, senders = bound.schedule.chunks_per_shard, bound.schedule.group_size - 1
+        self.wait((SCATTER, sender * chunks_per_shard + own_number + 1) for sender in range(senders))
+        return self.arrived(own_number)
+
+    def sum_own(self, *, has_bias: bool) -> None:
+        """Of a direct reduce-scatter that does not fold: add what arrived to the own partials, chunk by chunk."""
+        bound = self._scatter
+        assert bound is not None
+        for own_number, chunk in enumerate(bound.own_chunks):
+            if bound.chunk_rows[chunk]:
+                arrived = self.wait_for_arrived(own_number)
+                out = self.own_chunk("out", chunk)
+                self.ops.append(Sum(out, self.own_chunk(self._own_operand, chunk), arrived, has_bias))
+
+    def add_bias(self) -> None:
+        """Of a ring: add the bias to the sums, which have been rounded."""
+        rows = Rows("out", 0, self.bound.own_rows)
+        if rows.count:
+            self.ops.append(Sum(rows, rows, (), has_bias=True))
+
+    @property
+    def _own_operand(self) -> str:
+        return "own" if self.policy.keeps_own_apart and self.bound.schedule.group_size > 1 else "out"
+
+    def _produce_running_sum(self, produce: Produce, chunk: int, batch: int | None, *, is_own: bool) -> None:
+        """A ring adds its partial to the sum that came from the neighbour, and passes it on."""
+        bound = self._scatter
+        assert bound is not None
+        target = self.own_chunk("out", chunk) if is_own else self.partial(chunk)
+        if batch is None:
+            produce(chunk, target, ())
+            return
+        running = self.slot(bound.steps[batch].receive_slot)
+        # With one chunk per shard the sum arrives beside the step's own GEMM, so it is added after it; with more, it
+        # arrived a step earlier and the GEMM adds it on the way out.
+        if bound.schedule.chunks_per_shard > 1:
+            self.wait_for_step(SCATTER, batch)
+            produce(chunk, target, (running,))
+            return
+        partial = Rows("own", 0, bound.chunk_rows[chunk])
+        produce(chunk, partial, ())
+        self.wait_for_step(SCATTER, batch)
+        self.ops.append(Sum(target, partial, (running,)))
+
+    # -- what ends a backward pass ------------------------------------------------------------------------------------
+
+    def gemm(
+        self,
+        a: Rows,
+        out: Rows,
+        adds: tuple[Rows, ...] = (),
+        *,
+        has_bias: bool = False,
+        is_forward: bool,
+        chunk: int = -1,
+    ) -> None:
+        """Append a product, if it has rows."""
+        if out.count:
+            self.ops.append(Gemm(a, out, adds, has_bias, is_forward, chunk))
+
+    def weight_gradient(self, grad: str, x: str, accumulates: bool, *, is_later: bool) -> None:
+        """The weight's gradient from operands of all ranks' rows; is_later: leave the caller what it is made of."""
+        self.complete_gather()
+        if not is_later:
+            self.ops.append(WeightGrad(self.all_rows(grad), self.all_rows(x), accumulates))
+        elif "gathered" in (grad, x):
+            self.keep_gathered()
+
+    def keep_gathered(self) -> None:
+        """Leave the caller all gathered rows, which are here: in "kept", where the window is not the caller's own."""
+        if self.policy.has_windows:
+            self.copy(self.all_rows("kept"), self.all_rows("gathered"), is_beside=True)
+
+
+def _last_that_computes(bound: BoundSchedule) -> int:
+    return max((index for index, step in enumerate(bound.steps) if step.compute is not None), default=-1)
+
+
+def _sent_starts(bound: BoundSchedule) -> Sequence[int]:
+    """Where the partial of each chunk begins among those that are sent: own ones take no room."""
+    rows = [0 if chunk in bound.own_chunks else count for chunk, count in enumerate(bound.chunk_rows)]
+    return tuple(itertools.accumulate(rows, initial=0))
