@@ -89,7 +89,10 @@ def sum_of_peers(partials: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -
 
 
 def emulate(program: Program, peer: int) -> Program:
-    """The program with one peer for all others, who runs the same: what is sent arrives where that step's is expected."""
+    """The program with one peer for all others, who runs the same: what is sent arrives where that step's is expected.
+
+    Messages are numbered by steps: chunks of one owner come from many ranks, but here from one.
+    """
 
     def redirect(op: Issue) -> Issue:
         if op.send is None or op.receive is None:
@@ -97,8 +100,8 @@ def emulate(program: Program, peer: int) -> Program:
         at_row = op.receive.at_row
         return dataclasses.replace(
             op,
-            send=op.send._replace(peer=peer, chunk=op.receive.chunk, at_row=at_row),
-            receive=op.receive._replace(peer=peer),
+            send=op.send._replace(peer=peer, chunk=op.step, at_row=at_row),
+            receive=op.receive._replace(peer=peer, chunk=op.step),
         )
 
     ops = tuple(redirect(op) if isinstance(op, Issue) else op for op in program.ops)

@@ -76,8 +76,8 @@ def emulated(monkeypatch, **attention):
 
 def num_at_once(context):
     """How many tapes there are of a backward pass whose attention is not split: on the projection's pass."""
-    tapes = [tape for p in context._prepared.values() if p.problem.op != "query_split_attention" for tape in p.tapes]
-    return sum(tape is not None for tape in tapes)
+    projections = [p for p in context._prepared.values() if p.problem.call == "linear_reduce_scatter backward"]
+    return sum(tape is not None for p in projections for tape in p.tapes)
 
 
 def compare(case, group, context, view=None, **keywords):

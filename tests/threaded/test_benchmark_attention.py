@@ -122,7 +122,7 @@ def test_emulated_programs_on_tapes_give_what_they_should_in_every_order(size, s
     emulate_cudnn(monkeypatch)
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(attention_choice, "cudnn_attention_unavailable_reason", lambda problem, device: None)
-    monkeypatch.setattr(tape_graphs, "_STEPWISE", 0)
+    monkeypatch.setattr(tape_graphs, "_STEPWISE", -1)  # every call is one
     monkeypatch.setattr(attention_tapes, "choose_num_lanes", lambda *arguments: 3)
 
     def body(group, device):
