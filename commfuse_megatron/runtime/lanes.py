@@ -68,14 +68,6 @@ class Lanes:
         self._make(num_lanes)
         return tuple(stream.cuda_stream for stream in self._streams[:num_lanes])
 
-    def _make(self, num_lanes: int) -> None:
-        while len(self._streams) < num_lanes:
-            self._borrowed.append(borrow_stream(self._device))
-            self._streams.append(self._borrowed[-1].torch)
-            self._done.append(torch.cuda.Event())
-        if self._begun is None:
-            self._begun = torch.cuda.Event()
-
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """For a with-block in which lanes are chosen by the methods below; the current stream is the main lane."""

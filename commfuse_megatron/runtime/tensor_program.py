@@ -6,7 +6,7 @@ goes through the list. On GPUs the waits are put into streams; on the CPU they b
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -61,7 +61,8 @@ class _Frame:
 _Step = Callable[[_Frame], None]
 
 
-class _Run(NamedTuple):
+@dataclass(slots=True)
+class _Run:
     """One collective of a program, as far as messages need it."""
 
     label: str
@@ -141,7 +142,7 @@ class TensorProgram:
         if found is not None:
             return found
         found = self._index[rows] = len(self._static)
-        operand, start, count = rows[0]
+        operand, start, count = rows[0].operand, rows[0].start, rows[0].count
         if operand in self._brings:
             assert len(rows) == 1
             self._static.append(None)
@@ -199,7 +200,7 @@ class TensorProgram:
             views, weight = frame.views, frame.tensors["weight"]
             mark = link.mark()
             addend = frame.tensors["bias"] if has_bias else views[added] if added >= 0 else None
-            if is_single:
+            if is_single and addend is not None:
                 addend = addend.unsqueeze(0)
             multiply(views[a], weight.t() if is_forward else weight, views[out], addend, _get(frame.transfers, beside))
             link.note_compute(name, mark, None)

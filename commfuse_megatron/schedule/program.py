@@ -51,7 +51,8 @@ GATHER, SCATTER, COPIES = "gather", "scatter", "copies"
 Batch = tuple[Channel, int]
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Rows:
     """`count` rows of an operand, from row `start` on."""
 
     operand: str
