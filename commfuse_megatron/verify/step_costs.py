@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def measure_steps(task: Task, *, on_step: Callable[[], object] = lambda: None) -
                 training.step(tokens)
                 on_step()
         saved = {
-            name: _saved_bytes(model, lambda model=model: loss_of(model, tokens, with_mask=with_mask))
+            name: _saved_bytes(model, partial(loss_of, model, tokens, with_mask=with_mask))
             for name, model in models.items()
         }
         samples: dict[tuple[str, str], list[list[float]]] = {name: [] for name in models}
