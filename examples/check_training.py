@@ -8,8 +8,10 @@ Transformer Engine:
 
     torchrun --nproc-per-node 2 examples/check_training.py --device cuda --steps 50 --exchange-at 25 --json check.json
     torchrun --nproc-per-node 2 examples/check_training.py --device cuda --lora rows
+    torchrun --nproc-per-node 2 examples/check_training.py --device cuda --memory
 
-Prints a table; exits with 1 if a difference is too large or a linear was not overlapped.
+Prints a table; exits with 1 if a difference is too large or a linear was not overlapped. With --memory nothing is
+compared: memory and time of a step, stock and with the plugin, trained and with adapters.
 """
 
 import argparse
@@ -43,6 +45,7 @@ from commfuse_megatron.verify.convergence import (
     complaints_of,
     ratios_of,
 )
+from commfuse_megatron.verify.step_costs import WARM_UP, StepCosts, measure_steps
 from commfuse_megatron.verify.text import standard_library_text
 
 #: (dtype under test, reference) and sizes. A CPU has no use for bf16 at these sizes; float32 is held to float64 there.
@@ -51,18 +54,39 @@ SIZES: dict[str, dict[str, Any]] = {
     "cpu": {"hidden_size": 64, "ffn_hidden_size": 128, "sequence": 64, "batch": 2},
     "cuda": {"hidden_size": 1024, "ffn_hidden_size": 4096, "sequence": 1024, "batch": 4, "num_layers": 4, "lr": 3e-4},
 }
+GATHERED = (
+    "Transformer Engine 2.20 leaves out the gradient of the norm's output that it returns gathered; the plugin adds it."
+    " So the plugin's adapters take it gathered, and all stock runs the same adapters on this rank's rows, where the"
+    " gradient is complete."
+)
+
+#: With --memory, on GPUs: Llama-8B's layers.
+SIZES_OF_MEMORY: dict[str, dict[str, Any]] = {
+    "cpu": SIZES["cpu"],
+    "cuda": {
+        "hidden_size": 4096,
+        "ffn_hidden_size": 14336,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "sequence": 8192,
+        "batch": 1,
+        "num_layers": 4,
+    },
+}
 
 
 def main() -> int:
     """Run all tasks, print, write. 0: passed; 1: a check failed."""
     parser, chosen = parse()
-    if not 0 < chosen.exchange_at < chosen.steps:
+    if not chosen.memory and not 0 < chosen.exchange_at < chosen.steps:
         parser.error(f"--exchange-at must be between 0 and --steps, got {chosen.exchange_at} of {chosen.steps}")
     reason = None if chosen.json is None else why_file_cannot_be_written(chosen.json)
     if reason is not None:
         parser.error(f"--json {chosen.json}: {reason}")
     try:
-        config = OVERLAPPED if chosen.config is None else OverlapConfig.from_file(chosen.config)
+        is_planned = chosen.memory and chosen.device == "cuda"
+        default = OverlapConfig() if is_planned else OVERLAPPED
+        config = default if chosen.config is None else OverlapConfig.from_file(chosen.config)
     except ConfigError as error:
         parser.error(f"--config: {error}")
     require_launcher()
@@ -70,9 +94,15 @@ def main() -> int:
     if chosen.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if chosen.device == "cuda" else "gloo")
+    complaints = (measure if chosen.memory else train)(tasks_of(chosen, config), chosen.json)
+    dist.destroy_process_group()
+    return 1 if any(complaints.values()) else 0
+
+
+def train(tasks: dict[str, Task], json: str | None) -> dict[str, list[str]]:
+    """Train all tasks, write and print what was found; complaints by task."""
     is_first = dist.get_rank() == 0
     start_s = time.perf_counter()
-    tasks = tasks_of(chosen, config)
     found: dict[str, Convergence] = {}
     with make_progress(is_shown=is_first) as progress:
         bar = progress.add_task("training", total=sum(task.num_runs_steps for task in tasks.values()))
@@ -80,11 +110,31 @@ def main() -> int:
             found[name] = compare_runs(task, on_step=lambda: progress.advance(bar))
     complaints = {name: complaints_of(converged) for name, converged in found.items()}
     if is_first:
-        if chosen.json is not None:
-            write_json(chosen.json, to_dict(tasks, found, complaints))
+        if json is not None:
+            write_json(json, to_dict(tasks, found, complaints))
         print_tables(tasks, found, complaints, time.perf_counter() - start_s)
-    dist.destroy_process_group()
-    return 1 if any(complaints.values()) else 0
+    return complaints
+
+
+def measure(tasks: dict[str, Task], json: str | None) -> dict[str, list[str]]:
+    """Measure steps of the one task, write and print them; complaints by task."""
+    ((name, task),) = tasks.items()
+    is_first = dist.get_rank() == 0
+    with make_progress(is_shown=is_first) as progress:
+        bar = progress.add_task("measuring", total=4 * (WARM_UP + task.num_steps))
+        found = measure_steps(task, on_step=lambda: progress.advance(bar))
+    complaints = [
+        f"{weights}: {layer}: {reason}"
+        for (weights, _), costs in found.items()
+        for layer, reason in (costs.layers or {}).items()
+        if reason is not None and not reason.startswith("sequential: ")  # which may have been planned
+    ]
+    if is_first:
+        if json is not None:
+            rows = [{"weights": key[0], "run": key[1], **dataclasses.asdict(costs)} for key, costs in found.items()]
+            write_json(json, {name: {"task": describe(task), "steps": rows, "complaints": complaints}})
+        print_costs(task, found, complaints)
+    return {name: complaints}
 
 
 def tasks_of(chosen: argparse.Namespace, config: OverlapConfig) -> dict[str, Task]:
@@ -101,7 +151,7 @@ def tasks_of(chosen: argparse.Namespace, config: OverlapConfig) -> dict[str, Tas
         "exchange_at": chosen.exchange_at,
         "config": config,
         "lora": chosen.lora,
-        **SIZES[chosen.device],
+        **(SIZES_OF_MEMORY if chosen.memory else SIZES)[chosen.device],
     }
     patterns = {"gpt": None, "hybrid": chosen.pattern}
     return {name: Task(pattern=patterns[name], **common) for name in chosen.models}
@@ -116,6 +166,8 @@ def print_tables(
         for failure in failures:
             console.print(f"[red]failed:[/] {name}: {escape(failure)}", soft_wrap=True)
     task = next(iter(tasks.values()))
+    if task.lora == "gathered":
+        console.print(GATHERED, soft_wrap=True)
     dtype, reference = (str(d).removeprefix("torch.") for d in (task.dtype, task.reference_dtype))
     table = Table(
         title=f"mean distance from stock in {reference}: {task.num_steps} steps in {dtype},"
@@ -128,11 +180,45 @@ def print_tables(
         table.add_column(column, justify="left" if column in ("model", "run", "quantity") else "right")
     for name, converged in found.items():
         for (run, quantity), (distance, stock) in ratios_of(converged).items():
-            layers = converged.layers.get(run)
-            overlapped = "stock" if layers is None else f"{list(layers.values()).count(None)} of {len(layers)}"
+            overlapped = count_overlapped(converged.layers.get(run))
             ratio = f"{distance / stock:.2f}" if stock else "equal" if not distance else "inf"
             table.add_row(name, run, quantity, f"{distance:.3g}", f"{stock:.3g}", ratio, overlapped)
     console.print(table)
+
+
+def print_costs(task: Task, found: dict[tuple[str, str], StepCosts], complaints: list[str]) -> None:
+    """What was not overlapped, and one row per model."""
+    console = results()
+    for failure in complaints:
+        console.print(f"[red]failed:[/] {escape(failure)}", soft_wrap=True)
+    table = Table(
+        title=f"memory and time of a step: median of {task.num_steps} in {str(task.dtype).removeprefix('torch.')},"
+        f" {dist.get_world_size()} ranks of {task.device_type}, {task.num_layers} {task.transformer_impl} layers,\n"
+        f"hidden {task.hidden_size} and {task.ffn_hidden_size}, sequence {task.sequence}, batch {task.batch};"
+        f" adapters: {task.lora or 'rows'}",
+        title_justify="left",
+    )
+    for column in ("weights", "run", "saved, MiB", "peak, MiB", "step, ms", "linears overlapped"):
+        table.add_column(column, justify="left" if column in ("weights", "run") else "right")
+    for key, costs in found.items():
+        saved, peak = ("" if size is None else f"{size / 2**20:.1f}" for size in (costs.saved_bytes, costs.peak_bytes))
+        table.add_row(*key, saved, peak, f"{costs.step_ms:.2f}", count_overlapped(costs.layers))
+    console.print(table)
+
+
+def count_overlapped(layers: dict[str, str | None] | None) -> str:
+    """How many linears of a run were overlapped, in words."""
+    return "stock" if layers is None else f"{list(layers.values()).count(None)} of {len(layers)}"
+
+
+def describe(task: Task) -> dict[str, Any]:
+    """The task for JSON."""
+    described = {
+        key: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        for key, value in dataclasses.asdict(task).items()
+        if key not in ("text", "config")
+    }
+    return described | {"ranks": dist.get_world_size(), "text_bytes": len(task.text)}
 
 
 def to_dict(
@@ -141,13 +227,8 @@ def to_dict(
     """Everything for JSON."""
     report = {}
     for name, task in tasks.items():
-        described = {
-            key: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-            for key, value in dataclasses.asdict(task).items()
-            if key not in ("text", "config")
-        }
         report[name] = {
-            "task": described | {"ranks": dist.get_world_size(), "text_bytes": len(task.text)},
+            "task": describe(task),
             "curves": {run: dataclasses.asdict(curve) for run, curve in found[name].curves.items()},
             "distances": [
                 {"run": run, "quantity": quantity, "distance": distance, "stock": stock}
@@ -178,7 +259,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument(
         "--pattern", default="*-*-", help="layers of the hybrid model: * attention, - MLP, M Mamba (default: *-*-)"
     )
-    parser.add_argument("--steps", type=int, default=50, metavar="N", help="default: 50")
+    parser.add_argument("--steps", type=int, default=50, metavar="N", help="trained, or measured; default: 50")
     parser.add_argument(
         "--exchange-at",
         type=int,
@@ -189,13 +270,19 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument(
         "--lora",
         choices=["rows", "gathered"],
-        help="train low-rank adapters at all linears of the GPT, whose weights are frozen; they take the norm's output"
-        " of this rank's rows, or gathered (Transformer Engine 2.20 leaves out its gradient then)",
+        help="train low-rank adapters at all linears of the GPT, whose weights are frozen; the plugin's take the norm's"
+        " output of this rank's rows, or gathered, stock's always that of the rows",
+    )
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="instead, measure steps of the GPT, trained and with adapters (--lora, default: rows): what is saved for"
+        " the backward pass, peak of memory, time; on GPUs 4 layers of Llama-8B's sizes, planned as by default",
     )
     parser.add_argument("--config", metavar="FILE", help="OverlapConfig of the plugin's runs; default: sliced, always")
-    parser.add_argument("--json", metavar="FILE", help="write curves, distances and layers; missing folders are made")
+    parser.add_argument("--json", metavar="FILE", help="write all that was found; missing folders are made")
     chosen = parser.parse_args()
-    if chosen.lora:
+    if chosen.lora or chosen.memory:
         chosen.models = ["gpt"]
     return parser, chosen
 

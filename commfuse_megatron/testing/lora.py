@@ -121,12 +121,13 @@ class _Adapter(torch.nn.Module):
         return scatter_to_sequence_parallel_region(output, group=self._group) if self._is_row else output
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """The rows of B beside a gated fc1 are two halves, as those of fc1 are."""
+        """The same entries in both forms; the rows of B beside a gated fc1 are two halves, as those of fc1 are."""
         entries: dict[str, Any] = {}
         for name, linear in self.named_children():
             entries |= sharded_state_dict_default(
                 linear, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self._group
             )
+            entries.pop(f"{prefix}{name}._extra_state", None)  # nothing; torch's linear, of rows alone, has none
         if self._is_gated:
             weight = f"{prefix}linear_out.weight"
             entries[weight] = apply_swiglu_sharded_factory(entries[weight], sharded_offsets)

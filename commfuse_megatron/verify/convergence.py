@@ -15,8 +15,8 @@ work, so every layer's calls are counted.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +27,18 @@ from torch import distributed as dist
 from commfuse_megatron.config import AttentionConfig, LinearConfig, OverlapConfig, PassConfig
 from commfuse_megatron.verify.text import batch_of
 
-__all__ = ["ALLOWED_RATIO", "Convergence", "Curve", "Task", "compare_runs", "complaints_of", "ratios_of"]
+__all__ = [
+    "ALLOWED_RATIO",
+    "Convergence",
+    "Curve",
+    "Task",
+    "build_model",
+    "compare_runs",
+    "complaints_of",
+    "ratios_of",
+    "stock_reasons",
+    "tensor_parallel_megatron",
+]
 
 #: The plugin's mean distance from the reference over stock's. Two equally good roundings have a ratio near 1.
 ALLOWED_RATIO = 2.0
@@ -44,6 +55,9 @@ OVERLAPPED = OverlapConfig(
 
 QUANTITIES = ("loss", "grad_norm")
 
+#: As `testing.lora`'s, which imports Megatron.
+NormOutput = Literal["rows", "gathered"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
@@ -51,7 +65,9 @@ class Task:
 
     pattern: None for a GPT, else the layers of a HybridModel ("*" attention, "-" MLP, "M" Mamba).
     exchange_at: the step after which checkpoints are written; the resumed runs begin with the next one.
-    lora: train low-rank adapters at all linears, of a GPT whose own weights are frozen; in that form (`testing.lora`).
+    lora: train low-rank adapters at all linears, of a GPT whose own weights are frozen. The form (`testing.lora`) is
+        the plugin's; stock always has "rows", the same function with other shards: Transformer Engine 2.20 leaves out
+        the gradient of the norm's output that it returns gathered.
     """
 
     device_type: str
@@ -65,11 +81,18 @@ class Task:
     num_layers: int = 2
     hidden_size: int = 64
     ffn_hidden_size: int = 128
+    num_attention_heads: int = 8
+    num_query_groups: int = 4
     sequence: int = 64
     batch: int = 2
     lr: float = 1e-3
     config: OverlapConfig = OVERLAPPED
-    lora: Literal["rows", "gathered"] | None = None
+    lora: NormOutput | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's."""
+        return torch.device("cpu") if self.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
 
     @property
     def num_runs_steps(self) -> int:
@@ -102,8 +125,19 @@ class Convergence:
 
 def compare_runs(task: Task, *, on_step: Callable[[], object] = lambda: None) -> Convergence:
     """Train on all ranks of the default group, which is the tensor-parallel group. Collective; equal on all ranks."""
+    with tensor_parallel_megatron(task.device_type), ExitStack() as stack:
+        folders = [stack.enter_context(tempfile.TemporaryDirectory(prefix="convergence-"))]
+        dist.broadcast_object_list(folders)  # one for all ranks: they write one checkpoint together
+        converged = _Runs(task, Path(folders[0]), on_step).all()
+        dist.barrier()  # the folder goes with the first rank
+        return converged
+
+
+@contextmanager
+def tensor_parallel_megatron(device_type: str) -> Iterator[None]:
+    """Megatron, tensor parallel over the default group, on that kind of device; our contexts are closed at the end."""
     with ExitStack() as stack:
-        if task.device_type == "cpu":
+        if device_type == "cpu":
             from commfuse_megatron.testing import cpu_megatron
             from commfuse_megatron.testing.pretraining import PRETRAINING_SHIMS
 
@@ -113,12 +147,8 @@ def compare_runs(task: Task, *, on_step: Callable[[], object] = lambda: None) ->
         from commfuse_megatron.testing.gpt import tensor_parallel
 
         stack.enter_context(tensor_parallel(dist.get_world_size()))
-        folders = [stack.enter_context(tempfile.TemporaryDirectory(prefix="convergence-"))]
-        dist.broadcast_object_list(folders)  # one for all ranks: they write one checkpoint together
-        converged = _Runs(task, Path(folders[0]), on_step).all()
+        yield
         reset_contexts()
-        dist.barrier()  # the folder goes with the first rank
-        return converged
 
 
 def ratios_of(converged: Convergence) -> dict[tuple[str, str], tuple[float, float]]:
@@ -160,9 +190,6 @@ class _Runs:
         self._task = task
         self._folder = folder
         self._on_step = on_step
-        self._device = (
-            torch.device("cpu") if task.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
-        )
         self._weights: dict[str, torch.Tensor] = {}
         self._layers: dict[str, dict[str, str | None]] = {}
 
@@ -180,13 +207,10 @@ class _Runs:
     def _train(
         self, run: str, dtype: torch.dtype, *, overlap: bool, save_at: int | None = None, load: str | None = None
     ) -> Curve:
-        from commfuse_megatron.plugin import model_report
         from commfuse_megatron.testing.training import Training
 
         task = self._task
-        model = self._build(dtype, overlap)
-        if task.lora is not None:
-            _freeze_all_but_adapters(model, task.lora)
+        model = build_model(task, dtype, overlap=overlap, lora=task.lora if overlap else task.lora and "rows")
         self._begin_with_the_same_weights(model)
         training = Training(model, lr=task.lr, with_mask=task.transformer_impl == "local")
         curve = Curve()
@@ -194,68 +218,15 @@ class _Runs:
             training.load(self._folder / load)
             curve.first_step = task.exchange_at + 1
         for step in range(curve.first_step, task.num_steps + 1):
-            tokens = batch_of(task.text, step=step, batch=task.batch, length=task.sequence + 1).to(self._device)
+            tokens = batch_of(task.text, step=step, batch=task.batch, length=task.sequence + 1).to(task.device)
             curve.loss.append(training.step(tokens))
             curve.grad_norm.append(training.grad_norm())
             if step == save_at:
                 training.save(self._folder / run)
             self._on_step()
         if overlap:
-            self._layers[run] = {
-                layer.name: None
-                if layer.path == "overlapped"
-                else f"{layer.path}: {'; '.join((*layer.reasons, *layer.sequential_reasons)) or 'no reason given'}"
-                for layer in model_report(model).layers
-                if ".adapter." not in layer.name  # they are Megatron's own, in stock and here
-            }
+            self._layers[run] = stock_reasons(model)
         return curve
-
-    def _build(self, dtype: torch.dtype, overlap: bool) -> Any:
-        from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, transformer_config
-
-        task, group_size = self._task, dist.get_world_size()
-        gpt = SmallGPT(
-            num_layers=task.num_layers if task.pattern is None else len(task.pattern),
-            hidden_size=task.hidden_size,
-            ffn_hidden_size=task.ffn_hidden_size,
-            num_query_groups=max(4, group_size),
-            max_sequence_length=task.sequence,
-            dtype=dtype,
-        )
-        options: dict[str, Any] = {"transformer_impl": task.transformer_impl}
-        if self._device.type == "cuda":
-            options["use_cpu_initialization"] = False
-        if task.pattern is not None:
-            options["is_hybrid_model"] = True
-        config = transformer_config(gpt, group_size, **options)
-        ours: OverlapConfig | Literal[False] = task.config if overlap else False
-        if task.pattern is not None:
-            return self._build_hybrid(gpt, config, ours)
-        spec = None
-        if task.transformer_impl == "transformer_engine":
-            from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
-        return build_gpt(gpt, config, overlap=ours, device=self._device, spec=spec)
-
-    def _build_hybrid(self, gpt: Any, config: Any, ours: OverlapConfig | Literal[False]) -> Any:
-        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-        from commfuse_megatron.plugin import apply_to_spec, convert_model
-        from commfuse_megatron.plugin.hybrid_spec import stock_stack_spec_local
-
-        is_local = self._task.transformer_impl == "local"
-        spec = stock_stack_spec_local if is_local else hybrid_stack_spec
-        model = HybridModel(
-            config=config,
-            hybrid_stack_spec=apply_to_spec(spec, ours) if ours else spec,
-            vocab_size=gpt.vocab_size,
-            max_sequence_length=gpt.max_sequence_length,
-            hybrid_layer_pattern=self._task.pattern,
-            position_embedding_type="rope",
-        ).to(self._device)
-        return convert_model(model, ours) if ours else model
 
     def _begin_with_the_same_weights(self, model: Any) -> None:
         """Copy the first model's weights, which are the widest ones; the names must be the same."""
@@ -267,11 +238,81 @@ class _Runs:
             raise RuntimeError(f"stock and overlapped models have parameters of different names: {differing}")
         with torch.no_grad():
             for name, parameter in named.items():
-                parameter.copy_(self._weights[name])
+                weight = self._weights[name]
+                if weight.shape != parameter.shape:  # replicated in the form of adapters that stock has
+                    weight = weight.chunk(dist.get_world_size())[dist.get_rank()]
+                parameter.copy_(weight)
 
 
-def _freeze_all_but_adapters(model: Any, norm_output: Literal["rows", "gathered"]) -> None:
-    from commfuse_megatron.testing.lora import add_lora
+def build_model(task: Task, dtype: torch.dtype, *, overlap: bool, lora: NormOutput | None) -> Any:
+    """The task's model, stock or with the plugin, frozen and with adapters of that form where one is given."""
+    model = _build_gpt(task, dtype, overlap)
+    if lora is not None:
+        from commfuse_megatron.testing.lora import add_lora
 
-    model.requires_grad_(False)
-    add_lora(model, norm_output=norm_output)
+        model.requires_grad_(False)
+        add_lora(model, norm_output=lora)
+    return model
+
+
+def stock_reasons(model: Any) -> dict[str, str | None]:
+    """By linear of a model that was overlapped: why it, or a call of it, was not; None if all calls were."""
+    from commfuse_megatron.plugin import model_report
+
+    return {
+        layer.name: None
+        if layer.path == "overlapped"
+        else f"{layer.path}: {'; '.join((*layer.reasons, *layer.sequential_reasons)) or 'no reason given'}"
+        for layer in model_report(model).layers
+        if ".adapter." not in layer.name  # they are Megatron's own, in stock and here
+    }
+
+
+def _build_gpt(task: Task, dtype: torch.dtype, overlap: bool) -> Any:
+    from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, transformer_config
+
+    group_size = dist.get_world_size()
+    gpt = SmallGPT(
+        num_layers=task.num_layers if task.pattern is None else len(task.pattern),
+        hidden_size=task.hidden_size,
+        ffn_hidden_size=task.ffn_hidden_size,
+        num_attention_heads=task.num_attention_heads,
+        num_query_groups=max(task.num_query_groups, group_size),
+        max_sequence_length=task.sequence,
+        dtype=dtype,
+    )
+    options: dict[str, Any] = {"transformer_impl": task.transformer_impl}
+    if task.device_type == "cuda":
+        options["use_cpu_initialization"] = False
+    if task.pattern is not None:
+        options["is_hybrid_model"] = True
+    config = transformer_config(gpt, group_size, **options)
+    ours: OverlapConfig | Literal[False] = task.config if overlap else False
+    if task.pattern is not None:
+        return _build_hybrid(task, gpt, config, ours)
+    spec = None
+    if task.transformer_impl == "transformer_engine":
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    return build_gpt(gpt, config, overlap=ours, device=task.device, spec=spec)
+
+
+def _build_hybrid(task: Task, gpt: Any, config: Any, ours: OverlapConfig | Literal[False]) -> Any:
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    from commfuse_megatron.plugin import apply_to_spec, convert_model
+    from commfuse_megatron.plugin.hybrid_spec import stock_stack_spec_local
+
+    is_local = task.transformer_impl == "local"
+    spec = stock_stack_spec_local if is_local else hybrid_stack_spec
+    model = HybridModel(
+        config=config,
+        hybrid_stack_spec=apply_to_spec(spec, ours) if ours else spec,
+        vocab_size=gpt.vocab_size,
+        max_sequence_length=gpt.max_sequence_length,
+        hybrid_layer_pattern=task.pattern,
+        position_embedding_type="rope",
+    ).to(task.device)
+    return convert_model(model, ours) if ours else model

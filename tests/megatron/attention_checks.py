@@ -1,6 +1,7 @@
 """Checks of attentions that stay Megatron's own, and of placeholders that get lost. Each is run on every rank."""
 
 import copy
+import itertools
 import pickle
 from typing import Any
 
@@ -15,6 +16,7 @@ from commfuse_megatron.plugin import CommFuseSelfAttention, convert_model, model
 from commfuse_megatron.plugin.compat import SelfAttention
 from commfuse_megatron.plugin.decision import state_of
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, transformer_config
+from tests.megatron import layers
 
 QUERY_SPLIT = OverlapConfig(attention=AttentionConfig(path="query_split"))
 AUTO = OverlapConfig()
@@ -150,6 +152,28 @@ def check_what_does_not_fit_together_is_a_reason(group_size: int) -> None:
     model.zero_grad(set_to_none=True)
     assert_equal(run(model), expected)
     assert model_report(model).attentions[0].path == "mixed"
+
+
+def check_a_bias_of_another_dtype(group_size: int) -> None:
+    """Fails without adding such a bias afterwards: our operation refuses it, or casts it under autocast."""
+    cases = [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)]
+    for (dtype, is_cast), is_added in itertools.product(cases, (True, False)):
+        results = []
+        for overlap in (False, QUERY_SPLIT):
+            model = build(group_size, overlap, params_dtype=dtype, add_bias_linear=True, add_qkv_bias=True)
+            attention = attention_of(model)
+            projection = attention.linear_proj
+            projection.skip_bias_add = not is_added
+            projection.bias = torch.nn.Parameter(torch.linspace(-1, 1, projection.bias.numel()))
+            hidden = torch.randn(8, 2, 64, generator=torch.Generator().manual_seed(5)).to(dtype)
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+                if dtype == torch.float32:  # stock's backward pass refuses
+                    results.append(dict(zip(("output", "bias"), attention(hidden, None), strict=True)))
+                else:
+                    results.append(layers.run(attention, hidden, attention_mask=None))
+        assert results[0]["output"].dtype == (torch.float32 if is_added else torch.bfloat16)
+        layers.assert_equal(*results, tolerance=2**-6)
+        assert (state_of(attention).overlapped_calls, state_of(attention).stock_calls) == (1, {})
 
 
 def check_a_kernel_that_cannot_is_a_reason(group_size: int) -> None:

@@ -97,6 +97,25 @@ def check_norm_output_is_returned_as_transformer_engine_does(group_size: int) ->
         assert_norm_output(stock, ours, is_gathered=is_gathered, is_overlapped=not is_switched_off)
 
 
+def check_norm_output_under_autocast(group_size: int) -> None:
+    """Fails without a cast: as in Transformer Engine, what is returned has the dtype that the linear computes in."""
+    for is_gathered, is_switched_off in itertools.product((False, True), repeat=2):
+        transformer = norm_config(group_size, dtype=torch.float32)
+        transformer.commfuse = not is_switched_off
+        stock, ours = norm_pair(group_size, transformer=transformer)
+        ours.return_layernorm_output, ours.return_layernorm_output_gathered = True, is_gathered
+        x = example_input("column", group_size, dtype=torch.float32)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            expected, ((output, normed), _) = stock(x)[0], ours(x)
+        expected_normed = gather_rows(stock.normed, stock.tp_group) if is_gathered else stock.normed
+        assert_equal(
+            {"output": expected, "normed": expected_normed.bfloat16()},
+            {"output": output, "normed": normed},
+            tolerance=2**-7,
+        )
+        assert state_of(ours).overlapped_calls == (not is_switched_off)
+
+
 def assert_norm_output(stock: Any, ours: Any, *, is_gathered: bool, is_overlapped: bool = True) -> None:
     """`ours` returns what `stock` has as `normed`, in all forms; with its gradient, all gradients are equal."""
     ours.return_layernorm_output, ours.return_layernorm_output_gathered = True, is_gathered

@@ -16,6 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.spec_utils import build_module
+from torch.utils._pytree import tree_leaves
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.config import FallbackConfig
@@ -275,6 +276,36 @@ def check_converted_layers_return_the_norms_output(group_size: int) -> None:
             built.return_layernorm_output, built.return_layernorm_output_gathered = True, is_gathered
             ours = convert_model(torch.nn.ModuleList([built]))[0]
             assert_norm_output(expected, ours, is_gathered=is_gathered)
+
+
+def check_a_bias_of_another_dtype(group_size: int) -> None:
+    """Fails without casting it: the operation takes one dtype for all."""
+    for stock, skip_bias_add in itertools.product(OURS, (False, True)):
+        layer = te_layer(apply_to_spec(stock), config(group_size, dtype=torch.bfloat16), skip_bias_add=skip_bias_add)
+        x = example_input("row" if "Row" in stock.__name__ else "column", group_size, dtype=torch.bfloat16)
+        values = torch.arange(layer.bias.numel()) / 4
+        results = []
+        for dtype in (torch.bfloat16, torch.float32):
+            layer.bias = torch.nn.Parameter(values.to(dtype))
+            results.append(run(layer, x))
+            gradient = results[-1].pop("gradient of bias")
+            assert gradient is None if skip_bias_add else gradient.dtype == dtype
+        assert_equal(*results, tolerance=0)
+        assert_overlapped(layer, calls=2)
+
+
+def check_dtypes_under_autocast(group_size: int) -> None:
+    """Fails without casts: all that is returned has the dtype that the linear computes in."""
+    for stock, skip_bias_add, is_gathered in itertools.product(OURS, (False, True), (False, True)):
+        layer = te_layer(apply_to_spec(stock), config(group_size, dtype=torch.float32), skip_bias_add=skip_bias_add)
+        has_norm = hasattr(layer, "return_layernorm_output")
+        if has_norm:
+            layer.return_layernorm_output, layer.return_layernorm_output_gathered = True, is_gathered
+        x = example_input("row" if "Row" in stock.__name__ else "column", group_size, dtype=torch.float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            returned = [found for found in tree_leaves(layer(x)) if found is not None]
+        assert [found.dtype for found in returned] == [torch.bfloat16] * (1 + skip_bias_add + has_norm)
+        assert_overlapped(layer)
 
 
 def check_delayed_weight_gradients(group_size: int) -> None:

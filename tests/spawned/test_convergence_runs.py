@@ -1,4 +1,4 @@
-"""Five runs of a small GPT and of a hybrid model on two ranks, float32 held to float64, through checkpoints."""
+"""Five runs of small models on two ranks, float32 held to float64, through checkpoints; what a step of a GPT costs."""
 
 from typing import Any
 
@@ -8,24 +8,30 @@ from torch import distributed as dist
 
 from tests.harness import run_spawned
 
-LAYERS = {None: 10, "*-": 6}  # embedding and output layer included
+#: Name -> what the task is, and its layers, embedding and output layer included.
+TASKS: dict[str, tuple[dict[str, Any], int]] = {
+    "gpt": ({}, 10),
+    "hybrid": ({"pattern": "*-"}, 6),
+    "adapters": ({"lora": "gathered"}, 10),
+}
 
 
-def train(_: dist.ProcessGroup, __: torch.device) -> dict[str | None, dict[str, Any]]:
+def train(_: dist.ProcessGroup, __: torch.device) -> dict[str, Any]:
     import warnings
 
     warnings.simplefilter("ignore")
     from commfuse_megatron.verify.convergence import Task, compare_runs, complaints_of
+    from commfuse_megatron.verify.step_costs import measure_steps
     from commfuse_megatron.verify.text import standard_library_text
 
-    found = {}
-    for pattern in LAYERS:  # both in one group: starting Megatron takes longer than training
+    found: dict[str, Any] = {}
+    for name, (options, _) in TASKS.items():  # all in one group: starting Megatron takes longer than training
         task = Task(
             device_type="cpu",
             dtype=torch.float32,
             reference_dtype=torch.float64,
             text=standard_library_text(100_000),
-            pattern=pattern,
+            **options,
             num_steps=4,
             exchange_at=2,
             hidden_size=32,
@@ -35,20 +41,29 @@ def train(_: dist.ProcessGroup, __: torch.device) -> dict[str | None, dict[str, 
         steps: list[None] = []
         converged = compare_runs(task, on_step=lambda steps=steps: steps.append(None))
         assert len(steps) == task.num_runs_steps
-        found[pattern] = {
+        found[name] = {
             "complaints": complaints_of(converged),
             "curves": {run: (c.first_step, c.loss, c.grad_norm) for run, c in converged.curves.items()},
             "layers": converged.layers,
         }
-    return found
+    return found | {"costs": measure_steps(task)}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_runs_agree_and_checkpoints_interchange() -> None:
-    for by_pattern in run_spawned(2, train):
-        for pattern, layers in LAYERS.items():
-            check(by_pattern[pattern], layers)
+    for found in run_spawned(2, train):
+        for name, (_, layers) in TASKS.items():
+            check(found[name], layers)
+        check_costs(found["costs"])
+
+
+def check_costs(costs: dict[tuple[str, str], Any]) -> None:
+    for weights in ("trained", "frozen, adapters"):
+        stock, plugin = (costs[weights, run] for run in ("stock", "plugin"))
+        assert 0 < plugin.saved_bytes <= stock.saved_bytes
+        assert min(stock.step_ms, plugin.step_ms) > 0
+        assert list(plugin.layers.values()) == [None] * 10
 
 
 def check(found: dict[str, Any], layers: int) -> None:
