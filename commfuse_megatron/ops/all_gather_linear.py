@@ -7,6 +7,7 @@ Backward:   transfer  [x 1][dx 0][x 2][dx 1]...        x: gathered again, dx: pa
             compute   [dgrad 0 ][dgrad 1   ]...[dgrad own][wgrad, un-split          ][sum of dx]
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, overload
 
@@ -25,7 +26,7 @@ from commfuse_megatron.ops.arguments import (
 from commfuse_megatron.ops.asked import gradients_asked_for
 from commfuse_megatron.ops.collectives import PendingRows, start_gather_rows, start_reduce_scatter_rows
 from commfuse_megatron.ops.trial import Scratch
-from commfuse_megatron.ops.weight_grad import DueWeightGrad, WeightGrad
+from commfuse_megatron.ops.weight_grad import DueWeightGrad, WeightGrad, ask_backward, compute_weight_gradient
 from commfuse_megatron.problem import GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PreparedPass
@@ -211,7 +212,7 @@ def gather_forward(
             if returns_gathered:
                 gathered = x.new_empty(problem.rows, *x.shape[1:])
                 tensors |= p.context.memory_for_gathered(gathered)
-            p.run(link, _lower_forward, Asked(has_bias=bias is not None, keeps_gathered=returns_gathered), tensors)
+            p.run(link, _lower_forward, _ask_forward(bias is not None, returns_gathered), tensors)
         else:
             rows = _start_gather(p, x_rows.flatten(0, -2)).wait()
             out = y.flatten(0, -2)
@@ -220,6 +221,11 @@ def gather_forward(
                 rows = rows.clone() if p.context.group_size == 1 else rows
                 gathered = rows.view(problem.rows, *x.shape[1:])
     return y, gathered
+
+
+@functools.cache
+def _ask_forward(has_bias: bool, keeps_gathered: bool) -> Asked:
+    return Asked(has_bias=has_bias, keeps_gathered=keeps_gathered)
 
 
 def _lower_forward(p: PreparedPass, policy: Policy, asked: Asked) -> Program:
@@ -239,37 +245,29 @@ def _backward(
         with p:
             return _collective_backward(p, operands, weight_grad)
     grad, x, weight, kept, addend, x_shape = operands
-    tensors, memory = {"a": grad}, dict[str, torch.Tensor]()
-    grad_x = None
+    tensors = {"a": grad}
+    grad_x = due = None
     if weight is not None:
         grad_x = tensors["out"] = grad.new_empty(x_shape)
         tensors["weight"] = weight
         if addend is not None:
             tensors["addend"] = addend
-    due = None
     if x is not None or kept is not None:
-        due = DueWeightGrad(p, grad, weight_grad)
-        memory = due.operands(is_gathered=kept is None)
-        tensors |= memory
+        due = DueWeightGrad(p, grad, weight_grad, is_gathered=kept is None)
+        tensors |= due.memory
         if x is not None:
             tensors["shard"] = x.contiguous()
         elif kept is not None:
             tensors["x_full"] = kept
-    asked = Asked(
-        is_backward=True,
-        has_product=weight is not None,
-        weight_grad="none" if due is None else due.when,
-        accumulates=due is not None and due.accumulates,
-        is_bulk=p.is_bulk,
-        has_x=kept is not None,
-        has_addend=addend is not None and weight is not None,
-    )
+    asked = ask_backward(due, weight is not None, p.is_bulk, kept is not None, "addend" in tensors)
     with p as link:
         p.run(link, _lower_backward, asked, tensors)
     if due is None:
         return grad_x, None
-    x_rows = kept if kept is not None else next(iter(memory.values()))
-    return grad_x, due.finish(memory, grad, x_rows)
+    if due.when == "now":
+        return grad_x, due.finish()
+    due.defer(grad, due.gathered if kept is None else kept)
+    return grad_x, None
 
 
 def _collective_backward(
@@ -293,7 +291,7 @@ def _collective_backward(
     if gathering is not None:
         gathered = gathering.wait().view(problem.M, problem.K)
     if gathered is not None:
-        grad_weight = DueWeightGrad(p, grad, weight_grad).compute(grad, gathered)
+        grad_weight = compute_weight_gradient(p, grad, gathered, weight_grad)
     if summing is not None:
         grad_x = summing.wait().view(x_shape)
     return grad_x, grad_weight

@@ -31,7 +31,7 @@ from commfuse_megatron.ops.linear_reduce_scatter import (
     scatter_forward,
 )
 from commfuse_megatron.ops.split_attention import Heads, InputGradients, SplitAttention
-from commfuse_megatron.ops.weight_grad import DueWeightGrad, WeightGrad
+from commfuse_megatron.ops.weight_grad import DueWeightGrad, WeightGrad, ask_backward
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import AttentionProblem
 from commfuse_megatron.runtime.prepared import Lower, PreparedPass
@@ -120,12 +120,22 @@ def projection_weight_gradient(
     if not p.plan.is_scheduled:
         operands = ScatterOperands(grad_shard, attended.flatten(2), None, attended.flatten(2).shape)
         return scatter_backward(_projection_pass(p, call), operands, call.weight_grad)[1]
-    due, x = DueWeightGrad(p, grad_shard, call.weight_grad), attended.view(p.problem.M, p.problem.K)
-    memory = due.operands(is_gathered=True)
-    asked = Asked(is_backward=True, has_product=False, weight_grad=due.when, accumulates=due.accumulates)
+    due = DueWeightGrad(p, grad_shard, call.weight_grad, is_gathered=True)
+    x = attended.view(p.problem.M, p.problem.K)
+    asked = ask_backward(due, has_product=False)
     with p as link:
-        p.run(link, lower_scatter_backward, asked, {"shard": grad_shard, "x": x, **memory})
-    return due.finish(memory, next(iter(memory.values())), x)
+        p.run(link, lower_scatter_backward, asked, {"shard": grad_shard, "x": x, **due.memory})
+    return _finish(due, x)
+
+
+def _finish(due: DueWeightGrad | None, attended: torch.Tensor) -> torch.Tensor | None:
+    """What autograd is given for the weight. attended: [M, K]."""
+    if due is None:
+        return None
+    if due.when == "now":
+        return due.finish()
+    due.defer(due.gathered, attended)
+    return None
 
 
 def _backward_at_once(
@@ -289,34 +299,25 @@ def _from_tape(
     problem = p.problem
     gradients = Heads(*map(_empty_contiguous, saved.heads))
     attended = saved.attended.view(problem.M, problem.K)
-    due = DueWeightGrad(p, grad_shard, weight_grad) if "weight" in problem.needs else None
-    memory = {} if due is None else due.operands(is_gathered=True)
+    has_weight = "weight" in problem.needs
+    due = DueWeightGrad(p, grad_shard, weight_grad, is_gathered=True) if has_weight else None
     tensors = {
         "shard": grad_shard,
         "x": attended,
         "weight": weight,
         "out": torch.empty_like(attended),
-        **memory,
+        **({} if due is None else due.memory),
         **saved.heads._asdict(),
         "states": saved.states,
         **{f"grad_{name}": gradient for name, gradient in gradients._asdict().items()},
         **more,
     }
-    asked = _ask_backward(due, is_bulk=owner.is_bulk)
+    asked = ask_backward(due, is_bulk=owner.is_bulk)
     layout = (*_layout(attention, saved.heads), p.problem, p.attention, torch.are_deterministic_algorithms_enabled())
     with owner as link:
         if not owner.run_from_tape(link, lower, asked, tensors, kernels=kernels, layout=layout):
             return None
-    return gradients, None if due is None else due.finish(memory, next(iter(memory.values())), attended)
-
-
-def _ask_backward(due: DueWeightGrad | None, *, is_bulk: bool = False) -> Asked:
-    return Asked(
-        is_backward=True,
-        weight_grad="none" if due is None else due.when,
-        accumulates=due is not None and due.accumulates,
-        is_bulk=is_bulk,
-    )
+    return gradients, _finish(due, attended)
 
 
 def _empty_contiguous(like: torch.Tensor) -> torch.Tensor:
@@ -334,8 +335,8 @@ def _query_split_backward(
     """The pass with split queries, on tensors."""
     problem, gradients = p.problem, InputGradients(saved.heads)
     attended, grad_attended = saved.attended.view(problem.M, problem.K), torch.empty_like(saved.attended)
-    due = DueWeightGrad(p, grad_shard, weight_grad) if "weight" in problem.needs else None
-    memory = {} if due is None else due.operands(is_gathered=True)
+    has_weight = "weight" in problem.needs
+    due = DueWeightGrad(p, grad_shard, weight_grad, is_gathered=True) if has_weight else None
     states, found = saved.states, dict[int, Heads]()
 
     def attend(split: int, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
@@ -353,12 +354,12 @@ def _query_split_backward(
         "x": attended,
         "weight": weight,
         "out": grad_attended.view(problem.M, problem.K),
-        **memory,
+        **({} if due is None else due.memory),
     }
     kernels = {ATTEND_BACKWARD: attend, ADD_GRADIENTS: add}
     with p as link:
-        p.run_on_tensors(link, _lower_backward, _ask_backward(due), tensors, kernels=kernels)
-    return gradients.result(), None if due is None else due.finish(memory, next(iter(memory.values())), attended)
+        p.run_on_tensors(link, _lower_backward, ask_backward(due), tensors, kernels=kernels)
+    return gradients.result(), _finish(due, attended)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from commfuse_megatron.ops.arguments import (
 from commfuse_megatron.ops.asked import gradients_asked_for
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 from commfuse_megatron.ops.trial import Scratch
-from commfuse_megatron.ops.weight_grad import DueWeightGrad, WeightGrad
+from commfuse_megatron.ops.weight_grad import DueWeightGrad, WeightGrad, ask_backward, compute_weight_gradient
 from commfuse_megatron.problem import GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PreparedPass
@@ -151,12 +151,15 @@ def scatter_forward(p: PreparedPass, x: torch.Tensor, weight: torch.Tensor, bias
             tensors = {"a": x_rows, "weight": weight_rows, "out": y}
             if bias is not None:
                 tensors["bias"] = bias.contiguous()
-            p.run(link, _lower_forward, Asked(has_bias=bias is not None), tensors)
+            p.run(link, _lower_forward, _WITHOUT_BIAS if bias is None else _WITH_BIAS, tensors)
             return y
         partial = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
         p.gemm.multiply(x_rows.flatten(0, -2), weight_rows.t(), partial.flatten(0, -2))
         y = reduce_scatter_rows(partial, p.context.group)
         return y if bias is None else y.add_(bias)
+
+
+_WITHOUT_BIAS, _WITH_BIAS = Asked(), Asked(has_bias=True)
 
 
 def _lower_forward(p: PreparedPass, policy: Policy, asked: Asked) -> Program:
@@ -174,32 +177,30 @@ def scatter_backward(
     """The gradients of input and weight, as far as they are needed."""
     grad_shard, x, weight, x_shape = operands
     grad_x = None if weight is None else grad_shard.new_empty(x_shape)
-    due = None if x is None else DueWeightGrad(p, grad_shard, weight_grad)
-    x_rows = None if x is None else x.contiguous()
+    if x is not None:
+        x = x.contiguous()
     if not p.plan.is_scheduled:
         with p:
             grad = _gather_by_collective(p, grad_shard)
             if weight is not None and grad_x is not None:
                 p.gemm.multiply(grad, weight, grad_x.flatten(0, -2))
-            return grad_x, None if due is None or x_rows is None else due.compute(grad, x_rows.flatten(0, -2))
-    tensors, memory = {"shard": grad_shard}, dict[str, torch.Tensor]()
+            return grad_x, None if x is None else compute_weight_gradient(p, grad, x.flatten(0, -2), weight_grad)
+    tensors, due = {"shard": grad_shard}, None
     if weight is not None and grad_x is not None:
-        tensors |= {"weight": weight, "out": grad_x}
-    if due is not None and x_rows is not None:
-        memory = due.operands(is_gathered=True)
-        tensors |= {"x": x_rows, **memory}
-    asked = Asked(
-        is_backward=True,
-        has_product=weight is not None,
-        weight_grad="none" if due is None else due.when,
-        accumulates=due is not None and due.accumulates,
-        is_bulk=p.is_bulk,
-    )
+        tensors["weight"], tensors["out"] = weight, grad_x
+    if x is not None:
+        due = DueWeightGrad(p, grad_shard, weight_grad, is_gathered=True)
+        tensors["x"] = x
+        tensors |= due.memory
     with p as link:
-        p.run(link, lower_scatter_backward, asked, tensors)
-    if due is None or x_rows is None:
+        p.run(link, lower_scatter_backward, ask_backward(due, weight is not None, p.is_bulk), tensors)
+    if due is None:
         return grad_x, None
-    return grad_x, due.finish(memory, next(iter(memory.values())), x_rows.flatten(0, -2))
+    if due.when == "now":
+        return grad_x, due.finish()
+    assert x is not None
+    due.defer(due.gathered, x.flatten(0, -2))
+    return grad_x, None
 
 
 def _gather_by_collective(p: PreparedPass, grad_shard: torch.Tensor) -> torch.Tensor:

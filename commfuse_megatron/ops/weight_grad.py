@@ -2,18 +2,28 @@
 for its `delay_wgrad_compute`.
 """
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from commfuse_megatron.errors import CommFuseError
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.schedule.lower_linear import Asked
 
-__all__ = ["DeferredWeightGrad", "DueWeightGrad", "WeightGrad", "WeightGradQueue", "WeightGradTarget", "target_of"]
+__all__ = [
+    "DeferredWeightGrad",
+    "DueWeightGrad",
+    "WeightGrad",
+    "WeightGradQueue",
+    "WeightGradTarget",
+    "ask_backward",
+    "target_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,44 +96,78 @@ class DueWeightGrad:
 
     Args:
         like: a tensor of the dtype and device of the operands.
+        is_gathered: whether the program gathers rows for it.
+
+    memory: what the program gets for it by name: for the gradient, or for the rows that a later one is made of.
     """
 
-    def __init__(self, p: PreparedPass, like: torch.Tensor, weight_grad: WeightGrad) -> None:
-        self._p, self._like, self._weight_grad = p, like, weight_grad
-        self.when: Literal["now", "later"] = "later" if isinstance(weight_grad, DeferredWeightGrad) else "now"
-        self.accumulates = isinstance(weight_grad, WeightGradTarget)
+    __slots__ = ("_p", "_weight_grad", "accumulates", "memory", "when")
 
-    def operands(self, *, is_gathered: bool) -> dict[str, torch.Tensor]:
-        """What the program gets for it by name: memory for the gradient, or for the gathered rows of a later one.
+    def __init__(self, p: PreparedPass, like: torch.Tensor, weight_grad: WeightGrad, *, is_gathered: bool) -> None:
+        self._p, self._weight_grad = p, weight_grad
+        self.when: Literal["now", "later"] = "now"
+        self.accumulates = False
+        self.memory: dict[str, torch.Tensor] = {}
+        if weight_grad is None:
+            self.memory["grad_weight"] = like.new_empty(p.problem.N, p.problem.K)
+        elif isinstance(weight_grad, WeightGradTarget):
+            self.memory["grad_weight"] = weight_grad.accumulate
+            self.accumulates = True
+        else:
+            self.when = "later"
+            if is_gathered:
+                self.memory = p.context.memory_for_gathered(like.new_empty(p.problem.M, p.wire_features))
 
-        is_gathered: whether the program gathers rows for it.
-        """
-        p = self._p
-        if self.when == "now":
-            target = self._weight_grad
-            if isinstance(target, WeightGradTarget):
-                return {"grad_weight": target.accumulate}
-            return {"grad_weight": self._like.new_empty(p.problem.N, p.problem.K)}
-        if not is_gathered:
-            return {}
-        return p.context.memory_for_gathered(self._like.new_empty(p.problem.M, p.wire_features))
+    @property
+    def gathered(self) -> torch.Tensor:
+        """The rows that were gathered for a later gradient, [M, features]."""
+        (rows,) = self.memory.values()
+        return rows
 
-    def finish(self, operands: dict[str, torch.Tensor], grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """What autograd is given once the program has run on `operands`.
+    def finish(self) -> torch.Tensor | None:
+        """What autograd is given once the program has made the gradient."""
+        return self.memory["grad_weight"] if self._weight_grad is None else self._weight_grad.result()  # type: ignore[union-attr]
 
-        grad [M, N], x [M, K]: what a later gradient is made of, in memory that no other call uses.
-        """
-        if isinstance(self._weight_grad, DeferredWeightGrad):
-            _defer(self._p.gemm, grad, x, self._weight_grad)
-            return None
-        return operands["grad_weight"] if self._weight_grad is None else self._weight_grad.result()
+    def defer(self, grad: torch.Tensor, x: torch.Tensor) -> None:
+        """Leave the gradient to the queue. grad [M, N], x [M, K]: memory that no other call uses."""
+        assert isinstance(self._weight_grad, DeferredWeightGrad)
+        _defer(self._p.gemm, grad, x, self._weight_grad)
 
-    def compute(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """The same without a program: now, or later from these operands."""
-        if isinstance(self._weight_grad, DeferredWeightGrad):
-            _defer(self._p.gemm, grad, x, self._weight_grad)
-            return None
-        return _multiply(self._p.gemm, grad, x, self._weight_grad)
+
+def compute_weight_gradient(
+    p: PreparedPass, grad: torch.Tensor, x: torch.Tensor, weight_grad: WeightGrad
+) -> torch.Tensor | None:
+    """grad [M, N] transposed @ x [M, K] where `weight_grad` says, and when; what autograd is given."""
+    if isinstance(weight_grad, DeferredWeightGrad):
+        _defer(p.gemm, grad, x, weight_grad)
+        return None
+    return _multiply(p.gemm, grad, x, weight_grad)
+
+
+def ask_backward(
+    due: DueWeightGrad | None,
+    has_product: bool = True,
+    is_bulk: bool = False,
+    has_x: bool = False,
+    has_addend: bool = False,
+) -> Asked:
+    """What a backward pass asks of its program: see `Asked`. due: the weight's gradient, if one is."""
+    if due is None:
+        return _ask(has_product, "none", False, is_bulk, has_x, has_addend)
+    return _ask(has_product, due.when, due.accumulates, is_bulk, has_x, has_addend)
+
+
+@functools.cache  # made at every backward call
+def _ask(has_product: bool, when: Any, accumulates: bool, is_bulk: bool, has_x: bool, has_addend: bool) -> Asked:
+    return Asked(
+        is_backward=True,
+        has_product=has_product,
+        weight_grad=when,
+        accumulates=accumulates,
+        is_bulk=is_bulk,
+        has_x=has_x,
+        has_addend=has_addend,
+    )
 
 
 def _defer(gemm: SliceGemm, grad: torch.Tensor, x: torch.Tensor, deferred: DeferredWeightGrad) -> None:

@@ -62,7 +62,7 @@ class PreparedPass:
         #: What an operation works out once for this pass.
         self.memo: dict[Any, Any] = {}
         self._buffers = PassBuffers(context.slots, self.wire_features, self.dtype, gemm.own_dtype)
-        self._tapes = Tapes(self._buffers, context.lanes)
+        self._tapes = Tapes(self._lower_for_tape, self._buffers, context.lanes)
         self._programs: dict[Hashable, TensorProgram] = {}
 
     def run(
@@ -81,7 +81,7 @@ class PreparedPass:
         tensors: operands by name, in an order that follows from `asked`; see `TensorProgram.run`. kernels,
         tape_kernels: by the kind of `Compute`, of the one way and of the other. layout: what else a tape depends on.
         """
-        if not self.run_from_tape(link, lower, asked, tensors, kernels=tape_kernels, layout=layout):
+        if not (self.can_replay and self._tapes.run(lower, asked, link, tensors, tape_kernels, layout)):
             self.run_on_tensors(link, lower, asked, tensors, kernels=kernels)
 
     def lower(self, lower: Lower, policy: Policy, asked: Any) -> Program:
@@ -122,10 +122,7 @@ class PreparedPass:
         layout: Hashable = None,
     ) -> bool:
         """The same if it is for a tape; False, and nothing done, otherwise."""
-        if not self.can_replay:
-            return False
-        make = functools.partial(self.lower, lower, self._tape_policy, asked)
-        return self._tapes.run((lower, asked, layout), make, link, tensors, kernels or {})
+        return self.can_replay and self._tapes.run(lower, asked, link, tensors, kernels, layout)
 
     @property
     def wire_features(self) -> int:
@@ -191,6 +188,9 @@ class PreparedPass:
     def has_programs(self) -> bool:
         """Whether anything is kept for the next call to replay."""
         return bool(self._programs or self._tapes.operations)
+
+    def _lower_for_tape(self, lower: Lower, asked: Hashable) -> Program:
+        return self.lower(lower, self._tape_policy, asked)
 
     def forget_programs(self) -> None:
         """Free the programs; the next call makes them anew."""

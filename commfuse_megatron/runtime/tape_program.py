@@ -6,7 +6,7 @@ cuBLASLt serves; everything else is run on tensors (`tensor_program`).
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,34 +63,39 @@ _UNKNOWN = _Bound(None, _NEVER)
 
 
 class Tapes:
-    """The tapes of one pass."""
+    """The tapes of one pass.
 
-    def __init__(self, buffers: PassBuffers, lanes: Lanes) -> None:
-        self._buffers, self._lanes = buffers, lanes
+    lower: makes a program from a lowering and what is asked of it.
+    """
+
+    def __init__(self, lower: Callable[[Any, Hashable], Program], buffers: PassBuffers, lanes: Lanes) -> None:
+        self._lower, self._buffers, self._lanes = lower, buffers, lanes
         self._known: dict[Hashable, _Bound] = {}
 
     def run(
         self,
-        key: Hashable,
-        lower: Callable[[], Program],
+        lower: Hashable,
+        asked: Hashable,
         link: Link,
         tensors: Mapping[str, torch.Tensor],
-        kernels: "Mapping[str, TapeKernel]",
+        kernels: "Mapping[str, TapeKernel] | None",
+        layout: Hashable,
     ) -> bool:
-        """Run the program of `lower` on these operands; False, and nothing done, where that is not for a tape.
+        """Run the program of a lowering on these operands; False, and nothing done, where that is not for a tape.
 
-        key: what the program and the kernels depend on. tensors: as for `TensorProgram.run`, and what kernels use.
+        tensors: as for `TensorProgram.run`, and what kernels use. layout: what else the tape depends on.
         """
         addresses = (0, *[tensor.data_ptr() for tensor in tensors.values()])
         alignment = alignment_of(*addresses)
         weight, grad_weight = tensors.get("weight"), tensors.get("grad_weight")
-        layout = None if grad_weight is None else (grad_weight.dtype, grad_weight.shape, grad_weight.stride())
-        key = (key, alignment, None if weight is None else weight.stride(), layout)
+        strides = None if weight is None else weight.stride()
+        target = None if grad_weight is None else (grad_weight.dtype, grad_weight.shape, grad_weight.stride())
+        key = (lower, asked, layout, alignment, strides, target)
         bound = self._known.get(key, _UNKNOWN)
         if bound.generation != self._buffers.generation:
             if bound.operation is None and bound is not _UNKNOWN:
                 return False
-            bound = self._bind(key, lower, link, tensors, kernels, alignment)
+            bound = self._bind(key, link, tensors, kernels or {}, alignment)
         if bound.operation is None:
             return False
         link.replay(bound.operation, addresses)
@@ -107,8 +112,7 @@ class Tapes:
 
     def _bind(
         self,
-        key: Hashable,
-        lower: Callable[[], Program],
+        key: tuple[Hashable, ...],
         link: Link,
         tensors: Mapping[str, torch.Tensor],
         kernels: "Mapping[str, TapeKernel]",
@@ -116,7 +120,7 @@ class Tapes:
     ) -> _Bound:
         operation = None
         try:
-            binder = TapeBinder(lower(), self._buffers, link, self._lanes, tensors, alignment)
+            binder = TapeBinder(self._lower(key[0], key[1]), self._buffers, link, self._lanes, tensors, alignment)
             operation = binder.bind(kernels)
         except Unservable:
             pass
