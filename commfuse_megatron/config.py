@@ -162,9 +162,9 @@ class TransportConfig(_Checked):
     less with more; through host memory 2.9 ms with any number from 2.
     nccl_lanes: communicators that share the messages; None: 1, or 2 through host memory, where one does not fill the
     link (64 MiB in 2.3 ms with two).
-    graph_memory_mib: what the copy engine may take of the GPU's memory to keep calls as CUDA graphs, each launched by
-    one call of the driver when its addresses come again; 0: none. A graph takes 0.3 to 1.5 MiB: a step of 32 layers,
-    both passes, has some 430 of them and takes 130 to 640 MiB.
+    graph_memory_mib: what the copy engine of one context may take of GPU memory to keep calls as CUDA graphs, each
+    launched by one call of the driver when its addresses come again; 0: none. A graph takes 0.3 to 1.5 MiB: a step of
+    32 layers, both passes, has some 430 of them, which is 130 to 640 MiB.
     """
 
     backend: Literal["auto", "gloo", "nccl", "copy_engine"] = "auto"
