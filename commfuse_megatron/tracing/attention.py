@@ -121,7 +121,7 @@ def trace_block(
     """
     config = dataclasses.replace(config, record=not wanted.is_profiled)
     if wanted.is_profiled:
-        config = dataclasses.replace(config, transport=dataclasses.replace(config.transport, cuda_graphs=0))
+        config = dataclasses.replace(config, transport=dataclasses.replace(config.transport, graph_memory_mib=0))
     with OverlapContext(group, config) as context:
         call = _prepared_call(wanted, context, device)
 

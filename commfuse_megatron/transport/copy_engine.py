@@ -116,11 +116,11 @@ class CopyEngineTransport(Transport):
         device: torch.device,
         exchange: Callable[[str], list[str]] | None = None,
         *,
-        cuda_graphs: int = 0,
+        graph_memory_mib: int = 0,
     ) -> None:
         """Collective over `group`. exchange: hands one string of every rank to all; None: they never lack memory.
 
-        cuda_graphs: so many replayed calls whose addresses were seen before are launched as one CUDA graph each.
+        graph_memory_mib: for replayed calls whose addresses were seen before, to be launched as one CUDA graph each.
         """
         leave_multicast_alone()
         self._is_closed = self._is_aborted = self._has_let_go = False
@@ -132,10 +132,11 @@ class CopyEngineTransport(Transport):
         self._stream = OwnStream(device, is_high_priority=True)
         self._issued, self._copied = StreamEvent(), StreamEvent()
         self._graph_stream: OwnStream | None = None
-        self._graphs: TapeGraphs | None = None
-        if cuda_graphs:
+        #: None: every call is made step by step.
+        self.graphs: TapeGraphs | None = None
+        if graph_memory_mib:
             self._graph_stream = borrow_stream(device)
-            self._graphs = TapeGraphs(self._graph_stream, self._stream, self._memory.run, cuda_graphs)
+            self.graphs = TapeGraphs(self._graph_stream, self._stream, self._memory.run, graph_memory_mib << 20)
         clear = functools.partial(clear_flags, group_size=self._size)
         try:
             window = map_window(group, device, bytes_of_flags(self._size), exchange, clear)
@@ -208,7 +209,7 @@ class CopyEngineTransport(Transport):
         operation = self._operation
         operation.release = tape.release
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        if self._graphs is not None and not is_capturing and self._graphs.run(tape, addresses, stream):
+        if self.graphs is not None and not is_capturing and self.graphs.run(tape, addresses, stream):
             operation.is_released = True
         elif is_capturing:
             self._fork(stream)

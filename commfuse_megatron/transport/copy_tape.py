@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from commfuse_megatron.transport.copy_engine import CopyEngineTransport
     from commfuse_megatron.transport.copy_flags import Key
 
-__all__ = ["BoundOperation", "CopyTape", "Ref", "Step"]
+__all__ = ["BoundOperation", "CopyTape", "GraphTable", "Ref", "Step"]
 
 #: (addresses of this call, handle of the current stream)
 Step = Callable[[tuple[int, ...], int], None]
@@ -41,12 +41,17 @@ class Ref(NamedTuple):
         return Ref(self.slot, self.offset + size_bytes)
 
 
+class GraphTable(dict[tuple[int, ...], Any]):
+    """The calls of a tape that are graphs, by their addresses; see `transport.tape_graphs`."""
+
+    __slots__ = ("__weakref__",)
+
+
 class BoundOperation(NamedTuple):
     """A finished tape: the steps, the batches whose flags the release clears, and what the caller notes of arrivals.
 
     release: what ends the operation: the last wait, if nothing comes after it, and the release of all `keys`.
     captured: the steps for a graph, the copy stream being forked already.
-    graphs: by the addresses of a call, how often it was made, or its graph.
     """
 
     steps: tuple[Step, ...]
@@ -54,7 +59,7 @@ class BoundOperation(NamedTuple):
     notes: tuple[tuple["Key", object], ...]
     release: Batch
     captured: tuple[Step, ...]
-    graphs: dict[tuple[int, ...], Any]
+    graphs: GraphTable
 
 
 class CopyTape:
@@ -171,7 +176,7 @@ class CopyTape:
         silent = self._tell_silence()
         keys = (*self.keys, *silent)
         release = self._transport.bind_release(keys, (*awaited, *silent))
-        return BoundOperation(tuple(self.steps), keys, tuple(self.notes), release, tuple(self._captured), {})
+        return BoundOperation(tuple(self.steps), keys, tuple(self.notes), release, tuple(self._captured), GraphTable())
 
     def _tell_silence(self) -> tuple["Key", ...]:
         """Tell the peers that get no message; returns what to wait for of those who send none."""

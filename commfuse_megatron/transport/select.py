@@ -127,7 +127,7 @@ def create_transport(
         return GlooTransport(store, group.rank(), group.size(), config.timeout_s)
     device = device_of_backend(backend)
     if backend == "copy_engine":
-        return CopyEngineTransport(group, device, exchange, cuda_graphs=config.cuda_graphs)
+        return CopyEngineTransport(group, device, exchange, graph_memory_mib=config.graph_memory_mib)
     return NcclTransport(
         store,
         group.rank(),

@@ -26,6 +26,7 @@ __all__ = [
     "batch",
     "borrow_stream",
     "captures_excluded",
+    "free_memory_bytes",
     "give_stream_back",
     "look_on_during_captures",
     "may_wait_for_device",
@@ -216,6 +217,13 @@ def borrow_stream(device: torch.device) -> OwnStream:
 def give_stream_back(device: torch.device, stream: OwnStream) -> None:
     """Leave it to others. What is on it must have been done."""
     _spare_streams.setdefault(device, []).append(stream)
+
+
+def free_memory_bytes() -> int:
+    """What is free of the current device's memory, for all processes; nothing is waited for."""
+    status, free_bytes, _ = _driver().cuMemGetInfo()
+    _check(status, "cuMemGetInfo")
+    return int(free_bytes)
 
 
 def look_on_during_captures() -> None:

@@ -56,6 +56,7 @@ def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_memory, "OwnStream", _Stream)
     monkeypatch.setattr(stream_memory, "_spare_streams", {})
     monkeypatch.setattr(tape_graphs, "StreamGraph", _Graph)
+    monkeypatch.setattr(tape_graphs, "free_memory_bytes", lambda: 0)  # which never changes
     monkeypatch.setattr(copy_engine, "FlagPage", _Page)
     monkeypatch.setattr(copy_engine, "batch", tuple)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", _current_stream, raising=False)
@@ -100,7 +101,7 @@ def _current_stream(index: int) -> int:
 
 
 def _create_transport(backend, group, store, config, nccl, exchange) -> copy_engine.CopyEngineTransport:
-    return copy_engine.CopyEngineTransport(group, _CPU, exchange, cuda_graphs=config.cuda_graphs)
+    return copy_engine.CopyEngineTransport(group, _CPU, exchange, graph_memory_mib=config.graph_memory_mib)
 
 
 # What windows that are being mapped lie in, by address.

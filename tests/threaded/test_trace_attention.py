@@ -146,7 +146,7 @@ def test_kernels_of_the_profiler_go_to_their_calls_and_kinds(monkeypatch):
     assert len(contexts) == 2
     for context in contexts:
         assert context.recorder is None, "what records is not replayed"
-        assert context.config.transport.cuda_graphs == 0
+        assert context.config.transport.graph_memory_mib == 0
         assert [record.calls for record in context.report()] == [BLOCK.warm_up + BLOCK.calls]
 
 

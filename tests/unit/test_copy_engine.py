@@ -110,7 +110,7 @@ def test_a_transport_that_cannot_be_made_gives_its_streams_back(monkeypatch):
     monkeypatch.setattr(copy_engine, "map_window", no_memory)
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     with pytest.raises(TransportError, match="no memory"):
-        CopyEngineTransport(group, torch.device("cpu"), cuda_graphs=4)
+        CopyEngineTransport(group, torch.device("cpu"), graph_memory_mib=4)
     assert (len(given_back), len(destroyed)) == (1, 1)
 
 

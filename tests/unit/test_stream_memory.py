@@ -109,6 +109,14 @@ def test_a_graph_is_destroyed_as_captures_allow(driver):
     ]
 
 
+def test_free_memory_is_what_is_left_and_not_all_there_is(driver):
+    driver.answers["cuMemGetInfo"] = (SUCCESS, 3, 8)
+    assert stream_memory.free_memory_bytes() == 3
+    driver.answers["cuMemGetInfo"] = (bindings.CUresult.CUDA_ERROR_LAUNCH_FAILED, None, None)
+    with pytest.raises(TransportError, match="cuMemGetInfo failed: CUDA_ERROR_LAUNCH_FAILED"):
+        stream_memory.free_memory_bytes()
+
+
 def test_events_are_given_back(driver):
     """A tape has some for every slice, and lengths that vary make many tapes."""
     event = stream_memory.StreamEvent()

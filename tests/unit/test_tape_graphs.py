@@ -1,14 +1,17 @@
-"""When a call of a tape is made step by step, when as a graph: by how often its addresses were seen."""
+"""When a call of a tape is made step by step, when as a graph; which graphs give way, and what they seem to take."""
+
+import random
 
 import pytest
 import torch
 
 from commfuse_megatron.runtime import lanes
 from commfuse_megatron.transport import tape_graphs
-from commfuse_megatron.transport.copy_tape import BoundOperation
+from commfuse_megatron.transport.copy_tape import BoundOperation, GraphTable
 from commfuse_megatron.transport.tape_graphs import TapeGraphs
 
 HERE, THERE = (0, 16), (0, 32)
+MIB = 1 << 20
 
 
 class Event:
@@ -19,17 +22,43 @@ class Event:
         pass
 
 
+class Device:
+    """Memory as the driver takes it: in blocks, for as many graphs as there are, or for as many as there ever were."""
+
+    def __init__(self):
+        self.graph_bytes, self.block_bytes, self.keeps = MIB, 1, False
+        self.used_bytes = self.held_bytes = self.num_made = 0
+        self.others_bytes, self.others_next_bytes = 0, 0  # of other processes: now, and once the next graph is made
+
+    def take(self, size_bytes):
+        self.used_bytes += size_bytes
+        needed_bytes = -(-self.used_bytes // self.block_bytes) * self.block_bytes
+        self.held_bytes = max(self.held_bytes, needed_bytes) if self.keeps else needed_bytes
+
+    def free_bytes(self):
+        return 100_000 * MIB - self.held_bytes - self.others_bytes
+
+
 class Graph:
-    """Keeps nothing, as the driver's does not."""
+    """Keeps nothing that it was told, as the driver's does not."""
 
     refusal: Exception | None = None
+    used_device: Device
 
     def __init__(self, stream, tell):
+        self.size_bytes, self.device = 0, self.used_device
         if self.refusal is not None:
             raise self.refusal
+        self.device.num_made += 1
+        self.device.others_bytes = self.device.others_next_bytes
+        self.size_bytes = self.device.graph_bytes
+        self.device.take(self.size_bytes)
 
     def launch(self, stream):
         LOG.append(f"launch on {stream}")
+
+    def __del__(self):
+        self.device.take(-self.size_bytes)
 
 
 class Stream:
@@ -40,19 +69,39 @@ LOG: list[str] = []
 
 
 @pytest.fixture
-def graphs(monkeypatch):
+def device(monkeypatch):
     LOG.clear()
+    found = Device()
     monkeypatch.setattr(tape_graphs, "StreamEvent", Event)
     monkeypatch.setattr(tape_graphs, "StreamGraph", Graph)
+    monkeypatch.setattr(tape_graphs, "free_memory_bytes", found.free_bytes)
     monkeypatch.setattr(Graph, "refusal", None)
-    return TapeGraphs(Stream(), Stream(), lambda stream, batch: LOG.append(f"{batch} on {stream}"), 2)
+    monkeypatch.setattr(Graph, "used_device", found, raising=False)
+    return found
+
+
+def within(mib):
+    return TapeGraphs(Stream(), Stream(), lambda stream, batch: LOG.append(f"{batch} on {stream}"), mib * MIB)
+
+
+@pytest.fixture
+def graphs(device):
+    return within(2)
 
 
 def tape():
     def step(at, stream):
         LOG.append(f"step on {stream}")
 
-    return BoundOperation((step,), (), (), "release", (step,), {})
+    return BoundOperation((step,), (), (), "release", (step,), GraphTable())
+
+
+def call(graphs, one, *addresses, times=1):
+    """Whether the last call was the launch of a graph."""
+    for _ in range(times):
+        LOG.clear()
+        graphs.run(one, addresses, 0)
+    return LOG == ["launch on 0"]
 
 
 def test_a_call_becomes_a_graph_when_it_was_seen_three_times(graphs):
@@ -83,28 +132,134 @@ def test_what_the_driver_refuses_is_made_step_by_step_from_then_on(graphs, monke
     assert caplog.text.count("not permitted") == 1
 
 
-def test_graphs_are_limited_in_number_until_their_tape_is_forgotten(graphs):
+def test_the_graph_that_was_launched_the_longest_ago_gives_way(device, graphs):
     one, other = tape(), tape()
-    for number in range(4):
-        for _ in range(5):
-            graphs.run(one, (number,), 0)
-    assert sum(isinstance(found, Graph) for found in one.graphs.values()) == 2
-    assert not graphs.run(one, (3,), 0)
+    assert call(graphs, one, 1, times=4)
+    assert call(graphs, one, 2, times=4)
+    assert call(graphs, one, 1)
+    assert not call(graphs, other, 1, times=6)
+    assert call(graphs, other, 1)
+    assert set(one.graphs) == set(other.graphs) == {(1,)}
+    assert (graphs.num_alive, device.used_bytes) == (2, 2 * MIB), "the one that gave way is destroyed"
+    assert call(graphs, one, 1)
+    assert not call(graphs, one, 2, times=6)
+    assert call(graphs, one, 2)
+    assert not other.graphs
+
+
+def test_a_tape_that_is_forgotten_takes_its_graphs_with_it(device, graphs):
+    one, other = tape(), tape()
+    for address in (1, 2):
+        assert call(graphs, one, address, times=4)
     del one
+    assert graphs.num_alive == graphs.size_bytes == device.used_bytes == 0
+    assert call(graphs, other, 1, times=4), "there is room"
+    del other
+    for _ in range(5):  # its table may lie where that of the last one was
+        another = tape()
+        assert not call(graphs, another, 1, times=3)
+        del another
+
+
+def test_of_too_many_calls_in_a_cycle_those_that_are_graphs_remain(device):
+    graphs, one = within(4), tape()
     for _ in range(4):
-        graphs.run(other, HERE, 0)
-    assert isinstance(other.graphs[HERE], Graph)
+        for address in range(6):
+            call(graphs, one, address)
+    before = set(one.graphs)
+    launched = sum(call(graphs, one, address) for _ in range(100) for address in range(6))
+    assert (launched, set(one.graphs), device.num_made) == (400, before, 4)
+
+
+def test_a_call_that_was_refused_counts_again(graphs):
+    one = tape()
+    call(graphs, one, 1, times=4)
+    call(graphs, one, 2, times=4)
+    assert not call(graphs, one, 3, times=6)
+    assert call(graphs, one, 1)
+    assert call(graphs, one, 2)
+    assert not call(graphs, one, 3, times=4)
+    assert call(graphs, one, 3)
+
+
+def test_calls_that_come_often_become_graphs_in_place_of_those_that_come_rarely(graphs):
+    one = tape()
+    call(graphs, one, 1, times=4)
+    call(graphs, one, 2, times=4)
+    for number in range(30):
+        if number % 10 == 0:
+            call(graphs, one, 1)
+        call(graphs, one, 2)
+        call(graphs, one, 3)
+    assert set(one.graphs) == {(2,), (3,)}
+
+
+@pytest.mark.parametrize("num_lengths", [10, 100, 1000])
+def test_after_a_thousand_calls_of_random_lengths_a_known_one_is_a_graph_again(device, num_lengths):
+    graphs, known, draw = within(16), tape(), random.Random(0)
+    assert call(graphs, known, 1, times=4)
+    tapes = [tape() for _ in range(num_lengths)]
+    for _ in range(1000):
+        call(graphs, draw.choice(tapes), draw.randrange(2))
+        assert device.used_bytes <= 16 * MIB
+    assert device.num_made < 60, "nothing is made over and over"
+    assert call(graphs, known, 1, times=8)
+    assert graphs.size_bytes <= 16 * MIB
 
 
 def test_addresses_that_do_not_return_are_forgotten_and_graphs_are_not(graphs, monkeypatch):
     monkeypatch.setattr(tape_graphs, "_MOST_SEEN", 8)
-    one = tape()
-    for _ in range(4):
-        graphs.run(one, HERE, 0)
+    one, tapes = tape(), [tape() for _ in range(10)]
+    call(graphs, one, 1, times=4)
     for number in range(100):
-        graphs.run(one, (number,), 0)
-    assert len(one.graphs) <= 8
-    assert isinstance(one.graphs[HERE], Graph)
+        call(graphs, tapes[number % 10], number)
+    assert len(graphs._seen) <= 8
+    assert call(graphs, one, 1)
+
+
+def test_there_is_no_graph_where_none_has_room(graphs, device):
+    device.graph_bytes = 30 * MIB
+    one, none = tape(), within(0)
+    call(graphs, one, 1, times=20)
+    call(none, one, 2, times=20)
+    assert graphs.num_alive == none.num_alive == device.used_bytes == 0
+
+
+def test_graphs_that_come_and_go_with_their_tapes_do_not_seem_to_grow(device):
+    graphs = within(16)
+    for _ in range(50):
+        tapes = [tape() for _ in range(4)]
+        assert all(call(graphs, one, 1, times=4) for one in tapes)
+    assert graphs.size_bytes == device.used_bytes == 4 * MIB
+
+
+def test_graphs_that_seem_to_take_nothing_are_limited_too(device):
+    device.graph_bytes = 0
+    graphs, one = within(16), tape()
+    for address in range(100):
+        call(graphs, one, address, times=4)
+    assert graphs.num_alive == 64
+
+
+@pytest.mark.parametrize("mean_kib", [300, 1400])
+@pytest.mark.parametrize("block_kib", [1, 2048])
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("others_mib", [0, 20_000, -20_000])
+def test_the_memory_of_graphs_stays_within_its_bound(mean_kib, block_kib, keeps, others_mib, device):
+    """Within a fifth: also where another process takes or gives back memory while one is made."""
+    graphs, one = within(256), tape()
+    device.block_bytes, device.keeps = block_kib << 10, keeps
+    draw = random.Random(0)
+    for address in range(800):
+        if address % 200 == 0:  # the next ones are of another size
+            mean_kib *= draw.choice([0.8, 1.2])
+        if address == 50:
+            device.others_next_bytes = others_mib * MIB
+        device.graph_bytes = int(draw.uniform(0.5, 1.5) * mean_kib) << 10
+        call(graphs, one, address, times=8)
+        assert graphs.size_bytes <= 256 * MIB
+        assert device.held_bytes <= 1.2 * 256 * MIB
+    assert device.used_bytes > 0.4 * 256 * MIB
 
 
 def test_lanes_are_given_back_once_when_a_context_closes(monkeypatch):
