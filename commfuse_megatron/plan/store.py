@@ -14,8 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import Problem
 from commfuse_megatron.schedule import Algorithm
@@ -113,6 +111,8 @@ class PlanStore:
         """What the file holds for `problem` then: `plan`, or what another group has written meanwhile."""
         if self.complaints:  # once is enough: who waits for a lock would wait at every problem
             return plan
+        from filelock import FileLock  # with asyncio and more, which `commfuse --help` does without
+
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{self._path}.lock", timeout=_LOCK_S):
