@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.runtime.op_record import OpRecord
+from commfuse_megatron.version import __version__
 
 if TYPE_CHECKING:
     from commfuse_megatron.runtime.context import OverlapContext
 
 __all__ = ["OpRecord", "OverlapConfig", "OverlapContext", "__version__", "ops"]
-
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

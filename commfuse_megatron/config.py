@@ -219,10 +219,13 @@ class PlanConfig(_Checked):
     "always" wherever there is more than one; "never" trusts the model with assumed figures, so that plans are the same
     in every run. On the CPU nothing is measured.
     margin: predicted times of two paths closer than this fraction count as undecided.
+    file: where plans are kept for later runs: what fits (device, link, ranks, versions, problem, what is forced) is
+    taken from there, measured or not, and what is chosen anew is added. Group rank 0 alone reads and writes it.
     """
 
     measure: Literal["auto", "always", "never"] = "auto"
     margin: float = 0.15
+    file: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

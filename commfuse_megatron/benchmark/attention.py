@@ -34,6 +34,7 @@ __all__ = [
     "attention_case_of",
     "attention_variants",
     "attention_work",
+    "draw_attention",
     "exact_attention",
     "heads_of",
     "split_attention",

@@ -48,7 +48,7 @@ from commfuse_megatron.benchmark.timing import Timed, measure, measure_host_us
 from commfuse_megatron.benchmark.variant import Ready, Variant
 from commfuse_megatron.errors import CommFuseError, ConfigError, UnsupportedError, VerificationError
 
-__all__ = ["Outcome", "Piece", "Settings", "grid", "require_work", "run_grid"]
+__all__ = ["Outcome", "Piece", "Settings", "dtype_of", "grid", "make_case", "require_work", "run_grid"]
 
 # Host time is measured where 30 calls take no longer than about 0.1 s.
 _LONGEST_CALL_FOR_HOST_MS = 3.0
@@ -187,15 +187,21 @@ def _sort_out(settings: Settings, pieces: list[Piece]) -> tuple[list[tuple[Piece
     reasons: dict[str, None] = {}
     for piece in pieces:
         try:
-            possible.append((piece, _make_case(settings, piece)))
+            possible.append((piece, make_case(settings, piece)))
         except ConfigError as error:
             reasons[str(error)] = None
     return possible, list(reasons)
 
 
-def _make_case(settings: Settings, piece: Piece) -> LinearCase:
-    make_case = attention_case if settings.attention else linear_case
-    return make_case(piece.name, piece.M, piece.group_size, settings.shrink)
+def make_case(settings: Settings, piece: Piece) -> LinearCase:
+    """The case of a piece; ConfigError where it cannot run."""
+    make = attention_case if settings.attention else linear_case
+    return make(piece.name, piece.M, piece.group_size, settings.shrink)
+
+
+def dtype_of(device: torch.device) -> torch.dtype:
+    """Of all operands: float32 on the CPU, where 16-bit GEMMs are slow and nothing is compared."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _make_variants(settings: Settings, device: torch.device, group_size: int) -> list[Variant]:
@@ -260,16 +266,14 @@ class _Runner:
     ) -> None:
         self.outcome = Outcome()
         self._group, self._device, self._settings, self._on_note = group, device, settings, on_note
-        # float32 on the CPU, where 16-bit GEMMs are slow and nothing is compared.
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self._pool = Pool(device, dtype, seed=group.rank())
+        self._pool = Pool(device, dtype_of(device), seed=group.rank())
         self._tails = TailMeter()
         self._variants = _make_variants(settings, device, group.size())
 
     def run(self, piece: Piece) -> list[Row]:
         settings = self._settings
         try:
-            case = _make_case(settings, piece)
+            case = make_case(settings, piece)
         except ConfigError as error:
             self.outcome.missing.append(f"{piece}: {error}")
             return []

@@ -13,6 +13,7 @@ from rich.markup import escape
 from commfuse_megatron.cli.launch import launch
 from commfuse_megatron.cli.output import each_once, make_progress, results, say_count, silence_foreign_warnings
 from commfuse_megatron.cli.ranks import Rank, UsageError, choose_num_ranks, is_speaker
+from commfuse_megatron.cli.write_plans import require_plans_alone, run_write_plans
 from commfuse_megatron.config import CONFIG_VARIABLE, config_file_from_environment
 
 if TYPE_CHECKING:
@@ -83,6 +84,12 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     add("--figure", metavar="FILE", help="draw the rows into FILE (.png or .svg); missing folders are made")
     add("--resume", action="store_true", help="keep the rows of --json FILE and run what is not in there")
     add("--check", nargs="+", default=[], metavar="NAME=MOST", help="exit 1 if a figure is larger, e.g. ideal=1.1")
+    add(
+        "--write-plans",
+        metavar="FILE",
+        help="time nothing else: plan both passes of every case and keep the plans in FILE, for jobs with `plan.file`;"
+        " missing folders are made",
+    )
     add("--commit", help="recorded in the rows (default: asked from git)")
 
 
@@ -110,7 +117,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         passes=each_once(arguments.passes),
         variants=each_once(arguments.variants),
         chunks=each_once(arguments.chunks),
-        config_files=each_once(_config_files(arguments)),
+        config_files=() if arguments.write_plans else each_once(_config_files(arguments)),
         virtual_ranks=each_once(arguments.virtual_ranks),
         rounds=arguments.rounds if arguments.device == "cuda" else 1,
         case_s=arguments.case_s,
@@ -120,6 +127,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
         attention=arguments.attention,
     )
     require_work(settings, torch.device(arguments.device), num_ranks)
+    if arguments.write_plans:
+        return run_write_plans(arguments, settings, num_ranks)
     if arguments.resume and is_speaker() and Path(arguments.json).exists():
         _require_same_columns(settings, load_report(Path(arguments.json))[0], arguments.json)
     options = _Options(
@@ -154,6 +163,8 @@ def _require_sense(arguments: argparse.Namespace, num_ranks: int) -> None:
         raise UsageError("--virtual-ranks emulates groups of 2 and more on exactly two ranks: use --ranks 2")
     if arguments.virtual_ranks:
         _require_emulated(arguments)
+    if arguments.write_plans:
+        require_plans_alone(arguments)
     _require_models(arguments)
     if arguments.resume and not arguments.json:
         raise UsageError("--resume needs the --json FILE to go on with")
@@ -184,7 +195,8 @@ def _require_models(arguments: argparse.Namespace) -> None:
         raise UsageError(f"there are no {what} of {', '.join(unknown)}; known are {', '.join(known)}")
     if arguments.tokens and all(model.startswith("paper") for model in arguments.models or ("any",)):
         raise UsageError("--tokens: the paper's cases have their own; leave it out, or name another model")
-    of_linears = {"--linears": arguments.linears != list(LINEARS), "--config": arguments.config}
+    of_linears = {"--linears": arguments.linears != list(LINEARS)}
+    of_linears |= {"--config": arguments.config and not arguments.write_plans}
     of_linears |= {"--check": arguments.check, "--figure": arguments.figure}
     given = [option for option, value in of_linears.items() if value]
     if arguments.attention and given:

@@ -108,13 +108,14 @@ def _require_writable(arguments: argparse.Namespace) -> None:
     checks = (
         ("json", why_file_cannot_be_written),
         ("figure", why_file_cannot_be_written),
+        ("write_plans", why_file_cannot_be_written),
         ("output", why_folder_cannot_be_written),
     )
     for option, why_not in checks:
         place = getattr(arguments, option, None)
         reason = why_not(place) if place else None
         if reason is not None:
-            raise UsageError(f"--{option} {place}: {reason}")
+            raise UsageError(f"--{option.replace('_', '-')} {place}: {reason}")
     if getattr(arguments, "figure", None):
         if Path(arguments.figure).suffix.lower() not in _PICTURES:
             raise UsageError(f"--figure {arguments.figure}: pictures are {' or '.join(_PICTURES)}")
@@ -290,7 +291,8 @@ def _add_bench(commands: "argparse._SubParsersAction[_CommandParser]") -> None:
         run_bench,
         summary="time the linears beside their bounds, the stock ones and the peers; on the CPU, check them only",
         example="commfuse bench --models llama-8b --tokens 1024\n"
-        "  torchrun --nproc-per-node 2 -m commfuse_megatron bench --device cuda --budget-s 300 --json rows.json",
+        "  torchrun --nproc-per-node 2 -m commfuse_megatron bench --device cuda --budget-s 300 --json rows.json\n"
+        "  torchrun --nproc-per-node 2 -m commfuse_megatron bench --device cuda --write-plans plans.json",
     )
     _add_rank_options(parser, which="default 2")
     add_bench_options(parser)

@@ -46,6 +46,7 @@ from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.runtime.renewal import MeetingPlace, reason_not_in_step
 from commfuse_megatron.runtime.slots import Slots
+from commfuse_megatron.runtime.stored_plans import StoredPlans
 from commfuse_megatron.transport.select import choose_backend, choose_nccl_settings, create_transport, device_of_backend
 from commfuse_megatron.transport.stream_memory import StreamEvent
 
@@ -77,7 +78,8 @@ class OverlapContext:
     captured some is out of sight: order it and the calls beside it by stream or event.
 
     Raises (before any operation is run):
-        ConfigError: the ranks bring different configurations, or one that cannot be served here; or `group` is none.
+        ConfigError: the ranks bring different configurations, or one that cannot be served here, or its `plan.file`
+            cannot be read; or `group` is none.
         TransportTimeoutError: a member did not come within `config.transport.timeout_s`.
     """
 
@@ -103,6 +105,11 @@ class OverlapContext:
             raise ConfigError(
                 f"the configurations differ between ranks: {differences}; give all ranks of the group the same one"
             )
+        #: None without `plan.file`.
+        self.stored_plans: StoredPlans | None = None
+        if self.config.plan.file is not None:
+            exchange = functools.partial(agreement.exchange, topic="the file of stored plans")
+            self.stored_plans = StoredPlans(self.config.plan.file, self.group_rank, exchange)
         try:
             exchange = functools.partial(agreement.exchange, topic="a transport")
             backend = choose_backend(group, self.config.transport, exchange)

@@ -6,6 +6,7 @@ captured.
 """
 
 import dataclasses
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -76,10 +77,24 @@ class Planner:
         if problem.rows == 0:
             reason = "the sequence has no rows"
             return LinearPlan("sequential", reason, Algorithm.DIRECT, 1, config.linear.wgrad.keep_gathered_input)
+        choose = functools.partial(self._choose_in_order, problem, try_out)
+        stored = self._context.stored_plans
+        if stored is None or self._context.is_capturing:
+            plan = choose()
+        else:
+            possible = list_candidates(problem, config, held=self._buffers, is_link_slow=True).plans
+            plan = stored.plan(self._context, problem, possible, self._traits(getattr(torch, problem.dtype)), choose)
+        # By cost; while capturing, without measuring: no example for other lengths.
+        if plan.predicted_us is not None and not self._context.is_capturing:
+            self._decided.setdefault(_layer(problem), []).append((problem.M, plan))
+        self._buffers = merge_needs(self._buffers, buffer_needs(problem, plan))
+        return plan
+
+    def _choose_in_order(self, problem: Problem, try_out: TryOut | None) -> LinearPlan:
+        """With the owners in order."""
         plan = self._choose(problem, try_out)
         if isinstance(problem, AttentionProblem) and plan.predicted_us is None and problem.M * problem.N:
             plan = with_owner_orders(problem, plan, self._machine(problem, may_measure=False))
-        self._buffers = merge_needs(self._buffers, buffer_needs(problem, plan))
         return plan
 
     def _choose(self, problem: Problem, try_out: TryOut | None) -> LinearPlan:
@@ -109,7 +124,6 @@ class Planner:
 
     def _choose_by_cost(self, problem: Problem, try_out: TryOut | None) -> LinearPlan:
         config = self._context.config
-        decided = self._decided.setdefault(_layer(problem), [])
         may_measure = self._may_measure
         machine = self._machine(problem, may_measure=may_measure)
         slow = not isinstance(problem, AttentionProblem) and is_link_slow(problem, machine)
@@ -118,18 +132,14 @@ class Planner:
         rings = not machine.traits.replays
         candidates = list_candidates(problem, config, held=self._buffers, is_link_slow=slow, with_rings=rings)
         candidates = predict(problem, candidates, machine)
-        num_trials = sum(plan.measured_us is not None for _, plan in decided)
+        num_trials = sum(plan.measured_us is not None for _, plan in self._decided.get(_layer(problem), ()))
         may_try = may_measure and num_trials < _MOST_TRIALS_OF_A_LAYER
         timed = select_for_trial(candidates, _trial_config(problem, config)) if may_try else ()
         if timed and try_out is not None:
-            chosen = self._measure(problem, candidates, timed, try_out, machine)
-        elif isinstance(problem, AttentionProblem) and not _is_forced(problem, config):
-            chosen = choose_by_default(candidates, "default for attention after many trials of other lengths")
-        else:
-            chosen = choose_predicted(candidates, machine)
-        if not self._context.is_capturing:  # without measuring: no example for other lengths
-            decided.append((problem.M, chosen))
-        return chosen
+            return self._measure(problem, candidates, timed, try_out, machine)
+        if isinstance(problem, AttentionProblem) and not _is_forced(problem, config):
+            return choose_by_default(candidates, "default for attention after many trials of other lengths")
+        return choose_predicted(candidates, machine)
 
     @property
     def _may_measure(self) -> bool:

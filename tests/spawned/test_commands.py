@@ -166,6 +166,33 @@ def test_the_benchmark_checks_every_variant_on_cpu_ranks(tmp_path: Path) -> None
     assert {(row["emulated"], row["group_size"]) for row in more[len(rows) :]} == {(True, 4)}
 
 
+@pytest.mark.parametrize(
+    ("cases", "config", "count"),
+    [
+        (("--linears", "qkv", "proj"), "linear: {wgrad: {keep_gathered_input: true}}", 4),
+        # Attention decides for both passes; its projection is a linear of its own.
+        (("--attention",), "attention: {path: auto}", 3),
+    ],
+)
+def test_plans_are_written_and_taken_on_cpu_ranks(
+    cases: tuple[str, ...], config: str, count: int, tmp_path: Path
+) -> None:
+    settings, file, found = (tmp_path / name for name in ("job.yaml", "of/plans.json", "found.json"))
+    settings.write_text(config, encoding="utf-8")
+    words = ("bench", *cases, "--models", "llama-8b", "--tokens", "2048", "--config", str(settings))
+    words += ("--write-plans", str(file), "--json", str(found))
+    for measured, chosen, there in ((0, count, 0), (0, 0, count)):
+        ran = run_on_ranks(2, *words)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        said = f"{count} plans, {measured} measured, {chosen} chosen by the model, {there} already there"
+        assert ran.stdout.splitlines() == [f"{file}: {said}"], "one rank speaks"
+        assert "planning" in ran.stderr or "llama-8b" in ran.stderr, "progress belongs on stderr"
+        data = json.loads(found.read_text(encoding="utf-8"))
+        assert (data["chosen by the model"], data["already there"], data["failures"]) == (chosen, there, [])
+        stored = json.loads(file.read_text(encoding="utf-8"))["sections"]
+        assert {text for section in stored for text in section["plans"]} == {plan["problem"] for plan in data["plans"]}
+
+
 def test_a_benchmark_without_a_row_does_not_pass(tmp_path: Path) -> None:
     asked = ["--models", "llama-8b", "--linears", "qkv", "--tokens", "2048", "--budget-s", "0"]
     ran = run_commfuse("bench", *asked, "--config", "configs/host_link.yaml")

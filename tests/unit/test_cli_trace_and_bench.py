@@ -58,6 +58,11 @@ from tests.unit.test_cli import require_usage_error
         (["--shrink", "0"], "--shrink must be at least 1, got 0"),
         (["--case-s", "-1"], "--case-s must be a time in seconds, got -1.0"),
         (["--budget-s", "nan"], "--budget-s must be a time in seconds, got nan"),
+        (["--write-plans", "f", "--variants", "planned", "--rounds", "3"], "--variants, --rounds: of rows, which"),
+        (["--write-plans", "f", "--passes", "fprop"], "--passes: of rows, which --write-plans does not make"),
+        (["--write-plans", "f", "--config", "a", "b"], "--config: plans are of one configuration, not of 2"),
+        (["--write-plans", "configs"], "--write-plans configs: is a folder; name a file"),
+        (["--write-plans", "README.md"], "README.md is no file of plans"),
         (["--ranks", "999"], "as many processes would start here; at most 64 do"),
     ],
 )

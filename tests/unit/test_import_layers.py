@@ -16,7 +16,7 @@ NAME = "commfuse_megatron"
 
 # From the bottom up. Parts on one line may not import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "version"),
     ("config", "problem"),
     ("schedule",),
     ("transport", "kernels"),
