@@ -205,7 +205,7 @@ class Planner:
             and config.kernel.gemm == "auto"
             and blas_unavailable_reason(context.device, dtype) is None
         )
-        # Replayed, cuBLASLt adds the one matrix that arrives with two ranks: see `ops.replay`.
+        # Replayed, cuBLASLt adds the one matrix that arrives with two ranks: see `tape_program`.
         folds = context.group_size == 2 if replays else gemm.can_fold
         return Traits(
             transport=context.transport_name,

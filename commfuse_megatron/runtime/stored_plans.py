@@ -94,6 +94,9 @@ class StoredPlans:
             parts += [config.linear.fprop if problem.pass_name == "fprop" else config.linear.dgrad, config.linear.wgrad]
         for part in parts:
             found |= dataclasses.asdict(part)
-        found |= {"max_buffer_mib": config.transport.max_buffer_mib, "cuda_graphs": config.transport.cuda_graphs}
+        found |= {
+            "max_buffer_mib": config.transport.max_buffer_mib,
+            "graph_memory_mib": config.transport.graph_memory_mib,
+        }
         del found["file"]
         return found
