@@ -192,7 +192,10 @@ def _check_order(rank: Checked) -> list[int]:
             case On() | After():
                 if op.lane not in held:
                     rank.fail(number, f"there is no lane {op.lane}.")
-                lane, held[lane] = (op.lane, held[lane]) if isinstance(op, On) else (lane, held[lane] | held[op.lane])
+                if isinstance(op, On):
+                    lane = op.lane
+                else:
+                    held[lane] |= held[op.lane]
             case Join():
                 for joined in range(op.lanes):
                     if joined not in held:
@@ -337,15 +340,16 @@ def _check_cover(rank: Checked, before: list[int]) -> None:
     waits_for_nothing = {number for number, is_own in products if is_own and is_gather}
     if bound.steps[0].compute is not None:
         waits_for_nothing.add(products[0][0])
-    last = products[-1][0]
-    first_own = min((number for number, is_own in products if is_own), default=len(ops))
-    for issue, step in issues.items():
+    numbers = sorted({number for number, _ in products})
+    for issue, op in enumerate(ops):
+        if not isinstance(op, Issue):
+            continue
         for number in waits_for_nothing:
             if before[number] >> issue & 1:
                 rank.fail(number, f"is behind what op {issue} brings, and needs nothing of others.")
-        if not is_gather and issue > first_own:
-            rank.fail(issue, f"begins behind op {first_own}, which is to cover it.")
-        # In bulk the last that another rank's partials come of is one product.
-        is_to_be_covered = is_gather or not rank.asked.is_bulk
-        if issue > last and is_to_be_covered and any(later.compute is not None for later in bound.steps[step:]):
-            rank.fail(issue, f"begins behind op {last}, the last that could cover it.")
+        # In bulk all that is sent comes of products that nothing covers but those of own rows.
+        is_bulk_scatter = rank.asked.is_bulk and not is_gather
+        covers = [number for number, is_own in products if is_own] if is_bulk_scatter else numbers
+        first = 0 if is_bulk_scatter else sum(step.compute is not None for step in bound.steps[: op.step])
+        if first < len(covers) and issue > covers[first]:
+            rank.fail(issue, f"begins behind op {covers[first]}, which is to cover it.")

@@ -122,9 +122,11 @@ class Checked:
 
     def _compute(self, number: int, op: Compute) -> None:
         start = sum(self._chunk_rows[: op.chunk]) if op.chunk >= 0 else 0
+        if op.chunk < 0 and any(rows.count < self._total for rows in (*op.reads, *op.writes)):
+            self.fail(number, "works on rows of a chunk, and does not say of which.")
         match op.kind:
             case kind if kind in (LOOK_UP, ATTEND):
-                (target,) = op.writes
+                target = self._only(number, op.writes)
                 self._require_counts(number, target, *op.reads)
                 name = "a" if kind == LOOK_UP else "attended"
                 found: list[Term] = [(name, self.rank, start + row) for row in range(target.count)]
@@ -136,7 +138,7 @@ class Checked:
                     values = [(("product", self.rank, term, True),) for term in found]
                 self.write(number, target, self._added(number, values, op.reads, has_bias=False))
             case kind if kind == ATTEND_BACKWARD:
-                (grads,) = op.reads
+                grads = self._only(number, op.reads)
                 found = [self._single(number, value) for value in self.read(number, grads)]
                 for row, term in enumerate(found, start=start):
                     if term != ("product", self.rank, ("shard", row), False):
@@ -148,12 +150,18 @@ class Checked:
                 else:
                     self._attended.update(found)
             case kind if kind in (ADD_GRADIENTS, SUM_SLABS):
+                self._note_computed(number, kind, [("chunk", op.chunk)])
                 for chunk in (op.chunk,) if kind == ADD_GRADIENTS else tuple(self._slabs):
                     if chunk not in self._slabs:
                         self.fail(number, f"adds gradients of chunk {chunk}, which are not there.")
                     self._attended.update(self._slabs.pop(chunk))
             case _:
                 self.fail(number, f"nothing is known of a computation {op.kind!r}.")
+
+    def _only(self, op: int, ranges: tuple[Rows, ...]) -> Rows:
+        if len(ranges) != 1:
+            self.fail(op, f"{len(ranges)} ranges of rows, where one belongs.")
+        return ranges[0]
 
     def _require_counts(self, op: int, *ranges: Rows) -> None:
         if len({rows.count for rows in ranges}) > 1:
