@@ -333,7 +333,6 @@ def _check_cover(rank: Checked, before: list[int]) -> None:
     ops, bound, products, is_gather = rank.program.ops, rank.bound, rank.products, rank.scatter is None
     if bound is None or not products:
         return
-    issues = {number: op.step for number, op in enumerate(ops) if isinstance(op, Issue)}
     for (_, is_own), (number, is_own_next) in itertools.pairwise(products):
         if is_own != is_own_next and is_own_next is is_gather:
             rank.fail(number, f"own rows are to be multiplied {'first in a gather' if is_gather else 'last'}.")
