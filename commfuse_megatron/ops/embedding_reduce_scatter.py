@@ -28,7 +28,7 @@ from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PreparedPass
-from commfuse_megatron.schedule.lower_linear import lower_embedding, lower_gather_alone
+from commfuse_megatron.schedule.lower_linear import LOOK_UP, lower_embedding, lower_gather_alone
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Program
 
@@ -117,7 +117,7 @@ def _forward(p: PreparedPass, rows: torch.Tensor, is_foreign: torch.Tensor, weig
         if p.plan.is_scheduled:
             y = weight.new_empty(p.own_rows, problem.batch, problem.N)
             look_up = functools.partial(_look_up, p, rows, is_foreign, weight)
-            p.run(link, _lower_forward, None, {"out": y}, kernels={"look up": look_up})
+            p.run(link, _lower_forward, None, {"out": y}, kernels={LOOK_UP: look_up})
             return y
         partial = weight.index_select(0, rows).masked_fill_(is_foreign, 0)
         return reduce_scatter_rows(partial.view(problem.rows, problem.batch, problem.N), p.context.group)

@@ -1,6 +1,7 @@
 """What is sent and multiplied, in which order, on every rank: frozen data, no torch.
 
 Read `actions` first, then one builder; `validate` says what correct means, `simulate` what it costs, `render` prints.
+Then `program`, which a bound schedule becomes, and one lowering; `program_checks` says what correct means there.
 """
 
 from commfuse_megatron.schedule.actions import Algorithm, Chunk, Collective, Compute, Receive, Schedule, Send, Step

@@ -136,7 +136,7 @@ def lower_query_split_backward(gather: BoundSchedule, policy: Policy, asked: Ask
     low.fork()
     low.gather_under(
         consume,
-        is_ahead=policy.has_windows,
+        is_ahead=low.can_gather_ahead,
         before_last=lambda: low.copy_own_rows(is_beside=True) if policy.is_tape and has_weight else None,
     )
     low.join()

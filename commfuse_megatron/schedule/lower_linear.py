@@ -16,6 +16,7 @@ from commfuse_megatron.schedule.lowering import Lowering, Policy
 from commfuse_megatron.schedule.program import GATHER, Compute, Program, Rows, Sum, WeightGrad
 
 __all__ = [
+    "LOOK_UP",
     "Asked",
     "lower_embedding",
     "lower_gather_alone",
@@ -25,6 +26,9 @@ __all__ = [
 ]
 
 _AGAIN = "re-gather of the input"
+
+#: The kind of `Compute` that looks up rows.
+LOOK_UP = "look up"
 
 
 class Asked(NamedTuple):
@@ -85,7 +89,7 @@ def lower_gather_pass(
                 is_forward=not asked.is_backward,
                 chunk=chunk,
             ),
-            is_ahead=policy.has_windows and asked.is_backward,
+            is_ahead=low.can_gather_ahead and asked.is_backward,
             before_last=lambda: low.copy_own_rows(is_beside=True) if copies_late else None,
         )
         low.join()
@@ -185,7 +189,7 @@ class _ScatterPass:
     def lower(self) -> Program:
         low, asked, regathers = self._low, self._asked, self._regathers
         copies_late = regathers and _copy_own_first(low, needs_all=True)
-        if regathers and (low.policy.has_windows or asked.is_bulk):
+        if regathers and (low.can_gather_ahead or asked.is_bulk):
             low.issue_gather()
 
         def copy_late() -> None:
@@ -226,7 +230,7 @@ class _ScatterPass:
     def _multiply(self, rows: Rows, target: Rows, arrived: tuple[Rows, ...] = (), chunk: int = -1) -> None:
         asked = self._asked
         addend = (Rows("addend", rows.start, rows.count),) if asked.has_addend else ()
-        is_result = (bool(arrived) and not self._is_ring) or self._scatter.schedule.group_size == 1
+        is_result = not self._is_ring and (bool(arrived) or self._scatter.schedule.group_size == 1)
         self._low.gemm(
             rows,
             target,
@@ -262,7 +266,7 @@ def lower_embedding(scatter: BoundSchedule, policy: Policy) -> Program:
 
     def look_up(chunk: int, target: Rows, arrived: tuple[Rows, ...]) -> None:
         if target.count:
-            low.ops.append(Compute("look up", chunk, arrived, (target,)))
+            low.ops.append(Compute(LOOK_UP, chunk, arrived, (target,)))
 
     low.scatter_from(look_up, folds=False)
     if scatter.schedule.algorithm is not Algorithm.RING and any(scatter.slot_rows):

@@ -133,6 +133,12 @@ class Lowering:
 
     # -- transfers ----------------------------------------------------------------------------------------------------
 
+    @property
+    def can_gather_ahead(self) -> bool:
+        """Whether all batches of the all-gather can begin before anything is computed: a ring's wait for each other."""
+        gather = self._gather
+        return self.policy.has_windows and gather is not None and gather.schedule.algorithm is Algorithm.DIRECT
+
     def issue_gather(self, steps: Iterable[int] | None = None) -> None:
         """Issue batches of the all-gather, each once; None: all of them."""
         bound = self._gather

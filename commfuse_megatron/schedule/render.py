@@ -6,9 +6,10 @@ big group is cut (never wrapped) to `max_width` and `max_steps`, around the mark
 
 from commfuse_megatron.schedule.actions import Algorithm, Chunk, Collective, Compute, Receive, Schedule, Send, Step
 
-__all__ = ["describe", "name_chunk", "render"]
+__all__ = ["LEFT_OUT", "choose_visible", "describe", "name_chunk", "render"]
 
-_LEFT_OUT = "..."
+#: Stands for what is not shown.
+LEFT_OUT = "..."
 
 
 def render(
@@ -31,7 +32,7 @@ def render(
     num_ranks = len(schedule.programs)
     num_steps = max(map(len, schedule.programs), default=0)
     marked_rank, marked_step = mark if mark is not None else (None, None)
-    steps = _choose_visible(num_steps, num_steps if max_steps is None else max_steps, marked_step)
+    steps = choose_visible(num_steps, num_steps if max_steps is None else max_steps, marked_step)
     cells = _draw_cells(schedule, [step for step in steps if step is not None], show_slots)
 
     width = max(map(len, [*cells.values(), f"rank {num_ranks - 1}"]))
@@ -39,15 +40,15 @@ def render(
     num_fitting = num_ranks
     if 5 + num_ranks * (width + 3) > max_width:
         num_fitting = (max_width - 5 - (6 if mark is None else 12)) // (width + 3)
-    ranks = _choose_visible(num_ranks, num_fitting, marked_rank)
+    ranks = choose_visible(num_ranks, num_fitting, marked_rank)
 
-    lines = ["step" + "".join(f" | {_LEFT_OUT if rank is None else f'rank {rank}'.ljust(width)}" for rank in ranks)]
-    lines.append("-----" + "-".join("+-" + "-" * (len(_LEFT_OUT) if rank is None else width) for rank in ranks))
+    lines = ["step" + "".join(f" | {LEFT_OUT if rank is None else f'rank {rank}'.ljust(width)}" for rank in ranks)]
+    lines.append("-----" + "-".join("+-" + "-" * (len(LEFT_OUT) if rank is None else width) for rank in ranks))
     for step in steps:
-        line = f"{_LEFT_OUT if step is None else step:>4} "
+        line = f"{LEFT_OUT if step is None else step:>4} "
         for rank in ranks:
             if rank is None or step is None:
-                line += f"| {_LEFT_OUT.ljust(0 if rank is None else width)} "
+                line += f"| {LEFT_OUT.ljust(0 if rank is None else width)} "
             elif (rank, step) == mark:
                 line += f"|>{cells.get((rank, step), '').ljust(width)}<"
             else:
@@ -76,8 +77,8 @@ def name_chunk(schedule: Schedule, chunk: Chunk) -> str:
     return str(chunk.owner_rank) if schedule.chunks_per_shard == 1 else f"{chunk.owner_rank}.{chunk.index}"
 
 
-def _choose_visible(count: int, limit: int, focus: int | None) -> list[int | None]:
-    """Indices to show of 0 .. count-1, None where some are left out: around `focus`, else the first and the last."""
+def choose_visible(count: int, limit: int, focus: int | None) -> list[int | None]:
+    """Return the indices to show of 0 .. count-1, None where some are left out: around `focus`, else at both ends."""
     if count <= max(limit, 1):
         return list(range(count))
     if focus is None:

@@ -1,0 +1,261 @@
+"""Programs of all passes: right on all ranks, whoever runs them; the same for the same problem; printed as a table."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commfuse_megatron.schedule import Algorithm
+from commfuse_megatron.schedule.lower_linear import Asked
+from commfuse_megatron.schedule.lowering import Policy
+from commfuse_megatron.schedule.program import Program
+from commfuse_megatron.schedule.program_text import render_program
+from tests.harness.programs import KINDS, Case, cases
+
+NCCL, APART = Policy(has_windows=False), Policy(has_windows=False, keeps_own_apart=True)
+TAPE = Policy(has_windows=True, most_adds=1, adds_bias_too=True, is_tape=True)
+LANES = replace(TAPE, lanes=2)
+SMALL = {"group_size": 2, "rows": 3}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_programs_are_right_on_all_ranks(kind):
+    @settings(deadline=None, max_examples=60)
+    @given(cases(kind))
+    def check(case: Case) -> None:
+        case.validate(case.programs())
+
+    check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_groups_with_uneven_rows(kind):
+    asked = next(asked for asked in reversed(KINDS[kind].asks) if not asked.is_bulk)
+    case = Case(kind, LANES, asked, Algorithm.DIRECT, group_size=16, chunks_per_shard=4, rows=71)
+    case.validate(case.programs())
+
+
+def test_a_ring_of_one_rank_adds_the_bias_once():
+    """Fails without the fix: the product had it already when it was added to the sums."""
+    case = Case("linear_reduce_scatter", NCCL, Asked(has_bias=True), Algorithm.RING, group_size=1)
+    (program,) = case.programs()
+    assert sum(getattr(op, "has_bias", False) for op in program.ops) == 1
+
+
+@pytest.mark.parametrize("kind", ["linear_reduce_scatter backward", "all_gather_linear backward"])
+def test_a_ring_over_windows_multiplies_before_it_waits(kind):
+    """Fails without the fix: all batches were issued ahead, and each of a ring's waits for what it passes on."""
+    case = Case(kind, Policy(has_windows=True), Asked(True, weight_grad="now"), Algorithm.RING)
+    for program in case.programs():
+        names = [type(op).__name__ for op in program.ops]
+        assert names.index("Gemm") < names.index("Wait")
+
+
+@settings(deadline=None)
+@given(st.sampled_from(list(KINDS)).flatmap(lambda kind: cases(kind, most_ranks=4)))
+def test_equal_problems_give_equal_programs(case):
+    first, second = case.programs(), case.programs()
+    assert first == second
+    assert [hash(program) for program in first] == [hash(program) for program in second]
+
+
+def test_programs_are_frozen():
+    program = Case("transfers", NCCL, Asked(has_product=False)).programs()[0]
+    with pytest.raises(AttributeError):
+        program.ops[0].step = 1
+    with pytest.raises(AttributeError):
+        program.ops = ()
+
+
+TABLES: dict[str, tuple[Case, str]] = {
+    "all_gather_linear": (
+        Case("all_gather_linear", NCCL, Asked(has_bias=True), **SMALL),
+        """\
+ op | lane | what              | rows read     | rows written  | batch
+----+------+-------------------+---------------+---------------+---------------------------
+ 0  | main | issue             | shard[0:1]    | gathered[0:2] | gather 0: 1->r0 at 2 0<-r0
+ 1  | main | multiply 1 + bias | shard[0:1]    | out[2:3]      |
+ 2  | main | wait              |               |               | gather 0
+ 3  | main | multiply 0 + bias | gathered[0:2] | out[0:2]      |
+ 4  | main | finish            |               |               |""",
+    ),
+    "linear_reduce_scatter": (
+        Case("linear_reduce_scatter", NCCL, Asked(has_bias=True), Algorithm.RING, **SMALL),
+        """\
+ op | lane | what       | rows read             | rows written | batch
+----+------+------------+-----------------------+--------------+----------------------------
+ 0  | main | multiply 0 | a[0:2]                | sent[0:2]    |
+ 1  | main | issue      | sent[0:2]             | arrived[0:1] | scatter 1: 0->r0 at 0 1<-r0
+ 2  | main | multiply 1 | a[2:3]                | own[0:1]     |
+ 3  | main | wait       |                       |              | scatter 1
+ 4  | main | sum        | own[0:1] arrived[0:1] | out[0:1]     |
+ 5  | main | sum + bias | out[0:1]              | out[0:1]     |
+ 6  | main | finish     |                       |              |""",
+    ),
+    "all_gather_linear backward": (
+        Case(
+            "all_gather_linear backward", TAPE, Asked(True, weight_grad="now", accumulates=True, is_bulk=True), **SMALL
+        ),
+        """\
+ op | lane | what                        | rows read            | rows written  | batch
+----+------+-----------------------------+----------------------+---------------+----------------------------
+ 0  | main | issue                       | shard[0:1]           | gathered[0:2] | gather 0: 1->r0 at 2 0<-r0
+ 1  | main | copy beside what follows    | shard[0:1]           | gathered[2:3] | copies 0
+ 2  | main | multiply backward           | a[0:2]               | sent[0:2]     |
+ 3  | main | issue                       | sent[0:2]            | arrived[0:1]  | scatter 1: 0->r0 at 0 1<-r0
+ 4  | main | wait                        |                      |               | gather 0, copies 0
+ 5  | main | weight gradient, added      | a[0:3] gathered[0:3] |               |
+ 6  | main | wait                        |                      |               | scatter 1
+ 7  | main | multiply 1 backward + added | a[2:3] arrived[0:1]  | out[0:1]      |
+ 8  | main | finish                      |                      |               |""",
+    ),
+    "linear_reduce_scatter backward": (
+        Case("linear_reduce_scatter backward", TAPE, Asked(True, weight_grad="later"), **SMALL),
+        """\
+ op | lane | what                     | rows read     | rows written  | batch
+----+------+--------------------------+---------------+---------------+---------------------------
+ 0  | main | issue                    | shard[0:1]    | gathered[0:2] | gather 0: 1->r0 at 2 0<-r0
+ 1  | main | multiply 1 backward      | shard[0:1]    | out[2:3]      |
+ 2  | main | copy beside what follows | shard[0:1]    | gathered[2:3] | copies 0
+ 3  | main | wait                     |               |               | gather 0
+ 4  | main | multiply 0 backward      | gathered[0:2] | out[0:2]      |
+ 5  | main | wait                     |               |               | copies 0
+ 6  | main | copy beside what follows | gathered[0:3] | kept[0:3]     | copies 1
+ 7  | main | finish                   |               |               |""",
+    ),
+    "embedding": (
+        Case("embedding", APART, Asked(), **SMALL),
+        """\
+ op | lane | what      | rows read             | rows written | batch
+----+------+-----------+-----------------------+--------------+----------------------------
+ 0  | main | look up 0 |                       | sent[0:2]    |
+ 1  | main | issue     | sent[0:2]             | arrived[0:1] | scatter 1: 0->r0 at 0 1<-r0
+ 2  | main | look up 1 |                       | own[0:1]     |
+ 3  | main | wait      |                       |              | scatter 1
+ 4  | main | sum       | own[0:1] arrived[0:1] | out[0:1]     |
+ 5  | main | finish    |                       |              |""",
+    ),
+    "embedding backward": (
+        Case("embedding backward", TAPE, Asked(has_product=False, keeps_gathered=True), **SMALL),
+        """\
+ op | lane | what                     | rows read     | rows written  | batch
+----+------+--------------------------+---------------+---------------+---------------------------
+ 0  | main | copy beside what follows | shard[0:1]    | gathered[2:3] | copies 0
+ 1  | main | issue                    | shard[0:1]    | gathered[0:2] | gather 0: 1->r0 at 2 0<-r0
+ 2  | main | wait                     |               |               | copies 0, gather 0
+ 3  | main | copy beside what follows | gathered[0:3] | kept[0:3]     | copies 1
+ 4  | main | finish                   |               |               |""",
+    ),
+    "transfers": (
+        Case("transfers", NCCL, Asked(has_product=False), **SMALL),
+        """\
+ op | lane | what   | rows read  | rows written  | batch
+----+------+--------+------------+---------------+---------------------------
+ 0  | main | issue  | shard[0:1] | gathered[0:2] | gather 0: 1->r0 at 2 0<-r0
+ 1  | main | finish |            |               |""",
+    ),
+    "query split": (
+        Case("query split", LANES, Asked(has_bias=True), **SMALL),
+        """\
+ op | lane | what                      | rows read           | rows written | batch
+----+------+---------------------------+---------------------+--------------+----------------------------
+ 0  | main | fork 2                    |                     |              |
+ 1  | 0    | on 0                      |                     |              |
+ 2  | 0    | attend 0                  |                     | a[0:2]       |
+ 3  | 1    | on 1                      |                     |              |
+ 4  | 1    | attend 1                  |                     | a[2:3]       |
+ 5  | 0    | on 0                      |                     |              |
+ 6  | 0    | multiply 0                | a[0:2]              | sent[0:2]    |
+ 7  | 0    | issue                     | sent[0:2]           | arrived[0:1] | scatter 1: 0->r0 at 0 1<-r0
+ 8  | 1    | on 1                      |                     |              |
+ 9  | 1    | wait                      |                     |              | scatter 1
+ 10 | 1    | multiply 1 + added + bias | a[2:3] arrived[0:1] | out[0:1]     |
+ 11 | main | join 2                    |                     |              |
+ 12 | main | finish                    |                     |              |""",
+    ),
+    "query split backward": (
+        Case("query split backward", LANES, Asked(True, weight_grad="now"), **SMALL),
+        """\
+ op | lane | what                     | rows read            | rows written  | batch
+----+------+--------------------------+----------------------+---------------+---------------------------
+ 0  | main | fork 2                   |                      |               |
+ 1  | main | issue                    | shard[0:1]           | gathered[0:2] | gather 0: 1->r0 at 2 0<-r0
+ 2  | 0    | on 0                     |                      |               |
+ 3  | 0    | multiply 1 backward      | shard[0:1]           | out[2:3]      |
+ 4  | 0    | attend backward 1        | out[2:3]             |               |
+ 5  | 0    | copy beside what follows | shard[0:1]           | gathered[2:3] | copies 0
+ 6  | 1    | on 1                     |                      |               |
+ 7  | 1    | wait                     |                      |               | gather 0
+ 8  | 1    | multiply 0 backward      | gathered[0:2]        | out[0:2]      |
+ 9  | 1    | attend backward 0        | out[0:2]             |               |
+ 10 | main | on main                  |                      |               |
+ 11 | main | wait                     |                      |               | gather 0, copies 0
+ 12 | main | weight gradient          | gathered[0:3] x[0:3] |               |
+ 13 | 1    | on 1                     |                      |               |
+ 14 | main | join 2                   |                      |               |
+ 15 | main | sum slabs                |                      |               |
+ 16 | main | finish                   |                      |               |""",
+    ),
+    "at once backward": (
+        Case("at once backward", TAPE, Asked(True, weight_grad="now"), **SMALL),
+        """\
+ op | lane | what                     | rows read            | rows written  | batch
+----+------+--------------------------+----------------------+---------------+---------------------------
+ 0  | main | issue                    | shard[0:1]           | gathered[0:2] | gather 0: 1->r0 at 2 0<-r0
+ 1  | main | multiply 1 backward      | shard[0:1]           | out[2:3]      |
+ 2  | main | copy beside what follows | shard[0:1]           | gathered[2:3] | copies 0
+ 3  | main | wait                     |                      |               | gather 0
+ 4  | main | multiply 0 backward      | gathered[0:2]        | out[0:2]      |
+ 5  | main | fork 2                   |                      |               |
+ 6  | 0    | on 0                     |                      |               |
+ 7  | 0    | attend backward          | out[0:3]             |               |
+ 8  | 1    | on 1                     |                      |               |
+ 9  | 1    | wait                     |                      |               | copies 0
+ 10 | 1    | weight gradient          | gathered[0:3] x[0:3] |               |
+ 11 | main | join 2                   |                      |               |
+ 12 | main | finish                   |                      |               |""",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_table_of_a_program(kind):
+    case, table = TABLES[kind]
+    assert render_program(case.programs()[1]).split("\n\n")[1] == table
+
+
+CUT = """\
+the program of rank 0: 5 ops
+direct all-gather: 2 ranks, 1 chunk per shard, 1 receive slot
+
+ op  | lane | what              | rows read     | rows written | batch
+-----+------+-------------------+---------------+--------------+---------
+ ... |      |                   |               |              |
+ 1   | main | multiply 0 + bias | shard[0:2]    | out[0:2]     |
+>2   | main | wait              |               |              | gather 0
+ 3   | main | multiply 1 + bias | gathered[2:3] | out[2:3]     |
+ ... |      |                   |               |              |
+
+  shard       what this rank sends in an all-gather
+  gathered    where an all-gather arrives: rows of all ranks
+  out         the result
+  2->r3 at 5  send chunk 2 to rank 3, where it arrives at row 5
+  2<-r1       receive chunk 2 from rank 1"""
+
+
+def test_a_long_program_is_cut_around_the_mark_and_explained():
+    case, _ = TABLES["all_gather_linear"]
+    assert render_program(case.programs()[0], mark=2, max_ops=3) == CUT
+
+
+def test_a_sum_of_many_ranks_is_cut():
+    case = Case("linear_reduce_scatter", NCCL, Asked(), group_size=9, rows=9)
+    assert "out[0:1] arrived[0:1] arrived[1:2] ... arrived[7:8]" in render_program(case.programs()[0])
+
+
+def test_a_program_without_transfers():
+    asked = Asked(True, has_product=False, weight_grad="now", has_x=True)
+    first, *_ = Case("all_gather_linear backward", NCCL, asked, **SMALL).programs()
+    assert render_program(first).splitlines()[0] == "a program that sends nothing: 1 op"
+    assert render_program(Program((), None, None)).startswith("a program that sends nothing: 0 ops\n")
