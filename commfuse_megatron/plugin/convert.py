@@ -65,7 +65,7 @@ def convert_model(model: Any, config: OverlapConfig | str | Path | None = None) 
     logger.info("convert_model: %d layers converted", converted)
     has_none = not kept and not any(is_ours(module) for chunk in chunks for module in chunk.modules())
     if has_none and (not dist.is_initialized() or dist.get_rank() == 0):
-        _log_once("convert_model: nothing was converted: no linear or embedding of Megatron's is in what was given")
+        _log_once("convert_model: nothing was converted, model_report lists what linears there are, and why they stay")
     return model
 
 
