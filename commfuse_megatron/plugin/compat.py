@@ -129,12 +129,13 @@ def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 #: (attributes of the holder, its name, name, function) of what Megatron's forward and backward are and call, and ours
-#: pass by. Quantisers put others in their place for the time of a call. None: it was something else before.
+#: pass by. Quantisers put others in their place for the time of a call. None: it was something else before, or inherited.
 _Watched = tuple[tuple[Mapping[str, Any], str, str, Any], ...]
 
 
-def _watch(holder: Any, *names: str) -> _Watched:
-    attributes, origins = vars(holder), ("megatron.", "torch.", "transformer_engine.")
+def _watch(holder: Any, *names: str, origins: tuple[str, ...] = ("megatron.", "torch.")) -> _Watched:
+    """origins: how the modules begin whose functions may have been there before; ("",) takes any."""
+    attributes = vars(holder)
     found = [(name, attributes.get(name)) for name in names]
     return tuple(
         (attributes, holder.__name__, name, own if str(getattr(own, "__module__", "")).startswith(origins) else None)
@@ -176,14 +177,15 @@ def _transformer_engine_functions() -> _Watched:
     modules = [linear.Linear, layernorm_linear.LayerNormLinear, *TRANSFORMER_ENGINE_LINEARS]
     modules += [found for name in ("TEColumnParallelLinear", "TERowParallelLinear")
                 if (found := transformer_engine_class(name))]  # fmt: skip
-    watched = (_watch_autograd(linear, "_Linear"), _watch_autograd(layernorm_linear, "_LayerNormLinear"))
-    return sum((*watched, *(_watch(module, "forward") for module in modules)), ())
+    functions = (linear._Linear, layernorm_linear._LayerNormLinear)
+    watched = [_watch(function, "forward", "backward", "apply", origins=("",)) for function in functions]
+    return sum((*watched, *(_watch(module, "forward", origins=("",)) for module in modules)), ())
 
 
 _TRANSFORMER_ENGINE_FUNCTIONS = _transformer_engine_functions()
 _CORE_ATTENTION_FUNCTIONS: _Watched = sum(
     (
-        _watch(cls, "forward")
+        _watch(cls, "forward", origins=("",))
         for cls in (DotProductAttention, transformer_engine_class("TEDotProductAttention"))
         if cls is not None
     ),
