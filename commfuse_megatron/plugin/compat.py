@@ -129,7 +129,7 @@ def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 #: (attributes of the holder, its name, name, function) of what Megatron's forward and backward are and call, and ours
-#: pass by. Quantisers put others in their place for the time of a call. None: it was something else before, or inherited.
+#: pass by. Quantisers put others in their place for the time of a call. None: none of its own, or not its own.
 _Watched = tuple[tuple[Mapping[str, Any], str, str, Any], ...]
 
 
