@@ -24,6 +24,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch.nn import functional
 from transformer_engine import pytorch as te_pytorch
 
+from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin.spec import block_spec, replace_in_spec
 
 __all__ = ["can_be_built", "computes", "gpt_spec"]
@@ -42,6 +43,8 @@ def computes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(te_pytorch.Linear, "forward", _linear)
         patch.setattr(te_pytorch.LayerNormLinear, "forward", _norm_and_linear)
+        # They stand for Transformer Engine's own, and are no reason to leave the overlapped path.
+        patch.setattr(compat, "_TRANSFORMER_ENGINE_FUNCTIONS", compat._transformer_engine_functions())
         yield
 
 
