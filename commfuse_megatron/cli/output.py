@@ -45,6 +45,12 @@ class _FittingConsole(Console):
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*(self._fit(thing) if isinstance(thing, Table) else thing for thing in objects), **options)
 
+    def on_broken_pipe(self) -> None:
+        """Whoever reads (`| head`) has read enough: no failure, so the command goes on and says how it ended."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())
+        os.close(nowhere)
+
     def _fit(self, table: Table) -> RenderableType:
         """The table as it is if there is room for it, else with folded texts, else its rows as sentences.
 

@@ -26,7 +26,7 @@ from commfuse_megatron.ops.arguments import (
 from commfuse_megatron.ops.asked import gradients_asked_for
 from commfuse_megatron.ops.collectives import PendingRows, start_gather_rows, start_reduce_scatter_rows
 from commfuse_megatron.ops.trial import Scratch
-from commfuse_megatron.ops.weight_grad import DueWeightGrad, WeightGrad, ask_backward, compute_weight_gradient
+from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, DueWeightGrad, WeightGrad, ask_backward, compute_weight_gradient
 from commfuse_megatron.problem import GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PreparedPass
@@ -90,7 +90,8 @@ def all_gather_linear(
     The gradient of `gathered` is this rank's part of a sum over ranks, for all rows, as that of the product is: both
     are added up before the reduce-scatter that makes the gradient of x. Ranks need not all bring one. Where what
     arrives from other ranks is added inside the GEMM (rings with several chunks; own rows over the copy engine), it is
-    added after the GEMM, with a rounding of its own. A result that gets no gradient counts as one that gets zeros.
+    added after the GEMM, with a rounding of its own. A result that gets no gradient counts as one that gets zeros,
+    except that weight and bias get none where the product gets none.
 
     Args:
         total_rows: S. None means that every rank brings equally many rows; uneven ones must pass it, on all ranks.
@@ -179,8 +180,11 @@ class _AllGatherLinear(torch.autograd.Function):
                     None if grad_gathered is None else grad_gathered.contiguous().flatten(0, -2),
                     ctx.x_shape,
                 )
-                grad_x, grad_weight = _backward(p, operands, call.weight_grad)
-            if needs_bias:
+                is_due = grad_y is not None or isinstance(call.weight_grad, DeferredWeightGrad)
+                grad_x, grad_weight = _backward(p, operands, call.weight_grad if is_due else None)
+            if grad_y is None:
+                grad_weight = None
+            elif needs_bias:
                 grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, None
 

@@ -58,7 +58,9 @@ class Operation(NamedTuple):
 def require_context(op: str, context: object) -> None:
     """Raise ConfigError unless `context` is one: without it there is nobody to agree with."""
     if not isinstance(context, OverlapContext):
-        raise ConfigError(f"{op}: context must be an OverlapContext, made once per process group; got {context!r}")
+        raise ConfigError(
+            f"{op}: context must be an OverlapContext, made once per process group; got a {type(context).__name__}"
+        )
 
 
 def cast_for_autocast(kind: str, *operands: Any) -> tuple[Any, ...]:
@@ -168,12 +170,12 @@ def find_target_complaint(weight_grad: WeightGrad, weight: torch.Tensor) -> str 
     found = target.accumulate
     if found.shape != weight.shape or found.device != weight.device:
         there = f"{list(weight.shape)} on {weight.device}"
-        return f"weight_grad.accumulate is {list(found.shape)} on {found.device}, but the weight is {there}"
+        return f"{target.name} is {list(found.shape)} on {found.device}, but the weight is {there}"
     if found.dtype is not weight.dtype and found.dtype not in _WIDE:
-        return f"weight_grad.accumulate must be {weight.dtype}, as the weight is, or fp32 or fp64, got {found.dtype}"
+        return f"{target.name} must be {weight.dtype}, as the weight is, or fp32 or fp64, got {found.dtype}"
     if found.is_inference():
-        return "weight_grad.accumulate was made in inference mode: nothing can be added to it outside"
-    return "weight_grad.accumulate has elements that share memory: a gradient cannot be added to it"
+        return f"{target.name} was made in inference mode: nothing can be added to it outside"
+    return f"{target.name} has elements that share memory: a gradient cannot be added to it"
 
 
 def require_fitting(

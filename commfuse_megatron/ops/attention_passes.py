@@ -82,6 +82,8 @@ def attention_forward(
     p = call.forward
     problem = _attention_of(p)
     heads = Heads(*map(_for_kernels, heads))
+    if problem.needs:
+        heads = _filling_their_memory(heads)
     bias = None if bias is None else bias.contiguous()
     attention = _split(p, call)
     attended = heads.q.new_empty(*heads.q.shape[:3], problem.value_dim)
@@ -412,6 +414,23 @@ def _make_split(p: PreparedPass, call: AttentionCall) -> SplitAttention:
 def _attention_of(p: PreparedPass) -> AttentionProblem:
     assert isinstance(p.problem, AttentionProblem)
     return p.problem
+
+
+def _filling_their_memory(heads: Heads) -> Heads:
+    """Operands to be kept until the backward pass: those that would keep more memory alive than they need are copied.
+
+    As values that are a view into a fused projection, whose queries and keys went through rotary embedding.
+    """
+    needed: dict[int, int] = {}
+    for tensor in heads:
+        start = tensor.untyped_storage().data_ptr()
+        needed[start] = needed.get(start, 0) + tensor.nbytes
+    copies = []
+    for tensor in heads:
+        storage = tensor.untyped_storage()
+        is_filled = needed[storage.data_ptr()] >= storage.nbytes()
+        copies.append(tensor if is_filled else tensor.clone(memory_format=torch.contiguous_format))
+    return Heads(*copies)
 
 
 def _for_kernels(tensor: torch.Tensor) -> torch.Tensor:

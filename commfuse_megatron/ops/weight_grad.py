@@ -33,10 +33,12 @@ class WeightGradTarget:
     accumulate: [N, K], in the dtype of the weight, fp32 or fp64; the gradient is added in place, with the product
     un-rounded where the GEMM can add on the way out.
     result: called afterwards; what autograd is given for the weight, often None.
+    name: what errors call that tensor.
     """
 
     accumulate: torch.Tensor
     result: Callable[[], torch.Tensor | None]
+    name: str = "weight_grad.accumulate"
 
 
 class WeightGradQueue:

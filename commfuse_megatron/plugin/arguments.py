@@ -99,13 +99,16 @@ def checked_config(config: Any, caller: str) -> OverlapConfig | None:
     """`config`, read if it is the name of a file. Raises ConfigError for anything that is no configuration."""
     if config is None or isinstance(config, OverlapConfig):
         return config
-    if isinstance(config, str | Path):
+    if isinstance(config, str | Path) and config:
         return OverlapConfig.from_file(config)
-    hint = "; OverlapConfig.from_dict makes one of a dict" if isinstance(config, dict) else ""
-    raise ConfigError(
-        f"{caller} takes an OverlapConfig, the name of its YAML file, or None for the flags;"
-        f" got a {type(config).__name__}: {reprlib.repr(config)}{hint}"
-    )
+    found = f"a {type(config).__name__}"
+    if isinstance(config, torch.nn.Module):
+        found += "; a model is the first argument of convert_model"
+    else:
+        found += f": {reprlib.repr(config)}"
+    if isinstance(config, dict):
+        found += "; OverlapConfig.from_dict makes one of a dict"
+    raise ConfigError(f"{caller} takes an OverlapConfig, the name of its YAML file, or None for the flags; got {found}")
 
 
 def checked_model(model: Any, caller: str) -> list[torch.nn.Module]:
@@ -113,5 +116,6 @@ def checked_model(model: Any, caller: str) -> list[torch.nn.Module]:
     chunks = list(model) if isinstance(model, list | tuple) else [model]
     for chunk in chunks:
         if not isinstance(chunk, torch.nn.Module):
-            raise ConfigError(f"{caller} takes a torch module or a list of them, got a {type(chunk).__name__}")
+            hint = "; the configuration is the second argument" if isinstance(chunk, OverlapConfig) else ""
+            raise ConfigError(f"{caller} takes a torch module or a list of them, got a {type(chunk).__name__}{hint}")
     return chunks

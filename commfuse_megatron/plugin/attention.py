@@ -141,7 +141,10 @@ def attention_unsupported_reason(attention: Any, arguments: dict[str, Any] | Non
         return reason
     projection = attention.linear_proj
     if type(projection) not in OURS:
-        return f"linear_proj is a {type(projection).__name__}: only ours takes over the attention before it"
+        return (
+            f"linear_proj is a {type(projection).__name__}: splitting attention by queries needs our linear itself"
+            " there; overlapping the linears does not, see their own lines"
+        )
     reason = unsupported_reason(projection)
     if reason is not None:
         return reason
@@ -151,6 +154,8 @@ def attention_unsupported_reason(attention: Any, arguments: dict[str, Any] | Non
             f"attention.path is {path}: Megatron's own attention, then the projection as a layer of its own;"
             " query_split or auto ask for query splits"
         )
+    if torch.nn.modules.module._has_any_global_hook():
+        return "hooks of all modules are registered, which would be shown what stands for core attention's output"
     for what, module in (("core attention", attention.core_attention), ("linear_proj", projection)):
         # What somebody put around it would be passed by.
         if "forward" in vars(module):

@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine as _te
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import layers as _layers
+from megatron.core.tensor_parallel import mappings as _mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import transformer_block
@@ -50,6 +52,7 @@ __all__ = [
     "DotProductAttention",
     "FusedMLASelfAttention",
     "MLASelfAttention",
+    "ModelParallelConfig",
     "ModuleSpec",
     "ROW_PARALLEL_LINEARS",
     "RowParallelLinear",
@@ -125,22 +128,44 @@ def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=True, group=group)
 
 
-#: (holder, name, function) of what Megatron's forward is and calls, and ours passes by. Quantisers put others in their
-#: place for the time of a call. None: something else was there before.
-_Watched = tuple[tuple[Any, str, Any], ...]
+#: (attributes of the holder, its name, name, function) of what Megatron's forward and backward are and call, and ours
+#: pass by. Quantisers put others in their place for the time of a call. None: none of its own, or not its own.
+_Watched = tuple[tuple[Mapping[str, Any], str, str, Any], ...]
 
-_LOCAL_FUNCTIONS: _Watched = tuple(
-    (holder, name, found if (found := vars(holder)[name]).__module__.startswith("megatron.") else None)
-    for holder, name in (
-        (_layers, "linear_with_grad_accumulation_and_async_allreduce"),
-        (_layers, "linear_with_frozen_weight"),
-        (_layers, "reduce_scatter_to_sequence_parallel_region"),
-        (ColumnParallelLinear, "forward"),
-        (ColumnParallelLinear, "_forward_impl"),
-        (RowParallelLinear, "forward"),
-        (RowParallelLinear, "_forward_impl"),
-        (VocabParallelEmbedding, "forward"),
+
+def _watch(holder: Any, *names: str, origins: tuple[str, ...] = ("megatron.", "torch.")) -> _Watched:
+    """origins: how the modules begin whose functions may have been there before; ("",) takes any."""
+    attributes = vars(holder)
+    found = [(name, attributes.get(name)) for name in names]
+    return tuple(
+        (attributes, holder.__name__, name, own if str(getattr(own, "__module__", "")).startswith(origins) else None)
+        for name, own in found
     )
+
+
+def _watch_autograd(holder: Any, *names: str) -> _Watched:
+    """Autograd functions: the classes, and what they do; `apply` is inherited."""
+    functions = [_watch(vars(holder)[name], "forward", "backward", "apply") for name in names]
+    return sum(functions, _watch(holder, *names))
+
+
+_COLLECTIVES = ("dist_all_gather_func", "dist_reduce_scatter_func")
+_LOCAL_FUNCTIONS: _Watched = (
+    *_watch(
+        _layers,
+        "linear_with_grad_accumulation_and_async_allreduce",
+        "linear_with_frozen_weight",
+        "gather_from_sequence_parallel_region",
+        "reduce_scatter_to_sequence_parallel_region",
+        "prepare_input_tensors_for_wgrad_compute",
+        *_COLLECTIVES,
+    ),
+    *_watch(_mappings, "_gather_along_first_dim", "_reduce_scatter_along_first_dim", *_COLLECTIVES),
+    *_watch_autograd(_layers, "LinearWithFrozenWeight", "LinearWithGradAccumulationAndAsyncCommunication"),
+    *_watch_autograd(_mappings, "_GatherFromSequenceParallelRegion", "_ReduceScatterToSequenceParallelRegion"),
+    *_watch(ColumnParallelLinear, "forward", "_forward_impl"),
+    *_watch(RowParallelLinear, "forward", "_forward_impl"),
+    *_watch(VocabParallelEmbedding, "forward"),
 )
 
 
@@ -149,20 +174,22 @@ def _transformer_engine_functions() -> _Watched:
         return ()
     from transformer_engine.pytorch.module import layernorm_linear, linear
 
-    functions = (linear._Linear, layernorm_linear._LayerNormLinear)
-    modules = (linear.Linear, layernorm_linear.LayerNormLinear, *TRANSFORMER_ENGINE_LINEARS)
-    watched = [(holder, "forward") for holder in (*functions, *modules)]
-    watched += [(function, "apply") for function in functions]  # inherited: none of their own
-    watched += [(found, "forward") for name in ("TEColumnParallelLinear", "TERowParallelLinear")
+    modules = [linear.Linear, layernorm_linear.LayerNormLinear, *TRANSFORMER_ENGINE_LINEARS]
+    modules += [found for name in ("TEColumnParallelLinear", "TERowParallelLinear")
                 if (found := transformer_engine_class(name))]  # fmt: skip
-    return tuple((holder, name, vars(holder).get(name)) for holder, name in watched)
+    functions = (linear._Linear, layernorm_linear._LayerNormLinear)
+    watched = [_watch(function, "forward", "backward", "apply", origins=("",)) for function in functions]
+    return sum((*watched, *(_watch(module, "forward", origins=("",)) for module in modules)), ())
 
 
 _TRANSFORMER_ENGINE_FUNCTIONS = _transformer_engine_functions()
-_CORE_ATTENTION_FUNCTIONS: _Watched = tuple(
-    (cls, "forward", vars(cls).get("forward"))
-    for cls in (DotProductAttention, transformer_engine_class("TEDotProductAttention"))
-    if cls is not None
+_CORE_ATTENTION_FUNCTIONS: _Watched = sum(
+    (
+        _watch(cls, "forward", origins=("",))
+        for cls in (DotProductAttention, transformer_engine_class("TEDotProductAttention"))
+        if cls is not None
+    ),
+    (),
 )
 
 
@@ -180,9 +207,9 @@ def reason_in_core_attention() -> str | None:
 
 
 def _first_replaced(watched: _Watched) -> str | None:
-    for holder, name, own in watched:
-        if vars(holder).get(name) is not own:
-            return f"{name} of {holder.__name__} is replaced by something else, which ours would pass by"
+    for attributes, holder, name, own in watched:
+        if attributes.get(name) is not own:
+            return f"{name} of {holder} is replaced by something else, which ours would pass by"
     return None
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
@@ -59,9 +60,12 @@ def convert_model(model: Any, config: OverlapConfig | str | Path | None = None) 
         state.overlap_config, state.name = config or state.overlap_config, each.name or state.name
         state.kept_reason = each.reason
         if group_of(each.layer).rank() == 0:
-            _log_once(type(each.layer).__name__, each.reason)
+            _log_once(f"{type(each.layer).__name__} stays: {each.reason}")
     converted = sum(_convert(chunk, config) for chunk in chunks)
     logger.info("convert_model: %d layers converted", converted)
+    has_none = not kept and not any(is_ours(module) for chunk in chunks for module in chunk.modules())
+    if has_none and (not dist.is_initialized() or dist.get_rank() == 0):
+        _log_once("convert_model: nothing was converted, model_report lists what linears there are, and why they stay")
     return model
 
 
@@ -102,8 +106,8 @@ def _changed(chunk: torch.nn.Module) -> Iterator[_Kept]:
 
 
 @functools.lru_cache(maxsize=64)
-def _log_once(stock_class: str, reason: str) -> None:
-    logger.warning("%s stays: %s", stock_class, reason)
+def _log_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 def _follow_fusion(module: Any) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.errors import ConfigError, UnsupportedError
@@ -28,6 +29,7 @@ from commfuse_megatron.problem import Problem
 __all__ = [
     "LayerState",
     "biases_of",
+    "computing_weight_once",
     "context_of",
     "count_call",
     "dtype_of_operation",
@@ -106,6 +108,23 @@ def kept_reason_of(layer: torch.nn.Module) -> str | None:
     return None if state is None else state.kept_reason
 
 
+def computing_weight_once[F: Callable[..., Any]](forward: F) -> F:
+    """Decorates a `forward` of ours that stands for one of Megatron's, which computes a parametrized weight once.
+
+    Ours looks at the weight to decide, and Megatron's, where it decides for that, asks for it again. A second time may
+    change its state, such as the vectors of a spectral norm, and give another weight.
+    """
+
+    @functools.wraps(forward)
+    def computes_once(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if "weight" not in layer._modules.get("parametrizations", ()):
+            return forward(layer, *args, **kwargs)
+        with parametrize.cached():
+            return forward(layer, *args, **kwargs)
+
+    return computes_once  # type: ignore[return-value]
+
+
 def overlap_context(
     layer: Any,
     input_: torch.Tensor,
@@ -174,7 +193,7 @@ def _compare_decision(layer: Any, input_: torch.Tensor, state: LayerState, reaso
 def weight_grad_target(layer: Any, weight: torch.Tensor) -> WeightGradTarget | None:
     """Where this call's weight gradient goes: `main_grad` under gradient accumulation fusion, else to autograd."""
     if fuses_weight_gradient(layer) and weight.requires_grad and torch.is_grad_enabled():
-        return main_grad_target(weight)
+        return main_grad_target(weight, f"main_grad of {state_of(layer).name or 'the layer'}")
     return None
 
 

@@ -9,7 +9,7 @@ import torch
 from commfuse_megatron import ops
 from commfuse_megatron.ops.stated import embedding_problems
 from commfuse_megatron.plugin.compat import VocabParallelEmbedding
-from commfuse_megatron.plugin.decision import count_call, overlap_context
+from commfuse_megatron.plugin.decision import computing_weight_once, count_call, overlap_context
 from commfuse_megatron.plugin.stand_in import stands_for
 
 __all__ = ["CommFuseVocabParallelEmbedding"]
@@ -27,6 +27,7 @@ class CommFuseVocabParallelEmbedding(VocabParallelEmbedding):
         return type(self).__qualname__
 
     @torch.compiler.disable  # what is decided and counted per call is Python, not a graph
+    @computing_weight_once
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """The vectors of this rank's rows of the sequence."""
         weight = self.weight

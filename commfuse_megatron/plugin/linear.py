@@ -19,6 +19,7 @@ from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear
 from commfuse_megatron.plugin.decision import (
     biases_of,
+    computing_weight_once,
     count_call,
     dtype_of_operation,
     overlap_context,
@@ -113,6 +114,7 @@ class CommFuseRowParallelLinear(_Local, RowParallelLinear):
         return super()._forward_impl(input, weight, *args, **kwargs)
 
     @torch.compiler.disable
+    @computing_weight_once
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The output shard [S/R, B, N], and the bias where `skip_bias_add` leaves it to the caller."""
         weight = self.weight

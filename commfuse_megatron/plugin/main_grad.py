@@ -19,8 +19,8 @@ from commfuse_megatron.plugin import compat
 __all__ = ["into_main_grad", "main_grad_target"]
 
 
-def main_grad_target(weight: Any) -> WeightGradTarget:
-    """Where one call's weight gradient goes: into `weight.main_grad`.
+def main_grad_target(weight: Any, name: str = "main_grad") -> WeightGradTarget:
+    """Where one call's weight gradient goes: into `weight.main_grad`, which errors call `name`.
 
     `main_grad` is taken when the forward pass runs and bound again in the backward pass, since a weight used twice
     (tied embeddings, several prediction heads) may have had it replaced in between.
@@ -35,7 +35,7 @@ def main_grad_target(weight: Any) -> WeightGradTarget:
         make = torch.zeros if getattr(weight, "zero_out_wgrad", False) or _is_looked_at() else torch.empty
         return make(main_grad.shape, dtype=weight.dtype, device=weight.device)
 
-    return WeightGradTarget(main_grad, result)
+    return WeightGradTarget(main_grad, result, name)
 
 
 def _is_looked_at() -> bool:

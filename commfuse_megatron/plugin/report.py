@@ -30,7 +30,7 @@ class LayerReport:
     graph is counted when it is captured; replays are not seen.
 
     path: "overlapped" (of an attention: query-split), "sequential" (by our operation, without overlap) or "stock" where
-    all calls agree, "mixed" where they don't, "not called" before the first.
+    all calls agree, "mixed" where they don't, "not called yet" before the first.
     reasons: why calls took Megatron's path, each once; before the first call, why they will, where that is known; for
         a layer that is none of ours, why it stayed (its calls are not seen).
     sequential_reasons: why the planner had calls run without overlap, each once.
@@ -98,7 +98,10 @@ class ModelReport:
         listed = [*self.layers, *self.attentions]
         width = max((len(each.name) for each in listed), default=0)
         rows = []
-        for title, group in (("", self.layers), ("self-attentions, apart from their linears:", self.attentions)):
+        for title, group in (
+            ("", self.layers),
+            ("self-attentions: query splits only, their linears are listed above:", self.attentions),
+        ):
             rows += [title] if title and group else []
             for each in group:
                 why = "; ".join((*each.sequential_reasons, *each.reasons))
@@ -208,7 +211,7 @@ def _report_of_ours(
         reasons = tuple(state.stock_calls)
     else:
         # Whoever derives from ours may call the stock function by its class, which nobody counts.
-        path, reason = "stock" if _is_derived(module) else "not called", unsupported(module)
+        path, reason = "stock" if _is_derived(module) else "not called yet", unsupported(module)
         reasons = () if reason is None else (reason,)
     return LayerReport(
         name, layer, path, state.overlapped_calls, stock_calls, reasons, sequential_calls, tuple(state.sequential_calls)

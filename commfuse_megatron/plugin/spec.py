@@ -17,6 +17,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.plugin import arguments, compat
@@ -63,14 +65,22 @@ def apply_to_spec(spec: Any, config: OverlapConfig | str | Path | None = None) -
 
     Raises ConfigError for what is no spec and for what is no configuration.
     """
-    is_tree = dataclasses.is_dataclass(spec) or isinstance(spec, type | functools.partial | dict | list | tuple)
-    if isinstance(spec, OverlapConfig) or not (is_tree or spec is None):  # None: a model without such layers
-        hint = f"; call it: {spec.__name__}(...)" if inspect.isfunction(spec) else ""
-        raise ConfigError(
-            f"apply_to_spec takes a ModuleSpec, or another tree of specs as Megatron's builders return them, got a"
-            f" {type(spec).__name__}{hint}. A built model is converted by convert_model"
-        )
+    for each in spec if isinstance(spec, list | tuple) else [spec]:
+        _require_spec(each, is_part=each is not spec)
     return our_spec(spec, arguments.checked_config(config, "apply_to_spec"))
+
+
+def _require_spec(spec: Any, *, is_part: bool) -> None:
+    is_tree = dataclasses.is_dataclass(spec) or isinstance(spec, type | functools.partial | dict | list | tuple)
+    is_other = isinstance(spec, OverlapConfig | compat.ModelParallelConfig | torch.nn.Module)
+    if not is_other and (is_tree or is_part or spec is None):  # None: a model without such layers
+        return
+    hint = f"; call it: {spec.__name__}(...)" if inspect.isfunction(spec) else ""
+    hint = "; the configuration is the second argument" if isinstance(spec, OverlapConfig) else hint
+    raise ConfigError(
+        "apply_to_spec takes a ModuleSpec, or another tree of specs as Megatron's builders return them, got a"
+        f" {type(spec).__name__}{hint}. A built model is converted by convert_model"
+    )
 
 
 def our_spec(spec: Any, config: OverlapConfig | None = None) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from commfuse_megatron.ops.kinds import OF_TORCH
 from commfuse_megatron.plugin import arguments, compat
 from commfuse_megatron.plugin.stand_in import reason_in_class
 
@@ -48,15 +49,22 @@ def unsupported_reason(
     Args:
         layer: a column- or row-parallel linear, or a vocabulary-parallel embedding.
         input_: the input of a call; without it, only what the layer and its configuration say is judged.
-        weight: the weight of that call where it is not the layer's own (tied embeddings).
+        weight: the weight of that call; without it, the one that the layer holds. One that is computed at every access
+            (a parametrization) is not computed for the question.
         grad_output_buffer: what Megatron passes for a deferred weight gradient.
     """
-    weight = getattr(layer, "weight", None) if weight is None else weight
+    weight = _held_by(layer, "weight") if weight is None else weight
     if isinstance(layer, compat.VocabParallelEmbedding):
         return _reason_in_embedding(layer, input_, weight)
     is_transformer_engines = isinstance(layer, compat.TRANSFORMER_ENGINE_LINEARS)
     judge = _reason_in_transformer_engine_layer if is_transformer_engines else _reason_in_local_layer
-    reason = _reason_in_config(layer.config) or reason_in_class(layer) or judge(layer) or _reason_in_layer(layer)
+    reason = (
+        _reason_in_config(layer.config)
+        or reason_in_class(layer)
+        or judge(layer, weight)
+        or _reason_in_layer(layer, weight)
+        or _reason_in_type("bias", _held_by(layer, "bias"))
+    )
     if reason is None and input_ is not None:
         reason = _reason_in_input(layer, input_)
         if reason is None and weight is not None:
@@ -81,19 +89,34 @@ def _reason_in_embedding(layer: Any, ids: torch.Tensor | None, weight: Any) -> s
         return _GTP
     if getattr(layer, "use_inference_optimized_reduce_scatter", False) and not layer.training:
         return "transformer_impl is inference_optimized: it has a reduce-scatter of its own"
-    if type(weight) not in (torch.Tensor, torch.nn.Parameter):
-        return f"the weight is a {type(weight).__name__}: only plain tensors are overlapped"
-    if ids is None:
-        return None
+    reason = _reason_in_type("weight", weight) or _reason_in_type("input", ids)
+    if reason is not None or ids is None:
+        return reason
     if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         return f"the input is {ids.dtype} of {ids.dim()} dimensions: only integers [batch, sequence] are overlapped"
     if ids.numel() == 0:
         return "the input is empty"
     if ids.size(1) % group_size:
         return _not_divisible(ids.size(1), group_size)
-    if weight.is_cuda and weight.dtype == torch.float64:
+    if weight is not None and weight.is_cuda and weight.dtype == torch.float64:
         return _FLOAT64_ON_GPU
     return None
+
+
+def _held_by(layer: Any, name: str) -> Any:
+    """The tensor that the layer has under `name`; None for one that its class computes at every access."""
+    own = vars(layer)
+    for tensors in (own["_parameters"], own, own["_buffers"]):
+        if name in tensors:
+            return tensors[name]
+    return None
+
+
+def _reason_in_type(what: str, tensor: torch.Tensor | None) -> str | None:
+    """What tensors of other classes do of their own, ours would pass by."""
+    if tensor is None or type(tensor) in OF_TORCH:
+        return None
+    return f"the {what} is a {type(tensor).__name__}: only plain tensors are overlapped"
 
 
 def _not_divisible(length: int, group_size: int) -> str:
@@ -116,17 +139,17 @@ def _reason_in_config(config: Any) -> str | None:
     return None
 
 
-def _reason_in_layer(layer: Any) -> str | None:
+def _reason_in_layer(layer: Any, weight: Any) -> str | None:
     if compat.group_of(layer).size() == 1:
         return _ONE_RANK
     if not layer.sequence_parallel:
         return "sequence_parallel is off: the layer all-reduces, and only all-gather and reduce-scatter are overlapped"
-    if getattr(layer, "gtp_remat_size", 1) > 1 or getattr(layer.weight, "gtp_remat_size", 1) > 1:
+    if getattr(layer, "gtp_remat_size", 1) > 1 or getattr(weight, "gtp_remat_size", 1) > 1:
         return _GTP
     return None
 
 
-def _reason_in_local_layer(layer: Any) -> str | None:
+def _reason_in_local_layer(layer: Any, _: Any) -> str | None:
     if layer.is_expert:
         return "the layer belongs to an expert: the token dispatcher communicates for it"
     if layer.explicit_expert_comm:
@@ -138,19 +161,22 @@ def _reason_in_local_layer(layer: Any) -> str | None:
     return None
 
 
-def _reason_in_transformer_engine_layer(layer: Any) -> str | None:
+def _reason_in_transformer_engine_layer(layer: Any, weight: Any) -> str | None:
     if layer.parallel_mode is None:
         return "parallel_mode is None: the caller communicates for this layer, of an expert or of shared experts"
     if layer.te_quant_params is not None:
         return "the layer has a quantisation recipe of its own (config.quant_recipe)"
     if getattr(layer.config, "transformer_impl", None) == "inference_optimized":
         return "config.transformer_impl is inference_optimized: Megatron's inference steers its own layers"
-    if getattr(layer.weight, "overwrite_main_grad", False):
+    if getattr(weight, "overwrite_main_grad", False):
         return "weight.overwrite_main_grad is set: Transformer Engine writes the gradient over what is there"
     return compat.reason_in_precision()
 
 
 def _reason_in_input(layer: Any, input_: torch.Tensor) -> str | None:
+    reason = _reason_in_type("input", input_)
+    if reason is not None:
+        return reason
     if input_.dim() != 3:
         return f"the input has {input_.dim()} dimensions: only [sequence, batch, features] is overlapped"
     if input_.numel() == 0:
@@ -166,8 +192,9 @@ def _reason_in_input(layer: Any, input_: torch.Tensor) -> str | None:
 
 
 def _reason_in_weight(layer: Any, input_: torch.Tensor, weight: torch.Tensor) -> str | None:
-    if type(weight) not in (torch.Tensor, torch.nn.Parameter):
-        return f"the weight is a {type(weight).__name__}: only plain tensors are overlapped"
+    reason = _reason_in_type("weight", weight)
+    if reason is not None:
+        return reason
     if weight.dtype != input_.dtype and not torch.is_autocast_enabled(input_.device.type):
         return f"the weight is {weight.dtype} but the input {input_.dtype}: Megatron itself raises"
     if not (compat.fuses_weight_gradient(layer) and weight.requires_grad and torch.is_grad_enabled()):

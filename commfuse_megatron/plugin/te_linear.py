@@ -20,6 +20,7 @@ from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin.capture import announce_saved
 from commfuse_megatron.plugin.decision import (
     biases_of,
+    computing_weight_once,
     count_call,
     dtype_of_operation,
     overlap_context,
@@ -102,6 +103,7 @@ if _Column is not None:
         """
 
         @torch.compiler.disable
+        @computing_weight_once
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
             """The output [S, B, N/R] for the rows x [S/R, B, K], and the bias where it is left to the caller."""
             context = _context(self, "all_gather_linear", x)
@@ -120,6 +122,7 @@ if _Column is not None:
         """
 
         @torch.compiler.disable
+        @computing_weight_once
         def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
             """As Transformer Engine's: the output [S, B, N/R] for the rows x [S/R, B, K] and what else is asked for."""
             context = _context(self, "all_gather_linear", x)
@@ -149,6 +152,7 @@ if _Column is not None:
         """
 
         @torch.compiler.disable
+        @computing_weight_once
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
             """The output shard [S/R, B, N] for x [S, B, K/R], and the bias where it is left to the caller."""
             context = _context(self, "linear_reduce_scatter", x)

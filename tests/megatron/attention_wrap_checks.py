@@ -7,11 +7,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules import module as of_all_modules
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.plugin import model_report
+from commfuse_megatron.plugin.attention import attention_unsupported_reason
+from commfuse_megatron.plugin.decision import state_of
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, transformer_config
-from tests.megatron.attention_checks import QUERY_SPLIT, assert_equal, run
+from tests.megatron.attention_checks import QUERY_SPLIT, assert_equal, attention_of, build, run
 
 FACTOR = 1.5  # what a change multiplies by, in one pass or the other: passed by, it would be seen
 
@@ -141,3 +144,36 @@ def check_what_is_put_around_parts_of_an_attention_counts(group_size: int) -> No
     for change, layer in zip(CHANGES, projections, strict=True):
         is_derived = change.part == PROJECTION and change.change is derive
         assert (layer.path, layer.overlapped_calls) == (("stock", 0) if is_derived else ("overlapped", 1))
+
+
+def check_hooks_of_all_modules_see_no_placeholder(group_size: int) -> None:
+    """Fails without the look at them: they were shown NaN."""
+
+    def look(_: Any, __: Any, output: Any) -> Any:
+        given = output if isinstance(output, tuple) else (output,)
+        seen.extend(torch.isnan(each).any().item() for each in given if isinstance(each, torch.Tensor))
+        return output
+
+    seen: list[bool] = []
+    model = build(group_size)
+    hook = of_all_modules.register_module_forward_hook(look)
+    try:
+        assert_equal(run(model), run(build(group_size, False)))
+    finally:
+        hook.remove()
+    assert seen
+    assert not any(seen)
+    (attention,) = model_report(model).attentions
+    assert (attention.path, attention.overlapped_calls) == ("stock", 0)
+    assert "hooks of all modules" in attention.reasons[0]
+    run(model)
+    assert state_of(attention_of(model)).overlapped_calls == 1
+    for register in (
+        of_all_modules.register_module_forward_pre_hook,
+        of_all_modules.register_module_full_backward_hook,
+        of_all_modules.register_module_full_backward_pre_hook,
+    ):
+        hook = register(lambda *_: None)
+        assert "hooks of all modules" in str(attention_unsupported_reason(attention_of(model)))
+        hook.remove()
+    assert attention_unsupported_reason(attention_of(model)) is None

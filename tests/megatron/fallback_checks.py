@@ -162,6 +162,16 @@ def check_one_rank_decides_differently(group_size: int) -> None:
             assert_equal(run(stock, x), run(ours, x))
 
 
+def check_a_main_grad_of_another_shape_is_named(group_size: int) -> None:
+    """Fails without its name: the error was of an argument that the user had not given, of a layer not named."""
+    for kind in KINDS:
+        ours = pair(kind, group_size, tp_comm_buffer_name="fc9")[1]
+        ours.gradient_accumulation_fusion = True
+        ours.weight.main_grad = torch.zeros(2, 2, dtype=torch.float64)
+        with pytest.raises(ShapeError, match=r"main_grad of fc9 is \[2, 2\] on cpu, but the weight is"):
+            ours(example_input(kind, group_size))
+
+
 def check_logged_once(group_size: int) -> None:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()

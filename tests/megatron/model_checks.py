@@ -53,7 +53,7 @@ def check_report(group_size: int) -> None:
     )
     model["off"].sequence_parallel = False
     before = {layer.name: layer for layer in model_report(model).layers}
-    assert before["ours"].path == before["off"].path == "not called"
+    assert before["ours"].path == before["off"].path == "not called yet"
     assert before["ours"].reasons == ()
     assert "sequence_parallel is off" in before["off"].reasons[0]
     x = example_input("row", group_size)

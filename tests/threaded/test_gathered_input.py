@@ -8,6 +8,7 @@ import torch
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import LinearConfig, PassConfig
 from commfuse_megatron.errors import ShapeError
+from commfuse_megatron.ops import WeightGradTarget
 from commfuse_megatron.problem import shard_range
 from commfuse_megatron.transport import tape_graphs
 from tests.harness import run_threads
@@ -43,7 +44,9 @@ def results(case, operands, grad_gathered, call, *, frozen=(), outputs=OUTPUTS[0
     found = {"y": y.detach(), "gathered": gathered.detach()}
     for name in ("x", "weight", "bias"):
         leaf = getattr(leaves, name)
-        if leaf.requires_grad:
+        if name != "x" and "y" not in outputs:
+            assert leaf.grad is None, "no part of the product was asked for"
+        elif leaf.requires_grad:
             found[f"{name}.grad"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         else:
             assert leaf.grad is None
@@ -130,6 +133,27 @@ def test_kept_input_over_the_copy_engine_and_not(over_copies, monkeypatch):
             with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
                 _, gathered = ops.all_gather_linear(leaves.x, leaves.weight, context=context, return_gathered=True)
             assert {tensor.data_ptr() for tensor in saved} == {gathered.data_ptr(), leaves.weight.data_ptr()}
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_without_a_gradient_of_the_product_nothing_is_added_to_a_target(config):
+    """Fails where zeros count as a gradient: `main_grad` was said to hold one, and optimizers made a step of it."""
+
+    def body(group, device):
+        with OverlapContext(group, config) as context:
+            case = Case(op="all_gather_linear", rows=8)
+            leaves = draw(case, group.rank(), group.size(), device).copies()
+            total, asked = torch.ones_like(leaves.weight), []
+            target = WeightGradTarget(total, lambda: asked.append(1))
+            for is_mixed in (False, True):  # or without one on this rank only
+                y, gathered = ops.all_gather_linear(
+                    leaves.x, leaves.weight, context=context, return_gathered=True, weight_grad=target
+                )
+                (y if is_mixed and group.rank() == 1 else gathered).sum().backward()
+                assert len(asked) == (is_mixed and group.rank() == 1)
+                assert bool((total == 1).all()) != bool(asked)
 
     run_threads(2, body)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -201,6 +202,16 @@ def test_exit_codes_of_the_doctor(
     assert "x[y]" in out, "brackets are text, not markup"
     assert "buffers of one context" in out, "all is shown, whatever is wrong"
     assert ("commfuse doctor: error: COMMFUSE_CONFIG is wrong: no such key" in err) == machine.settings[0].is_wrong
+
+
+def test_a_reader_that_leaves_changes_no_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails without the console's own answer: `commfuse doctor | head -1` said that a check had failed."""
+    monkeypatch.setattr("commfuse_megatron.cli.doctor.inspect_machine", a_machine)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert cli.main(["doctor"]) == 0
 
 
 def test_a_wrong_configuration_file_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_every_step_has_one_bound(num_steps: int, dtype: torch.dtype) -> None:
         {"path": "stock", "overlapped_calls": 0, "reasons": ("sequence parallelism is off",)},
         {"path": "mixed", "overlapped_calls": STEPS - 1},
         {"path": "sequential", "overlapped_calls": 0, "sequential_reasons": ("sequential: forced",)},
-        {"path": "not called", "overlapped_calls": 0},
+        {"path": "not called yet", "overlapped_calls": 0},
         {"overlapped_calls": STEPS + 1},
     ],
 )
