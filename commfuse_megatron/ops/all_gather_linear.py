@@ -26,7 +26,13 @@ from commfuse_megatron.ops.arguments import (
 from commfuse_megatron.ops.asked import gradients_asked_for
 from commfuse_megatron.ops.collectives import PendingRows, start_gather_rows, start_reduce_scatter_rows
 from commfuse_megatron.ops.trial import Scratch
-from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, DueWeightGrad, WeightGrad, ask_backward, compute_weight_gradient
+from commfuse_megatron.ops.weight_grad import (
+    DeferredWeightGrad,
+    DueWeightGrad,
+    WeightGrad,
+    ask_backward,
+    compute_weight_gradient,
+)
 from commfuse_megatron.problem import GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PreparedPass
