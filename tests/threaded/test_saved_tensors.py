@@ -131,6 +131,34 @@ def test_attention(path, masked):
     run_threads(2, body)
 
 
+@pytest.mark.parametrize("path", ["query_split", "row_parallel", "sequential"])
+def test_a_view_into_a_fused_projection_keeps_the_rest_of_it_only_where_all_is_needed(path):
+    """As of values where queries and keys went through rotary embedding; stock makes all contiguous then."""
+
+    def body(group, device):
+        operands, grad_y = attention.draw(attention.Case(), group.rank(), group.size())
+        names = ("q", "k", "v")
+        with OverlapContext(group, attention.attention_config(path)) as context:
+
+            def run(*views: str) -> tuple[int, list[torch.Tensor]]:
+                fused = torch.cat([operands[name] for name in names], dim=-1).requires_grad_()
+                parts = dict(zip(names, fused.chunk(3, dim=-1), strict=True))
+                heads = [parts[name] if name in views else parts[name] * 1 for name in names]
+                weight, bias = operands["out_weight"].clone().requires_grad_(), operands["out_bias"]
+                y, saved = saved_by(lambda: ops.query_split_attention(*heads, weight, bias, context=context))
+                y.backward(grad_y)
+                return bytes_of(*saved), [y.detach(), fused.grad, weight.grad]
+
+            size, expected = run()
+            assert size == 4 * operands["q"].nbytes + operands["out_weight"].nbytes
+            for views in (("v",), ("k", "v"), names):
+                found_size, found = run(*views)
+                assert found_size == size, views
+                assert all(map(torch.equal, found, expected))
+
+    run_threads(2, body)
+
+
 def test_embedding():
     """A look-up keeps where it looked: no vectors."""
 
