@@ -327,13 +327,14 @@ class OverlapContext:
                 algorithm=str(entry.plan.algorithm),
                 chunks_per_shard=entry.plan.chunks_per_shard,
                 transport=self._collectives if entry.plan.path in _COLLECTIVE_PATHS else self.transport_name,
-                gemm=entry.gemm.name,
+                gemm=entry.gemm_names,
                 calls=entry.calls,
                 exposed_comm_us=exposed.get(entry.problem),
                 predicted_us=entry.plan.predicted_us,
                 measured_us=entry.plan.measured_us,
                 attention=None if entry.attention is None else entry.attention.name,
                 attention_reason=entry.attention_reason,
+                modes={mode: number for mode, number in entry.modes.items() if number},
             )
             for entry in self._prepared.values()
         ]

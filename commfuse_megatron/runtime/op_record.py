@@ -1,6 +1,6 @@
 """`OpRecord`: what a context reports of each problem that it met."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["OpRecord"]
 
@@ -16,6 +16,8 @@ class OpRecord:
     measured_us: what the planner knew of the path taken; None where it did not ask. attention: the kernel of an
     attention, "flash (FA3)" say where the program activated FlashAttention-3; None for a linear, and where Megatron's
     own attention runs. attention_reason: why that and no faster one.
+    gemm: what multiplied: "cuBLASLt" from tapes and graphs, the context's GEMM otherwise. modes: how many of the calls
+    that a schedule carried ran "stepped", from a "tape" or as a "graph"; trials are not counted.
     """
 
     op: str
@@ -37,12 +39,14 @@ class OpRecord:
     measured_us: float | None = None
     attention: str | None = None
     attention_reason: str = ""
+    modes: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         how = self.path if self.path != "sliced" else f"sliced, {self.algorithm}, m={self.chunks_per_shard}"
         kernel = "" if self.attention is None else f", {self.attention} attention"
+        modes = ": " + ", ".join(f"{number} {mode}" for mode, number in self.modes.items()) if self.modes else ""
         problem = f"{self.op} {self.pass_name}, M {self.M} N {self.N} K {self.K} {self.dtype}"
         return (
             f"{problem}: {how}, {self.transport}{kernel},"
-            f" {self.calls} call{'' if self.calls == 1 else 's'} ({self.reason})"
+            f" {self.calls} call{'' if self.calls == 1 else 's'}{modes} ({self.reason})"
         )

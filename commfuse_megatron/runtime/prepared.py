@@ -53,6 +53,8 @@ class PreparedPass:
         self.plan = plan
         self.gemm = gemm
         self.calls = 0
+        #: How many calls were run on tensors, from a tape, or as a graph.
+        self.modes = {"stepped": 0, "tape": 0, "graph": 0}
         self.is_agreed = False
         #: What computes attention, for a problem that has some: `ops` sets it.
         self.attention: AttentionKernel | None = None
@@ -81,7 +83,7 @@ class PreparedPass:
         tensors: operands by name, in an order that follows from `asked`; see `TensorProgram.run`. kernels,
         tape_kernels: by the kind of `Compute`, of the one way and of the other. layout: what else a tape depends on.
         """
-        if not (self.can_replay and self._tapes.run(lower, asked, link, tensors, tape_kernels, layout)):
+        if not self.run_from_tape(link, lower, asked, tensors, kernels=tape_kernels, layout=layout):
             self.run_on_tensors(link, lower, asked, tensors, kernels=kernels)
 
     def lower(self, lower: Lower, policy: Policy, asked: Any) -> Program:
@@ -106,6 +108,7 @@ class PreparedPass:
             program = TensorProgram(lowered, self._buffers, link, self.gemm, lanes, frozenset(tensors))
             self._programs[key] = program
         program.run(tensors, kernels or {})
+        self.modes["stepped"] += 1
 
     def run_transfers(self, link: Link, shard: torch.Tensor, label: str) -> None:
         """The messages of the all-gather of `shard` [own rows, features] alone: what arrives is left in the buffer."""
@@ -122,7 +125,13 @@ class PreparedPass:
         layout: Hashable = None,
     ) -> bool:
         """The same if it is for a tape; False, and nothing done, otherwise."""
-        return self.can_replay and self._tapes.run(lower, asked, link, tensors, kernels, layout)
+        if not self.can_replay:
+            return False
+        mode = self._tapes.run(lower, asked, link, tensors, kernels, layout)
+        if mode is None:
+            return False
+        self.modes[mode] += 1
+        return True
 
     @property
     def wire_features(self) -> int:
@@ -183,6 +192,12 @@ class PreparedPass:
     def tapes(self) -> list[BoundOperation | None]:
         """The tapes made so far; None for layouts that none serves."""
         return self._tapes.operations
+
+    @property
+    def gemm_names(self) -> str:
+        """What multiplied; before any call, what will on tensors."""
+        names = [self.gemm.name] if self.modes["stepped"] or not any(self.modes.values()) else []
+        return ", ".join([*names, *(["cuBLASLt"] if self.modes["tape"] or self.modes["graph"] else [])])
 
     @property
     def has_programs(self) -> bool:

@@ -6,7 +6,7 @@ cuBLASLt serves; everything else is run on tensors (`tensor_program`).
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -80,8 +80,9 @@ class Tapes:
         tensors: Mapping[str, torch.Tensor],
         kernels: "Mapping[str, TapeKernel] | None",
         layout: Hashable,
-    ) -> bool:
-        """Run the program of a lowering on these operands; False, and nothing done, where that is not for a tape.
+    ) -> Literal["tape", "graph"] | None:
+        """Run the program of a lowering on these operands, as what it says; None, and nothing done, where that is not
+        for a tape.
 
         tensors: as for `TensorProgram.run`, and what kernels use. layout: what else the tape depends on.
         """
@@ -94,12 +95,12 @@ class Tapes:
         bound = self._known.get(key, _UNKNOWN)
         if bound.generation != self._buffers.generation:
             if bound.operation is None and bound is not _UNKNOWN:
-                return False
+                return None
             bound = self._bind(key, link, tensors, kernels or {}, alignment)
         if bound.operation is None:
-            return False
+            return None
         link.replay(bound.operation, addresses)
-        return True
+        return "graph" if addresses in bound.operation.graphs and not link.is_capturing else "tape"
 
     @property
     def operations(self) -> list[BoundOperation | None]:

@@ -91,7 +91,10 @@ def _linears(group, device, backend):
                         assert_equal(overlapped(case, operands, context), reference(case, operands, group))
             assert {record.path for record in context.report()} == {"sliced", config.linear.dgrad.path}
             is_persistent = dtype is not torch.float32 and (backend == "nccl" or config.kernel.gemm == "persistent")
-            assert {record.gemm for record in context.report()} == {"persistent" if is_persistent else "torch"}
+            expected = {"persistent" if is_persistent else "torch"}
+            if backend == "copy_engine" and dtype is not torch.float32 and not is_persistent:
+                expected.add("cuBLASLt")  # where tapes serve the layouts
+            assert {record.gemm for record in context.report()} <= expected
 
 
 @BACKENDS

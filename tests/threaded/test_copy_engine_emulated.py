@@ -109,6 +109,11 @@ def test_calls_with_the_same_addresses_become_graphs_and_see_new_data(group_size
                         out[0] = torch.empty(0)  # the last result's memory is free for the next one
                         out[0] = operation(kept.x, kept.weight, kept.bias, context=context)
                     assert torch.equal(out[0], getattr(references, op)(kept.x, kept.weight, kept.bias, group=group))
+            records = context.report()
+            assert all(sum(record.modes.values()) == record.calls for record in records)
+            assert all({"tape"} <= set(record.modes) <= {"tape", "graph"} for record in records)
+            assert any("graph" in record.modes for record in records) == bool(mib)
+            assert {record.gemm for record in records} == {"cuBLASLt"}
             return number_of_graphs(context)
 
     for graphs in run_threads(group_size, body):
@@ -248,6 +253,8 @@ def test_what_tapes_do_not_serve_goes_step_by_step(monkeypatch):
                 case = Case(op=op, rows=8, N=6, K=5)  # rows of 20 and 24 bytes
                 operands = draw(case, group.rank(), group.size(), device)
                 assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+            assert all(record.modes == {"stepped": record.calls} for record in context.report())
+            assert {record.gemm for record in context.report()} == {"torch"}
             tapes = tapes_of(context)
             assert tapes
             assert set(tapes) == {None}
