@@ -208,7 +208,8 @@ def reason_in_core_attention() -> str | None:
 
 def _first_replaced(watched: _Watched) -> str | None:
     for attributes, holder, name, own in watched:
-        if attributes.get(name) is not own:
+        found = attributes.get(name)
+        if found is not own and getattr(found, "observes", None) is not own:  # as our own traces do, and change nothing
             return f"{name} of {holder} is replaced by something else, which ours would pass by"
     return None
 

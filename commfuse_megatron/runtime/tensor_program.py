@@ -186,7 +186,7 @@ class TensorProgram:
         raise AssertionError(op)
 
     def _gemm_step(self, op: Gemm) -> _Step:
-        link, multiply = self._link, self._gemm.multiply
+        link, gemm = self._link, self._gemm
         a, out, name, beside = self._view(op.a), self._view(op.out), f"multiply {op.chunk}", self._latest_open()
         if op.chunk < 0:
             name = "multiply"
@@ -202,7 +202,9 @@ class TensorProgram:
             addend = frame.tensors["bias"] if has_bias else views[added] if added >= 0 else None
             if is_single and addend is not None:
                 addend = addend.unsqueeze(0)
-            multiply(views[a], weight.t() if is_forward else weight, views[out], addend, _get(frame.transfers, beside))
+            gemm.multiply(
+                views[a], weight.t() if is_forward else weight, views[out], addend, _get(frame.transfers, beside)
+            )
             link.note_compute(name, mark, None)
 
         return step

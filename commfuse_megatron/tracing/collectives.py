@@ -119,6 +119,7 @@ def recorded_calls(recorder: Recorder) -> Iterator[None]:
                 return work
             return _RecordedWork(work, recorder, _NAMES[name])
 
+        record.observes = original  # type: ignore[attr-defined]  # so layers go on as without: see `plugin/compat.py`
         return record
 
     with replaced_collectives(replace), _RecordedGemms(recorder):

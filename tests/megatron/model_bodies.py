@@ -1,6 +1,5 @@
 """Run on every rank: what `commfuse verify --megatron` runs, and the same with faults that it must find."""
 
-import importlib
 import warnings
 from typing import Any
 from unittest import mock
@@ -8,6 +7,7 @@ from unittest import mock
 import torch
 from torch import distributed as dist
 
+from commfuse_megatron.ops.weight_grad import DueWeightGrad
 from commfuse_megatron.testing import cpu_megatron
 from commfuse_megatron.verify.megatron_cases import choose_configurations
 from commfuse_megatron.verify.megatron_models import ModelResult, verify_models
@@ -42,14 +42,13 @@ def _verify_with_faults(group: dist.ProcessGroup, device: torch.device) -> dict[
 
 
 def _scaled_weight_gradient() -> Any:
-    module = importlib.import_module("commfuse_megatron.ops.all_gather_linear")
-    stock = module.weight_gradient
+    stock = DueWeightGrad.finish
 
-    def scaled(*args: Any) -> Any:
-        result = stock(*args)
+    def scaled(due: DueWeightGrad) -> Any:
+        result = stock(due)
         return result if result is None else result * (1 + 1e-11)
 
-    return mock.patch.object(module, "weight_gradient", scaled)
+    return mock.patch.object(DueWeightGrad, "finish", scaled)
 
 
 def _never_overlapped() -> Any:

@@ -110,8 +110,8 @@ def test_owners_are_taken_in_the_order_that_their_costs_call_for(m, monkeypatch)
                 assert_close(run(operands, grad_y, ops.query_split_attention, context=context), expected)
             forward, backward = context._prepared.values()
             assert forward.plan.scatter_order == backward.plan.scatter_order
-            taken = [step.compute.chunk.owner_rank for step in own_steps(forward.scatter.bound)][::m]
-            received = [step.compute.chunk.owner_rank for step in own_steps(backward.gather.bound)][::m]
+            taken = [step.compute.chunk.owner_rank for step in own_steps(forward.scatter)][::m]
+            received = [step.compute.chunk.owner_rank for step in own_steps(backward.gather)][::m]
             return forward.plan, taken, received
 
     monkeypatch.setattr("commfuse_megatron.plan.attention._Costs.projection_us", lambda *_: 0.0)

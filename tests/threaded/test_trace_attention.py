@@ -40,12 +40,14 @@ def test_query_split_shows_attention_and_product_of_every_split(ranks, m, pass_n
     found = traced(ranks, attention_config(m=m), pass_name=pass_name)
     assert (found.record.path, found.record.chunks_per_shard, found.projection) == ("query_split", m, None)
     assert len(found.calls) == len(found.durations_us) == BLOCK.calls
-    verb, rest = ("attend", {"sum": m}) if pass_name == "fprop" else ("attend backward", {"wgrad": 1})
+    verb, whats, rest = "attend", ["attend", "multiply"], {"sum": m}
+    if pass_name == "backward":
+        verb, whats, rest = "attend backward", ["attend backward", "multiply", "add gradients"], {"wgrad": 1}
     for recording in found.calls:
         assert sorted(recording) == list(range(ranks))
         for rank, intervals in recording.items():
             computed = [i.name for i in intervals if i.track == COMPUTE]
-            expected = {f"{what} {split}": 1 for what in (verb, "multiply") for split in range(ranks * m)} | rest
+            expected = {f"{what} {split}": 1 for what in whats for split in range(ranks * m)} | rest
             assert Counter(computed) == expected
             order = [name.split()[-1] for name in computed if name.startswith("attend")]
             if pass_name == "fprop":  # own queries come last
@@ -58,6 +60,7 @@ def test_query_split_shows_attention_and_product_of_every_split(ranks, m, pass_n
                 verb: "attention",
                 "multiply": "GEMMs",
                 **({"sum": "sums and other kernels"} if "sum" in rest else {"wgrad": "GEMMs"}),
+                **({"add gradients": "sums and other kernels"} if pass_name == "backward" else {}),
             }
             attentions, products = ([i for i in intervals if is_it(i)] for is_it in (is_attention, is_gemm))
             for one, other in ((a, p) for a in attentions for p in products):
