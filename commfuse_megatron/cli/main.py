@@ -312,7 +312,8 @@ def _add_simulate(commands: "argparse._SubParsersAction[_CommandParser]") -> Non
 
 
 def _add_trace(commands: "argparse._SubParsersAction[_CommandParser]") -> None:
-    from commfuse_megatron.cli.trace import add_trace_options, run_trace
+    from commfuse_megatron.cli.trace import run_trace
+    from commfuse_megatron.cli.trace_options import add_trace_options
 
     parser = _add_command(
         commands,

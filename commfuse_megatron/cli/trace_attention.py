@@ -23,7 +23,7 @@ from commfuse_megatron.cli.output import (
     write_json,
 )
 from commfuse_megatron.cli.ranks import Rank, UsageError, choose_num_ranks
-from commfuse_megatron.cli.trace import (
+from commfuse_megatron.cli.trace_options import (
     ATTENTION_PATHS,
     OF_STEPS,
     config_of,

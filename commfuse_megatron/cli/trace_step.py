@@ -16,7 +16,7 @@ from rich.table import Table
 from commfuse_megatron.cli.launch import launch
 from commfuse_megatron.cli.output import make_progress, require_files, results, silence_foreign_warnings, write_json
 from commfuse_megatron.cli.ranks import CannotRunError, Rank, UsageError, choose_num_ranks
-from commfuse_megatron.cli.trace import (
+from commfuse_megatron.cli.trace_options import (
     config_of,
     hardware,
     machine_line,

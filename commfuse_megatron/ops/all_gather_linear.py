@@ -35,7 +35,7 @@ from commfuse_megatron.ops.weight_grad import (
 )
 from commfuse_megatron.problem import GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
-from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 from commfuse_megatron.schedule.lower_linear import Asked, lower_gather_pass, lower_scatter_pass
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Program
@@ -319,7 +319,7 @@ def _start_gather(p: PreparedPass, shard: torch.Tensor) -> PendingRows:
     return start_gather_rows(rows, problem.rows, context.group, is_async=_is_async(p))
 
 
-def _rehearse(problem: GemmProblem, context: OverlapContext) -> Callable[[PreparedPass], object]:
+def _rehearse(problem: GemmProblem, context: PassContext) -> Callable[[PreparedPass], object]:
     """Scratch operands of `problem`, and what runs a pass of it on them."""
     scratch = Scratch(problem, context.device)
     own = shard_range(problem.rows, context.group_size, context.group_rank)

@@ -20,7 +20,7 @@ from commfuse_megatron.ops.trial import Rehearse, run_trial
 from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, WeightGrad, WeightGradQueue, target_of
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, Problem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
-from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 
 __all__ = [
     "Operation",
@@ -262,7 +262,7 @@ def prepare_backward(
     return prepared
 
 
-def remember(context: OverlapContext, key: Hashable, problem: Problem, operation: Operation) -> PreparedPass:
+def remember(context: PassContext, key: Hashable, problem: Problem, operation: Operation) -> PreparedPass:
     """The pass of a problem, planned if it is new, and found again under `key`."""
     if len(context.known_calls) >= _MOST_KNOWN_CALLS:
         context.forget_programs()

@@ -27,7 +27,7 @@ from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
-from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 from commfuse_megatron.schedule.lower_linear import LOOK_UP, lower_embedding, lower_gather_alone
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Program
@@ -222,7 +222,7 @@ def _find_complaint(ids: torch.Tensor, weight: torch.Tensor, first_id: int, cont
     return complain_of_hidden_trait({"ids": ids, "weight": weight})
 
 
-def _rehearse(problem: GemmProblem, context: OverlapContext) -> Callable[[PreparedPass], object]:
+def _rehearse(problem: GemmProblem, context: PassContext) -> Callable[[PreparedPass], object]:
     """Scratch operands of `problem`, and what runs a pass of it on them. How many ids there are matters little."""
     scratch = Scratch(problem, context.device)
     if problem.pass_name == "fprop":

@@ -25,7 +25,7 @@ from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.ops.weight_grad import DueWeightGrad, WeightGrad, ask_backward, compute_weight_gradient
 from commfuse_megatron.problem import GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
-from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 from commfuse_megatron.schedule.lower_linear import Asked, lower_gather_pass, lower_scatter_pass
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Program
@@ -210,7 +210,7 @@ def _gather_by_collective(p: PreparedPass, grad_shard: torch.Tensor) -> torch.Te
     return gather_rows(rows, problem.rows, p.context.group).view(problem.M, problem.N)
 
 
-def _rehearse(problem: GemmProblem, context: OverlapContext) -> Callable[[PreparedPass], object]:
+def _rehearse(problem: GemmProblem, context: PassContext) -> Callable[[PreparedPass], object]:
     """Scratch operands of `problem`, and what runs a pass of it on them."""
     scratch = Scratch(problem, context.device)
     own = shard_range(problem.rows, context.group_size, context.group_rank)

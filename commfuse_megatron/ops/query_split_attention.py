@@ -49,7 +49,7 @@ from commfuse_megatron.ops.weight_grad import WeightGrad
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import AttentionProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
-from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 
 __all__ = ["find_attention_kernel", "plan_attention", "query_split_attention"]
 
@@ -270,7 +270,7 @@ def _prepare_backward(forward: PreparedPass, *, needs_input: bool, needs_weight:
     return p
 
 
-def _choose_kernel(problem: AttentionProblem, context: OverlapContext) -> AttentionKernel:
+def _choose_kernel(problem: AttentionProblem, context: PassContext) -> AttentionKernel:
     return context.attention_kernels.choose(problem, context.config.attention.kernel)
 
 
@@ -293,7 +293,7 @@ def _split_list(flat: list[torch.Tensor], sizes: list[int]) -> list[list[torch.T
     return parts
 
 
-def _rehearse(problem: AttentionProblem, context: OverlapContext) -> Callable[[PreparedPass], object]:
+def _rehearse(problem: AttentionProblem, context: PassContext) -> Callable[[PreparedPass], object]:
     """Scratch operands of `problem`, and what runs a forward pass of it on them, with its backward pass if one is due.
 
     A mask is drawn as one that hides nothing.

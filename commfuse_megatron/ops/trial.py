@@ -24,14 +24,13 @@ import torch
 from commfuse_megatron.errors import TransportError
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import Problem
-from commfuse_megatron.runtime.context import OverlapContext
-from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 from commfuse_megatron.runtime.stopwatch import Stopwatch, make_stopwatch
 
 __all__ = ["Rehearse", "Scratch", "run_trial"]
 
 #: Makes scratch operands for one problem; returns what runs a pass of it on them.
-Rehearse = Callable[[Any, OverlapContext], Callable[[PreparedPass], object]]
+Rehearse = Callable[[Any, PassContext], Callable[[PreparedPass], object]]
 
 _WARM_UP_CALLS = 3
 _ROUNDS = 5
@@ -45,7 +44,7 @@ _LEAST_CALLS, _MOST_CALLS = 3, 20
 
 
 def run_trial(
-    rehearse: Rehearse, context: OverlapContext, problem: Problem, plans: Sequence[LinearPlan]
+    rehearse: Rehearse, context: PassContext, problem: Problem, plans: Sequence[LinearPlan]
 ) -> list[float] | str:
     """Microseconds per call of every plan, median over rounds, of the slowest rank; infinite for what runs out of
     memory on all ranks. Or why there are none.
@@ -77,7 +76,7 @@ def run_trial(
     return times
 
 
-def _slowest(times_us: list[float], context: OverlapContext) -> list[float]:
+def _slowest(times_us: list[float], context: PassContext) -> list[float]:
     """Of every time the slowest rank's."""
     everyone = [json.loads(text) for text in context.consensus.exchange(json.dumps(times_us), topic="times of a trial")]
     return [max(each) for each in zip(*everyone, strict=True)]
@@ -122,7 +121,7 @@ class _Bursts:
         self._calls, self._lengths, self._stopwatch = calls, lengths, stopwatch
         self._samples: list[list[float]] = [[] for _ in calls]
 
-    def warm_up(self, index: int, plan: LinearPlan, context: OverlapContext) -> bool:
+    def warm_up(self, index: int, plan: LinearPlan, context: PassContext) -> bool:
         """Run calls of a candidate that are not timed; False if they run out of memory on all ranks."""
         complaint = ""
         try:

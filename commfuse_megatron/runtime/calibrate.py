@@ -6,7 +6,6 @@ Collective over the group, some 50 ms once per context and dtype; the slowest ra
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
@@ -14,12 +13,9 @@ from torch import distributed as dist
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import Timings
 from commfuse_megatron.problem import GemmProblem
-from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 from commfuse_megatron.runtime.stopwatch import Stopwatch
 from commfuse_megatron.schedule import Algorithm
-
-if TYPE_CHECKING:
-    from commfuse_megatron.runtime.context import OverlapContext
 
 __all__ = ["calibrate"]
 
@@ -40,7 +36,7 @@ _GPU_SIZES = _Sizes(4096, 64 << 20, 256 << 10, 16 << 20)
 _CPU_SIZES = _Sizes(64, 64 << 10, 4 << 10, 64 << 10)
 
 
-def calibrate(context: "OverlapContext", dtype: torch.dtype, stopwatch: Stopwatch) -> Timings | str:
+def calibrate(context: PassContext, dtype: torch.dtype, stopwatch: Stopwatch) -> Timings | str:
     """The times of the group's slowest rank, equal on all ranks; or why there are none."""
     sizes = _GPU_SIZES if context.device.type == "cuda" else _CPU_SIZES
     limit = context.config.transport.max_buffer_mib * (1 << 20) // (2 * context.group_size)
@@ -78,9 +74,7 @@ def _shortest_us(stopwatch: Stopwatch, call: Callable[[], object], lead: Callabl
 class _Scratch:
     """Operands, and calls on them."""
 
-    def __init__(
-        self, context: "OverlapContext", dtype: torch.dtype, sizes: _Sizes, message_bytes: tuple[int, int]
-    ) -> None:
+    def __init__(self, context: PassContext, dtype: torch.dtype, sizes: _Sizes, message_bytes: tuple[int, int]) -> None:
         self._context = context
         self._dtype = dtype
         generator = torch.Generator(context.device).manual_seed(0)

@@ -40,7 +40,7 @@ class Consensus:
         self._agreement = agreement
         self._link = link
         self._group_rank, self._group_size = group_rank, group_size
-        self._is_capturing = is_capturing
+        self.is_capturing = is_capturing
         self._first_reasons: dict[Hashable, str] = {}
         self._num_places = 0
 
@@ -62,7 +62,7 @@ class Consensus:
         """
         known = self._first_reasons.get(key)
         if known is None:
-            if self._is_capturing():
+            if self.is_capturing():
                 return reason
             if len(self._first_reasons) >= _MOST_REASONS:
                 self._first_reasons.clear()

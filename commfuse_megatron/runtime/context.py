@@ -4,14 +4,12 @@ Owns the private transport, the buffers, the plans and the report. Knows no Mega
 its own group only; closing it is local.
 """
 
-import dataclasses
 import functools
 import json
 import time
 import weakref
-from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Self
+from contextlib import nullcontext
+from typing import Self
 
 import torch
 from torch import distributed as dist
@@ -23,14 +21,10 @@ from commfuse_megatron.errors import (
     ShapeError,
     TransportError,
     TransportTimeoutError,
-    UnsupportedError,
 )
-from commfuse_megatron.kernels.attention_choice import AttentionKernels
-from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import Problem
 from commfuse_megatron.runtime.agreement import Agreement
-from commfuse_megatron.runtime.consensus import Consensus, Guard
-from commfuse_megatron.runtime.gemm import SliceGemm
+from commfuse_megatron.runtime.consensus import Consensus
 from commfuse_megatron.runtime.lanes import Lanes
 from commfuse_megatron.runtime.leaving import (
     is_process_ending,
@@ -41,8 +35,8 @@ from commfuse_megatron.runtime.leaving import (
 from commfuse_megatron.runtime.link import Link, Peers
 from commfuse_megatron.runtime.meter import exposed_us
 from commfuse_megatron.runtime.op_record import OpRecord
-from commfuse_megatron.runtime.planning import Planner, TryOut
-from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.runtime.planning import Planner
+from commfuse_megatron.runtime.prepared import PassContext
 from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.runtime.renewal import MeetingPlace, reason_not_in_step
 from commfuse_megatron.runtime.slots import Slots
@@ -66,7 +60,7 @@ _LETTING_GO_S = 2.0
 _LOOK_S = 1.0
 
 
-class OverlapContext:
+class OverlapContext(PassContext):
     """Transport, buffers, plans and report for the overlapped operations of `group`.
 
     Args:
@@ -91,36 +85,33 @@ class OverlapContext:
                 f"OverlapContext takes a torch.distributed process group that this rank belongs to, got {group!r}. "
                 "torch.distributed.group.WORLD is None before init_process_group."
             )
-        self.config = OverlapConfig() if config is None else config
-        self.group = group
-        self.group_size: int = group.size()
-        self.group_rank: int = group.rank()
-        timeout_s = self.config.transport.timeout_s
+        config = OverlapConfig() if config is None else config
+        group_rank, group_size = group.rank(), group.size()
+        timeout_s = config.transport.timeout_s
         self._place = MeetingPlace.of_next_context(group) if _place is None else _place
         store = self._place.store
-        agreement = Agreement(store, self.group_rank, self.group_size, timeout_s)
-        brought = agreement.exchange(json.dumps(self.config.to_dict()), topic="a context")
+        agreement = Agreement(store, group_rank, group_size, timeout_s)
+        brought = agreement.exchange(json.dumps(config.to_dict()), topic="a context")
         differences = describe_differences([json.loads(text) for text in brought])
         if differences:
             raise ConfigError(
                 f"the configurations differ between ranks: {differences}; give all ranks of the group the same one"
             )
-        #: None without `plan.file`.
-        self.stored_plans: StoredPlans | None = None
-        if self.config.plan.file is not None:
+        self.stored_plans = None
+        if config.plan.file is not None:
             exchange = functools.partial(agreement.exchange, topic="the file of stored plans")
-            self.stored_plans = StoredPlans(self.config.plan.file, self.group_rank, exchange)
+            self.stored_plans = StoredPlans(config.plan.file, group_rank, exchange)
         try:
             exchange = functools.partial(agreement.exchange, topic="a transport")
-            backend = choose_backend(group, self.config.transport, exchange)
+            backend = choose_backend(group, config.transport, exchange)
         except ConfigError as error:
             agreement.refuse(error, topic="a transport", wait=False)
             raise
-        self.device = device_of_backend(backend)
+        device = device_of_backend(backend)
         try:
             private = dist.PrefixStore("transport", store)
-            self.nccl = choose_nccl_settings(group, backend, self.config, exchange)
-            transport = create_transport(backend, group, private, self.config.transport, self.nccl, exchange)
+            nccl = choose_nccl_settings(group, backend, config, exchange)
+            transport = create_transport(backend, group, private, config.transport, nccl, exchange)
         except Exception as error:
             agreement.refuse(error, topic="a transport", wait=False)
             raise
@@ -130,180 +121,37 @@ class OverlapContext:
         except CommFuseError as error:
             transport.abort()
             raise error if not isinstance(error, ShapeError) else TransportError(str(error)) from None
-        self.slots = Slots(self.device, transport.window)
-        #: Side streams for work that may run beside other work of the same operation.
-        self.lanes = Lanes(self.device)
-        self.attention_kernels = AttentionKernels(self.device)
-        self._recorder = Recorder(self.device) if self.config.record else None
-        peers = Peers(self.group_rank, _global_ranks(group))
-        self.link = Link(transport, peers, timeout_s, self._recorder, agreement)
+        peers = Peers(group_rank, _global_ranks(group))
+        link = Link(transport, peers, timeout_s, Recorder(device) if config.record else None, agreement)
         # Runs at garbage collection and at interpreter exit: an unclosed communicator would outlive what it needs.
-        look_at_exit(self.link)
-        release = functools.partial(_release, self.link, self.lanes, self.slots)
-        self._finalizer = weakref.finalize(self, release_when_done, self.link, release)
-        self._prepared: dict[Problem, PreparedPass] = {}
-        #: Of the call that began last.
-        self.latest_pass: PreparedPass | None = None
-        #: Calls whose arguments were seen before, by everything a check looks at: `ops.arguments` fills and reads it.
-        self.known_calls: dict[Hashable, PreparedPass] = {}
-        self._gemms: dict[tuple[torch.dtype, bool], SliceGemm] = {}
-        self.planner = Planner(self)
-        check = self.config.check_agreement
-        self.consensus = Consensus(
+        look_at_exit(link)
+        check = config.check_agreement
+        consensus = Consensus(
             agreement,
-            self.link,
-            self.group_rank,
-            self.group_size,
+            link,
+            group_rank,
+            group_size,
             is_for_every_call=backend == "gloo" if check is None else check,
-            is_capturing=functools.partial(_is_capturing, self.device),
+            is_capturing=functools.partial(_is_capturing, device),
         )
-        self.link.last_done = StreamEvent() if self.device.type == "cuda" else None
-        self._last_stream = 0
+        super().__init__(config, group, device, nccl, link, consensus)
+        release = functools.partial(_release, link, self.lanes, self.slots)
+        self._finalizer = weakref.finalize(self, release_when_done, link, release)
+        self.planner = Planner(self)
+        link.last_done = StreamEvent() if device.type == "cuda" else None
         self._not_in_step: str | None = None  # why there is no context in the place of this one
-
-    # -- what operations use ------------------------------------------------------------------------------------------
-
-    def prepare(self, problem: Problem, try_out: TryOut | None = None) -> PreparedPass:
-        """The plan and programs of `problem`; the same object at every call.
-
-        try_out: times plans of this problem, where the planner wants it. What it raises, raises here.
-        """
-        prepared = self._prepared.get(problem)
-        if prepared is None:
-            prepared = self.make_pass(problem, self.planner.plan(problem, try_out))
-            self._prepared[problem] = prepared
-        return prepared
-
-    def prepare_like(self, problem: Problem, plan: LinearPlan, reason: str) -> PreparedPass:
-        """The pass of `problem` under a plan that was made for another one."""
-        prepared = self._prepared.get(problem)
-        if prepared is None:
-            plan = dataclasses.replace(plan, reason=reason, predicted_us=None, measured_us=None)
-            prepared = self._prepared[problem] = self.make_pass(problem, plan)
-        return prepared
-
-    def make_pass(self, problem: Problem, plan: LinearPlan) -> PreparedPass:
-        """What `plan` works with; neither kept nor reported."""
-        dtype = getattr(torch, problem.dtype)
-        # Beside or between the group's own collectives, a GEMM takes what is fastest alone.
-        gemm = self.slice_gemm(dtype) if plan.is_scheduled else self._gemm(dtype, is_beside_transfers=False)
-        return PreparedPass(self, problem, plan, gemm)
-
-    def known_plan(self, problem: Problem) -> LinearPlan | None:
-        """What `prepare` would neither measure nor ask other ranks for; None if it would."""
-        prepared = self._prepared.get(problem)
-        return None if prepared is None else prepared.plan
-
-    def has_run(self, problem: Problem) -> bool:
-        """Whether a call of `problem` was made outside of CUDA graphs: planned, agreed on, its buffers large enough.
-
-        A graph may then capture further calls: they need nothing of the host and of other ranks. Equal on all ranks,
-        which make the same calls.
-        """
-        prepared = self._prepared.get(problem)
-        return prepared is not None and prepared.is_agreed and prepared.calls > 0
-
-    def slice_gemm(self, dtype: torch.dtype) -> SliceGemm:
-        """The GEMM that runs beside this context's transfers."""
-        return self._gemm(dtype, is_beside_transfers=True)
-
-    def memory_for_gathered(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`memory` as the operand in which a program leaves gathered rows to its caller, by its name: where peers can
-        write into windows only, a copy of those; else where they arrive."""
-        return {"kept" if self.link.transport.is_one_sided else "gathered": memory}
-
-    def forget_programs(self) -> None:
-        """Free what calls replay; it is made anew where it is needed again. What was agreed and counted stays."""
-        self.known_calls.clear()
-        for prepared in self._prepared.values():
-            prepared.forget_programs()
-
-    def agree_on(self, prepared: PreparedPass) -> None:
-        """Compare a problem with the other ranks', if it is new or every call is to be compared."""
-        self.link.require_usable()
-        if (self.consensus.is_for_every_call or not prepared.is_agreed) and self.group_size > 1:
-            if self.is_capturing:  # what is captured now is agreed on at the first call outside
-                return
-            plan = prepared.plan
-            orders = [order for order in (plan.scatter_order, plan.gather_order) if order is not None]
-            owners = f", owners {orders}" if orders else ""
-            statement = f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}{owners}"
-            self.consensus.agree(statement, topic=prepared.problem.call)
-        prepared.is_agreed = True
-
-    def guard(self, what: object) -> AbstractContextManager[None]:
-        """For a with-block around what all ranks do; left by an exception, this rank would be out of step.
-
-        what: in words, or what gives them.
-        """
-        return Guard(self.link, what) if self.group_size > 1 else _ALONE
-
-    def saved_tensors(self, ctx: Any, what: str) -> tuple[Any, ...]:
-        """Those of `ctx`, for a backward pass. A program's hooks may raise here, and memory run out, on one rank only.
-
-        Where every call is compared, ranks find that out at the next one; else this rank's context fails.
-        """
-        if self.consensus.is_for_every_call:
-            return tuple(ctx.saved_tensors)
-        with self.guard(what):
-            return tuple(ctx.saved_tensors)
-
-    @contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """Record nothing inside the with-block: what runs there is no call of the user's."""
-        recorder = self._recorder
-        self._recorder = self.link.recorder = None
-        try:
-            yield
-        finally:
-            self._recorder = self.link.recorder = recorder
-
-    def enter(self, problem: Problem) -> Link:
-        """Start one operation's use of the buffers, ordered after the one before, whatever stream that ran on."""
-        link = self.link
-        if self.link.last_done is not None:
-            link.is_capturing = torch._C._cuda_isCurrentStreamCapturing()
-            stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-            if link.is_capturing:
-                self.slots.note_capture()
-            elif stream != self._last_stream:
-                self.link.last_done.wait(stream)
-                self._last_stream = stream
-        if self._recorder is not None:
-            self._recorder.begin_call(problem)
-        return link
-
-    def leave(self) -> None:
-        """End what `enter` began."""
-        if self._recorder is not None:
-            self._recorder.end_call()
-        done = self.link.release()
-        if done is not None:
-            self.link.last_done = done
-        elif self.link.last_done is not None and not self.link.is_capturing:
-            self.link.last_done.record(torch._C._cuda_getCurrentRawStream(self.device.index))
 
     # -- what users see -----------------------------------------------------------------------------------------------
 
     @property
-    def transport_name(self) -> str:
-        """ "gloo", "nccl" or "copy_engine"."""
-        return self.link.transport.name
-
-    @property
     def recorder(self) -> Recorder | None:
         """The recorder, if the configuration asks for one."""
-        return self._recorder
+        return self.link.recorder
 
     @property
     def buffer_bytes(self) -> int:
         """Memory that the context's buffers hold on this rank."""
         return self.slots.size_bytes
-
-    @property
-    def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being captured on the current stream."""
-        return _is_capturing(self.device)
 
     @property
     def is_usable(self) -> bool:
@@ -413,22 +261,6 @@ class OverlapContext:
         self._finalizer()
         release_what_is_done(self.link)
 
-    def _gemm(self, dtype: torch.dtype, *, is_beside_transfers: bool) -> SliceGemm:
-        key = (dtype, is_beside_transfers)
-        if key not in self._gemms:
-            try:
-                self._gemms[key] = SliceGemm(
-                    self.config.kernel,
-                    self.transport_name if is_beside_transfers else "none",
-                    self.nccl.channels * self.nccl.lanes,
-                    self.device,
-                    dtype,
-                    regains_sms=self.nccl.regains_sms,
-                )
-            except UnsupportedError as error:  # alike on all ranks, before anything is sent
-                raise self.link.settle(error) from None
-        return self._gemms[key]
-
     @property
     def _collectives(self) -> str:
         """What carries the group's own collectives."""
@@ -438,11 +270,11 @@ class OverlapContext:
             return "none"
 
     def _exposed_by_problem(self) -> dict[Problem, float]:
-        if self._recorder is None:
+        if self.recorder is None:
             return {}
         return {
             problem: sum(map(exposed_us, calls)) / len(calls)
-            for problem, calls in self._recorder.calls_by_problem().items()
+            for problem, calls in self.recorder.calls_by_problem().items()
         }
 
 

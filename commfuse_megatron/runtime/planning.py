@@ -9,8 +9,8 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 
@@ -31,19 +31,14 @@ from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import MachineModel, Traits, assumed_machine
 from commfuse_megatron.problem import AttentionProblem, Problem
 from commfuse_megatron.runtime.calibrate import calibrate
+from commfuse_megatron.runtime.prepared import PassContext, TryOut
 from commfuse_megatron.runtime.stopwatch import make_stopwatch
 from commfuse_megatron.schedule import Algorithm
+from commfuse_megatron.version import __version__
 
-if TYPE_CHECKING:
-    from commfuse_megatron.runtime.context import OverlapContext
-
-__all__ = ["Planner", "TryOut"]
+__all__ = ["Planner"]
 
 logger = logging.getLogger(__name__)
-
-#: Times some plans of one problem, collectively: microseconds by plan, equal on all ranks; or why there are none.
-TryOut = Callable[[Sequence[LinearPlan]], Sequence[float] | str]
-
 
 # Sequence lengths that change at every call must not be planned one by one: numbers of tokens within this factor share
 # a decision, and when a layer has had so many trials, the model decides.
@@ -54,9 +49,9 @@ _MOST_TRIALS_OF_A_LAYER = 8
 class Planner:
     """Plans of one context, in the order in which problems are met; equal on all ranks."""
 
-    def __init__(self, context: "OverlapContext") -> None:
+    def __init__(self, context: PassContext) -> None:
         # The context owns this.
-        self._context: OverlapContext = weakref.proxy(context)
+        self._context: PassContext = weakref.proxy(context)
         #: Why costs do not count here; None where they do.
         self.default_reason = _default_reason(context)
         #: By dtype; measured when first needed, and kept.
@@ -83,7 +78,8 @@ class Planner:
             plan = choose()
         else:
             possible = list_candidates(problem, config, held=self._buffers, is_link_slow=True).plans
-            plan = stored.plan(self._context, problem, possible, self._traits(getattr(torch, problem.dtype)), choose)
+            conditions = self._conditions(problem, stored.num_hosts)
+            plan = stored.plan(self._context.consensus, conditions, problem, possible, choose)
         # By cost; while capturing, without measuring: no example for other lengths.
         if plan.predicted_us is not None and not self._context.is_capturing:
             self._decided.setdefault(_layer(problem), []).append((problem.M, plan))
@@ -189,6 +185,35 @@ class Planner:
             logger.info("machine, %s: %s", problem.dtype, machine)
         return machine
 
+    def _conditions(self, problem: Problem, num_hosts: int) -> dict[str, Any]:
+        """All that a choice depends on but the problem."""
+        config, device = self._context.config, self._context.device
+        traits = self._traits(getattr(torch, problem.dtype))
+        found: dict[str, Any] = {"device": "cpu", "hosts": num_hosts, **dataclasses.asdict(traits)}
+        # Where costs do not count, as with several ranks on one GPU, that is why.
+        found |= {
+            "default": self.default_reason,
+            "commfuse_megatron": __version__,
+            "torch": torch.__version__,
+        }
+        if device.type == "cuda":
+            found |= {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+            found |= {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        parts: list[Any] = [config.kernel, config.plan]
+        if isinstance(problem, AttentionProblem):
+            parts.append(config.attention)
+            found["computed_by"] = self._context.attention_kernels.choose(problem, config.attention.kernel).name
+        else:
+            parts += [config.linear.fprop if problem.pass_name == "fprop" else config.linear.dgrad, config.linear.wgrad]
+        for part in parts:
+            found |= dataclasses.asdict(part)
+        found |= {
+            "max_buffer_mib": config.transport.max_buffer_mib,
+            "graph_memory_mib": config.transport.graph_memory_mib,
+        }
+        del found["file"]
+        return found
+
     def _traits(self, dtype: torch.dtype) -> Traits:
         context, config = self._context, self._context.config
         gemm = context.slice_gemm(dtype)
@@ -201,7 +226,7 @@ class Planner:
         is_one_sided = context.link.transport.is_one_sided
         replays = (
             is_one_sided
-            and context.recorder is None
+            and context.link.recorder is None
             and config.kernel.gemm == "auto"
             and blas_unavailable_reason(context.device, dtype) is None
         )
@@ -241,7 +266,7 @@ def _layer(problem: Problem) -> Hashable:
     return dataclasses.replace(problem, rows=0, batch=batch), is_even
 
 
-def _default_reason(context: "OverlapContext") -> str | None:
+def _default_reason(context: PassContext) -> str | None:
     if context.device.type != "cuda":
         return "default on the CPU: correctness, not speed"
     try:

@@ -1,18 +1,31 @@
-"""One problem on one context: its plan, its programs and its count of calls. Made once, replayed at every call."""
+"""A problem on a context: its plan, its programs and its count of calls, made once and replayed at every call.
 
+And what the passes of a context share. Knows nothing of how a context is made, closed or renewed, nor what users see.
+"""
+
+import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
+from torch import distributed as dist
 
+from commfuse_megatron.config import OverlapConfig
+from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels.attention import AttentionKernel
+from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.kernels.blas import blas_unavailable_reason
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import Problem, shard_range
 from commfuse_megatron.runtime.buffers import PassBuffers
+from commfuse_megatron.runtime.consensus import Consensus, Guard
 from commfuse_megatron.runtime.gemm import SliceGemm
+from commfuse_megatron.runtime.lanes import Lanes
 from commfuse_megatron.runtime.link import Link
+from commfuse_megatron.runtime.slots import Slots
+from commfuse_megatron.runtime.stored_plans import StoredPlans
 from commfuse_megatron.runtime.tape_program import TapeKernel, Tapes
 from commfuse_megatron.runtime.tensor_program import Kernel, TensorProgram
 from commfuse_megatron.schedule import Algorithm, Collective
@@ -21,11 +34,9 @@ from commfuse_megatron.schedule.lower_linear import lower_transfers
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Program
 from commfuse_megatron.transport.copy_tape import BoundOperation
+from commfuse_megatron.transport.select import NcclSettings
 
-if TYPE_CHECKING:
-    from commfuse_megatron.runtime.context import OverlapContext
-
-__all__ = ["Lower", "PreparedPass"]
+__all__ = ["Lower", "PassContext", "PreparedPass", "TryOut"]
 
 # Lanes for the GEMMs of a forward pass, of up to so many FLOP each. 2 x H200, two lanes against none, M 8192, over the
 # larger of GEMM and transfer: 8B qkv 1.051 (1.072), proj 1.260 (1.330), 70B proj 1.063 (1.076), fc1 1.038 (1.016).
@@ -34,6 +45,12 @@ _NUM_LANES = 2
 _MOST_FLOP = 4e11
 
 _ANY_NUMBER = 1 << 30
+
+# The guard of a group of one.
+_ALONE = nullcontext()
+
+#: Times some plans of one problem, collectively: microseconds by plan, equal on all ranks; or why there are none.
+TryOut = Callable[[Sequence[LinearPlan]], Sequence[float] | str]
 
 #: Makes the program of a pass, for what a call asks of it.
 Lower = Callable[["PreparedPass", Policy, Any], Program]
@@ -46,7 +63,7 @@ class PreparedPass:
     the context failed: the peers have been sent part of an operation.
     """
 
-    def __init__(self, context: "OverlapContext", problem: Problem, plan: LinearPlan, gemm: SliceGemm) -> None:
+    def __init__(self, context: "PassContext", problem: Problem, plan: LinearPlan, gemm: SliceGemm) -> None:
         self.context = context
         self.group_rank: int = context.group_rank
         self.problem = problem
@@ -247,6 +264,193 @@ class PreparedPass:
         )
         order = plan.scatter_order if collective is Collective.REDUCE_SCATTER else plan.gather_order
         return bind(*sizes) if order is None else bind(*sizes, order=order)
+
+
+class Plans(Protocol):
+    """What chooses plans: the planner."""
+
+    def plan(self, problem: Problem, try_out: TryOut | None = None) -> LinearPlan: ...
+
+
+class PassContext:
+    """What the passes of one context share, and where operations get them.
+
+    planner: chooses the plans of new problems. stored_plans: None without `plan.file`.
+    """
+
+    planner: Plans
+    stored_plans: StoredPlans | None
+
+    def __init__(
+        self,
+        config: OverlapConfig,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        nccl: NcclSettings,
+        link: Link,
+        consensus: Consensus,
+    ) -> None:
+        self.config, self.group, self.device, self.nccl = config, group, device, nccl
+        self.group_size: int = group.size()
+        self.group_rank: int = group.rank()
+        self.link, self.consensus = link, consensus
+        self.slots = Slots(device, link.transport.window)
+        #: Side streams for work that may run beside other work of the same operation.
+        self.lanes = Lanes(device)
+        self.attention_kernels = AttentionKernels(device)
+        self._prepared: dict[Problem, PreparedPass] = {}
+        #: Of the call that began last.
+        self.latest_pass: PreparedPass | None = None
+        #: Calls whose arguments were seen before, by everything a check looks at: `ops.arguments` fills and reads it.
+        self.known_calls: dict[Hashable, PreparedPass] = {}
+        self._gemms: dict[tuple[torch.dtype, bool], SliceGemm] = {}
+        self._last_stream = 0
+
+    @property
+    def transport_name(self) -> str:
+        """ "gloo", "nccl" or "copy_engine"."""
+        return self.link.transport.name
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured on the current stream."""
+        return self.consensus.is_capturing()
+
+    def prepare(self, problem: Problem, try_out: TryOut | None = None) -> PreparedPass:
+        """The plan and programs of `problem`; the same object at every call.
+
+        try_out: times plans of this problem, where the planner wants it. What it raises, raises here.
+        """
+        prepared = self._prepared.get(problem)
+        if prepared is None:
+            prepared = self.make_pass(problem, self.planner.plan(problem, try_out))
+            self._prepared[problem] = prepared
+        return prepared
+
+    def prepare_like(self, problem: Problem, plan: LinearPlan, reason: str) -> PreparedPass:
+        """The pass of `problem` under a plan that was made for another one."""
+        prepared = self._prepared.get(problem)
+        if prepared is None:
+            plan = dataclasses.replace(plan, reason=reason, predicted_us=None, measured_us=None)
+            prepared = self._prepared[problem] = self.make_pass(problem, plan)
+        return prepared
+
+    def make_pass(self, problem: Problem, plan: LinearPlan) -> PreparedPass:
+        """What `plan` works with; neither kept nor reported."""
+        dtype = getattr(torch, problem.dtype)
+        # Beside or between the group's own collectives, a GEMM takes what is fastest alone.
+        gemm = self.slice_gemm(dtype) if plan.is_scheduled else self._gemm(dtype, is_beside_transfers=False)
+        return PreparedPass(self, problem, plan, gemm)
+
+    def known_plan(self, problem: Problem) -> LinearPlan | None:
+        """What `prepare` would neither measure nor ask other ranks for; None if it would."""
+        prepared = self._prepared.get(problem)
+        return None if prepared is None else prepared.plan
+
+    def has_run(self, problem: Problem) -> bool:
+        """Whether a call of `problem` was made outside of CUDA graphs: planned, agreed on, its buffers large enough.
+
+        A graph may then capture further calls: they need nothing of the host and of other ranks. Equal on all ranks,
+        which make the same calls.
+        """
+        prepared = self._prepared.get(problem)
+        return prepared is not None and prepared.is_agreed and prepared.calls > 0
+
+    def slice_gemm(self, dtype: torch.dtype) -> SliceGemm:
+        """The GEMM that runs beside this context's transfers."""
+        return self._gemm(dtype, is_beside_transfers=True)
+
+    def memory_for_gathered(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`memory` as the operand in which a program leaves gathered rows to its caller, by its name: where peers can
+        write into windows only, a copy of those; else where they arrive."""
+        return {"kept" if self.link.transport.is_one_sided else "gathered": memory}
+
+    def forget_programs(self) -> None:
+        """Free what calls replay; it is made anew where it is needed again. What was agreed and counted stays."""
+        self.known_calls.clear()
+        for prepared in self._prepared.values():
+            prepared.forget_programs()
+
+    def agree_on(self, prepared: PreparedPass) -> None:
+        """Compare a problem with the other ranks', if it is new or every call is to be compared."""
+        self.link.require_usable()
+        if (self.consensus.is_for_every_call or not prepared.is_agreed) and self.group_size > 1:
+            if self.is_capturing:  # what is captured now is agreed on at the first call outside
+                return
+            plan = prepared.plan
+            orders = [order for order in (plan.scatter_order, plan.gather_order) if order is not None]
+            owners = f", owners {orders}" if orders else ""
+            statement = f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}{owners}"
+            self.consensus.agree(statement, topic=prepared.problem.call)
+        prepared.is_agreed = True
+
+    def guard(self, what: object) -> AbstractContextManager[None]:
+        """For a with-block around what all ranks do; left by an exception, this rank would be out of step.
+
+        what: in words, or what gives them.
+        """
+        return Guard(self.link, what) if self.group_size > 1 else _ALONE
+
+    def saved_tensors(self, ctx: Any, what: str) -> tuple[Any, ...]:
+        """Those of `ctx`, for a backward pass. A program's hooks may raise here, and memory run out, on one rank only.
+
+        Where every call is compared, ranks find that out at the next one; else this rank's context fails.
+        """
+        if self.consensus.is_for_every_call:
+            return tuple(ctx.saved_tensors)
+        with self.guard(what):
+            return tuple(ctx.saved_tensors)
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Record nothing inside the with-block: what runs there is no call of the user's."""
+        recorder, self.link.recorder = self.link.recorder, None
+        try:
+            yield
+        finally:
+            self.link.recorder = recorder
+
+    def enter(self, problem: Problem) -> Link:
+        """Start one operation's use of the buffers, ordered after the one before, whatever stream that ran on."""
+        link = self.link
+        if link.last_done is not None:
+            link.is_capturing = torch._C._cuda_isCurrentStreamCapturing()
+            stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+            if link.is_capturing:
+                self.slots.note_capture()
+            elif stream != self._last_stream:
+                link.last_done.wait(stream)
+                self._last_stream = stream
+        if link.recorder is not None:
+            link.recorder.begin_call(problem)
+        return link
+
+    def leave(self) -> None:
+        """End what `enter` began."""
+        link = self.link
+        if link.recorder is not None:
+            link.recorder.end_call()
+        done = link.release()
+        if done is not None:
+            link.last_done = done
+        elif link.last_done is not None and not link.is_capturing:
+            link.last_done.record(torch._C._cuda_getCurrentRawStream(self.device.index))
+
+    def _gemm(self, dtype: torch.dtype, *, is_beside_transfers: bool) -> SliceGemm:
+        key = (dtype, is_beside_transfers)
+        if key not in self._gemms:
+            try:
+                self._gemms[key] = SliceGemm(
+                    self.config.kernel,
+                    self.transport_name if is_beside_transfers else "none",
+                    self.nccl.channels * self.nccl.lanes,
+                    self.device,
+                    dtype,
+                    regains_sms=self.nccl.regains_sms,
+                )
+            except UnsupportedError as error:  # alike on all ranks, before anything is sent
+                raise self.link.settle(error) from None
+        return self._gemms[key]
 
 
 def _lower_transfers(p: PreparedPass, policy: Policy, label: str) -> Program:

@@ -15,14 +15,11 @@ copy stream has been forked from the current one before these.
 """
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from commfuse_megatron.transport.base import Place
+from commfuse_megatron.transport.copy_flags import Key
 from commfuse_megatron.transport.stream_memory import Batch
-
-if TYPE_CHECKING:
-    from commfuse_megatron.transport.copy_engine import CopyEngineTransport
-    from commfuse_megatron.transport.copy_flags import Key
 
 __all__ = ["BoundOperation", "CopyTape", "GraphTable", "Ref", "Step"]
 
@@ -55,11 +52,35 @@ class BoundOperation(NamedTuple):
     """
 
     steps: tuple[Step, ...]
-    keys: tuple["Key", ...]
-    notes: tuple[tuple["Key", object], ...]
+    keys: tuple[Key, ...]
+    notes: tuple[tuple[Key, object], ...]
     release: Batch
     captured: tuple[Step, ...]
     graphs: GraphTable
+
+
+class StepMaker(Protocol):
+    """What binds the steps of copies and flags: the copy engine, which says of each what it does."""
+
+    def bind_order(self) -> tuple[Step, Step]: ...
+
+    def bind_mark(self) -> tuple[Step, Step]: ...
+
+    def bind_copies_mark(self) -> tuple[Step, Step]: ...
+
+    def bind_take(self, peer: int) -> Step: ...
+
+    def bind_push(self, peer: int, place: Place, source: Ref, size_bytes: int) -> Step: ...
+
+    def bind_copy(self, target: Ref, source: Ref, size_bytes: int, flag: int) -> Step: ...
+
+    def key_of_copy(self, flag: int) -> Key: ...
+
+    def bind_wait(self, keys: tuple[Key, ...]) -> Step: ...
+
+    def bind_silence(self, keys: tuple[Key, ...]) -> tuple[Step | None, tuple[Key, ...]]: ...
+
+    def bind_release(self, keys: tuple[Key, ...], awaited: tuple[Key, ...]) -> Batch: ...
 
 
 class CopyTape:
@@ -68,7 +89,7 @@ class CopyTape:
     Kernels and waits go to the current stream, or to the lane that `on` chose.
     """
 
-    def __init__(self, transport: "CopyEngineTransport") -> None:
+    def __init__(self, transport: StepMaker) -> None:
         self._transport = transport
         self._granted: set[int] = set()
         self._pending: list[Step] = []  # of the copy stream, for behind the next kernel
@@ -127,7 +148,7 @@ class CopyTape:
             self._add_pending(self._transport.bind_take(peer))
         self._add_pending(self._transport.bind_push(peer, place, source, size_bytes))
 
-    def issued(self, batch: Iterable["Key"]) -> None:
+    def issued(self, batch: Iterable[Key]) -> None:
         """Tell of a batch {send, receive} after its push: to wait for it, it and all before it must be submitted."""
         batch = tuple(batch)
         if self._pending:
@@ -136,7 +157,7 @@ class CopyTape:
         if self._last_pushed is not None:
             self._pushed.update(dict.fromkeys(batch, self._last_pushed))
 
-    def copy(self, target: Ref, source: Ref, size_bytes: int, flag: int) -> "Key":
+    def copy(self, target: Ref, source: Ref, size_bytes: int, flag: int) -> Key:
         """Copy within this device, beside the next kernel; returns what to wait for."""
         self._add_pending(self._transport.bind_copy(target, source, size_bytes, flag))
         key = self._transport.key_of_copy(flag)
@@ -149,11 +170,11 @@ class CopyTape:
         self._add(step)
         self._submit()
 
-    def note(self, key: "Key") -> None:
+    def note(self, key: Key) -> None:
         """Tell of a batch {send, receive}, so that the end of the operation clears its flags."""
         self.keys.append(key)
 
-    def wait(self, *keys: "Key") -> None:
+    def wait(self, *keys: Key) -> None:
         """What comes next needs these batches."""
         if keys:
             if not self._pending_keys.isdisjoint(keys):
@@ -178,7 +199,7 @@ class CopyTape:
         release = self._transport.bind_release(keys, (*awaited, *silent))
         return BoundOperation(tuple(self.steps), keys, tuple(self.notes), release, tuple(self._captured), GraphTable())
 
-    def _tell_silence(self) -> tuple["Key", ...]:
+    def _tell_silence(self) -> tuple[Key, ...]:
         """Tell the peers that get no message; returns what to wait for of those who send none."""
         tell, awaited = self._transport.bind_silence(tuple(self.keys))
         if tell is not None:

@@ -238,7 +238,7 @@ def test_a_dtype_that_the_gemm_does_not_take_leaves_the_context_to_others(monkey
             raise UnsupportedError("the persistent GEMM takes no float64")
         return SliceGemm(config, transport, channels, device, dtype, **others)
 
-    monkeypatch.setattr("commfuse_megatron.runtime.context.SliceGemm", make)
+    monkeypatch.setattr("commfuse_megatron.runtime.prepared.SliceGemm", make)
 
     def body(group, device):
         with OverlapContext(group, QUICK) as context:

@@ -6,7 +6,7 @@ import pytest
 
 from commfuse_megatron.cli import bench
 from commfuse_megatron.cli import main as cli
-from commfuse_megatron.cli.trace import config_of
+from commfuse_megatron.cli.trace_options import config_of
 from tests.unit.test_cli import require_usage_error
 
 

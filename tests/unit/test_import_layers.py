@@ -1,12 +1,12 @@
-"""Imports point downward only, the package has no import side effects, and nothing syncs a whole device or prints.
+"""Imports point downward only and never in circles; none has side effects; nothing syncs a whole device or prints.
 
-Reads syntax trees, so an import inside a function counts as well.
+Reads syntax trees, so an import inside a function, or for types alone, counts as well.
 """
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 import pytest
@@ -71,6 +71,43 @@ def parse(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"), str(file))
 
 
+def file_of(dotted: str) -> Path | None:
+    """The file that defines what is imported, which may be what an `__init__` exports; None for foreign modules."""
+    names = dotted.split(".")
+    if names[0] != NAME:
+        return None
+    place = PACKAGE.joinpath(*names[1:])
+    if place.with_suffix(".py").is_file():
+        return place.with_suffix(".py")
+    package = place / "__init__.py"
+    if package.is_file():
+        return package
+    above = file_of(".".join(names[:-1]))
+    if above is None or above.name != "__init__.py":
+        return above
+    exported = (name for _, name in imported_modules(parse(above), above) if name.split(".")[-1] == names[-1])
+    return next((file_of(name) for name in exported), above)
+
+
+def circles(imports: Mapping[str, Set[str]]) -> list[list[str]]:
+    """Groups of names of which each leads to every other."""
+
+    def reached(name: str) -> set[str]:
+        found: set[str] = set()
+        ahead = set(imports.get(name, ()))
+        while ahead:
+            found |= ahead
+            ahead = {after for one in ahead for after in imports.get(one, ())} - found
+        return found
+
+    ahead_of = {name: reached(name) for name in imports}
+    groups = {
+        frozenset({name} | {other for other in after if name in ahead_of.get(other, ())})
+        for name, after in ahead_of.items()
+    }
+    return sorted(sorted(group) for group in groups if len(group) > 1)
+
+
 def test_every_part_has_a_layer() -> None:
     assert FILES, f"no sources under {PACKAGE}"
     unknown = sorted({part_of(file) for file in FILES} - set(HEIGHT))
@@ -86,6 +123,24 @@ def test_imports_point_downward() -> None:
             if target is not None and target != part and HEIGHT[target] >= HEIGHT[part]:
                 wrong.append(f"{file.relative_to(PACKAGE)}:{line}: {part} must not import {target} ({dotted})")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_search_for_circles_finds_them() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"d"}}) == [["b", "c"]]
+
+
+def test_files_do_not_import_each_other_in_circles() -> None:
+    imports = {
+        str(file.relative_to(PACKAGE)): {
+            str(target.relative_to(PACKAGE))
+            for _, dotted in imported_modules(parse(file), file)
+            if (target := file_of(dotted)) is not None and target.name != "__init__.py"
+        }
+        for file in FILES
+        if file.name != "__init__.py"
+    }
+    assert any(imports.values()), "no import was found"
+    assert not circles(imports), "\n".join(" <-> ".join(group) for group in circles(imports))
 
 
 def test_only_plugin_and_above_import_megatron() -> None:
