@@ -40,6 +40,7 @@ class Row:
     alone are issued step by step: a call that a graph moves faster, as small ones, can be below it.
     host_us: host time of a call that finds the device idle. reason: why the planner chose this path.
     group_size: of an emulated row, the size that is emulated. shrink: what the published sizes were divided by.
+    recipe: of FP8, None without. layers: of the model whose step is timed, None of a single operation.
     """
 
     case: str
@@ -60,6 +61,8 @@ class Row:
     comm_only_collective_ms: float
     sequential_ms: float
     emulated: bool = False
+    recipe: str | None = None
+    layers: int | None = None
     rounds: int = 0
     algorithm: str = ""
     chunks_per_shard: int | None = None
@@ -122,7 +125,7 @@ class Row:
     @property
     def task(self) -> tuple[object, ...]:
         """What is solved, and where."""
-        sizes = (self.M, self.N, self.K, self.dtype, self.shrink, self.group_size)
+        sizes = (self.M, self.N, self.K, self.dtype, self.recipe, self.shrink, self.group_size)
         return (self.case, self.pass_name, *sizes, self.emulated, self.device, self.link)
 
     def as_json(self) -> dict[str, object]:

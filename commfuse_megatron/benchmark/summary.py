@@ -90,7 +90,7 @@ def summarize(rows: Sequence[Row]) -> Summary:
 
 def _is_headline(row: Row) -> bool:
     is_one = row.is_linear and row.case.split(".")[0] in HEADLINE_MODELS
-    return is_one and (row.M, row.pass_name, row.shrink) == (HEADLINE_M, "fprop", 1)
+    return is_one and (row.M, row.pass_name, row.shrink, row.recipe) == (HEADLINE_M, "fprop", 1, None)
 
 
 def _best(variants: dict[str, Row], prefix: str) -> float | None:

@@ -1,4 +1,4 @@
-"""A whole Megatron step, forward and backward: stock, with the plugin, and without communication; timed, then traced.
+"""A whole Megatron step, forward and backward: stock, planned by the plugin, without communication; timed, traced.
 
 Without communication is the stock step with every all-gather and reduce-scatter replaced by a local copy
 (`tracing.collectives.local_copies`): its results are wrong on purpose, its time is a lower bound. What a step takes
@@ -22,6 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import distributed as dist
 
+from commfuse_megatron.benchmark.ours import PLANNED
+from commfuse_megatron.benchmark.step_memory import Builders, warm_up
 from commfuse_megatron.benchmark.userbuffers import close_userbuffers, missing_userbuffers, open_userbuffers
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
@@ -36,7 +38,6 @@ from commfuse_megatron.tracing.summary import Summary, drop_nested, summarize, w
 __all__ = [
     "FREE",
     "MODELS",
-    "PLUGIN",
     "STOCK",
     "USERBUFFERS",
     "StepToTrace",
@@ -47,7 +48,7 @@ __all__ = [
     "userbuffers_left_out",
 ]
 
-STOCK, PLUGIN, FREE = "stock", "plugin", "without communication"
+STOCK, FREE = "stock", "no_communication"
 USERBUFFERS = "stock with tp_comm_overlap"
 MEGATRONS = "Megatron's GEMMs"
 
@@ -83,7 +84,7 @@ MODELS: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepToTrace:
-    """What is traced. rounds: timed steps of each variant, in random order, after `warm_up` steps of each."""
+    """What is traced. rounds: timed steps of each variant in a run, in random order, after `warm_up` steps of each."""
 
     model: str
     num_layers: int
@@ -96,14 +97,22 @@ class StepToTrace:
     has_fusions: bool = False
     warm_up: int = 2
     rounds: int = 9
+    runs: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Milliseconds of one variant: medians over rounds, each the slowest rank's."""
+    """Milliseconds of one variant: medians over runs; of a run, (forward, step) over rounds, the slowest rank's.
+
+    Bytes are the largest of all ranks, as if no other variant were there; 0 on the CPU. device_bytes: of the whole
+    device, also what PyTorch keeps unused, and what it knows nothing of.
+    """
 
     forward_ms: float
     step_ms: float
+    runs: tuple[tuple[float, float], ...] = ()
+    peak_allocated_bytes: int = 0
+    device_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +147,7 @@ def userbuffers_left_out(wanted: StepToTrace) -> str | None:
 
 def count_steps(wanted: StepToTrace) -> int:
     """How often `trace_step` will call its `on_step`."""
-    return (3 if userbuffers_left_out(wanted) else 4) * (wanted.warm_up + wanted.rounds)
+    return (3 if userbuffers_left_out(wanted) else 4) * (wanted.warm_up + wanted.rounds * wanted.runs)
 
 
 def trace_step(wanted: StepToTrace, *, on_step: Callable[[], object] = lambda: None) -> StepTrace:
@@ -166,22 +175,28 @@ def _trace(wanted: StepToTrace, on_step: Callable[[], object]) -> StepTrace:
 
     device = torch.device("cpu") if wanted.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
     with ExitStack() as stack:
-        models = _build(wanted, device, stack)
         tokens = _tokens(wanted, device)
         with_mask = wanted.transformer_impl == "local"
-        steps = {name: _Step(model, tokens, with_mask, is_overlapped=name == PLUGIN) for name, model in models.items()}
-        steps[FREE] = _Step(models[STOCK], tokens, with_mask, is_overlapped=False, around=local_copies)
-        for step in steps.values():
-            for _ in range(wanted.warm_up):
-                with step.prepared():
-                    step()
-                on_step()
-        layers = _layers(models[PLUGIN])
+        steps: dict[str, _Step] = {}
+
+        def run(name: str, model: Any) -> None:
+            around = local_copies if name == FREE else contextlib.nullcontext
+            steps[name] = _Step(model, tokens, with_mask, is_overlapped=name == PLANNED, around=around)
+            with steps[name].prepared():
+                steps[name]()
+            on_step()
+
+        memory = warm_up(_builders(wanted, device, stack), run, wanted.warm_up, device)
+        layers = _layers(steps[PLANNED].model)
         if all(reason is not None for reason in layers.values()):
             raise UnsupportedError(
                 f"the plugin overlapped no layer: {'; '.join(sorted({str(r) for r in layers.values()}))}"
             )
-        times = _time(steps, wanted.rounds, device, on_step)
+        runs_ms = [_time(steps, wanted.rounds, device, on_step, seed) for seed in range(wanted.runs)]
+        times = {}
+        for name in steps:
+            of_runs = tuple(each[name] for each in runs_ms)
+            times[name] = StepTimes(*_medians(of_runs), of_runs, *_largest(memory[name], device))
         del steps[FREE]
         runs = _profiled(steps, device) if device.type == "cuda" else _recorded(steps, device)
         for name, recording in runs.items():
@@ -210,8 +225,8 @@ def _layers(model: Any) -> dict[str, str | None]:
 # --- the models -------------------------------------------------------------------------------------------------------
 
 
-def _build(wanted: StepToTrace, device: torch.device, stack: ExitStack) -> dict[str, Any]:
-    """Models by variant, the same object for local layers. What must be closed after use is entered into `stack`."""
+def _builders(wanted: StepToTrace, device: torch.device, stack: ExitStack) -> Builders:
+    """What builds each variant's model, stock's first; None: it is stock's. What must be closed enters `stack`."""
     overlap = dataclasses.replace(wanted.config, record=device.type == "cpu")  # on GPUs the profiler looks instead
     from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, missing_transformer_engine, transformer_config
 
@@ -228,8 +243,7 @@ def _build(wanted: StepToTrace, device: torch.device, stack: ExitStack) -> dict[
         options |= {"bias_activation_fusion": True, "bias_dropout_fusion": True, "apply_rope_fusion": has_te}
     if wanted.transformer_impl == "local":
         config = transformer_config(gpt, group_size, **options)
-        model = build_gpt(gpt, config, overlap=overlap, device=device)
-        return {STOCK: model, PLUGIN: model}
+        return {STOCK: lambda: build_gpt(gpt, config, overlap=overlap, device=device), PLANNED: None, FREE: None}
     reason = missing_transformer_engine()
     if reason is not None:
         raise UnsupportedError(reason)
@@ -240,12 +254,15 @@ def _build(wanted: StepToTrace, device: torch.device, stack: ExitStack) -> dict[
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
         return build_gpt(gpt, config, overlap=overlap, device=device, spec=spec)
 
-    models = {STOCK: build(False), PLUGIN: build(overlap)}
-    if userbuffers_left_out(wanted) is None:
+    def build_over_userbuffers() -> Any:
         open_userbuffers((wanted.sequence * wanted.batch, gpt.hidden_size), group_size, wanted.dtype)
         stack.callback(close_userbuffers)
-        models[USERBUFFERS] = build(False, tp_comm_overlap=True)
-    return models
+        return build(False, tp_comm_overlap=True)
+
+    builders: Builders = {STOCK: lambda: build(False), PLANNED: lambda: build(overlap)}
+    if userbuffers_left_out(wanted) is None:
+        builders[USERBUFFERS] = build_over_userbuffers
+    return builders | {FREE: None}
 
 
 def _tokens(wanted: StepToTrace, device: torch.device) -> torch.Tensor:
@@ -266,7 +283,7 @@ class _Step:
         is_overlapped: bool,
         around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        self._model = model
+        self.model = model
         self._tokens = tokens
         self._with_mask = with_mask
         self._is_overlapped = is_overlapped
@@ -279,15 +296,15 @@ class _Step:
         """Inside the with-block a call is this variant's step and nothing else: no time goes into switching."""
         for config in self._configs:
             config.commfuse = self._is_overlapped
-        self._model.zero_grad(set_to_none=True)
         with self._around():
             yield
+        self.model.zero_grad(set_to_none=True)
 
     def __call__(self, between: Callable[[], object] = lambda: None) -> None:
         """Run one step, while `prepared`; `between` is called after the forward pass."""
         from commfuse_megatron.testing.gpt import loss_of
 
-        loss = loss_of(self._model, self._tokens, with_mask=self._with_mask)
+        loss = loss_of(self.model, self._tokens, with_mask=self._with_mask)
         between()
         loss.backward()
 
@@ -296,10 +313,10 @@ class _Step:
 
 
 def _time(
-    steps: dict[str, _Step], rounds: int, device: torch.device, on_step: Callable[[], object]
-) -> dict[str, StepTimes]:
-    """Medians over rounds of the slowest rank; variants take turns in an order that all ranks shuffle alike."""
-    shuffle = random.Random(0)
+    steps: dict[str, _Step], rounds: int, device: torch.device, on_step: Callable[[], object], seed: int
+) -> dict[str, tuple[float, float]]:
+    """A run: (forward, step), medians over rounds of the slowest rank; turns are shuffled, by all ranks alike."""
+    shuffle = random.Random(seed)
     samples: dict[str, list[list[float]]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name in shuffle.sample(list(steps), len(steps)):
@@ -307,13 +324,19 @@ def _time(
                 meet(None, device)
                 samples[name].append(_one_step_ms(steps[name], device))
             on_step()
-    times = {}
-    for name, rows in samples.items():
-        slowest = torch.tensor(rows, dtype=torch.float64, device=device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        forward_ms, step_ms = (statistics.median(column) for column in zip(*slowest.tolist(), strict=True))
-        times[name] = StepTimes(forward_ms=forward_ms, step_ms=step_ms)
-    return times
+    return {name: _medians(_largest(torch.tensor(rows, dtype=torch.float64), device)) for name, rows in samples.items()}
+
+
+def _largest(values: torch.Tensor, device: torch.device) -> list[Any]:
+    """Of all ranks."""
+    largest = values.to(device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.tolist()
+
+
+def _medians(samples: Sequence[Sequence[float]]) -> tuple[float, float]:
+    forward_ms, step_ms = (statistics.median(column) for column in zip(*samples, strict=True))
+    return forward_ms, step_ms
 
 
 def _one_step_ms(step: _Step, device: torch.device) -> list[float]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from commfuse_megatron.cli.launch import launch
-from commfuse_megatron.cli.output import each_once, make_progress, results, say_count, silence_foreign_warnings
+from commfuse_megatron.cli.output import each_once, make_progress, results, say_count
 from commfuse_megatron.cli.ranks import Rank, UsageError, choose_num_ranks, is_speaker
 from commfuse_megatron.cli.write_plans import require_plans_alone, run_write_plans
 from commfuse_megatron.config import CONFIG_VARIABLE, config_file_from_environment
@@ -37,7 +37,6 @@ class _Options:
     figure: str | None
     bounds: dict[str, float]
     resumes: bool
-    is_verbose: bool
 
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
@@ -131,9 +130,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         return run_write_plans(arguments, settings, num_ranks)
     if arguments.resume and is_speaker() and Path(arguments.json).exists():
         _require_same_columns(settings, load_report(Path(arguments.json))[0], arguments.json)
-    options = _Options(
-        settings, arguments.json, arguments.figure, bounds, arguments.resume, is_verbose=arguments.verbose
-    )
+    options = _Options(settings, arguments.json, arguments.figure, bounds, arguments.resume)
     return launch(_bench_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
 
 
@@ -217,8 +214,6 @@ def _require_same_columns(settings: Settings, header: dict[str, Any], file: str)
 
 
 def _bench_on_rank(rank: Rank, options: _Options) -> int:
-    if not options.is_verbose:
-        silence_foreign_warnings()
     import torch
     from torch import distributed as dist
 

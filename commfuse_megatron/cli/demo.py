@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from commfuse_megatron.cli.launch import launch
-from commfuse_megatron.cli.output import make_progress, require_files, results, silence_foreign_warnings, write_json
+from commfuse_megatron.cli.output import make_progress, require_files, results, write_json
 from commfuse_megatron.cli.ranks import CannotRunError, Rank, UsageError, choose_num_ranks
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ class _Options:
     text: bytes
     output: str
     json: str | None
-    is_verbose: bool
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
@@ -55,7 +54,6 @@ def run_demo(arguments: argparse.Namespace) -> int:
         text=_read_text(arguments.text),
         output=arguments.output,
         json=arguments.json,
-        is_verbose=arguments.verbose,
     )
     return launch(_demo_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
 
@@ -77,8 +75,6 @@ def _read_text(file: str | None) -> bytes:
 
 
 def _demo_on_rank(rank: Rank, options: _Options) -> int:
-    if not options.is_verbose:
-        silence_foreign_warnings()
     import torch
     from torch import distributed as dist
 

@@ -143,7 +143,12 @@ def status(text: str) -> Iterator[None]:
 
 
 def configure_logging(level: int, *, rank: int = 0) -> None:
-    """Send log records to stderr; ranks other than the first only from WARNING on."""
+    """Send log records to stderr; ranks other than the first only from WARNING on.
+
+    Above INFO, which is what --verbose asks for, foreign warnings are silenced. Called before torch is imported.
+    """
+    if level > logging.INFO:
+        silence_foreign_warnings()
     logging.basicConfig(
         level=level if rank == 0 else max(level, logging.WARNING),
         format=f"%(levelname)s rank {rank} %(name)s: %(message)s",
@@ -153,9 +158,8 @@ def configure_logging(level: int, *, rank: int = 0) -> None:
 
 
 def silence_foreign_warnings() -> None:
-    """Megatron says on import which optional packages it goes without; nobody can act on that here."""
-    warnings.filterwarnings("ignore", module=r"megatron\.")
-    warnings.filterwarnings("ignore", module=r"torch\.")
+    """Megatron and Transformer Engine say on import, and at every layer, what they go without; nobody can act on it."""
+    warnings.filterwarnings("ignore", module=r"(megatron|torch|transformer_engine)(\.|$)")
     # What the compiler says when a file is first imported is filed under the file's path, not its module's name.
     warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[/\\]megatron[/\\]")
     for name in ("megatron", "torch.utils.cpp_extension"):

@@ -19,7 +19,6 @@ from commfuse_megatron.cli.output import (
     require_files,
     results,
     say_count,
-    silence_foreign_warnings,
     write_json,
 )
 from commfuse_megatron.cli.ranks import Rank, UsageError, choose_num_ranks
@@ -60,7 +59,6 @@ class _Options:
     output: str
     name: str
     json: str | None
-    is_verbose: bool
 
 
 def run_trace_attention(arguments: argparse.Namespace) -> int:
@@ -98,7 +96,6 @@ def run_trace_attention(arguments: argparse.Namespace) -> int:
         output=arguments.output,
         name=name,
         json=arguments.json,
-        is_verbose=arguments.verbose,
     )
     return launch(_trace_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
 
@@ -132,8 +129,6 @@ def _config(arguments: argparse.Namespace, path: str) -> OverlapConfig:
 
 
 def _trace_on_rank(rank: Rank, options: _Options) -> int:
-    if not options.is_verbose:
-        silence_foreign_warnings()
     import torch
     from torch import distributed as dist
 

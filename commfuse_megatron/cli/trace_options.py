@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 ATTENTION_PATHS = ("sequential", "row_parallel", "query_split")
-OF_STEPS = ("model", "layers", "batch", "transformer_impl", "fusions", "rounds")
+OF_STEPS = ("model", "layers", "batch", "transformer_impl", "fusions", "rounds", "runs")
 MOST_RANKS_DRAWN = 4
 
 
@@ -87,7 +87,7 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
     )
     block.add_argument("--shrink", type=int, metavar="F", help="divide all sizes by F (default 1; 64 on the CPU)")
     step = parser.add_argument_group("a whole step (also --seq)")
-    step.add_argument("--step", action="store_true", help="forward and backward of a Megatron GPT, stock and plugin")
+    step.add_argument("--step", action="store_true", help="forward and backward of a Megatron GPT, stock and planned")
     step.add_argument("--model", choices=("demo", "llama-8b", "llama-70b"), default="demo", help="default demo")
     step.add_argument("--layers", type=int, metavar="L", help="default 2, llama 4")
     step.add_argument("--batch", type=int, default=1, metavar="B", help="default 1")
@@ -95,7 +95,10 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
         "--transformer-impl", choices=("local", "transformer_engine"), default="local", help="attention and norms"
     )
     step.add_argument("--fusions", action="store_true", help="Megatron's fused activation, dropout and rotary kernels")
-    step.add_argument("--rounds", type=int, default=9, metavar="n", help="timed steps of each variant (default 9)")
+    step.add_argument(
+        "--rounds", type=int, default=9, metavar="n", help="timed steps of each variant in a run (default 9)"
+    )
+    step.add_argument("--runs", type=int, default=1, metavar="n", help="in each, variants take turns (default 1)")
 
 
 def refuse_given(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:

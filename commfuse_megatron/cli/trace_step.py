@@ -1,4 +1,4 @@
-"""`commfuse trace --step`: a Megatron step, stock and with the plugin, beside the step without communication."""
+"""`commfuse trace --step`: a Megatron step, stock and planned by the plugin, beside the step without communication."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from commfuse_megatron.cli.launch import launch
-from commfuse_megatron.cli.output import make_progress, require_files, results, silence_foreign_warnings, write_json
+from commfuse_megatron.cli.output import make_progress, require_files, results, say_count, write_json
 from commfuse_megatron.cli.ranks import CannotRunError, Rank, UsageError, choose_num_ranks
 from commfuse_megatron.cli.trace_options import (
     config_of,
@@ -43,10 +43,10 @@ class _Options:
     transformer_impl: str
     has_fusions: bool
     rounds: int
+    runs: int
     output: str
     name: str
     json: str | None
-    is_verbose: bool
 
 
 def run_trace_step(arguments: argparse.Namespace) -> int:
@@ -66,7 +66,7 @@ def run_trace_step(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--seq {sequence} must be a multiple of the {num_ranks} ranks")
     if num_ranks not in (2, 4, 8):
         raise UsageError(f"the models can be cut for 2, 4 or 8 ranks, not {num_ranks}")
-    require_positive(arguments, ("seq", "layers", "batch", "rounds"))
+    require_positive(arguments, ("seq", "layers", "batch", "rounds", "runs"))
     name = arguments.name or f"step_{arguments.model}"
     require_files(arguments.output, (f"{name}.json", f"{name}.png"))
     options = _Options(
@@ -79,17 +79,15 @@ def run_trace_step(arguments: argparse.Namespace) -> int:
         transformer_impl=arguments.transformer_impl,
         has_fusions=arguments.fusions,
         rounds=arguments.rounds,
+        runs=arguments.runs,
         output=arguments.output,
         name=name,
         json=arguments.json,
-        is_verbose=arguments.verbose,
     )
     return launch(_trace_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
 
 
 def _trace_on_rank(rank: Rank, options: _Options) -> int:
-    if not options.is_verbose:
-        silence_foreign_warnings()
     import torch
 
     from commfuse_megatron.benchmark.whole_step import StepToTrace, count_steps, trace_step
@@ -105,6 +103,7 @@ def _trace_on_rank(rank: Rank, options: _Options) -> int:
         transformer_impl=options.transformer_impl,  # type: ignore[arg-type]
         has_fusions=options.has_fusions,
         rounds=options.rounds,
+        runs=options.runs,
     )
     with make_progress(is_shown=rank.is_first) as progress:
         task = progress.add_task("timing variants of the step", total=count_steps(wanted))
@@ -123,22 +122,26 @@ def _print(traced: StepTrace, wanted: StepToTrace, rank: Rank, options: _Options
     console = results()
     console.print(f"{_what(options, rank)}; {machine_line(rank, traced.transport, options.dtype)}")
     console.print(
-        f"milliseconds; step: medians over {wanted.rounds} steps, the slowest rank's; exposed: longer than without"
-        " communication\ntraced: one more step of each"
+        f"milliseconds; medians over {say_count(wanted.runs, 'run')} of medians over {wanted.rounds} steps, the slowest"
+        " rank's; exposed: longer than without communication\ntraced: one more step of each"
         f" ({'kernels' if rank.device_type == 'cuda' else 'GEMMs and transfers'}), the largest of all ranks"
     )
     table = Table(title="forward and backward, no optimizer", title_justify="left")
     table.add_column("", no_wrap=True)
-    for column in ("forward", "step", "exposed", "traced: GEMM", "compute", "communication", "exposed"):
+    columns = ("forward", "step", "exposed", "traced: GEMM", "compute", "communication", "exposed")
+    for column in (*columns, "allocated GiB", "device GiB"):
         table.add_column(column, justify="right")
     for name, times in traced.times.items():
         row = [f"{times.forward_ms:.2f}", f"{times.step_ms:.2f}"]
+        sizes = (times.peak_allocated_bytes, times.device_bytes)
+        memory = [f"{size / 2**30:.2f}" if size else "" for size in sizes]
         if name == FREE:
-            table.add_row(f"{name} *", *row, *[""] * 5)
+            table.add_row(f"{name} *", *row, *[""] * 5, *memory)
             continue
         summary = traced.summary(name)
         times_us = (summary.gemm_us, summary.compute_us, summary.transfer_us, summary.exposed_us)
-        table.add_row(name, *row, f"{traced.exposed_ms(name):.2f}", *(f"{us / 1e3:.2f}" for us in times_us))
+        row += [f"{traced.exposed_ms(name):.2f}", *(f"{us / 1e3:.2f}" for us in times_us)]
+        table.add_row(name, *row, *memory)
     console.print(table)
     console.print(
         "* lower bound; results are wrong on purpose: every all-gather and reduce-scatter of the stock step is a local"
@@ -199,15 +202,27 @@ def _to_dict(traced: StepTrace, rank: Rank, options: _Options) -> dict[str, Any]
         "transformer_impl": options.transformer_impl,
         "transport": traced.transport,
         "config": options.config.to_dict(),
-        "variants": {
-            name: {
+        "rows": [
+            {
+                "case": options.model,
+                "op": "whole_step",
+                "pass": "step",
+                "variant": name,
+                "dtype": options.dtype,
+                "recipe": None,
+                "group_size": rank.world_size,
+                "emulated": False,
+                "layers": options.num_layers,
                 "forward_ms": times.forward_ms,
                 "step_ms": times.step_ms,
-                **({} if name == FREE else {"exposed_ms": traced.exposed_ms(name)}),
-                **({} if name == FREE else {"traced": traced.summary(name).to_dict()}),
+                "runs": [{"forward_ms": forward_ms, "step_ms": step_ms} for forward_ms, step_ms in times.runs],
+                "exposed_ms": None if name == FREE else traced.exposed_ms(name),
+                "peak_allocated_bytes": times.peak_allocated_bytes or None,
+                "device_bytes": times.device_bytes or None,
+                "traced": None if name == FREE else traced.summary(name).to_dict(),
             }
             for name, times in traced.times.items()
-        },
+        ],
         "linears": traced.layers,
         "report": [dataclasses.asdict(op) for op in traced.ops],
         **hardware(rank),

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from commfuse_megatron.cli.launch import launch
-from commfuse_megatron.cli.output import make_progress, results, silence_foreign_warnings, write_json
+from commfuse_megatron.cli.output import make_progress, results, write_json
 from commfuse_megatron.cli.ranks import CannotRunError, Rank, UsageError, choose_num_ranks
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.verify.lora_cases import choose_lora, options_of
@@ -53,7 +53,6 @@ def run_verify_megatron(arguments: argparse.Namespace) -> int:
 
 def _verify_on_rank(rank: Rank, options: _Options) -> int:
     if not options.is_verbose:
-        silence_foreign_warnings()
         # The reasons stand in the table.
         logging.getLogger("commfuse_megatron.plugin").setLevel(logging.ERROR)
     from commfuse_megatron.testing import cpu_megatron

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from commfuse_megatron.cli.launch import launch
-from commfuse_megatron.cli.output import make_progress, results, say_count, silence_foreign_warnings, write_json
+from commfuse_megatron.cli.output import make_progress, results, say_count, write_json
 from commfuse_megatron.cli.ranks import Rank, UsageError
 from commfuse_megatron.config import OverlapConfig, config_file_from_environment
 from commfuse_megatron.plan.store import STORED, read_sections
@@ -39,7 +39,6 @@ class _Options:
     settings: Settings
     config: OverlapConfig
     json: str | None
-    is_verbose: bool
 
 
 def require_plans_alone(arguments: argparse.Namespace) -> None:
@@ -61,13 +60,11 @@ def run_write_plans(arguments: argparse.Namespace, settings: Settings, num_ranks
     file = arguments.config[0] if arguments.config else config_file_from_environment()
     config = OverlapConfig.from_file(file) if file else OverlapConfig()
     config = replace(config, plan=replace(config.plan, file=arguments.write_plans))
-    options = _Options(settings, config, arguments.json, is_verbose=arguments.verbose)
+    options = _Options(settings, config, arguments.json)
     return launch(_write_plans_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
 
 
 def _write_plans_on_rank(rank: Rank, options: _Options) -> int:
-    if not options.is_verbose:
-        silence_foreign_warnings()
     import torch
     from torch import distributed as dist
 

@@ -120,28 +120,36 @@ def test_one_attention_block(pass_name: str, options: tuple[str, ...], paths: li
         assert start == 0, "paths begin at different times"
 
 
-def test_a_whole_step_stock_and_plugin(tmp_path: Path) -> None:
-    step = ("--step", "--seq", "32", "--layers", "1", "--rounds", "2")
+def test_a_whole_step_stock_and_planned(tmp_path: Path) -> None:
+    step = ("--step", "--seq", "32", "--layers", "1", "--rounds", "1", "--runs", "3")
     ran = run_on_ranks(2, "trace", *step, *outputs_in(tmp_path))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     data, trace = outcome(tmp_path, ran.stdout)
     assert "lower bound; results are wrong on purpose" in ran.stdout
     assert "6 of 6 layers were overlapped in their forward passes" in ran.stdout
-    assert list(data["variants"]) == ["stock", "plugin", "without communication"]
-    free = data["variants"].pop("without communication")
-    for variant in data["variants"].values():
-        assert 0 < variant["forward_ms"] < variant["step_ms"]
-        assert variant["exposed_ms"] == pytest.approx(variant["step_ms"] - free["step_ms"])
-        assert variant["traced"]["gemm_us"] > 0
-        assert 0 < variant["traced"]["exposed_us"] <= variant["traced"]["transfer_us"]
+    *rows, free = data["rows"]
+    assert [row["variant"] for row in data["rows"]] == ["stock", "planned", "no_communication"]
+    shared = {"case": "demo", "op": "whole_step", "pass": "step", "dtype": "float32", "recipe": None, "group_size": 2}
+    shared |= {"emulated": False, "layers": 1, "peak_allocated_bytes": None, "device_bytes": None}
+    for row in data["rows"]:
+        assert shared.items() <= row.items()
+        assert 0 < row["forward_ms"] < row["step_ms"]
+        for name in ("forward_ms", "step_ms"):
+            assert len({run[name] for run in row["runs"]}) == 3
+            assert row[name] == sorted(run[name] for run in row["runs"])[1]
+    assert (free["exposed_ms"], free["traced"]) == (None, None)
+    for row in rows:
+        assert row["exposed_ms"] == pytest.approx(row["step_ms"] - free["step_ms"])
+        assert row["traced"]["gemm_us"] > 0
+        assert 0 < row["traced"]["exposed_us"] <= row["traced"]["transfer_us"]
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
-    assert names == ["stock, rank 0", "stock, rank 1", "plugin, rank 0", "plugin, rank 1"]
+    assert names == ["stock, rank 0", "stock, rank 1", "planned, rank 0", "planned, rank 1"]
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    stock, plugin = ([e for e in slices if e["pid"] in pids and e["cat"] == "transfer"] for pids in ((0, 1), (2, 3)))
+    stock, planned = ([e for e in slices if e["pid"] in pids and e["cat"] == "transfer"] for pids in ((0, 1), (2, 3)))
     # Per rank: three columns' gather, re-gather and scatter, two rows' scatter and gather; embedding two, loss three.
     assert len(stock) == 2 * (3 * 3 + 2 * 2 + 2 + 3)
-    assert len([e for e in plugin if e["name"].startswith("to rank")]) == 2 * (3 * 3 + 2 * 2 + 2)
-    assert {e["name"] for e in plugin if not e["name"].startswith("to rank")} == {"all-reduce"}
+    assert len([e for e in planned if e["name"].startswith("to rank")]) == 2 * (3 * 3 + 2 * 2 + 2)
+    assert {e["name"] for e in planned if not e["name"].startswith("to rank")} == {"all-reduce"}
     gemms = [e for e in slices if e["pid"] == 2 and e["name"].startswith("GEMM")]
     assert 0 < len(gemms) < len([e for e in slices if e["pid"] == 0 and e["cat"] == "compute"]), "recorded twice"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from commfuse_megatron.benchmark import step_memory
 from commfuse_megatron.benchmark.cases import CASE_NAMES, linear_case, tokens_of
 from commfuse_megatron.benchmark.catalog import choose, make_emulated_variants, make_variants
 from commfuse_megatron.benchmark.figure import draw_rows
@@ -146,6 +147,7 @@ def test_rows_have_the_keys_of_the_report_format():
     wanted |= {"median_ms", "p95_ms", "compute_only_ms", "comm_only_ms", "comm_only_collective_ms", "sequential_ms"}
     wanted |= {"exposed_ms", "overlap_efficiency", "ideal_fraction", "tail_ms", "split_loss_ms", "host_us"}
     wanted |= {"device", "link", "commit", "schedule_bound_ms", "cuda_device_max_connections"}
+    wanted |= {"recipe", "layers"}
     assert wanted <= set(data)
     assert "pass_name" not in data
     assert Row.from_json(json.loads(json.dumps(data))) == row
@@ -195,6 +197,8 @@ def test_rows_of_other_sizes_and_names_do_not_mix():
     shrunk = [dataclasses.replace(row, shrink=4, N=1, K=1, median_ms=row.median_ms / 9) for row in rows]
     assert summarize([*rows, *shrunk]).metrics["vs_sequential"] == before["vs_sequential"]
     assert "vs_sequential" not in summarize(shrunk).metrics
+    in_fp8 = [dataclasses.replace(row, recipe="tensorwise", median_ms=row.median_ms / 9) for row in rows]
+    assert summarize([*rows, *in_fp8]).metrics["vs_sequential"] == before["vs_sequential"]
     mine = [
         dataclasses.replace(row, variant=f"{row.variant.split()[0]}_mine", median_ms=row.median_ms / 9)
         for row in rows
@@ -330,3 +334,56 @@ def test_a_configuration_of_which_nothing_ran_is_found():
     rows = [a_row(variant="mine"), a_row(variant="planned")]
     assert configurations_without_rows(["configs/mine.yaml", "other/yours.yaml"], rows) == ["yours"]
     assert configurations_without_rows([], rows) == []
+
+
+class OneDevice:
+    """The memory of a device: what is there, and the most since `forget`."""
+
+    def __init__(self) -> None:
+        self.allocated = self.device = self.peak_allocated = self.peak_device = 0
+
+    def take(self, allocated: int, device: int) -> None:
+        self.allocated, self.device = self.allocated + allocated, self.device + device
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        self.peak_device = max(self.peak_device, self.device)
+
+    def forget(self, _) -> torch.Tensor:
+        self.peak_allocated, self.peak_device = self.allocated, self.device
+        return self.peaks()
+
+    def peaks(self, *_) -> torch.Tensor:
+        return torch.tensor([self.peak_allocated, self.peak_device])
+
+
+def test_each_variants_memory_is_as_if_no_other_were_there(monkeypatch):
+    there = OneDevice()
+    there.take(0, 5)  # the driver's
+    monkeypatch.setattr(step_memory, "_bytes_in_use", there.forget)
+    monkeypatch.setattr(step_memory, "_peak_bytes", there.peaks)
+    calls: list[str] = []
+    of_step = {"stock": 30, "planned": 20, "no_communication": 25}
+
+    def build(name: str) -> str:
+        there.take(100, 101)
+        return name
+
+    def run(name: str, model: str) -> None:
+        assert model == ("planned" if name == "planned" else "stock")
+        is_first = name not in calls
+        calls.append(name)
+        if is_first and name == "stock":
+            there.take(3, 11)  # a workspace, and NCCL's buffers: all use them
+        if is_first and name == "planned":
+            there.take(50, 50)  # of plans that are tried
+            there.take(-50, -50 + 7)  # a window of ours
+        there.take(of_step[name], 2 * of_step[name])
+        there.take(-of_step[name], -2 * of_step[name])
+
+    builders = {"stock": lambda: build("stock"), "planned": lambda: build("planned"), "no_communication": None}
+    memory = step_memory.warm_up(builders, run, 2, CPU)
+    assert {name: sizes.tolist() for name, sizes in memory.items()} == {
+        "stock": [100 + 3 + 30, 5 + 101 + 11 + 60],
+        "planned": [100 + 3 + 20, 5 + 101 + 11 + 7 + 40],
+        "no_communication": [100 + 3 + 25, 5 + 101 + 11 + 50],
+    }
+    assert calls == [name for name in builders for _ in range(2)]

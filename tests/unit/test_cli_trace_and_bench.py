@@ -113,6 +113,7 @@ OF_THE_CONFIGURATION = (
         (["--step", "--seq", "33"], "--seq 33 must be a multiple of the 2 ranks"),
         (["--step", "--path", "sequential"], "every step is traced without the plugin, too; leave it out"),
         (["--step", "--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--step", "--runs", "0"], "--runs must be at least 1, got 0"),
         (["--chunks", "0"], "chunks_per_shard must be at least 1"),
         (["--seq", "64"], "one linear has --tokens: leave out --seq"),
         (["--splits", "2", "--paths", "sequential"], "add --attention, or leave out --paths, --splits"),
@@ -122,8 +123,8 @@ OF_THE_CONFIGURATION = (
         (["--step", "--tokens", "64", "--profiler"], "--step traces a whole model; leave out --tokens, --profiler"),
         (["--model", "llama-8b"], "of a whole step; add --step, or leave out --model"),
         (
-            ["--layers", "2", "--batch", "2", "--rounds", "3", "--fusions"],
-            "add --step, or leave out --layers, --batch, --fusions, --rounds",
+            ["--layers", "2", "--batch", "2", "--rounds", "3", "--fusions", "--runs", "3"],
+            "add --step, or leave out --layers, --batch, --fusions, --rounds, --runs",
         ),
         (["--chunks", "300"], "--chunks 300: a shard of 512 tokens on 2 ranks has 256 rows"),
         (["--pass", "backward", "--path", "async"], "--path async is a way of all_gather_linear's backward pass"),

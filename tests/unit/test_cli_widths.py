@@ -22,9 +22,10 @@ from commfuse_megatron import OpRecord, OverlapConfig
 from commfuse_megatron.benchmark import figure
 from commfuse_megatron.benchmark.attention_cases import attention_case
 from commfuse_megatron.benchmark.cases import linear_case
+from commfuse_megatron.benchmark.ours import PLANNED
 from commfuse_megatron.benchmark.rows import Report, Row
 from commfuse_megatron.benchmark.run import Outcome, Settings
-from commfuse_megatron.benchmark.whole_step import FREE, PLUGIN, STOCK, StepTimes, StepTrace
+from commfuse_megatron.benchmark.whole_step import FREE, STOCK, StepTimes, StepTrace
 from commfuse_megatron.cli import bench, demo, output, trace, trace_attention, trace_step, verify, verify_megatron
 from commfuse_megatron.cli import main as cli
 from commfuse_megatron.cli.ranks import Rank
@@ -110,7 +111,7 @@ def run_demo(place: Path, put: Set) -> int:
     )
     put("commfuse_megatron.verify.training.train_both", lambda *_, **__: found)
     put("commfuse_megatron.verify.training.complaints_of", lambda *_: [])
-    options = demo._Options(2, "float32", b"text" * 100, str(place), str(place / "out.json"), is_verbose=True)
+    options = demo._Options(2, "float32", b"text" * 100, str(place), str(place / "out.json"))
     return demo._demo_on_rank(FIRST, options)
 
 
@@ -131,18 +132,18 @@ def run_trace_attention(place: Path, put: Set) -> int:
         case=attention_case("llama-8b.attention", 8192, 2, 64), pass_name="fprop", dtype="float32",
         configs=dict.fromkeys(("sequential", "row_parallel", "query_split"), OverlapConfig()), calls=2,
         is_profiled=False, forces_projection=False, output=str(place), name="x", json=str(place / "out.json"),
-        is_verbose=True,
     )  # fmt: skip
     return trace_attention._trace_on_rank(FIRST, options)
 
 
 def run_trace_step(place: Path, put: Set) -> int:
     times = {
-        name: StepTimes(forward_ms=1234.5, step_ms=ms) for name, ms in ((STOCK, 4567.8), (PLUGIN, 3456.7), (FREE, 1.2))
+        name: StepTimes(forward_ms=1234.5, step_ms=ms, peak_allocated_bytes=76543210987, device_bytes=98765432109)
+        for name, ms in ((STOCK, 4567.8), (PLANNED, 3456.7), (FREE, 1.2))
     }
     found = StepTrace(
         times=times,
-        runs={STOCK: INTERVALS, PLUGIN: INTERVALS},
+        runs={STOCK: INTERVALS, PLANNED: INTERVALS},
         layers={"decoder.layers.0.mlp.linear_fc1": "it is off"},
         ops=(a_record(),),
         transport="gloo",
@@ -150,8 +151,8 @@ def run_trace_step(place: Path, put: Set) -> int:
     put("commfuse_megatron.benchmark.whole_step.trace_step", lambda *_, **__: found)
     options = trace_step._Options(
         model="demo", num_layers=2, sequence=8, batch=1, dtype="float32", config=OverlapConfig(),
-        transformer_impl="local", has_fusions=False, rounds=1, output=str(place), name="x",
-        json=str(place / "out.json"), is_verbose=True,
+        transformer_impl="local", has_fusions=False, rounds=1, runs=1, output=str(place), name="x",
+        json=str(place / "out.json"),
     )  # fmt: skip
     return trace_step._trace_on_rank(FIRST, options)
 
@@ -179,7 +180,6 @@ def run_bench(place: Path, put: Set) -> int:
         None,
         {},
         resumes=False,
-        is_verbose=True,
     )
     return bench._bench_on_rank(FIRST, options)
 

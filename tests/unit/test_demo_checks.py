@@ -149,19 +149,27 @@ def test_what_cannot_run_is_said_before_anything_starts(
     assert words in capsys.readouterr().err
 
 
-def test_what_the_compiler_says_of_megatron_is_not_shown(tmp_path: Path) -> None:
-    """Fails without the filter for SyntaxWarning. In a process of its own, since filters and log levels stay."""
-    for name in ("megatron", "own"):
+@pytest.mark.parametrize(("level", "are_shown"), [("WARNING", False), ("INFO", True)])
+def test_what_is_said_of_others_on_import_is_shown_if_asked_for(level: str, are_shown: bool, tmp_path: Path) -> None:
+    """Fails without the filters for SyntaxWarning and for Transformer Engine, which misses its part for JAX.
+
+    In a process of its own, since filters and log levels stay.
+    """
+    for name in ("megatron", "transformer_engine", "own"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "module.py").write_text('"""\\-"""\n', encoding="utf-8")
+        warns = f"import warnings; warnings.warn('{name} lacks something', RuntimeWarning)\n"
+        (tmp_path / name / "__init__.py").write_text(warns, encoding="utf-8")
     script = (
         "from commfuse_megatron.cli import output\n"
-        "output.silence_foreign_warnings()\n"
+        "import logging; output.configure_logging(logging." + level + ", rank=1)\n"
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "import megatron.module, own.module\n"
+        "import megatron.module, transformer_engine, own.module\n"
     )
     ran = subprocess.run(
         [sys.executable, "-B", "-W", "default", "-c", script], capture_output=True, text=True, timeout=50, check=True
     )
-    assert "own" in ran.stderr
-    assert "megatron/module.py" not in ran.stderr
+    assert "own/module.py" in ran.stderr
+    assert "own lacks something" in ran.stderr
+    for foreign in ("megatron/module.py", "megatron lacks something", "transformer_engine lacks something"):
+        assert (foreign in ran.stderr) == are_shown
