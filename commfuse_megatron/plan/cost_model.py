@@ -198,7 +198,7 @@ class _Costs:
     @property
     def _folds(self) -> bool:
         plan = self.plan
-        has_cover = plan.path == "bulk" or plan.chunks_per_shard > 1
+        has_cover = (plan.path == "bulk" and self.computes_wgrad) or plan.chunks_per_shard > 1  # as in `lower_linear`
         return self.machine.traits.folds_arrivals and plan.algorithm is Algorithm.DIRECT and has_cover
 
     def _simulate(self, *, transfers_per_step: int) -> Simulation:

@@ -218,3 +218,14 @@ def test_a_calibrated_machine_predicts_what_it_was_calibrated_with():
     assert machine.link.time_us(1 << 24) == pytest.approx(60.0)
     assert machine.collective.time_us(1 << 18) == pytest.approx(30.0)
     assert isinstance(machine.gemm, GemmRate)
+
+
+@pytest.mark.parametrize("path", ["bulk", "sliced"])
+def test_own_gemms_add_what_arrived_only_where_something_covers_its_transfer(path):
+    """Without a weight gradient nothing is computed between: bulk was predicted as if the last GEMM added it still."""
+    traits = dataclasses.replace(COPY_ENGINE.traits, folds_arrivals=False)
+    apart = dataclasses.replace(COPY_ENGINE, traits=traits)
+    for needs, adds in (("input", False), (BOTH, path == "bulk")):
+        problem = layer_problem("70b.qkv", 8192, needs=needs)
+        times = [predict_us(problem, plan(path, 1), machine) for machine in (COPY_ENGINE, apart)]
+        assert (times[0] != times[1]) == adds
