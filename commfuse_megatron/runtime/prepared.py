@@ -92,15 +92,13 @@ class PreparedPass:
         tensors: Mapping[str, torch.Tensor],
         *,
         kernels: Mapping[str, Kernel] | None = None,
-        tape_kernels: Mapping[str, TapeKernel] | None = None,
-        layout: Hashable = None,
     ) -> None:
         """Run the program that `lower` makes for what is asked, inside the with-block: from a tape where there is one.
 
-        tensors: operands by name, in an order that follows from `asked`; see `TensorProgram.run`. kernels,
-        tape_kernels: by the kind of `Compute`, of the one way and of the other. layout: what else a tape depends on.
+        tensors: operands by name, in an order that follows from `asked`; see `TensorProgram.run`. kernels: by the kind
+        of `Compute`; a program with such ops is run on tensors.
         """
-        if not self.run_from_tape(link, lower, asked, tensors, kernels=tape_kernels, layout=layout):
+        if not self.run_from_tape(link, lower, asked, tensors):
             self.run_on_tensors(link, lower, asked, tensors, kernels=kernels)
 
     def lower(self, lower: Lower, policy: Policy, asked: Any) -> Program:
@@ -141,7 +139,10 @@ class PreparedPass:
         kernels: Mapping[str, TapeKernel] | None = None,
         layout: Hashable = None,
     ) -> bool:
-        """The same if it is for a tape; False, and nothing done, otherwise."""
+        """The same if it is for a tape; False, and nothing done, otherwise.
+
+        kernels: those of a tape. layout: what else it depends on.
+        """
         if not self.can_replay:
             return False
         mode = self._tapes.run(lower, asked, link, tensors, kernels, layout)
@@ -215,11 +216,6 @@ class PreparedPass:
         """What multiplied; before any call, what will on tensors."""
         names = [self.gemm.name] if self.modes["stepped"] or not any(self.modes.values()) else []
         return ", ".join([*names, *(["cuBLASLt"] if self.modes["tape"] or self.modes["graph"] else [])])
-
-    @property
-    def has_programs(self) -> bool:
-        """Whether anything is kept for the next call to replay."""
-        return bool(self._programs or self._tapes.operations)
 
     def _lower_for_tape(self, lower: Lower, asked: Hashable) -> Program:
         return self.lower(lower, self._tape_policy, asked)

@@ -18,7 +18,6 @@ and values are sums over chunks: of slabs at the end, or added up in the order o
 import itertools
 from collections.abc import Callable, Iterator
 
-from commfuse_megatron.schedule.actions import Algorithm
 from commfuse_megatron.schedule.binding import BoundSchedule
 from commfuse_megatron.schedule.lower_linear import Asked, lower_gather_pass
 from commfuse_megatron.schedule.lowering import Lowering, Policy
@@ -46,9 +45,8 @@ def lower_query_split(scatter: BoundSchedule, policy: Policy, *, has_bias: bool)
     """
     low = Lowering(policy, scatter=scatter)
     has_transfers = any(scatter.slot_rows)
-    folds = has_transfers and (policy.is_tape or (policy.has_windows and scatter.schedule.chunks_per_shard > 1))
-    folds = folds and scatter.schedule.algorithm is Algorithm.DIRECT and policy.most_adds > 0
-    folds = folds and (policy.adds_bias_too or not has_bias)
+    has_cover = policy.is_tape or scatter.schedule.chunks_per_shard > 1
+    folds = low.may_add_arrived(has_cover=has_cover, has_bias=has_bias)
     is_summed_ahead = folds and scatter.schedule.group_size - 1 > policy.most_adds
     order = [step.compute for step in scatter.steps if step.compute is not None]
     attend_ahead = _attend_ahead(low, order) if policy.is_tape else None

@@ -175,15 +175,9 @@ class _ScatterPass:
         self._low, self._scatter, self._asked, self._regathers = low, scatter, asked, regathers
         self._is_ring = scatter.schedule.algorithm is Algorithm.RING
         has_cover = (asked.is_bulk and asked.weight_grad == "now") or scatter.schedule.chunks_per_shard > 1
-        # Where an own GEMM waits for what it adds, something must be computed meanwhile; and where transfers are slower
-        # than GEMMs, that wait costs more than a pass over the output at the end.
-        self._folds = (
-            low.policy.has_windows
-            and not self._is_ring
-            and any(scatter.slot_rows)
-            and has_cover
-            and scatter.schedule.group_size - 1 <= low.policy.most_adds
-            and (low.policy.adds_bias_too or not asked.has_bias)
+        num_arriving = scatter.schedule.group_size - 1
+        self._folds = low.may_add_arrived(has_cover=has_cover, has_bias=asked.has_bias) and (
+            num_arriving <= low.policy.most_adds
         )
 
     def lower(self) -> Program:

@@ -336,6 +336,17 @@ class Lowering:
         if rows.count:
             self.ops.append(Sum(rows, rows, (), has_bias=True))
 
+    def may_add_arrived(self, *, has_cover: bool, has_bias: bool) -> bool:
+        """Whether own GEMMs may add what arrived, or part of it; has_cover: something is computed while it travels.
+
+        Where transfers are slower than GEMMs, that wait costs more than a pass over the output at the end.
+        """
+        bound, policy = self._scatter, self.policy
+        assert bound is not None
+        is_direct = bound.schedule.algorithm is Algorithm.DIRECT
+        is_fit = policy.has_windows and policy.most_adds > 0 and (policy.adds_bias_too or not has_bias)
+        return has_cover and is_direct and is_fit and any(bound.slot_rows)
+
     @property
     def _own_operand(self) -> str:
         return "own" if self.policy.keeps_own_apart and self.bound.schedule.group_size > 1 else "out"
