@@ -225,10 +225,7 @@ class Planner:
             num_sms = torch.cuda.get_device_properties(context.device).multi_processor_count
         is_one_sided = context.link.transport.is_one_sided
         replays = (
-            is_one_sided
-            and context.link.recorder is None
-            and config.kernel.gemm == "auto"
-            and blas_unavailable_reason(context.device, dtype) is None
+            is_one_sided and config.kernel.gemm == "auto" and blas_unavailable_reason(context.device, dtype) is None
         )
         # Replayed, cuBLASLt adds the one matrix that arrives with two ranks: see `tape_program`.
         folds = context.group_size == 2 if replays else gemm.can_fold

@@ -28,6 +28,7 @@ from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.runtime.stored_plans import StoredPlans
 from commfuse_megatron.runtime.tape_program import TapeKernel, Tapes
 from commfuse_megatron.runtime.tensor_program import Kernel, TensorProgram
+from commfuse_megatron.runtime.tensor_tape import TensorTape
 from commfuse_megatron.schedule import Algorithm, Collective
 from commfuse_megatron.schedule.binding import BoundSchedule, bind
 from commfuse_megatron.schedule.lower_linear import lower_transfers
@@ -82,7 +83,7 @@ class PreparedPass:
         self.memo: dict[Any, Any] = {}
         self._buffers = PassBuffers(context.slots, self.wire_features, self.dtype, gemm.own_dtype)
         self._tapes = Tapes(self._lower_for_tape, self._buffers, context.lanes)
-        self._programs: dict[Hashable, TensorProgram] = {}
+        self._programs: dict[Hashable, TensorProgram | TensorTape] = {}
 
     def run(
         self,
@@ -119,8 +120,9 @@ class PreparedPass:
         program = self._programs.get(key)
         if program is None or program.generation != self._buffers.generation:
             lowered = self.lower(lower, self._tensor_policy, asked)
-            lanes = self.context.lanes
-            program = TensorProgram(lowered, self._buffers, link, self.gemm, lanes, frozenset(tensors))
+            # Who sends and receives nothing has nothing on a tape.
+            make = TensorTape if link.transport.is_one_sided and lowered.schedules else TensorProgram
+            program = make(lowered, self._buffers, link, self.gemm, self.context.lanes, tensors)
             self._programs[key] = program
         program.run(tensors, kernels or {})
         self.modes["stepped"] += 1
@@ -200,7 +202,6 @@ class PreparedPass:
             context.link.transport.is_one_sided
             and plan.path in ("sliced", "bulk", "query_split")
             and plan.algorithm is Algorithm.DIRECT
-            and context.link.recorder is None
             and context.config.kernel.gemm == "auto"
             and min(self.problem.rows, self.problem.batch, self.problem.N, self.problem.K) > 0
             and blas_unavailable_reason(context.device, self.dtype) is None

@@ -1,11 +1,11 @@
 """Puts programs on tapes: lists of driver and cuBLASLt calls over addresses, for the copy engine.
 
-A tape is recorded at the first call of a program with layouts like these, and holds numbers only. It serves what
-cuBLASLt serves; everything else is run on tensors (`tensor_program`).
+A tape is made at the first call of a program with layouts like these, and holds numbers only. Its computations are what
+cuBLASLt serves; all others are given tensors (`tensor_tape`).
 """
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,7 +14,8 @@ from commfuse_megatron.kernels.blas import BlasMatmul, Matrix, Workspaces, align
 from commfuse_megatron.kernels.sum_partials import bind_sum
 from commfuse_megatron.runtime.buffers import PassBuffers, buffers_of
 from commfuse_megatron.runtime.lanes import Lanes
-from commfuse_megatron.runtime.link import Link, Watched
+from commfuse_megatron.runtime.link import Link, Watched, name_of_batch
+from commfuse_megatron.runtime.tensor_program import name_of
 from commfuse_megatron.schedule.program import (
     COPIES,
     GATHER,
@@ -38,9 +39,9 @@ from commfuse_megatron.schedule.program import (
 )
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.copy_flags import Key
-from commfuse_megatron.transport.copy_tape import BoundOperation, CopyTape, Ref
+from commfuse_megatron.transport.copy_tape import BoundOperation, CopyTape, Ref, Step
 
-__all__ = ["TapeBinder", "TapeKernel", "Tapes", "Unservable"]
+__all__ = ["TapeBinder", "TapeKernel", "Tapes", "Unservable", "addresses_of"]
 
 _LABELS = {SCATTER: "reduce-scatter"}
 
@@ -60,6 +61,11 @@ class _Bound(NamedTuple):
 
 
 _UNKNOWN = _Bound(None, _NEVER)
+
+
+def addresses_of(tensors: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
+    """Those of a call: zero, and where each operand begins."""
+    return (0, *[tensor.data_ptr() for tensor in tensors.values()])
 
 
 class Tapes:
@@ -86,7 +92,7 @@ class Tapes:
 
         tensors: as for `TensorProgram.run`, and what kernels use. layout: what else the tape depends on.
         """
-        addresses = (0, *[tensor.data_ptr() for tensor in tensors.values()])
+        addresses = addresses_of(tensors)
         alignment = alignment_of(*addresses)
         weight, grad_weight = tensors.get("weight"), tensors.get("grad_weight")
         strides = None if weight is None else weight.stride()
@@ -99,8 +105,7 @@ class Tapes:
             bound = self._bind(key, link, tensors, kernels or {}, alignment)
         if bound.operation is None:
             return None
-        link.replay(bound.operation, addresses)
-        return "graph" if addresses in bound.operation.graphs and not link.is_capturing else "tape"
+        return link.replay(bound.operation, addresses)
 
     @property
     def operations(self) -> list[BoundOperation | None]:
@@ -162,7 +167,8 @@ class TapeBinder:
         self.dtype, self.device = buffers.dtype, buffers.device
         self.itemsize = self.dtype.itemsize
         self.tape = CopyTape(link.transport)
-        self._program, self._alignment, self._buffers = program, alignment, buffers
+        self._program, self._alignment, self._buffers, self._link = program, alignment, buffers, link
+        self._name = ""  # of the computation in the making
         self._slots = {name: number for number, name in enumerate(tensors, start=1)}
         self._bounds = buffers_of(program, tensors)
         buffers.reserve(self._bounds)
@@ -211,6 +217,8 @@ class TapeBinder:
     # -- ops --------------------------------------------------------------------------------------------------------
 
     def _add(self, op: Op, kernels: "Mapping[str, TapeKernel]") -> None:
+        if isinstance(op, Gemm | Sum | WeightGrad | Compute):
+            self._name = name_of(op)
         match op:
             case Gemm():
                 self._add_gemm(op)
@@ -218,6 +226,7 @@ class TapeBinder:
                 self._add_issue(op)
             case Wait():
                 self.tape.wait(*(self._arriving[batch] for batch in op.batches))
+                self._note_arrivals(op.batches)
                 for batch in op.batches:
                     self._unawaited.pop(batch, None)
             case Copy():
@@ -243,6 +252,18 @@ class TapeBinder:
                 self.tape.join(self._handles)
             case Finish():
                 self.tape.wait(*self._unawaited.values(), *self._sends)
+                self._note_arrivals((op.channel, op.step) for op in self._program.ops if isinstance(op, Issue))
+
+    def _note_arrivals(self, batches: Iterable[Batch]) -> None:
+        """Tell a recorder that what comes next is behind these."""
+        if self._link.is_recorded:
+            note, arrived = self._link.note_arrival, tuple(batches)
+
+            def step(at: tuple[int, ...], stream: int) -> None:
+                for batch in arrived:
+                    note(batch)
+
+            self.tape.then(step)
 
     def _lane(self, lane: int | None) -> int | None:
         return None if lane is None else self._handles[lane]
@@ -265,6 +286,9 @@ class TapeBinder:
             label = self._program.gather_label if op.channel == GATHER else _LABELS[op.channel]
             tape.notes.append((key, Watched(label, bound, op.step, None, op.receive.peer)))
             keys.append(key)
+        marks = _TransferMarks(self._link, op, keys) if self._link.is_recorded else None
+        if marks is not None:
+            tape.beside(marks.begin)
         if op.send is not None:
             self._order(op.send.rows)
             place = self._buffers.place(op.channel, op.send)
@@ -273,6 +297,8 @@ class TapeBinder:
             rows = op.send.rows
             size_bytes = rows.count * self._features(rows.operand) * self.itemsize
             tape.push(op.send.peer, place, self.rows(rows), size_bytes)
+        if marks is not None:
+            tape.beside(marks.end)
         for key in keys:
             tape.note(key)
         tape.issued(keys)
@@ -363,7 +389,7 @@ class TapeBinder:
                 at[row] + row_at,
             )
 
-        self.tape.compute(step)
+        self._compute(step)
 
     def sum(
         self,
@@ -392,7 +418,7 @@ class TapeBinder:
             bias_at = None if bias is None else at[bias.slot] + bias.offset
             add(stream, at[own_slot] + own_at, at[partials_slot] + partials_at, bias_at, at[out_slot] + out_at)
 
-        self.tape.compute(step)
+        self._compute(step)
 
     def compute(self, bound: Callable[..., None], refs: Sequence[Ref]) -> None:
         """A kernel that takes a stream and these addresses."""
@@ -400,7 +426,41 @@ class TapeBinder:
         def step(at: tuple[int, ...], stream: int) -> None:
             bound(stream, *[at[slot] + offset for slot, offset in refs])
 
-        self.tape.compute(step)
+        self._compute(step)
+
+    def _compute(self, step: Step) -> None:
+        if not self._link.is_recorded:
+            self.tape.compute(step)
+            return
+        link, name = self._link, self._name
+
+        def recorded(at: tuple[int, ...], stream: int) -> None:
+            mark = link.mark(stream)
+            step(at, stream)
+            link.note_compute(name, mark, None, stream)
+
+        self.tape.compute(recorded)
+
+
+class _TransferMarks:
+    """Records one batch on the copy stream: from before its push until both of its ends are done."""
+
+    def __init__(self, link: Link, op: Issue, keys: list[Key]) -> None:
+        self._link, self._op, self._keys = link, op, keys
+        self._mark: Any = None
+
+    def begin(self, at: tuple[int, ...], stream: int) -> None:
+        self._mark = self._link.mark(self._transport.copies)
+
+    def end(self, at: tuple[int, ...], stream: int) -> None:
+        op, transfer = self._op, self._transport.batches(*self._keys)
+        name = name_of_batch(op.send, op.receive)
+        self._link.note_transfer((op.channel, op.step), name, self._mark, transfer, op.step)
+
+    @property
+    def _transport(self) -> CopyEngineTransport:
+        assert isinstance(self._link.transport, CopyEngineTransport)
+        return self._link.transport
 
 
 #: Puts what a `Compute` op says on the tape in the making, or raises Unservable.

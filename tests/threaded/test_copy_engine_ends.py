@@ -17,7 +17,7 @@ from commfuse_megatron.ops import (
     all_gather_linear,
     linear_reduce_scatter,
 )
-from commfuse_megatron.runtime import leaving, tensor_program
+from commfuse_megatron.runtime import leaving, tensor_tape
 from commfuse_megatron.transport import copy_engine, stream_memory
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from tests.harness import emulated_gpu, run_threads
@@ -105,7 +105,8 @@ def test_a_failed_context_is_forgotten_when_its_streams_were_let_go(monkeypatch)
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(leaving, "_links", set())
     monkeypatch.setattr(leaving, "_left", {})
-    monkeypatch.setattr(tensor_program.TensorProgram, "_finish_step", lambda program: lambda frame: 1 / 0)
+    run = tensor_tape.TensorTape.run
+    monkeypatch.setattr(tensor_tape.TensorTape, "run", lambda *arguments: run(*arguments) or 1 / 0)
     config = config_for("sliced", "ring", 2)
 
     def body(group, device):
