@@ -15,14 +15,12 @@ from torch import distributed as dist
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels.attention import AttentionKernel
-from commfuse_megatron.kernels.attention_choice import AttentionKernels
-from commfuse_megatron.kernels.blas import blas_unavailable_reason
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import Problem, shard_range
+from commfuse_megatron.runtime import hardware
 from commfuse_megatron.runtime.buffers import PassBuffers
 from commfuse_megatron.runtime.consensus import Consensus, Guard
 from commfuse_megatron.runtime.gemm import SliceGemm
-from commfuse_megatron.runtime.lanes import Lanes
 from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.runtime.stored_plans import StoredPlans
@@ -82,7 +80,7 @@ class PreparedPass:
         #: What an operation works out once for this pass.
         self.memo: dict[Any, Any] = {}
         self._buffers = PassBuffers(context.slots, self.wire_features, self.dtype, gemm.own_dtype)
-        self._tapes = Tapes(self._lower_for_tape, self._buffers, context.lanes)
+        self._tapes = Tapes(self._lower_for_tape, self._buffers, context.lanes, context.hardware)
         self._programs: dict[Hashable, TensorProgram | TensorTape] = {}
 
     def run(
@@ -120,9 +118,11 @@ class PreparedPass:
         program = self._programs.get(key)
         if program is None or program.generation != self._buffers.generation:
             lowered = self.lower(lower, self._tensor_policy, asked)
-            # Who sends and receives nothing has nothing on a tape.
-            make = TensorTape if link.transport.is_one_sided and lowered.schedules else TensorProgram
-            program = make(lowered, self._buffers, link, self.gemm, self.context.lanes, tensors)
+            context, buffers, gemm = self.context, self._buffers, self.gemm
+            if link.transport.is_one_sided and lowered.schedules:  # who sends nothing has nothing on a tape
+                program = TensorTape(lowered, buffers, link, gemm, context.lanes, context.hardware, tensors)
+            else:
+                program = TensorProgram(lowered, buffers, link, gemm, context.lanes, tensors)
             self._programs[key] = program
         program.run(tensors, kernels or {})
         self.modes["stepped"] += 1
@@ -204,7 +204,7 @@ class PreparedPass:
             and plan.algorithm is Algorithm.DIRECT
             and context.config.kernel.gemm == "auto"
             and min(self.problem.rows, self.problem.batch, self.problem.N, self.problem.K) > 0
-            and blas_unavailable_reason(context.device, self.dtype) is None
+            and context.hardware.tapes_unavailable_reason(context.device, self.dtype) is None
         )
 
     @property
@@ -288,13 +288,15 @@ class PassContext:
         consensus: Consensus,
     ) -> None:
         self.config, self.group, self.device, self.nccl = config, group, device, nccl
+        self.hardware = hardware.current
+        self._driver = self.hardware.driver
         self.group_size: int = group.size()
         self.group_rank: int = group.rank()
         self.link, self.consensus = link, consensus
         self.slots = Slots(device, link.transport.window)
         #: Side streams for work that may run beside other work of the same operation.
-        self.lanes = Lanes(device)
-        self.attention_kernels = AttentionKernels(device)
+        self.lanes = self.hardware.lanes(device)
+        self.attention_kernels = self.hardware.attention_kernels(device)
         self._prepared: dict[Problem, PreparedPass] = {}
         #: Of the call that began last.
         self.latest_pass: PreparedPass | None = None
@@ -411,8 +413,7 @@ class PassContext:
         """Start one operation's use of the buffers, ordered after the one before, whatever stream that ran on."""
         link = self.link
         if link.last_done is not None:
-            link.is_capturing = torch._C._cuda_isCurrentStreamCapturing()
-            stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+            link.is_capturing, stream = self._driver.is_capturing(), self._driver.current_stream(self.device)
             if link.is_capturing:
                 self.slots.note_capture()
             elif stream != self._last_stream:
@@ -431,7 +432,7 @@ class PassContext:
         if done is not None:
             link.last_done = done
         elif link.last_done is not None and not link.is_capturing:
-            link.last_done.record(torch._C._cuda_getCurrentRawStream(self.device.index))
+            link.last_done.record(self._driver.current_stream(self.device))
 
     def _gemm(self, dtype: torch.dtype, *, is_beside_transfers: bool) -> SliceGemm:
         key = (dtype, is_beside_transfers)

@@ -11,6 +11,7 @@ import torch
 
 from commfuse_megatron.runtime.buffers import PassBuffers
 from commfuse_megatron.runtime.gemm import SliceGemm
+from commfuse_megatron.runtime.hardware import Hardware
 from commfuse_megatron.runtime.lanes import Lanes
 from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.tape_program import TapeBinder, TapeKernel, addresses_of
@@ -30,6 +31,7 @@ class TensorTape:
         link: Link,
         gemm: SliceGemm,
         lanes: Lanes,
+        hardware: Hardware,
         tensors: Mapping[str, torch.Tensor],
     ) -> None:
         """tensors: operands like those of the calls, by name."""
@@ -37,7 +39,8 @@ class TensorTape:
         self._kernels = TensorKernels(program, buffers, link, gemm, frozenset(tensors))
         self.generation = self._kernels.generation
         self._calls: list[Frame] = []  # the one under way
-        self._operation = _Binder(program, buffers, link, lanes, tensors, self._kernels, self._calls).bind({})
+        binder = _Binder(program, buffers, link, lanes, hardware, tensors, self._kernels, self._calls)
+        self._operation = binder.bind({})
 
     def run(self, tensors: Mapping[str, torch.Tensor], kernels: Mapping[str, Kernel]) -> None:
         """Run one call: inside the pass's with-block. tensors, kernels: see `TensorKernels.frame`."""
@@ -55,11 +58,12 @@ class _Binder(TapeBinder):
         buffers: PassBuffers,
         link: Link,
         lanes: Lanes,
+        hardware: Hardware,
         tensors: Mapping[str, torch.Tensor],
         on_tensors: TensorKernels,
         calls: list[Frame],
     ) -> None:
-        super().__init__(program, buffers, link, lanes, tensors, alignment=16)  # which copies do not ask for
+        super().__init__(program, buffers, link, lanes, hardware, tensors, alignment=16)  # copies ask for none
         self._on_tensors, self._calls = on_tensors, calls
 
     @override

@@ -32,18 +32,9 @@ from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport.base import Place, Transfer, Transport, Window
 from commfuse_megatron.transport.copy_flags import NO_MESSAGE, CopyFlags, Key, bytes_of_flags, clear_flags
 from commfuse_megatron.transport.copy_tape import BoundOperation, Ref, Step
+from commfuse_megatron.transport.driver import CUDA, Driver
 from commfuse_megatron.transport.mapped_window import MappedWindow, leave_multicast_alone, map_window
-from commfuse_megatron.transport.stream_memory import (
-    Batch,
-    FlagPage,
-    OwnStream,
-    StreamEvent,
-    StreamMemory,
-    batch,
-    borrow_stream,
-    give_stream_back,
-    look_on_during_captures,
-)
+from commfuse_megatron.transport.stream_memory import Batch, OwnStream, StreamEvent, look_on_during_captures
 from commfuse_megatron.transport.tape_graphs import TapeGraphs
 
 __all__ = ["CopyEngineTransport"]
@@ -79,8 +70,7 @@ class _Batches(Transfer):
     @override
     def wait(self) -> None:
         transport = self._transport
-        stream = torch._C._cuda_getCurrentRawStream(transport.device.index)
-        transport.bind_wait(self._keys)((), stream)
+        transport.bind_wait(self._keys)((), transport.current_stream())
 
     @override
     def is_complete(self) -> bool:
@@ -106,6 +96,7 @@ class CopyEngineTransport(Transport):
         exchange: Callable[[str], list[str]] | None = None,
         *,
         graph_memory_mib: int = 0,
+        driver: Driver = CUDA,
     ) -> None:
         """Collective over `group`. exchange: hands one string of every rank to all; None: they never lack memory.
 
@@ -117,25 +108,29 @@ class CopyEngineTransport(Transport):
         self._exchange = exchange
         self.device = device
         self._rank, self._size = group.rank(), group.size()
-        self._memory = StreamMemory()
-        self._stream = OwnStream(device, is_high_priority=True)
-        self._issued, self._copied = StreamEvent(), StreamEvent()
+        self._driver, self._memory = driver, driver.memory()
+        self._stream = driver.new_stream(device, is_high_priority=True)
+        self._issued, self._copied = driver.event(), driver.event()
         self._graph_stream: OwnStream | None = None
         #: None: every call is made step by step.
         self.graphs: TapeGraphs | None = None
         if graph_memory_mib:
-            self._graph_stream = borrow_stream(device)
-            self.graphs = TapeGraphs(self._graph_stream, self._stream, self._memory.run, graph_memory_mib << 20)
+            self._graph_stream = driver.borrow_stream(device)
+            self.graphs = TapeGraphs(driver, self._graph_stream, self._stream, self._memory.run, graph_memory_mib << 20)
         clear = functools.partial(clear_flags, group_size=self._size)
         try:
-            window = map_window(group, device, bytes_of_flags(self._size), exchange, clear)
+            window = map_window(driver, group, device, bytes_of_flags(self._size), exchange, clear)
             self._flags = CopyFlags(self._memory, window, self._rank)
-            self._page = FlagPage(self._flags.tensor)
+            self._page = driver.flag_page(self._flags.tensor)
         except BaseException:
             self._give_streams_back()
             raise
         self._operation = _Operation()
         self._in_flight: deque[_Operation] = deque()
+
+    def current_stream(self) -> int:
+        """The handle of PyTorch's current stream."""
+        return self._driver.current_stream(self.device)
 
     @property
     def copies(self) -> int:
@@ -145,8 +140,8 @@ class CopyEngineTransport(Transport):
     @override
     def window(self, size_bytes: int, device: torch.device) -> Window:
         # All that this rank received or sent is ordered before this; after the rendezvous that holds for all ranks.
-        torch.cuda.current_stream(self.device).synchronize()
-        return map_window(self._group, self.device, size_bytes, self._exchange)
+        self._driver.wait_for_current_stream(self.device)
+        return map_window(self._driver, self._group, self.device, size_bytes, self._exchange)
 
     def replay(
         self, tape: BoundOperation, addresses: tuple[int, ...], *, is_capturing: bool, may_launch: bool
@@ -158,7 +153,7 @@ class CopyEngineTransport(Transport):
         self._require_open()
         operation = self._operation
         operation.release = tape.release
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        stream = self.current_stream()
         if may_launch and self.graphs is not None and self.graphs.run(tape, addresses, stream):
             operation.is_released = True
         elif is_capturing:
@@ -178,7 +173,7 @@ class CopyEngineTransport(Transport):
     def release(self, *, is_capturing: bool) -> StreamEvent | None:
         self._require_open()
         operation, self._operation = self._operation, _Operation()
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        stream = self.current_stream()
         assert operation.release is not None
         if not operation.is_released:
             self._memory.run(stream, operation.release)
@@ -219,7 +214,7 @@ class CopyEngineTransport(Transport):
         self._stream.destroy()
         graph_stream, self._graph_stream = self._graph_stream, None
         if graph_stream is not None:
-            give_stream_back(self.device, graph_stream)
+            self._driver.give_stream_back(self.device, graph_stream)
 
     def _fork(self, stream: int) -> None:
         """The copy stream goes on from where `stream` is."""
@@ -238,7 +233,7 @@ class CopyEngineTransport(Transport):
                 oldest = self._in_flight.popleft()
                 oldest.is_done, oldest.done = True, None
                 return event
-        return StreamEvent()
+        return self._driver.event()
 
     # -- binding: see copy_tape -------------------------------------------------------------------------------------
 
@@ -249,30 +244,30 @@ class CopyEngineTransport(Transport):
 
     def bind_mark(self) -> tuple[Step, Step]:
         """Mark where one stream has come; let others go on from there."""
-        event = StreamEvent()
+        event = self._driver.event()
         record, follow = event.record, event.wait
         return lambda at, stream: record(stream), lambda at, stream: follow(stream)
 
     def bind_copies_mark(self) -> tuple[Step, Step]:
         """Mark where the copy stream has come; let another stream go on from there."""
-        event, copies = StreamEvent(), self._stream.handle
+        event, copies = self._driver.event(), self._stream.handle
         record, follow = event.record, event.wait
         return lambda at, stream: record(copies), lambda at, stream: follow(stream)
 
     def bind_take(self, peer: int) -> Step:
         """The copy stream goes on when `peer` lets it write."""
-        run, copies, ops = self._memory.run, self._stream.handle, batch(self._flags.take(peer))
+        run, copies, ops = self._memory.run, self._stream.handle, self._driver.batch(self._flags.take(peer))
         return lambda at, stream: run(copies, ops)
 
     def bind_push(self, peer: int, place: Place, source: Ref, size_bytes: int) -> Step:
         """Copy to a place at `peer` and say so there and here."""
         assert isinstance(place.window, MappedWindow)
-        ops = batch(self._flags.deliver(peer, place.flag))
+        ops = self._driver.batch(self._flags.deliver(peer, place.flag))
         return self._bind_copy(Ref(0, place.window.addresses[peer] + place.offset), source, size_bytes, ops)
 
     def bind_copy(self, target: Ref, source: Ref, size_bytes: int, flag: int) -> Step:
         """Copy within this device on the copy stream; `key_of_copy(flag)` is what to wait for."""
-        ops = batch(self._flags.copied(self._rank, flag))
+        ops = self._driver.batch(self._flags.copied(self._rank, flag))
         return self._bind_copy(target, source, size_bytes, ops)
 
     def key_of_copy(self, flag: int) -> Key:
@@ -282,18 +277,18 @@ class CopyEngineTransport(Transport):
     def bind_wait(self, keys: tuple[Key, ...]) -> Step:
         """The current stream goes on when all batches are complete."""
         run = self._memory.run
-        ops = batch(self._flags.wait(keys))
+        ops = self._driver.batch(self._flags.wait(keys))
         return lambda at, stream: run(stream, ops)
 
     def bind_silence(self, keys: tuple[Key, ...]) -> tuple[Step | None, tuple[Key, ...]]:
         """What the copy stream tells peers to whom none of these batches goes, and the keys of those who send none."""
         told, awaited = self._flags.silence(keys)
-        run, copies, ops = self._memory.run, self._stream.handle, batch(told)
+        run, copies, ops = self._memory.run, self._stream.handle, self._driver.batch(told)
         return (lambda at, stream: run(copies, ops)) if told else None, awaited
 
     def bind_release(self, keys: tuple[Key, ...], awaited: tuple[Key, ...]) -> Batch:
         """What ends an operation of these batches, and waits for some of them first."""
-        return batch([*self._flags.wait(awaited), *self._flags.release(keys)])
+        return self._driver.batch([*self._flags.wait(awaited), *self._flags.release(keys)])
 
     def _bind_copy(self, target: Ref, source: Ref, size_bytes: int, ops: Batch) -> Step:
         copy, run, copies = self._memory.copy, self._memory.run, self._stream.handle

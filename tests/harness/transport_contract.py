@@ -78,7 +78,7 @@ class Box:
 
     def _run(self, *steps) -> None:
         for step in steps:
-            step((0,), torch._C._cuda_getCurrentRawStream(self.transport.device.index))
+            step((0,), self.transport.current_stream())
 
     def shift(self, rank: int, size: int, tensor: torch.Tensor, *, distance: int = 1, number: int = 0, slot_bytes=0):
         """Send `tensor` `distance` ranks on and receive as much from that far back; (transfer, received)."""

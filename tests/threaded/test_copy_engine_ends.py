@@ -183,7 +183,7 @@ def test_a_released_transport_is_not_given_up(monkeypatch):
 
 def test_the_end_of_a_call_is_recorded_before_others_may_ask_for_it(monkeypatch):
     """An event says "reached" until it is recorded: the watchdog dropped the call, and windows were freed under it."""
-    emulate_copy_engine(monkeypatch)
+    machine = emulate_copy_engine(monkeypatch)
     asked = []
 
     class Watched(emulated_gpu._Event):
@@ -199,7 +199,7 @@ def test_the_end_of_a_call_is_recorded_before_others_may_ask_for_it(monkeypatch)
             made.append(self)
 
     made, transports = [], {}
-    monkeypatch.setattr(copy_engine, "StreamEvent", Watched)
+    monkeypatch.setattr(machine.driver, "event", Watched)
     monkeypatch.setattr(copy_engine, "_Operation", Operation)
 
     def body(group, device):
