@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import current_flash_attention_impl
 
 from commfuse_megatron.errors import UnsupportedError
-from commfuse_megatron.kernels.attention import BoundBackward, BoundForward, Dropout, Operands, SplitMask
+from commfuse_megatron.kernels.attention import BoundAttention, Dropout, Operands, SplitMask
 from commfuse_megatron.problem import AttentionProblem
 
 __all__ = ["FlashAttention", "active_flash_implementation", "flash_attention_unavailable_reason"]
@@ -154,7 +154,7 @@ class FlashAttention:
 
     def bind_forward(
         self, operands: Operands, mask: SplitMask, scale: float, state_rows: int | None = None
-    ) -> BoundForward | None:
+    ) -> BoundAttention | None:
         """None: PyTorch's functions take tensors."""
         return None
 
@@ -164,7 +164,7 @@ class FlashAttention:
         operands: Operands,
         mask: SplitMask,
         scale: float,
-    ) -> BoundBackward | None:
+    ) -> BoundAttention | None:
         """None, as for `bind_forward`."""
         return None
 

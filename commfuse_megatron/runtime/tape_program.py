@@ -5,12 +5,14 @@ cuBLASLt serves; everything else is run on tensors (`tensor_program`).
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from commfuse_megatron.kernels.blas import BlasMatmul, Matrix, Workspaces, alignment_of
+from commfuse_megatron.kernels.attention import BoundAttention
+from commfuse_megatron.kernels.blas import BlasMatmul, Matrix, alignment_of
 from commfuse_megatron.kernels.sum_partials import bind_sum
 from commfuse_megatron.runtime.buffers import PassBuffers, buffers_of
 from commfuse_megatron.runtime.lanes import Lanes
@@ -49,6 +51,9 @@ _MOST_TAPES = 64
 
 _NEVER = -2
 
+# Bytes of which the starts of scratch memory are multiples, as the allocator's.
+_SCRATCH_ALIGNMENT = 256
+
 
 class Unservable(Exception):
     """A call of these layouts is not for a tape."""
@@ -57,6 +62,8 @@ class Unservable(Exception):
 class _Bound(NamedTuple):
     operation: BoundOperation | None  # None: these layouts are not for a tape
     generation: int  # of the buffers whose addresses it holds
+    # Where the scratch memory of each lane begins in what a call allocates, and where the last ends; empty: none.
+    scratch: tuple[int, ...] = ()
 
 
 _UNKNOWN = _Bound(None, _NEVER)
@@ -97,10 +104,16 @@ class Tapes:
             if bound.operation is None and bound is not _UNKNOWN:
                 return None
             bound = self._bind(key, link, tensors, kernels or {}, alignment)
-        if bound.operation is None:
+        operation, _, scratch = bound
+        if operation is None:
             return None
-        link.replay(bound.operation, addresses)
-        return "graph" if addresses in bound.operation.graphs and not link.is_capturing else "tape"
+        if scratch:
+            *starts, size_bytes = scratch
+            # Kept until the call is submitted: what the current stream does next comes after all lanes.
+            memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._buffers.device)
+            addresses = (*addresses, *[memory.data_ptr() + start for start in starts])
+        link.replay(operation, addresses)
+        return "graph" if addresses in operation.graphs and not link.is_capturing else "tape"
 
     @property
     def operations(self) -> list[BoundOperation | None]:
@@ -119,22 +132,16 @@ class Tapes:
         kernels: "Mapping[str, TapeKernel]",
         alignment: int,
     ) -> _Bound:
-        operation = None
+        bound = _Bound(None, _NEVER)
         try:
             binder = TapeBinder(self._lower(key[0], key[1]), self._buffers, link, self._lanes, tensors, alignment)
-            operation = binder.bind(kernels)
+            bound = _Bound(binder.bind(kernels), self._buffers.generation, binder.scratch)
         except Unservable:
             pass
         if len(self._known) >= _MOST_TAPES:
             self._known.clear()
-        generation = self._buffers.generation if operation is not None else _NEVER
-        bound = self._known[key] = _Bound(operation, generation)
+        self._known[key] = bound
         return bound
-
-
-@functools.cache
-def _workspaces(device: torch.device) -> Workspaces:
-    return Workspaces(device)
 
 
 class TapeBinder:
@@ -172,13 +179,22 @@ class TapeBinder:
         self._unawaited: dict[Batch, Key] = {}
         self._sends: list[Key] = []
         self._ordered: set[str] = set()
-        self._workspaces = _workspaces(self.device)
+        self._scratch_bytes: dict[int | None, int] = {}  # that any kernel of a lane needs
 
     def bind(self, kernels: "Mapping[str, TapeKernel]") -> BoundOperation:
         """The tape of the program. Raises Unservable."""
         for op in self._program.ops:
             self._add(op, kernels)
         return self.tape.finish()
+
+    @property
+    def scratch(self) -> tuple[int, ...]:
+        """Where the scratch memory of each lane begins in what a call allocates, and where the last ends.
+
+        Its addresses follow those of the operands.
+        """
+        sizes = [-(-size // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT for size in self._scratch_bytes.values()]
+        return tuple(itertools.accumulate(sizes, initial=0)) if sizes else ()
 
     # -- addresses --------------------------------------------------------------------------------------------------
 
@@ -347,7 +363,7 @@ class TapeBinder:
             if 1 not in matrix.strides or leading * matrix.dtype.itemsize % 16:
                 raise Unservable
         multiply = BlasMatmul(*matrices, has_addend=addend is not None, has_bias=bias is not None)
-        workspace = self._workspaces.address
+        workspace_at = self._buffers.workspace(self.tape.lane) if multiply.workspace_bytes else 0
         (a, a_at), (b, b_at), (out, out_at) = refs
         extra, extra_at = addend or Ref(0, 0)
         row, row_at = bias or Ref(0, 0)
@@ -355,7 +371,7 @@ class TapeBinder:
         def step(at: tuple[int, ...], stream: int) -> None:
             multiply(
                 stream,
-                workspace(stream),
+                workspace_at,
                 at[a] + a_at,
                 at[b] + b_at,
                 at[out] + out_at,
@@ -394,13 +410,22 @@ class TapeBinder:
 
         self.tape.compute(step)
 
-    def compute(self, bound: Callable[..., None], refs: Sequence[Ref]) -> None:
-        """A kernel that takes a stream and these addresses."""
+    def compute(self, bound: BoundAttention, refs: Sequence[Ref]) -> None:
+        """A kernel on these addresses, with scratch memory that kernels of one lane share."""
+        run = bound.run
+        refs = (self._scratch(bound.scratch_bytes), *refs)
 
         def step(at: tuple[int, ...], stream: int) -> None:
-            bound(stream, *[at[slot] + offset for slot, offset in refs])
+            run(stream, *[at[slot] + offset for slot, offset in refs])
 
         self.tape.compute(step)
+
+    def _scratch(self, size_bytes: int) -> Ref:
+        if not size_bytes:
+            return Ref(0, 0)
+        lane, sizes = self.tape.lane, self._scratch_bytes
+        sizes[lane] = max(size_bytes, sizes.get(lane, 0))
+        return Ref(len(self._slots) + 1 + list(sizes).index(lane), 0)
 
 
 #: Puts what a `Compute` op says on the tape in the making, or raises Unservable.

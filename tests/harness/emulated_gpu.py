@@ -10,18 +10,19 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.kernels.attention import BoundBackward, BoundForward, MathAttention, Operands, SplitMask
-from commfuse_megatron.kernels.blas import Matrix
+from commfuse_megatron.kernels.attention import BoundAttention, MathAttention, Operands, SplitMask
+from commfuse_megatron.kernels.blas import WORKSPACE_BYTES, Matrix
 from commfuse_megatron.runtime import context, prepared, tape_program
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.lanes import Lanes
@@ -66,7 +67,6 @@ def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "device_of_backend", lambda backend: _CPU)
     monkeypatch.setattr(context, "create_transport", _create_transport)
     monkeypatch.setattr(prepared, "blas_unavailable_reason", lambda device, dtype: None)
-    monkeypatch.setattr(tape_program, "_workspaces", lambda device: _Workspaces())
     monkeypatch.setattr(tape_program, "BlasMatmul", _Matmul)
     monkeypatch.setattr(tape_program, "bind_sum", _bind_sum)
     monkeypatch.setattr(MathAttention, "can_bind", True)
@@ -259,11 +259,6 @@ class _Page:
         pass
 
 
-class _Workspaces:
-    def address(self, stream: int) -> int:
-        return 0
-
-
 def _view(matrix: Matrix, address: int) -> torch.Tensor:
     (rows, cols), strides = matrix.shape, matrix.strides
     count = (rows - 1) * strides[0] + (cols - 1) * strides[1] + 1
@@ -272,6 +267,10 @@ def _view(matrix: Matrix, address: int) -> torch.Tensor:
 
 
 class _Matmul:
+    """Leaves its product in the workspace, in fp64, then rounds it: who shares the workspace meanwhile would show."""
+
+    workspace_bytes = WORKSPACE_BYTES
+
     def __init__(self, a: Matrix, b: Matrix, out: Matrix, *, has_addend: bool, has_bias: bool) -> None:
         self._matrices = (a, b, out)
         self._has_addend, self._has_bias = has_addend, has_bias
@@ -279,55 +278,80 @@ class _Matmul:
     def __call__(
         self, stream: int, workspace_at: int, a_at: int, b_at: int, out_at: int, addend_at: int, bias_at: int
     ) -> None:
-        _submit(stream, lambda: self._multiply(a_at, b_at, out_at, addend_at, bias_at))
+        a, b, out = self._matrices
+        rows, cols = out.shape
+        product = Matrix((rows, cols), (cols, 1), torch.float64)
+        assert rows * cols * product.dtype.itemsize <= WORKSPACE_BYTES
 
-    def _multiply(self, a_at: int, b_at: int, out_at: int, addend_at: int, bias_at: int) -> None:
-        a, b, out = (_view(matrix, at) for matrix, at in zip(self._matrices, (a_at, b_at, out_at), strict=True))
-        product = a.double() @ b.double()
-        if self._has_addend:
-            product += _view(self._matrices[2], addend_at)
-        if self._has_bias:
-            product += _view(Matrix((1, out.size(1)), (out.size(1), 1), out.dtype), bias_at)
-        out.copy_(product)
+        def multiply() -> None:
+            result = _view(a, a_at).double() @ _view(b, b_at).double()
+            if self._has_addend:
+                result += _view(out, addend_at)
+            if self._has_bias:
+                result += _view(Matrix((1, cols), (cols, 1), out.dtype), bias_at)
+            _view(product, workspace_at).copy_(result)
+
+        _submit(stream, multiply)
+        _submit(stream, lambda: _view(out, out_at).copy_(_view(product, workspace_at)))
+
+
+def _bind_through_scratch(
+    results: Sequence[tuple[torch.Size, torch.dtype]], first: int, compute: Callable[..., Sequence[torch.Tensor]]
+) -> BoundAttention:
+    """What `compute` gives for the addresses lies in scratch memory, then at those from number `first` on.
+
+    results: its shapes and dtypes; all are contiguous.
+    """
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in results]
+    starts = list(itertools.accumulate(sizes, initial=0))
+
+    def leave(scratch_at: int, addresses: tuple[int, ...]) -> None:
+        for (_, dtype), start, size, result in zip(results, starts, sizes, compute(*addresses), strict=False):
+            rounded = result.to(dtype).contiguous()
+            ctypes.memmove(scratch_at + start, rounded.data_ptr(), size)
+
+    def store(scratch_at: int, addresses: tuple[int, ...]) -> None:
+        for at, start, size in zip(addresses[first:], starts, sizes, strict=False):
+            ctypes.memmove(at, scratch_at + start, size)
+        ctypes.memset(scratch_at, 0xFF, starts[-1])  # NaN in every dtype
+
+    def run(stream: int, scratch_at: int, *addresses: int) -> None:
+        assert stream in _LANES
+        _submit(stream, functools.partial(leave, scratch_at, addresses))
+        _submit(stream, functools.partial(store, scratch_at, addresses))
+
+    return BoundAttention(run, starts[-1])
 
 
 def _bind_attention(
     kernel: MathAttention, operands: Operands, mask: SplitMask, scale: float, state_rows: int | None = None
-) -> BoundForward:
-    likes = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in operands]
+) -> BoundAttention:
+    *loaded, out = operands
+    likes = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in loaded]
+    assert out.is_contiguous()
 
-    def attend(*addresses: int) -> None:
-        *operands_at, state_at = addresses
+    def attend(q_at: int, k_at: int, v_at: int, out_at: int, state_at: int) -> list[torch.Tensor]:
         ctypes.c_float.from_address(state_at).value = 1.0  # is memory
-        views = [_like(*like, at) for like, at in zip(likes, operands_at, strict=True)]
-        kernel.forward(*views, mask, scale, None)
+        views = [_like(*like, at) for like, at in zip(likes, (q_at, k_at, v_at), strict=True)]
+        result = torch.empty(out.shape, dtype=out.dtype)
+        kernel.forward(*views, result, mask, scale, None)
+        return [result]
 
-    def run(stream: int, *addresses: int) -> None:
-        assert stream in _LANES
-        _submit(stream, functools.partial(attend, *addresses))
-
-    return run
+    return _bind_through_scratch([(out.shape, out.dtype)], 3, attend)
 
 
 def _bind_attention_backward(
     kernel: MathAttention, grad_out: torch.Tensor, operands: tuple[torch.Tensor, ...], mask: SplitMask, scale: float
-) -> BoundBackward:
+) -> BoundAttention:
     loaded = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (*operands, grad_out)]
-    stored = [(t.shape, torch.empty(t.shape, device="meta").stride(), t.dtype) for t in operands[:3]]
 
-    def attend(q_at, k_at, v_at, out_at, state_at, grad_out_at, *gradients_at: int) -> None:
+    def attend(q_at, k_at, v_at, out_at, state_at, grad_out_at, *gradients_at: int) -> Sequence[torch.Tensor]:
         assert ctypes.c_float.from_address(state_at).value == 1.0  # what the forward pass left
         addresses = (q_at, k_at, v_at, out_at, grad_out_at)
         *views, grad = [_like(*like, at) for like, at in zip(loaded, addresses, strict=True)]
-        found = kernel.backward(grad, tuple(views), (), mask, scale, None)
-        for like, at, gradient in zip(stored, gradients_at, found, strict=True):
-            _like(*like, at).copy_(gradient)
+        return kernel.backward(grad, tuple(views), (), mask, scale, None)
 
-    def run(stream: int, *addresses: int) -> None:
-        assert stream in _LANES
-        _submit(stream, functools.partial(attend, *addresses))
-
-    return run
+    return _bind_through_scratch([(tensor.shape, tensor.dtype) for tensor in operands[:3]], 6, attend)
 
 
 def _like(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, address: int) -> torch.Tensor:
