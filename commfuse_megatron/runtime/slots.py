@@ -87,9 +87,9 @@ class Slots:
         old = self._buffers.get(name)
         if old is not None and old.tensor.numel() >= size_bytes:
             return
-        # A new one that no peer knows may lie in the graph's own memory, which is kept like any other.
-        is_fixed = is_window or old is not None
-        if is_fixed and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # What is new and no peer knows may lie in the graph's own memory: it is kept like any other.
+        is_of_graph = old is None and not is_window
+        if not is_of_graph and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise TransportError(
                 f'buffer "{name}" would have to grow to {size_bytes} bytes during CUDA graph capture; '
                 "run the same shapes once before capturing"
