@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from commfuse_megatron.benchmark.cases import LinearCase, too_small
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
-from commfuse_megatron.schedule import Algorithm, Chunk, build_reduce_scatter, choose_order, simulate
+from commfuse_megatron.schedule import Algorithm, Chunk, build_reduce_scatter, simulate
 
 __all__ = [
     "ATTENTION_CASE_NAMES",
@@ -127,16 +127,13 @@ def _require_known(name: str) -> None:
 
 
 def attention_bound_ms(case: AttentionCase, compute_ms: float, comm_ms: float, splits_per_shard: int) -> float:
-    """The least that the schedule allows the slowest rank, forward: splits cost what their scores and rows do, and
-    owners come in the order that suits these costs.
+    """The least that the schedule allows the slowest rank, forward: splits cost what their scores and rows do.
 
     compute_ms: the whole block, cut in proportion to its products. comm_ms: all transfers of a rank.
     """
     costs = _split_costs(case, splits_per_shard)
     transfer_ms = comm_ms / ((case.group_size - 1) * splits_per_shard)
-    costs_us = [cost * compute_ms * 1e3 for cost in costs.values()]
-    best = choose_order(case.group_size, costs_us, transfer_ms * 1e3, chunks_per_shard=splits_per_shard)
-    schedule = build_reduce_scatter(case.group_size, Algorithm.DIRECT, splits_per_shard, order=best.order)
+    schedule = build_reduce_scatter(case.group_size, Algorithm.DIRECT, splits_per_shard)
     simulation = simulate(
         schedule,
         compute_us_per_chunk=lambda rank, chunk: costs[chunk] * compute_ms * 1e3,

@@ -4,8 +4,6 @@ As in `candidates`, the list depends on what all ranks share only. The predictio
 was not checked against measurements, so nothing is decided by it alone.
 """
 
-import dataclasses
-
 from commfuse_megatron.config import AttentionConfig, OverlapConfig
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import MachineModel
@@ -13,11 +11,8 @@ from commfuse_megatron.problem import DTYPE_BYTES, AttentionProblem, RowRange, c
 from commfuse_megatron.schedule import (
     Algorithm,
     Chunk,
-    Collective,
-    OwnerOrder,
     build_all_gather,
     build_reduce_scatter,
-    choose_order,
     simulate,
 )
 
@@ -27,7 +22,6 @@ __all__ = [
     "attention_buffer_needs",
     "list_attention_plans",
     "predict_attention_us",
-    "with_owner_orders",
 ]
 
 # Splits of one owner's queries worth considering: each is one more attention kernel, and a smaller one.
@@ -98,30 +92,6 @@ def attention_buffer_needs(problem: AttentionProblem, plan: LinearPlan) -> dict[
     return needs
 
 
-def with_owner_orders(problem: AttentionProblem, plan: LinearPlan, machine: MachineModel) -> LinearPlan:
-    """`plan` with the orders of owners that unequal splits call for: under a causal mask later queries cost more."""
-    if plan.path != "query_split":
-        return plan
-    costs = _Costs(problem, plan, machine)
-
-    def order(collective: Collective, work: float, at_a_time: int) -> OwnerOrder | None:
-        return choose_order(
-            problem.group_size,
-            costs.split_costs_us(work),
-            costs.longest_transfer_us(),
-            collective=collective,
-            chunks_per_shard=plan.chunks_per_shard,
-            at_a_time=at_a_time,
-        ).order
-
-    # Backward a kernel gives blocks to keys, of which the later splits have many.
-    return dataclasses.replace(
-        plan,
-        scatter_order=order(Collective.REDUCE_SCATTER, 1.0, costs.splits_at_a_time()),
-        gather_order=order(Collective.ALL_GATHER, _BACKWARD_WORK, 1),
-    )
-
-
 def predict_attention_us(problem: AttentionProblem, plan: LinearPlan, machine: MachineModel) -> float:
     """Time per call, in a row of calls, with the backward pass if one follows."""
     costs = _Costs(problem, plan, machine)
@@ -158,9 +128,7 @@ class _Costs:
         if self.plan.path != "query_split":
             return self.attention_us(self.all_rows) + self._linear_us()
         plan = self.plan
-        schedule = build_reduce_scatter(
-            self.problem.group_size, Algorithm.DIRECT, plan.chunks_per_shard, order=plan.scatter_order
-        )
+        schedule = build_reduce_scatter(self.problem.group_size, Algorithm.DIRECT, plan.chunks_per_shard)
         run = simulate(
             schedule,
             compute_us_per_chunk=lambda rank, chunk: self._split_us(chunk, 1.0),
@@ -181,31 +149,13 @@ class _Costs:
         if self.plan.for_backward.path != "query_split":
             return self.attention_us(self.all_rows, _BACKWARD_WORK) + self._linear_us() + wgrad_us
         plan = self.plan
-        schedule = build_all_gather(
-            problem.group_size, Algorithm.DIRECT, plan.chunks_per_shard, order=plan.gather_order
-        )
+        schedule = build_all_gather(problem.group_size, Algorithm.DIRECT, plan.chunks_per_shard)
         run = simulate(
             schedule,
             compute_us_per_chunk=lambda rank, chunk: self._split_us(chunk, _BACKWARD_WORK) + self._add_us(chunk),
             transfer_us_per_chunk=lambda sender, receiver, chunk: self._transfer_us(chunk),
         )
         return run.total_us + wgrad_us
-
-    def split_costs_us(self, work: float) -> list[float]:
-        """Every split, owner by owner."""
-        splits = (Chunk(owner, index) for owner, shard in enumerate(self.chunks) for index in range(len(shard)))
-        return [self._split_us(split, work) for split in splits]
-
-    def splits_at_a_time(self) -> int:
-        """How many splits the device has room for, forward."""
-        if not self.machine.traits.replays:  # submitted one by one, each before its GEMM: hardly any two
-            return 1
-        blocks = attention_blocks(self._rows(Chunk(0, 0)).size, self.problem.heads * self.problem.batch)
-        return min(MOST_AT_A_TIME, max(1, self.machine.traits.num_sms // blocks))
-
-    def longest_transfer_us(self) -> float:
-        """One split's partial output; the first shard is as large as any."""
-        return self._transfer_us(Chunk(0, 0))
 
     def _rows(self, chunk: Chunk) -> RowRange:
         return self.chunks[chunk.owner_rank][chunk.index]

@@ -249,7 +249,7 @@ class PreparedPass:
 
     def _bind(self, collective: Collective) -> BoundSchedule:
         plan, problem = self.plan, self.problem
-        sizes = (
+        return bind(
             collective,
             plan.algorithm,
             problem.group_size,
@@ -258,8 +258,6 @@ class PreparedPass:
             problem.rows,
             problem.batch,
         )
-        order = plan.scatter_order if collective is Collective.REDUCE_SCATTER else plan.gather_order
-        return bind(*sizes) if order is None else bind(*sizes, order=order)
 
 
 class Plans(Protocol):
@@ -374,9 +372,7 @@ class PassContext:
             if self.is_capturing:  # what is captured now is agreed on at the first call outside
                 return
             plan = prepared.plan
-            orders = [order for order in (plan.scatter_order, plan.gather_order) if order is not None]
-            owners = f", owners {orders}" if orders else ""
-            statement = f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}{owners}"
+            statement = f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}"
             self.consensus.agree(statement, topic=prepared.problem.call)
         prepared.is_agreed = True
 

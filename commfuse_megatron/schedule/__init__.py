@@ -7,8 +7,6 @@ Then `program`, which a bound schedule becomes, and one lowering; `program_check
 from commfuse_megatron.schedule.actions import Algorithm, Chunk, Collective, Compute, Receive, Schedule, Send, Step
 from commfuse_megatron.schedule.all_gather import build_all_gather
 from commfuse_megatron.schedule.bound import schedule_bound_us
-from commfuse_megatron.schedule.order import OrderChoice, causal_costs_us, choose_order
-from commfuse_megatron.schedule.owners import OwnerOrder
 from commfuse_megatron.schedule.reduce_scatter import build_reduce_scatter
 from commfuse_megatron.schedule.render import describe, render
 from commfuse_megatron.schedule.simulate import simulate
@@ -22,8 +20,6 @@ __all__ = [
     "Collective",
     "Compute",
     "Interval",
-    "OrderChoice",
-    "OwnerOrder",
     "Receive",
     "Schedule",
     "Send",
@@ -32,8 +28,6 @@ __all__ = [
     "Timeline",
     "build_all_gather",
     "build_reduce_scatter",
-    "causal_costs_us",
-    "choose_order",
     "describe",
     "render",
     "schedule_bound_us",

@@ -6,8 +6,7 @@ import pytest
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.config import AttentionConfig, TransportConfig
-from commfuse_megatron.plan import attention
-from commfuse_megatron.plan.attention import attention_buffer_needs, predict_attention_us, with_owner_orders
+from commfuse_megatron.plan.attention import attention_buffer_needs, predict_attention_us
 from commfuse_megatron.plan.candidates import list_candidates
 from commfuse_megatron.plan.choose import choose_by_default, predict
 from commfuse_megatron.plan.machine import Traits, assumed_machine
@@ -55,37 +54,6 @@ def test_a_forward_pass_with_splits_may_have_a_backward_pass_without():
     assert names(problem(has_dropout=True), config("query_split", 5, "row_parallel")) == both[:1]
     plan = list_candidates(problem(), config("query_split", 5, "row_parallel")).plans[0]
     assert (plan.for_backward.path, plan.for_backward.name) == ("row_parallel", "row_parallel")
-
-
-@pytest.mark.parametrize(
-    ("sizes", "traits", "at_a_time"),
-    [
-        ({"heads": 4}, {}, 4),  # 8 * 4 blocks for 132 SMs
-        ({}, {}, 2),
-        ({"rows": 16384}, {}, 1),
-        ({"batch": 2}, {}, 1),
-        ({"rows": 1024, "heads": 4}, {}, 4),  # there are no more lanes
-        ({}, {"num_sms": 60}, 1),
-        ({}, {"replays": False}, 1),  # then they are submitted one by one
-    ],
-)
-def test_owners_come_in_an_order_for_as_many_splits_as_run_at_a_time(sizes, traits, at_a_time, monkeypatch):
-    asked = []
-    choose = attention.choose_order
-
-    def noted(*arguments, **options):
-        asked.append(options)
-        return choose(*arguments, **options)
-
-    monkeypatch.setattr(attention, "choose_order", noted)
-    the_problem = problem(**sizes)
-    plan = list_candidates(the_problem, config("query_split", 1, "query_split")).plans[0]
-    machine = assumed_machine(Traits(transport="copy_engine", **{"replays": True, **traits}), "bfloat16")
-    found = with_owner_orders(the_problem, plan, machine)
-    assert [options["at_a_time"] for options in asked] == [at_a_time, 1]
-    costs = attention._Costs(the_problem, plan, machine)
-    forward = choose(8, costs.split_costs_us(1.0), costs.longest_transfer_us(), **asked[0])
-    assert found.scatter_order == forward.order
 
 
 def test_by_default_the_planner_chooses():
