@@ -222,15 +222,13 @@ class Planner:
             and config.kernel.gemm == "auto"
             and blas_unavailable_reason(context.device, dtype) is None
         )
-        # Replayed, cuBLASLt adds the one matrix that arrives with two ranks: see `tape_program`.
-        folds = context.group_size == 2 if replays else gemm.can_fold
         return Traits(
             transport=context.transport_name,
             num_sms=num_sms,
             transfer_sms=reserved if uses_nccl else 0,
             regains_sms=uses_nccl and context.nccl.regains_sms,
             overlaps=not uses_nccl or gemm.is_persistent,
-            folds_arrivals=folds and is_one_sided,
+            folds_arrivals=gemm.can_fold and is_one_sided,
             replays=replays,
         )
 
