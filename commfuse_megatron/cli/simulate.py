@@ -1,7 +1,7 @@
 """`commfuse simulate`: what larger groups and slower links would take, from rows that `commfuse bench` measured.
 
-Needs no GPU and no ranks, only the file. Nothing is predicted without measurements, and every prediction stands beside
-the error that the same model makes on the rows it can be checked with.
+Needs no GPU and no ranks, only the file. No linear is predicted without measurements, and every prediction stands
+beside the error that the same model makes on the rows it can be checked with. Whole steps are `simulate_step`'s.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from rich.table import Table
 
 from commfuse_megatron.cli.output import each_once, make_progress, results, write_json
 from commfuse_megatron.cli.ranks import UsageError
+from commfuse_megatron.cli.trace_options import refuse_given, require_positive
 
 if TYPE_CHECKING:
     from commfuse_megatron.benchmark.against import Comparison
     from commfuse_megatron.benchmark.fit import Machines
     from commfuse_megatron.benchmark.predict import Deviation, Prediction
     from commfuse_megatron.benchmark.rows import Row
-    from commfuse_megatron.plan.machine import Channel, HostTimes
+    from commfuse_megatron.plan.machine import Channel, HostTimes, MachineModel
 
 __all__ = ["add_simulate_options", "run_simulate"]
 
 RANKS_OF_A_NODE = 8
+_RANKS, _RANKS_OF_STEPS = (8, 16, 64), (2, 4, 8, 16)
 
 # NCCL's transfers take up to 20 of them.
 _FEWEST_SMS = 40
@@ -40,18 +42,32 @@ _ALARMING = 0.2
 
 def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     """The options of `commfuse simulate`. Imports no torch."""
-    from commfuse_megatron.benchmark.cases import LINEARS
+    from commfuse_megatron.benchmark.cases import LINEARS, STEP_LAYERS
 
     models = list(dict.fromkeys(name.split(".")[0] for name in _selectable_linears()))
     add = parser.add_argument
     add("--rows", metavar="FILE", help="rows that `commfuse bench --json FILE` measured on GPUs")
     add("--against", metavar="FILE", help="rows of a larger group on such a machine: how wrong emulation and model are")
-    add("--ranks", nargs="+", type=int, default=[8, 16, 64], metavar="N", help="group sizes (default 8 16 64)")
+    add(
+        "--ranks",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="group sizes (default 8 16 64; with --step 2 4 8 16)",
+    )
     add("--link", metavar="LINK", help="nvlink or host, as in the rows, or a bandwidth in GB/s per rank and direction")
     add("--models", nargs="+", choices=models, default=models, metavar="MODEL", help=f"of {', '.join(models)}")
     add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS), metavar="L", help=f"of {', '.join(LINEARS)}")
     add("--tokens", nargs="+", type=int, default=[8192], metavar="M", help="of the whole sequence (default 8192)")
     add("--figure", metavar="FILE", help="draw the predictions into FILE (.png or .svg); missing folders are made")
+    step = ", ".join(STEP_LAYERS)
+    add(
+        "--step",
+        choices=STEP_LAYERS,
+        metavar="MODEL",
+        help=f"whole training steps of MODEL, of {step}; --rows may be left out",
+    )
+    add("--layers", type=int, metavar="N", help="with --step: layers of the model (default: as published)")
 
 
 def _selectable_linears() -> list[str]:
@@ -62,25 +78,26 @@ def _selectable_linears() -> list[str]:
 
 def run_simulate(arguments: argparse.Namespace) -> int:
     """Fit, check, predict, print. 0: done; 2: measurements are missing."""
+    arguments.ranks = each_once(arguments.ranks or (_RANKS if arguments.step is None else _RANKS_OF_STEPS))
+    arguments.tokens = each_once(arguments.tokens)
+    _check_sizes(arguments)
+    if arguments.step is not None:
+        from commfuse_megatron.cli.simulate_step import run_simulate_step
+
+        refuse_given(arguments, ("models", "linears", "figure"), "--step predicts a whole model; leave out")
+        return run_simulate_step(arguments, _step_machine(arguments))
     from commfuse_megatron.benchmark.predict import cases_of, deviations, predict
 
+    refuse_given(arguments, ("layers",), "is for --step:")
     if arguments.rows is None:
         raise UsageError(
             "no measurements: name a file of rows with --rows FILE. On two or more GPUs of one host,\n"
             "  torchrun --nproc-per-node 2 -m commfuse_megatron bench --device cuda --json FILE\n"
             "measures the GEMMs, messages and collectives that predictions start from."
         )
-    if min(arguments.ranks) < 2:
-        raise UsageError(f"--ranks must be at least 2, got {min(arguments.ranks)}")
-    if max(arguments.ranks) > _MOST_RANKS:
-        largest = f"{_MOST_RANKS}, got {max(arguments.ranks)}"
-        raise UsageError(f"--ranks must be at most {largest}: every step of every rank is simulated")
-    if min(arguments.tokens) < 1:
-        raise UsageError(f"--tokens must be at least 1, got {min(arguments.tokens)}")
-    ranks, tokens = each_once(arguments.ranks), each_once(arguments.tokens)
     machines, rows = _read_machines(Path(arguments.rows), arguments.link)
     names = [f"{model}.{linear}" for model in each_once(arguments.models) for linear in each_once(arguments.linears)]
-    cases = cases_of(names, tokens, ranks)
+    cases = cases_of(names, arguments.tokens, arguments.ranks)
     found = deviations(rows, machines)
     comparisons = _compare(arguments.against, rows, machines, set(_selectable_linears()) - set(names))
     predictions: list[list[Prediction]] = []
@@ -108,6 +125,33 @@ def run_simulate(arguments: argparse.Namespace) -> int:
 
         results().print(f"drawn: {draw_predictions(arguments.figure, predictions, machines.device)}")
     return 0
+
+
+def _check_sizes(arguments: argparse.Namespace) -> None:
+    if min(arguments.ranks) < 2:
+        raise UsageError(f"--ranks must be at least 2, got {min(arguments.ranks)}")
+    if max(arguments.ranks) > _MOST_RANKS:
+        largest = f"{_MOST_RANKS}, got {max(arguments.ranks)}"
+        raise UsageError(f"--ranks must be at most {largest}: every step of a rank is simulated")
+    require_positive(arguments, ("layers",))
+    if min(arguments.tokens) < 1:
+        raise UsageError(f"--tokens must be at least 1, got {min(arguments.tokens)}")
+
+
+def _step_machine(arguments: argparse.Namespace) -> MachineModel:
+    """The model that steps are predicted from: that of the rows, where there are some, else as the planner assumes."""
+    from commfuse_megatron.plan.machine import Traits, assumed_machine
+
+    if arguments.rows is not None:
+        machines, _ = _read_machines(Path(arguments.rows), arguments.link)
+        return machines.by_transport.get("copy_engine", machines.any)
+    bandwidth_gb_s = _bandwidth(arguments.link)
+    if bandwidth_gb_s is not None:
+        raise UsageError(f"--link {arguments.link}: of a bandwidth only --rows tells the rest; name such a file")
+    if arguments.link == "host":
+        return assumed_machine(Traits(transport="nccl", transfer_sms=4), "bfloat16")
+    traits = Traits(transport="copy_engine", folds_arrivals=True, replays=True)
+    return assumed_machine(traits, "bfloat16")
 
 
 def _read_machines(path: Path, link: str | None) -> tuple[Machines, list[Row]]:

@@ -1,7 +1,7 @@
 """Which ways there are to run attention with its output projection, and what each is predicted to take.
 
-As in `candidates`, the list depends on what all ranks share only. The prediction ranks the candidates for a trial; it
-was not checked against measurements, so nothing is decided by it alone.
+As in `candidates`, the list depends on what all ranks share only. The prediction ranks the candidates for a trial, and
+decides nothing alone: of two ranks' blocks it is right to 2 to 5 %, of which ways differ by as much.
 """
 
 import dataclasses
@@ -37,10 +37,11 @@ __all__ = [
 # Splits of one owner's queries worth considering: each is one more attention kernel, and a smaller one.
 _SPLITS = (1, 2, 4)
 
-# Attention runs at about this fraction of a GEMM's rate, forward; its backward pass computes 2.5 times as much at about
-# the same. cuDNN, 16 heads of 128, S 8192, causal: 0.484 ms or 568 TFLOP/s of 790 (H200, November 2026).
-_ATTENTION_RATE = 0.7
-_BACKWARD_WORK = 2.5
+# Attention runs at about this fraction of a GEMM's rate, forward; its backward pass takes about so many times as long.
+# cuDNN, heads of 128, causal, H200, November 2026 (`attention_pieces_h200_202611.json`): 463 to 646 TFLOP/s of 780 from
+# S 4096 with 16 heads to 16384; 2.8 to 3.2 times.
+_ATTENTION_RATE = 0.75
+_BACKWARD_WORK = 2.9
 
 # Attention kernels give a block, which takes an SM, to every 128 queries of a head.
 _QUERIES_PER_BLOCK = 128
@@ -126,9 +127,12 @@ class AttentionCosts:
         self.problem, self.machine = problem, machine
         self._itemsize = DTYPE_BYTES[problem.dtype]
         self._linear = PassCosts(problem.projection, machine)
-        self._all_rows = RowRange(0, problem.rows)
 
-    def attention_us(self, queries: RowRange, work: float = 1.0) -> tuple[float, float]:
+    def at_once_us(self, *, is_backward: bool) -> float:
+        """Attention of all queries in one piece."""
+        return self._attention_us(RowRange(0, self.problem.rows), _BACKWARD_WORK if is_backward else 1.0)[0]
+
+    def _attention_us(self, queries: RowRange, work: float) -> tuple[float, float]:
         """Scores and values of `queries`, forward (`work` 1) or backward: alone, and on the whole device."""
         problem, gemm = self.problem, self.machine.gemm
         if not queries.size:
@@ -143,14 +147,14 @@ class AttentionCosts:
         """Attention, projection and reduce-scatter."""
         if plan.path == "query_split":
             return self._simulate(plan, lambda rank, policy: self._lower_forward(plan, rank, policy), work=1.0)
-        return self.attention_us(self._all_rows)[0] + self._linear_us(self.problem.projection, plan)
+        return self.at_once_us(is_backward=False) + self._linear_us(self.problem.projection, plan)
 
     def backward_us(self, plan: LinearPlan) -> float:
         """All-gather, dgrad, backward of attention, wgrad."""
         problem = self.problem
         if plan.path == "query_split" and "input" in problem.needs:
             return self._simulate(plan, lambda rank, policy: self._lower_backward(plan, rank, policy), _BACKWARD_WORK)
-        attention_us = self.attention_us(self._all_rows, _BACKWARD_WORK)[0] if "input" in problem.needs else 0.0
+        attention_us = self.at_once_us(is_backward=True) if "input" in problem.needs else 0.0
         projection = dataclasses.replace(problem.projection, pass_name="backward", needs=problem.needs)
         return attention_us + self._linear_us(projection, plan)
 
@@ -178,7 +182,7 @@ class AttentionCosts:
             if not isinstance(op, Compute):
                 return linear.work_us(rank, op, beside_us)
             if op.kind in (ATTEND, ATTEND_BACKWARD):
-                return self.attention_us(chunks[op.chunk], work)
+                return self._attention_us(chunks[op.chunk], work)
             added = chunks[op.chunk : op.chunk + 1] if op.kind == ADD_GRADIENTS else chunks
             us = sum(map(self._add_us, added))
             return us, us

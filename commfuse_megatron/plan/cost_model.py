@@ -127,7 +127,7 @@ class PassCosts:
     def collectives_us(self, plan: LinearPlan) -> float:
         """Collectives before and after whole GEMMs ("sequential") or beside them ("async")."""
         problem = self.problem
-        gathers, computes, scatters, has_weight = self._parts(plan)
+        gathers, computes, scatters, has_weight = self.parts(plan)
         collective_us = self.machine.collective.time_us((problem.group_size - 1) * problem.shard_bytes)
         product_us = self.product_us(problem.M) if computes else 0.0
         weight_us = self.weight_gradient_us() if has_weight else 0.0
@@ -136,7 +136,7 @@ class PassCosts:
             return gather_us + product_us + scatter_us + weight_us
         return _beside_collective(gather_us, product_us) + _beside_collective(scatter_us, weight_us)
 
-    def _parts(self, plan: LinearPlan) -> tuple[bool, bool, bool, bool]:
+    def parts(self, plan: LinearPlan) -> tuple[bool, bool, bool, bool]:
         """Whether a pass gathers, multiplies, scatters, and owes the weight's gradient."""
         has_weight = self._is_backward and "weight" in self.problem.needs
         computes = not self._is_backward or "input" in self.problem.needs
@@ -148,7 +148,7 @@ class PassCosts:
 
     def host_us_of_collectives(self, plan: LinearPlan) -> float:
         """What issuing one call takes."""
-        gathers, computes, scatters, has_weight = self._parts(plan)
+        gathers, computes, scatters, has_weight = self.parts(plan)
         host = self.machine.host
         return (
             self._host_us_of_call(host)
