@@ -196,6 +196,10 @@ def test_what_is_issued_before_an_op_runs_beside_it():
 
     simulate(forward("all_gather_linear", Algorithm.DIRECT, 3), Costs(work_us, lambda *message: 7.0))
     assert [beside_us for rank, beside_us in seen if rank == 1] == [7.0, 7.0, 0.0]
+    seen.clear()
+    alone = Asked(is_backward=True, has_product=False, weight_grad="now")  # behind all that was gathered
+    simulate(Case("linear_reduce_scatter backward", WINDOWS, alone).programs(), Costs(work_us, lambda *message: 7.0))
+    assert {beside_us for _, beside_us in seen if beside_us} == set()
 
 
 @pytest.mark.parametrize(("kind", "algorithm"), LINEARS)
