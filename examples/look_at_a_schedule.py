@@ -11,6 +11,8 @@ import argparse
 from commfuse_megatron.errors import ScheduleError
 from commfuse_megatron.schedule import (
     Algorithm,
+    Collective,
+    Costs,
     Schedule,
     build_all_gather,
     build_reduce_scatter,
@@ -19,6 +21,10 @@ from commfuse_megatron.schedule import (
     simulate,
     validate,
 )
+from commfuse_megatron.schedule.binding import bind
+from commfuse_megatron.schedule.lower_linear import Asked, lower_gather_pass, lower_scatter_pass
+from commfuse_megatron.schedule.lowering import Policy
+from commfuse_megatron.schedule.program import Gemm
 
 # A GEMM of 2.6 ms beside a collective that takes 2.8 ms on a slow link; equal parts per chunk.
 COMPUTE_US, TRANSFER_US = 2600.0, 2800.0
@@ -45,13 +51,21 @@ def main() -> None:
 
 
 def predict(schedule: Schedule) -> None:
-    """Print what a dry-run and the closed form say of a schedule's time."""
+    """Print what a dry-run of its programs and the closed form say of a schedule's time."""
     num_ranks, chunks = schedule.group_size, schedule.chunks_per_shard
-    simulation = simulate(
-        schedule,
-        compute_us_per_chunk=COMPUTE_US / (num_ranks * chunks),
-        transfer_us_per_chunk=TRANSFER_US / (max(1, num_ranks - 1) * chunks),
+    gemm_us = COMPUTE_US / (num_ranks * chunks)
+    costs = Costs(
+        work_us=lambda rank, op, beside_us: (gemm_us, gemm_us) if isinstance(op, Gemm) else (0.0, 0.0),
+        transfer_us=lambda sender, receiver, channel, rows: TRANSFER_US / (max(1, num_ranks - 1) * chunks),
     )
+    sizes = (schedule.collective, schedule.algorithm, num_ranks)
+    bound = [bind(*sizes, rank, chunks, rows=num_ranks * chunks, batch=1) for rank in range(num_ranks)]
+    policy = Policy(has_windows=True)
+    if schedule.collective is Collective.ALL_GATHER:
+        programs = [lower_gather_pass(gather, policy, Asked()) for gather in bound]
+    else:
+        programs = [lower_scatter_pass(scatter, None, policy, Asked()) for scatter in bound]
+    simulation = simulate(programs, costs)
     bound_us = schedule_bound_us(COMPUTE_US, TRANSFER_US, num_ranks, chunks)
     print(
         f"chunks per shard {chunks}: {simulation.total_us:.0f} us predicted, closed form {bound_us:.0f}, "

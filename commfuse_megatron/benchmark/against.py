@@ -1,10 +1,10 @@
-"""A larger group as measured, beside what two ranks had said of it: emulated, and predicted from their curves."""
+"""A larger group as measured, beside what two ranks had said of it: emulated, and predicted from their rows."""
 
 import statistics
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from commfuse_megatron.benchmark.curves import Curves
+from commfuse_megatron.benchmark.fit import Machines
 from commfuse_megatron.benchmark.predict import key_of_way, name_of_way, predicted_ms, rows_of_ways
 from commfuse_megatron.benchmark.rows import Row
 
@@ -43,15 +43,15 @@ class Comparison:
 
 
 def compare(
-    measured: Iterable[Row], rows: Iterable[Row], curves: Curves, left_out: Collection[str] = ()
+    measured: Iterable[Row], rows: Iterable[Row], machines: Machines, left_out: Collection[str] = ()
 ) -> list[Comparison]:
-    """Every measured forward row that was emulated among `rows` or can be predicted from `curves`, by its way.
+    """Every measured forward row that was emulated among `rows` or can be predicted from `machines`, by its way.
 
-    Only rows of the curves' device and link count: between machines nothing is compared. left_out: cases that are not
+    Only rows of the machines' device and link count: between machines nothing is compared. left_out: cases that are not
     wanted.
     """
     real = [row for row in measured if not row.emulated and row.case not in left_out]
-    emulated = {key_of_way(row): row.median_ms for row in rows_of_ways(rows, curves) if row.emulated}
+    emulated = {key_of_way(row): row.median_ms for row in rows_of_ways(rows, machines) if row.emulated}
     comparisons = [
         Comparison(
             row.case,
@@ -60,9 +60,9 @@ def compare(
             name_of_way(row),
             row.median_ms,
             emulated.get(key_of_way(row)),
-            predicted_ms(row, curves),
+            predicted_ms(row, machines),
         )
-        for row in rows_of_ways(real, curves)
+        for row in rows_of_ways(real, machines)
     ]
     return [entry for entry in comparisons if entry.emulated_ms is not None or entry.predicted_ms is not None]
 

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from commfuse_megatron.benchmark.cases import LinearCase, too_small
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
-from commfuse_megatron.schedule import Algorithm, Chunk, build_reduce_scatter, choose_order, simulate
+from commfuse_megatron.schedule import Algorithm, Collective, Costs, Work, simulate
+from commfuse_megatron.schedule.binding import bind
+from commfuse_megatron.schedule.lower_attention import lower_query_split
+from commfuse_megatron.schedule.lowering import Policy
+from commfuse_megatron.schedule.program import Compute
 
 __all__ = [
     "ATTENTION_CASE_NAMES",
@@ -127,27 +131,29 @@ def _require_known(name: str) -> None:
 
 
 def attention_bound_ms(case: AttentionCase, compute_ms: float, comm_ms: float, splits_per_shard: int) -> float:
-    """The least that the schedule allows the slowest rank, forward: splits cost what their scores and rows do, and
-    owners come in the order that suits these costs.
+    """The least that the schedule allows the slowest rank, forward: splits cost what their scores and rows do.
 
     compute_ms: the whole block, cut in proportion to its products. comm_ms: all transfers of a rank.
     """
-    costs = _split_costs(case, splits_per_shard)
-    transfer_ms = comm_ms / ((case.group_size - 1) * splits_per_shard)
-    costs_us = [cost * compute_ms * 1e3 for cost in costs.values()]
-    best = choose_order(case.group_size, costs_us, transfer_ms * 1e3, chunks_per_shard=splits_per_shard)
-    schedule = build_reduce_scatter(case.group_size, Algorithm.DIRECT, splits_per_shard, order=best.order)
-    simulation = simulate(
-        schedule,
-        compute_us_per_chunk=lambda rank, chunk: costs[chunk] * compute_ms * 1e3,
-        transfer_us_per_chunk=transfer_ms * 1e3,
-        adds_in_epilogue=False,
-    )
-    return simulation.total_us / 1e3
+    shares = _split_shares(case, splits_per_shard)
+    us_per_row = comm_ms * 1e3 / (case.M - case.M // case.group_size)
+
+    def work_us(rank: int, op: Work, beside_us: float) -> tuple[float, float]:
+        us = shares[op.chunk] * compute_ms * 1e3 if isinstance(op, Compute) else 0.0
+        return us, us
+
+    policy, sizes = Policy(has_windows=True), (splits_per_shard, case.rows, case.batch)
+    bound = [
+        bind(Collective.REDUCE_SCATTER, Algorithm.DIRECT, case.group_size, rank, *sizes)
+        for rank in range(case.group_size)
+    ]
+    programs = [lower_query_split(scatter, policy, has_bias=False) for scatter in bound]
+    costs = Costs(work_us, lambda sender, receiver, channel, rows: rows * us_per_row)
+    return simulate(programs, costs).total_us / 1e3
 
 
 @functools.lru_cache(maxsize=64)
-def _split_costs(case: AttentionCase, splits_per_shard: int) -> dict[Chunk, float]:
+def _split_shares(case: AttentionCase, splits_per_shard: int) -> list[float]:
     """The share of every split in the products of the block."""
     problem = case.attention("bfloat16")
 
@@ -155,10 +161,6 @@ def _split_costs(case: AttentionCase, splits_per_shard: int) -> dict[Chunk, floa
         scores = problem.count_scores(queries) * case.heads * 2 * case.head_dim
         return float(case.batch * (scores + queries.size * case.N * case.K))
 
-    chunks = chunk_ranges(case.rows, case.group_size, splits_per_shard)
     total = products(RowRange(0, case.rows))
-    return {
-        Chunk(owner, index): products(queries) / total
-        for owner, shard in enumerate(chunks)
-        for index, queries in enumerate(shard)
-    }
+    chunks = chunk_ranges(case.rows, case.group_size, splits_per_shard)
+    return [products(queries) / total for shard in chunks for queries in shard]

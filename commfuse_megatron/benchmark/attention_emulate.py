@@ -35,9 +35,7 @@ from commfuse_megatron.benchmark.variant import Ready, Variant
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.ops.attention_passes import AttentionCall, attention_forward
 from commfuse_megatron.ops.linear_reduce_scatter import scatter_forward
-from commfuse_megatron.plan.attention import with_owner_orders
 from commfuse_megatron.plan.linear_plan import LinearPlan
-from commfuse_megatron.plan.machine import Traits, assumed_machine
 from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.schedule import Algorithm
 
@@ -85,8 +83,7 @@ class EmulatedAttention(OverTransport):
         case, heads, weight = attention_case_of(work), heads_of(work), work.operands.weight.detach()
         problem = case.attention(work.dtype_name)
         plan = LinearPlan("query_split", "emulated", Algorithm.DIRECT, splits, keep_gathered_input=False)
-        machine = assumed_machine(Traits(transport="copy_engine", replays=True), work.dtype_name)
-        prepared = self.prepare(work, problem, with_owner_orders(problem, plan, machine))
+        prepared = self.prepare(work, problem, plan)
         prepared.attention = prepared.context.attention_kernels.choose(problem, "auto")
         call = AttentionCall(prepared, None, case.head_dim**-0.5, None, None)
         return lambda: attention_forward(call, heads, weight, None)[0].flatten(0, -2)

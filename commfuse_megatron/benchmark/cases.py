@@ -12,6 +12,7 @@ __all__ = [
     "FULL_M",
     "LINEARS",
     "MODELS",
+    "STEP_LAYERS",
     "PASSES",
     "TOKENS",
     "LinearCase",
@@ -43,6 +44,8 @@ _MODELS = {
 }
 
 MODELS = tuple(_MODELS)
+#: Layers of the models whose steps are predicted.
+STEP_LAYERS = {"llama-8b": 32, "llama-70b": 80}
 LINEARS = ("qkv", "proj", "fc1", "fc2")
 
 #: Tokens of the cases in which all variants are measured.

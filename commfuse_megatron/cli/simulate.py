@@ -1,7 +1,7 @@
 """`commfuse simulate`: what larger groups and slower links would take, from rows that `commfuse bench` measured.
 
-Needs no GPU and no ranks, only the file. Nothing is predicted without measurements, and every prediction stands beside
-the error that the same model makes on the rows it can be checked with.
+Needs no GPU and no ranks, only the file. No linear is predicted without measurements, and every prediction stands
+beside the error that the same model makes on the rows it can be checked with. Whole steps are `simulate_step`'s.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from rich.table import Table
 
 from commfuse_megatron.cli.output import each_once, make_progress, results, write_json
 from commfuse_megatron.cli.ranks import UsageError
+from commfuse_megatron.cli.trace_options import refuse_given, require_positive
 
 if TYPE_CHECKING:
     from commfuse_megatron.benchmark.against import Comparison
-    from commfuse_megatron.benchmark.curves import Curves
+    from commfuse_megatron.benchmark.fit import Machines
     from commfuse_megatron.benchmark.predict import Deviation, Prediction
     from commfuse_megatron.benchmark.rows import Row
+    from commfuse_megatron.plan.machine import Channel, HostTimes, MachineModel
 
 __all__ = ["add_simulate_options", "run_simulate"]
 
 RANKS_OF_A_NODE = 8
+_RANKS, _RANKS_OF_STEPS = (8, 16, 64), (2, 4, 8, 16)
 
 # NCCL's transfers take up to 20 of them.
 _FEWEST_SMS = 40
@@ -39,18 +42,32 @@ _ALARMING = 0.2
 
 def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     """The options of `commfuse simulate`. Imports no torch."""
-    from commfuse_megatron.benchmark.cases import LINEARS
+    from commfuse_megatron.benchmark.cases import LINEARS, STEP_LAYERS
 
     models = list(dict.fromkeys(name.split(".")[0] for name in _selectable_linears()))
     add = parser.add_argument
     add("--rows", metavar="FILE", help="rows that `commfuse bench --json FILE` measured on GPUs")
     add("--against", metavar="FILE", help="rows of a larger group on such a machine: how wrong emulation and model are")
-    add("--ranks", nargs="+", type=int, default=[8, 16, 64], metavar="N", help="group sizes (default 8 16 64)")
+    add(
+        "--ranks",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="group sizes (default 8 16 64; with --step 2 4 8 16)",
+    )
     add("--link", metavar="LINK", help="nvlink or host, as in the rows, or a bandwidth in GB/s per rank and direction")
     add("--models", nargs="+", choices=models, default=models, metavar="MODEL", help=f"of {', '.join(models)}")
     add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS), metavar="L", help=f"of {', '.join(LINEARS)}")
     add("--tokens", nargs="+", type=int, default=[8192], metavar="M", help="of the whole sequence (default 8192)")
     add("--figure", metavar="FILE", help="draw the predictions into FILE (.png or .svg); missing folders are made")
+    step = ", ".join(STEP_LAYERS)
+    add(
+        "--step",
+        choices=STEP_LAYERS,
+        metavar="MODEL",
+        help=f"whole training steps of MODEL, of {step}; --rows may be left out",
+    )
+    add("--layers", type=int, metavar="N", help="with --step: layers of the model (default: as published)")
 
 
 def _selectable_linears() -> list[str]:
@@ -61,57 +78,85 @@ def _selectable_linears() -> list[str]:
 
 def run_simulate(arguments: argparse.Namespace) -> int:
     """Fit, check, predict, print. 0: done; 2: measurements are missing."""
+    arguments.ranks = each_once(arguments.ranks or (_RANKS if arguments.step is None else _RANKS_OF_STEPS))
+    arguments.tokens = each_once(arguments.tokens)
+    _check_sizes(arguments)
+    if arguments.step is not None:
+        from commfuse_megatron.cli.simulate_step import run_simulate_step
+
+        refuse_given(arguments, ("models", "linears", "figure"), "--step predicts a whole model; leave out")
+        return run_simulate_step(arguments, _step_machine(arguments))
     from commfuse_megatron.benchmark.predict import cases_of, deviations, predict
 
+    refuse_given(arguments, ("layers",), "is for --step:")
     if arguments.rows is None:
         raise UsageError(
             "no measurements: name a file of rows with --rows FILE. On two or more GPUs of one host,\n"
             "  torchrun --nproc-per-node 2 -m commfuse_megatron bench --device cuda --json FILE\n"
-            "measures the curves of GEMMs, messages and host time that predictions start from."
+            "measures the GEMMs, messages and collectives that predictions start from."
         )
-    if min(arguments.ranks) < 2:
-        raise UsageError(f"--ranks must be at least 2, got {min(arguments.ranks)}")
-    if max(arguments.ranks) > _MOST_RANKS:
-        largest = f"{_MOST_RANKS}, got {max(arguments.ranks)}"
-        raise UsageError(f"--ranks must be at most {largest}: every step of every rank is simulated")
-    if min(arguments.tokens) < 1:
-        raise UsageError(f"--tokens must be at least 1, got {min(arguments.tokens)}")
-    ranks, tokens = each_once(arguments.ranks), each_once(arguments.tokens)
-    curves, rows = _read_curves(Path(arguments.rows), arguments.link)
+    machines, rows = _read_machines(Path(arguments.rows), arguments.link)
     names = [f"{model}.{linear}" for model in each_once(arguments.models) for linear in each_once(arguments.linears)]
-    cases = cases_of(names, tokens, ranks)
-    found = deviations(rows, curves)
-    comparisons = _compare(arguments.against, rows, curves, set(_selectable_linears()) - set(names))
+    cases = cases_of(names, arguments.tokens, arguments.ranks)
+    found = deviations(rows, machines)
+    comparisons = _compare(arguments.against, rows, machines, set(_selectable_linears()) - set(names))
     predictions: list[list[Prediction]] = []
     with make_progress() as progress:
         task = progress.add_task("simulating", total=len(cases))
         for case in cases:
-            predictions.append(predict(case, curves))
+            predictions.append(predict(case, machines))
             progress.advance(task)
     if arguments.json:
         data = {
             "rows": str(arguments.rows),
-            "curves": asdict(curves),
+            "machines": asdict(machines),
             "deviations": [deviation.as_json() for deviation in found],
             "against": [comparison.as_json() for comparison in comparisons],
             "predictions": [prediction.as_json() for ways in predictions for prediction in ways],
         }
         write_json(arguments.json, data)
-    _print_curves(curves)
+    _print_machines(machines)
     _print_deviations(found)
     if arguments.against:
         _print_comparisons(comparisons, arguments.against)
-    _print_predictions(predictions, curves)
+    _print_predictions(predictions, machines)
     if arguments.figure:
         from commfuse_megatron.benchmark.figure import draw_predictions
 
-        results().print(f"drawn: {draw_predictions(arguments.figure, predictions, curves.device)}")
+        results().print(f"drawn: {draw_predictions(arguments.figure, predictions, machines.device)}")
     return 0
 
 
-def _read_curves(path: Path, link: str | None) -> tuple[Curves, list[Row]]:
-    """The curves for `link`, and the measured rows that they can be checked with."""
-    from commfuse_megatron.benchmark.curves import fit_curves
+def _check_sizes(arguments: argparse.Namespace) -> None:
+    if min(arguments.ranks) < 2:
+        raise UsageError(f"--ranks must be at least 2, got {min(arguments.ranks)}")
+    if max(arguments.ranks) > _MOST_RANKS:
+        largest = f"{_MOST_RANKS}, got {max(arguments.ranks)}"
+        raise UsageError(f"--ranks must be at most {largest}: every step of a rank is simulated")
+    require_positive(arguments, ("layers",))
+    if min(arguments.tokens) < 1:
+        raise UsageError(f"--tokens must be at least 1, got {min(arguments.tokens)}")
+
+
+def _step_machine(arguments: argparse.Namespace) -> MachineModel:
+    """The model that steps are predicted from: that of the rows, where there are some, else as the planner assumes."""
+    from commfuse_megatron.plan.machine import Traits, assumed_machine
+
+    if arguments.rows is not None:
+        machines, _ = _read_machines(Path(arguments.rows), arguments.link)
+        return machines.by_transport.get("copy_engine", machines.any)
+    bandwidth_gb_s = _bandwidth(arguments.link)
+    if bandwidth_gb_s is not None:
+        raise UsageError(f"--link {arguments.link}: of a bandwidth only --rows tells the rest; name such a file")
+    if arguments.link == "host":
+        return assumed_machine(Traits(transport="nccl", transfer_sms=4), "bfloat16")
+    traits = Traits(transport="copy_engine", folds_arrivals=True, replays=True)
+    return assumed_machine(traits, "bfloat16")
+
+
+def _read_machines(path: Path, link: str | None) -> tuple[Machines, list[Row]]:
+    """The models for `link`, and the measured rows that they can be checked with."""
+    from commfuse_megatron.benchmark.fit import fit_machines
     from commfuse_megatron.benchmark.rows import load_report
     from commfuse_megatron.errors import ConfigError
 
@@ -129,19 +174,23 @@ def _read_curves(path: Path, link: str | None) -> tuple[Curves, list[Row]]:
     sms = header.get("multiprocessors", 132)
     if not isinstance(sms, int) or sms < _FEWEST_SMS:
         raise ConfigError(f"{path} is of a GPU with {sms} SMs: what is predicted from takes {_FEWEST_SMS} and more")
-    curves = fit_curves(rows, device=device, link=base, sms=sms)
+    machines = fit_machines(rows, device=device, link=base, sms=sms)
     if bandwidth_gb_s is None:
-        return curves, rows
-    if "nccl" not in curves.messages:
-        why = curves.left_out.get("nccl", "it has no rows of it")
-        raise ConfigError(f"--link {link}: nccl serves such links, and {path} gives no curve for it: {why}")
-    # GEMMs, latencies and host time as measured; only the link is another. No measured row can check that.
-    slow = {"nccl": dataclasses.replace(curves.messages["nccl"], bandwidth_gb_s=bandwidth_gb_s)}
-    collective = dataclasses.replace(curves.collective, bandwidth_gb_s=bandwidth_gb_s)
-    return dataclasses.replace(curves, link=f"{bandwidth_gb_s:g} GB/s", messages=slow, collective=collective), rows
+        return machines, rows
+    nccl = machines.by_transport.get("nccl")
+    if nccl is None:
+        why = machines.left_out.get("nccl", "it has no rows of it")
+        raise ConfigError(f"--link {link}: nccl serves such links, and {path} gives no model for it: {why}")
+    # GEMMs and latencies as measured; only the link is another. No measured row can check that.
+    slow = dataclasses.replace(
+        nccl,
+        link=dataclasses.replace(nccl.link, bandwidth_gb_s=bandwidth_gb_s),
+        collective=dataclasses.replace(nccl.collective, bandwidth_gb_s=bandwidth_gb_s),
+    )
+    return dataclasses.replace(machines, link=f"{bandwidth_gb_s:g} GB/s", by_transport={"nccl": slow}), rows
 
 
-def _compare(path: str | None, rows: list[Row], curves: Curves, left_out: Collection[str]) -> list[Comparison]:
+def _compare(path: str | None, rows: list[Row], machines: Machines, left_out: Collection[str]) -> list[Comparison]:
     from commfuse_megatron.benchmark.against import compare
     from commfuse_megatron.benchmark.rows import load_report
 
@@ -149,17 +198,17 @@ def _compare(path: str | None, rows: list[Row], curves: Curves, left_out: Collec
         return []
     measured = load_report(Path(path))[1]
     _require_dtype(measured, path)
-    comparisons = compare(measured, rows, curves, left_out)
+    comparisons = compare(measured, rows, machines, left_out)
     if not comparisons:
         raise UsageError(
-            f"--against {path}: of these models and linears no forward rows of {curves.device} over {curves.link} that "
-            "were emulated or can be predicted; rows of other machines and links are not compared"
+            f"--against {path}: of these models and linears no forward rows of {machines.device} over {machines.link} "
+            "that were emulated or can be predicted; rows of other machines and links are not compared"
         )
     return comparisons
 
 
 def _require_dtype(rows: Iterable[Row], path: Path | str) -> None:
-    from commfuse_megatron.benchmark.predict import DTYPE
+    from commfuse_megatron.benchmark.fit import DTYPE
     from commfuse_megatron.errors import ConfigError
 
     others = sorted({row.dtype for row in rows} - {DTYPE})
@@ -182,32 +231,39 @@ def _bandwidth(link: str | None) -> float | None:
     return bandwidth_gb_s
 
 
-def _print_curves(curves: Curves) -> None:
-    table = Table(title=f"curves of {curves.device}, link {curves.link}", title_justify="left")
-    for column in ("what", "curve"):
+def _print_machines(machines: Machines) -> None:
+    title = f"the planner's model of {machines.device}, link {machines.link}"
+    table = Table(title=title, title_justify="left")
+    for column in ("what", "model"):
         table.add_column(column)
     for column in ("rows", "median error of the fit"):
         table.add_column(column, justify="right")
-    for name, gemm in curves.gemms.items():
-        formula = f"{gemm.launch_us:.1f} us + waves x ({gemm.per_wave_us:.2f} us + K x {gemm.per_k_us * 1e3:.2f} ns)"
-        table.add_row(f"GEMM, {name}", formula, str(gemm.num_points), f"{100 * gemm.error:.1f} %")
-    for name, message in [*curves.messages.items(), ("the group's collectives", curves.collective)]:
-        formula = f"{message.latency_us:.1f} us + bytes / {message.bandwidth_gb_s:.0f} GB/s"
-        table.add_row(f"message, {name}", formula, str(message.num_points), f"{100 * message.error:.1f} %")
-    for name, host in curves.hosts.items():
-        formula = f"{host.call_us:.0f} us + slices x {host.slice_us:.1f} us"
-        table.add_row(f"host time, {name}", formula, str(host.num_points), f"{100 * host.error:.1f} %")
+    gemm, collective = machines.any.gemm, machines.any.collective
+    models = {
+        "GEMMs": f"{gemm.launch_us:.1f} us + waves of tiles at {gemm.tflops:.0f} TFLOP/s",
+        **{f"messages, {name}": _say_channel(each.link) for name, each in machines.by_transport.items()},
+        "the group's collectives": _say_channel(collective),
+    }
+    for name, each in machines.by_transport.items():
+        models[f"host, {name}"] = _say_host(each.replay if each.traits.replays else each.host)
+    for what, model in models.items():
+        fit = machines.fits.get(what)
+        if fit is not None:
+            table.add_row(what, model, str(fit.num_rows), f"{100 * fit.error:.1f} %")
     console = results()
     console.print(table)
-    if curves.sum_us_per_byte is None:
-        console.print("final sums of reduce-scatters: no tails in the rows, counted as free")
-    else:
-        console.print(f"final sums of reduce-scatters: {1e-3 / curves.sum_us_per_byte:.0f} GB/s, from measured tails")
-    for name, reason in curves.left_out.items():
+    if machines.assumed:
+        console.print(f"assumed, as by the planner, since the rows do not tell: {'; '.join(machines.assumed)}")
+    for name, reason in machines.left_out.items():
         console.print(f"[yellow]left out[/] {escape(f'transport {name}: {reason}')}")
-    for name in curves.messages:
-        if name not in curves.hosts:
-            console.print(f"host time, {name}: too few rows, counted as free")
+
+
+def _say_host(host: HostTimes) -> str:
+    return f"{host.call_us:.0f} us + GEMMs x {host.gemm_us:.0f} us + messages x {host.transfer_us:.0f} us"
+
+
+def _say_channel(channel: Channel) -> str:
+    return f"{channel.latency_us:.1f} us + bytes / {channel.bandwidth_gb_s:.0f} GB/s"
 
 
 def _print_deviations(found: Sequence[Deviation]) -> None:
@@ -283,10 +339,10 @@ def _say(ms: float | None, error: float | None) -> tuple[str, str]:
     return ("", "") if ms is None or error is None else (f"{ms:.3f}", f"{100 * error:+.1f} %")
 
 
-def _print_predictions(predictions: Sequence[Sequence[Prediction]], curves: Curves) -> None:
+def _print_predictions(predictions: Sequence[Sequence[Prediction]], machines: Machines) -> None:
     from commfuse_megatron.benchmark.predict import LIMITS
 
-    title = f"predicted, not measured: forward pass, ms per call, {curves.device}, link {curves.link}"
+    title = f"predicted, not measured: forward pass, ms per call, {machines.device}, link {machines.link}"
     table = Table(title=title, title_justify="left")
     table.add_column("case", no_wrap=True)
     for column in ("M", "ranks", "compute", "comm", "sequential", "best", "/ sequential", "of ideal"):
@@ -318,5 +374,5 @@ def _print_predictions(predictions: Sequence[Sequence[Prediction]], curves: Curv
     for limit, meaning in LIMITS.items():
         if limit in limits:
             console.print(f"  - {limit}: {meaning}")
-    if "copy_engine" in curves.messages and any(ways[0].group_size > RANKS_OF_A_NODE for ways in predictions):
+    if "copy_engine" in machines.by_transport and any(ways[0].group_size > RANKS_OF_A_NODE for ways in predictions):
         console.print("the copy engine and this link beyond one node assume that all ranks share one NVLink domain")

@@ -1,53 +1,67 @@
 """Which ways there are to run attention with its output projection, and what each is predicted to take.
 
-As in `candidates`, the list depends on what all ranks share only. The prediction ranks the candidates for a trial; it
-was not checked against measurements, so nothing is decided by it alone.
+As in `candidates`, the list depends on what all ranks share only. The prediction ranks the candidates for a trial, and
+decides nothing alone: of two ranks' blocks it is right to 2 to 5 %, of which ways differ by as much.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from commfuse_megatron.config import AttentionConfig, OverlapConfig
+from commfuse_megatron.plan.cost_model import PassCosts, predict_parts_us
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import MachineModel
-from commfuse_megatron.problem import DTYPE_BYTES, AttentionProblem, RowRange, chunk_ranges
-from commfuse_megatron.schedule import (
-    Algorithm,
-    Chunk,
-    Collective,
-    OwnerOrder,
-    build_all_gather,
-    build_reduce_scatter,
-    choose_order,
-    simulate,
+from commfuse_megatron.plan.passes import bind_plan, policy_of
+from commfuse_megatron.problem import DTYPE_BYTES, AttentionProblem, GemmProblem, RowRange, chunk_ranges
+from commfuse_megatron.schedule import Algorithm, Collective, Work, simulate
+from commfuse_megatron.schedule.lower_attention import (
+    ADD_GRADIENTS,
+    ATTEND,
+    ATTEND_BACKWARD,
+    lower_query_split,
+    lower_query_split_backward,
 )
+from commfuse_megatron.schedule.lower_linear import Asked
+from commfuse_megatron.schedule.lowering import Policy
+from commfuse_megatron.schedule.program import Compute, Program
 
 __all__ = [
-    "MOST_AT_A_TIME",
+    "AttentionCosts",
     "attention_blocks",
     "attention_buffer_needs",
+    "choose_num_lanes",
     "list_attention_plans",
     "predict_attention_us",
-    "with_owner_orders",
 ]
 
 # Splits of one owner's queries worth considering: each is one more attention kernel, and a smaller one.
 _SPLITS = (1, 2, 4)
 
-# Attention runs at about this fraction of a GEMM's rate, forward; its backward pass computes 2.5 times as much at about
-# the same. cuDNN, 16 heads of 128, S 8192, causal: 0.484 ms or 568 TFLOP/s of 790 (H200, November 2026).
-_ATTENTION_RATE = 0.7
-_BACKWARD_WORK = 2.5
+# Attention runs at about this fraction of a GEMM's rate, forward; its backward pass takes about so many times as long.
+# cuDNN, heads of 128, causal, H200, November 2026 (`attention_pieces_h200_202611.json`): 463 to 646 TFLOP/s of 780 from
+# S 4096 with 16 heads to 16384; 2.8 to 3.2 times.
+_ATTENTION_RATE = 0.75
+_BACKWARD_WORK = 2.9
 
 # Attention kernels give a block, which takes an SM, to every 128 queries of a head.
 _QUERIES_PER_BLOCK = 128
 
-#: Splits of a forward pass that run at a time; see `runtime/lanes.py`.
-MOST_AT_A_TIME = 4
+# Splits of a forward pass that run at a time; see `runtime/lanes.py`.
+_FEWEST_AT_A_TIME, _MOST_AT_A_TIME = 2, 4
 
 
 def attention_blocks(queries: int, heads: int) -> int:
     """Blocks that the kernel of a split gives to the device, forward. heads: of one rank, of the whole batch."""
     return max(1, heads * -(-queries // _QUERIES_PER_BLOCK))
+
+
+def choose_num_lanes(queries: int, heads: int, num_sms: int) -> int:
+    """How many splits are to run at a time: enough to fill the device, and one that fills up its end.
+
+    Not more: the first split is done, and its transfer begins, the later the more run beside it. queries: of one split.
+    heads: of one rank, of the whole batch.
+    """
+    return min(_MOST_AT_A_TIME, max(_FEWEST_AT_A_TIME, 1 + -(-num_sms // attention_blocks(queries, heads))))
 
 
 def list_attention_plans(problem: AttentionProblem, config: OverlapConfig) -> list[LinearPlan]:
@@ -98,143 +112,96 @@ def attention_buffer_needs(problem: AttentionProblem, plan: LinearPlan) -> dict[
     return needs
 
 
-def with_owner_orders(problem: AttentionProblem, plan: LinearPlan, machine: MachineModel) -> LinearPlan:
-    """`plan` with the orders of owners that unequal splits call for: under a causal mask later queries cost more."""
-    if plan.path != "query_split":
-        return plan
-    costs = _Costs(problem, plan, machine)
-
-    def order(collective: Collective, work: float, at_a_time: int) -> OwnerOrder | None:
-        return choose_order(
-            problem.group_size,
-            costs.split_costs_us(work),
-            costs.longest_transfer_us(),
-            collective=collective,
-            chunks_per_shard=plan.chunks_per_shard,
-            at_a_time=at_a_time,
-        ).order
-
-    # Backward a kernel gives blocks to keys, of which the later splits have many.
-    return dataclasses.replace(
-        plan,
-        scatter_order=order(Collective.REDUCE_SCATTER, 1.0, costs.splits_at_a_time()),
-        gather_order=order(Collective.ALL_GATHER, _BACKWARD_WORK, 1),
-    )
-
-
 def predict_attention_us(problem: AttentionProblem, plan: LinearPlan, machine: MachineModel) -> float:
-    """Time per call, in a row of calls, with the backward pass if one follows."""
-    costs = _Costs(problem, plan, machine)
-    total_us = costs.forward_us()
-    return total_us + costs.backward_us() if problem.needs else total_us
+    """Time per call, in a row of calls, with the backward pass if one follows. The device's alone: host times are not
+    known for the kernels of attention."""
+    costs = AttentionCosts(problem, machine)
+    total_us = costs.forward_us(plan)
+    return total_us + costs.backward_us(plan.for_backward) if problem.needs else total_us
 
 
-class _Costs:
-    """The parts of one plan's time. The device's alone: host times are not known for the kernels of attention."""
+class AttentionCosts:
+    """What the parts of attention with its projection take on a machine."""
 
-    def __init__(self, problem: AttentionProblem, plan: LinearPlan, machine: MachineModel) -> None:
-        self.problem, self.plan, self.machine = problem, plan, machine
-        self.itemsize = DTYPE_BYTES[problem.dtype]
-        m = plan.chunks_per_shard if plan.path == "query_split" else 1
-        self.chunks = chunk_ranges(problem.rows, problem.group_size, m)
-        self.all_rows = RowRange(0, problem.rows)
+    def __init__(self, problem: AttentionProblem, machine: MachineModel) -> None:
+        self.problem, self.machine = problem, machine
+        self._itemsize = DTYPE_BYTES[problem.dtype]
+        self._linear = PassCosts(problem.projection, machine)
 
-    def attention_us(self, queries: RowRange, work: float = 1.0) -> float:
-        """Scores and values of `queries`, forward (`work` 1) or backward."""
+    def at_once_us(self, *, is_backward: bool) -> float:
+        """Attention of all queries in one piece."""
+        return self._attention_us(RowRange(0, self.problem.rows), _BACKWARD_WORK if is_backward else 1.0)[0]
+
+    def _attention_us(self, queries: RowRange, work: float) -> tuple[float, float]:
+        """Scores and values of `queries`, forward (`work` 1) or backward: alone, and on the whole device."""
         problem, gemm = self.problem, self.machine.gemm
         if not queries.size:
-            return 0.0
+            return 0.0, 0.0
         scores = problem.count_scores(queries) * problem.heads * problem.batch
         flops = 2.0 * scores * (problem.head_dim + problem.value_dim) * work
-        return gemm.launch_us + flops / (_ATTENTION_RATE * gemm.tflops * 1e6)
+        device_us = flops / (_ATTENTION_RATE * gemm.tflops * 1e6)
+        blocks = attention_blocks(queries.size, problem.heads * problem.batch)
+        return gemm.launch_us + device_us * max(1.0, gemm.num_sms / blocks), gemm.launch_us + device_us
 
-    def projection_us(self, queries: RowRange) -> float:
-        """The GEMM of `queries`, forward or dgrad."""
-        problem = self.problem
-        return self.machine.gemm.time_us(queries.size * problem.batch, problem.N, problem.K, self.itemsize)
-
-    def forward_us(self) -> float:
+    def forward_us(self, plan: LinearPlan) -> float:
         """Attention, projection and reduce-scatter."""
-        if self.plan.path != "query_split":
-            return self.attention_us(self.all_rows) + self._linear_us()
-        plan = self.plan
-        schedule = build_reduce_scatter(
-            self.problem.group_size, Algorithm.DIRECT, plan.chunks_per_shard, order=plan.scatter_order
-        )
-        run = simulate(
-            schedule,
-            compute_us_per_chunk=lambda rank, chunk: self._split_us(chunk, 1.0),
-            transfer_us_per_chunk=lambda sender, receiver, chunk: self._transfer_us(chunk),
-            adds_in_epilogue=False,
-        )
-        # Replayed, the last GEMM adds what arrived; more than one partial is added up beside the last attention.
-        return run.total_us + (0.0 if self.machine.traits.replays else self._sum_us())
+        if plan.path == "query_split":
+            return self._simulate(plan, lambda rank, policy: self._lower_forward(plan, rank, policy), work=1.0)
+        return self.at_once_us(is_backward=False) + self._linear_us(self.problem.projection, plan)
 
-    def backward_us(self) -> float:
+    def backward_us(self, plan: LinearPlan) -> float:
         """All-gather, dgrad, backward of attention, wgrad."""
         problem = self.problem
-        wgrad_us = 0.0
-        if "weight" in problem.needs:
-            wgrad_us = self.machine.gemm.time_us(problem.N, problem.K, problem.M, self.itemsize)
-        if "input" not in problem.needs:
-            return self._collective_us() + wgrad_us
-        if self.plan.for_backward.path != "query_split":
-            return self.attention_us(self.all_rows, _BACKWARD_WORK) + self._linear_us() + wgrad_us
-        plan = self.plan
-        schedule = build_all_gather(
-            problem.group_size, Algorithm.DIRECT, plan.chunks_per_shard, order=plan.gather_order
-        )
-        run = simulate(
-            schedule,
-            compute_us_per_chunk=lambda rank, chunk: self._split_us(chunk, _BACKWARD_WORK) + self._add_us(chunk),
-            transfer_us_per_chunk=lambda sender, receiver, chunk: self._transfer_us(chunk),
-        )
-        return run.total_us + wgrad_us
+        if plan.path == "query_split" and "input" in problem.needs:
+            return self._simulate(plan, lambda rank, policy: self._lower_backward(plan, rank, policy), _BACKWARD_WORK)
+        attention_us = self.at_once_us(is_backward=True) if "input" in problem.needs else 0.0
+        projection = dataclasses.replace(problem.projection, pass_name="backward", needs=problem.needs)
+        return attention_us + self._linear_us(projection, plan)
 
-    def split_costs_us(self, work: float) -> list[float]:
-        """Every split, owner by owner."""
-        splits = (Chunk(owner, index) for owner, shard in enumerate(self.chunks) for index in range(len(shard)))
-        return [self._split_us(split, work) for split in splits]
+    def _linear_us(self, projection: GemmProblem, plan: LinearPlan) -> float:
+        """The projection as a linear of its own."""
+        paths = ("sequential",) if plan.path == "sequential" else ("sequential", "sliced")
+        plans = [LinearPlan(path, "", Algorithm.DIRECT, 1, keep_gathered_input=False) for path in paths]
+        return min(predict_parts_us(projection, each, self.machine)[0] for each in plans)
 
-    def splits_at_a_time(self) -> int:
-        """How many splits the device has room for, forward."""
-        if not self.machine.traits.replays:  # submitted one by one, each before its GEMM: hardly any two
-            return 1
-        blocks = attention_blocks(self._rows(Chunk(0, 0)).size, self.problem.heads * self.problem.batch)
-        return min(MOST_AT_A_TIME, max(1, self.machine.traits.num_sms // blocks))
+    # -- split queries ------------------------------------------------------------------------------------------------
 
-    def longest_transfer_us(self) -> float:
-        """One split's partial output; the first shard is as large as any."""
-        return self._transfer_us(Chunk(0, 0))
-
-    def _rows(self, chunk: Chunk) -> RowRange:
-        return self.chunks[chunk.owner_rank][chunk.index]
-
-    def _split_us(self, chunk: Chunk, work: float) -> float:
-        queries = self._rows(chunk)
-        return self.attention_us(queries, work) + self.projection_us(queries)
-
-    def _transfer_us(self, chunk: Chunk) -> float:
+    def _simulate(self, plan: LinearPlan, lower: Callable[[int, Policy], Program], work: float) -> float:
+        """All ranks: under a causal mask they take splits of other costs at other times."""
         problem = self.problem
-        return self.machine.link.time_us(self._rows(chunk).size * problem.batch * problem.N * self.itemsize)
+        chunks = [
+            chunk for owner in chunk_ranges(problem.rows, problem.group_size, plan.chunks_per_shard) for chunk in owner
+        ]
+        lanes = choose_num_lanes(
+            max(chunk.size for chunk in chunks), problem.heads * problem.batch, self.machine.gemm.num_sms
+        )
+        policy = dataclasses.replace(policy_of(problem, plan, self.machine.traits), lanes=lanes)
+        linear = self._linear.of_ops()
 
-    def _add_us(self, chunk: Chunk) -> float:
+        def work_us(rank: int, op: Work, beside_us: float) -> tuple[float, float]:
+            if not isinstance(op, Compute):
+                return linear.work_us(rank, op, beside_us)
+            if op.kind in (ATTEND, ATTEND_BACKWARD):
+                return self._attention_us(chunks[op.chunk], work)
+            added = chunks[op.chunk : op.chunk + 1] if op.kind == ADD_GRADIENTS else chunks
+            us = sum(map(self._add_us, added))
+            return us, us
+
+        costs = linear._replace(work_us=work_us)
+        return simulate([lower(rank, policy) for rank in range(problem.group_size)], costs).total_us
+
+    def _lower_forward(self, plan: LinearPlan, rank: int, policy: Policy) -> Program:
+        scatter = bind_plan(self.problem, plan, Collective.REDUCE_SCATTER, rank)
+        return lower_query_split(scatter, policy, has_bias=False)
+
+    def _lower_backward(self, plan: LinearPlan, rank: int, policy: Policy) -> Program:
+        gather = bind_plan(self.problem, plan, Collective.ALL_GATHER, rank)
+        asked = Asked(is_backward=True, weight_grad="now" if "weight" in self.problem.needs else "none")
+        return lower_query_split_backward(gather, policy, asked)
+
+    def _add_us(self, queries: RowRange) -> float:
         """Adding a split's gradients of keys and values to the sums in fp32."""
         problem = self.problem
-        keys = problem.visible_keys(self._rows(chunk)).keys.size
+        keys = problem.visible_keys(queries).keys.size
         elements = keys * problem.batch * problem.kv_heads * (problem.head_dim + problem.value_dim)
-        return self.machine.gemm.pass_us(elements * (8 + self.itemsize))
-
-    def _sum_us(self) -> float:
-        shards = self.problem.group_size + 1
-        return self.machine.gemm.launch_us + self.machine.gemm.pass_us(shards * self.problem.shard_bytes)
-
-    def _collective_us(self) -> float:
-        return self.machine.collective.time_us((self.problem.group_size - 1) * self.problem.shard_bytes)
-
-    def _linear_us(self) -> float:
-        """The projection alone with its collective: one after the other, or the longer one plus one slice."""
-        gemm_us, collective_us = self.projection_us(self.all_rows), self._collective_us()
-        if self.plan.path == "sequential":
-            return gemm_us + collective_us
-        return min(gemm_us + collective_us, max(gemm_us, collective_us) + gemm_us / self.problem.group_size)
+        return self.machine.gemm.pass_us(elements * (8 + self._itemsize))

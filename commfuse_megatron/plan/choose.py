@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from commfuse_megatron.config import PlanConfig
-from commfuse_megatron.plan.attention import predict_attention_us, with_owner_orders
+from commfuse_megatron.plan.attention import predict_attention_us
 from commfuse_megatron.plan.candidates import Candidates
 from commfuse_megatron.plan.cost_model import predict_us
 from commfuse_megatron.plan.linear_plan import LinearPlan
@@ -60,7 +60,6 @@ def predict(problem: Problem, candidates: Candidates, machine: MachineModel) -> 
 
     def predicted(plan: LinearPlan) -> LinearPlan:
         if isinstance(problem, AttentionProblem):
-            plan = with_owner_orders(problem, plan, machine)
             return dataclasses.replace(plan, predicted_us=predict_attention_us(problem, plan, machine))
         return dataclasses.replace(plan, predicted_us=predict_us(problem, plan, machine))
 

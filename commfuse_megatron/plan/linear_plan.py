@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from commfuse_megatron.schedule import Algorithm, OwnerOrder
+from commfuse_megatron.schedule import Algorithm
 
 __all__ = ["LinearPlan"]
 
@@ -16,7 +16,6 @@ class LinearPlan:
     (see `AttentionConfig`); or "local" (a group of one rank: nothing to send). reason: one sentence, for the report.
     keep_gathered_input: see `WgradConfig`.
     predicted_us, measured_us: what the cost model said and what the trial found, where they were asked.
-    scatter_order, gather_order: of the owners, where they differ in cost; None for the rotation.
     backward_path: of an attention, the path of its backward pass, where that is another one.
     """
 
@@ -27,8 +26,6 @@ class LinearPlan:
     keep_gathered_input: bool
     predicted_us: float | None = None
     measured_us: float | None = None
-    scatter_order: OwnerOrder | None = None
-    gather_order: OwnerOrder | None = None
     backward_path: str | None = None
 
     @property

@@ -4,9 +4,9 @@ Assumed numbers are those of 2 x H200 or H100, November 2026, where no other sou
 microseconds, sizes in bytes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from commfuse_megatron.kernels.tiles import choose_tile
+from commfuse_megatron.kernels.tiles import TILES, choose_tile
 
 __all__ = [
     "Channel",
@@ -20,8 +20,14 @@ __all__ = [
     "fit_channel",
 ]
 
-# From the end of one kernel of a stream to the start of the next. Not measured.
-_LAUNCH_US = 3.0
+# From the end of one kernel of a stream to the start of the next: 2.2 to 2.4 in what fits 72 to 80 GEMMs of all sizes
+# (2 x H200, November 2026).
+_LAUNCH_US = 2.3
+# Starting and ending a tile takes as long as so much of K: 0.4 to 1.0 us of 0.011 per K (the same fits).
+_K_OF_A_TILES_ENDS = 64
+# What cuBLAS takes for 0.3 to 2.2 waves of the largest tiles is that part of a wave's time (slices of two and four
+# ranks on H200), presumably by smaller tiles and by cutting K; for 0.18 it was 0.28.
+_LEAST_OF_A_WAVE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,22 +44,27 @@ class Channel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmRate:
-    """GEMMs on all SMs or some: full waves of tiles at `tflops`, and no faster than their operands can be read."""
+    """GEMMs by cuBLAS: waves of tiles at `tflops`, the last one in part; or by our persistent kernel, on all SMs or
+    some, whose last wave is a whole one. No faster than their operands can be read."""
 
     tflops: float
     memory_gb_s: float
     num_sms: int = 132
     launch_us: float = _LAUNCH_US
 
-    def time_us(self, M: int, N: int, K: int, itemsize: int, idle_sms: int = 0) -> float:
-        """Time of [M, K] @ [K, N] on all SMs but `idle_sms`; 0 if there is nothing to multiply."""
+    def time_us(self, M: int, N: int, K: int, itemsize: int, idle_sms: int | None = None) -> float:
+        """Time of [M, K] @ [K, N]; 0 if it is empty. idle_sms: by our kernel, on all SMs but so many."""
         if not M * N * K:
             return 0.0
-        sms = max(1, self.num_sms - idle_sms)
-        tile = choose_tile(M, N, sms)
-        waves = -(-tile.count(M, N) // sms)
-        tile_us = 2.0 * tile.block_m * tile.block_n * K * self.num_sms / (self.tflops * 1e6 * tile.speed)
-        return self.launch_us + max(waves * tile_us, self.pass_us((M * K + N * K + M * N) * itemsize))
+        if idle_sms is None:
+            areas = (tile.count(M, N) / self.num_sms * tile.block_m * tile.block_n / tile.speed for tile in TILES)
+            area = max(min(areas), _LEAST_OF_A_WAVE * TILES[0].block_m * TILES[0].block_n)
+        else:
+            sms = max(1, self.num_sms - idle_sms)
+            tile = choose_tile(M, N, sms)
+            area = -(-tile.count(M, N) // sms) * tile.block_m * tile.block_n / tile.speed
+        waves_us = 2.0 * area * (K + _K_OF_A_TILES_ENDS) * self.num_sms / (self.tflops * 1e6)
+        return self.launch_us + max(waves_us, self.pass_us((M * K + N * K + M * N) * itemsize))
 
     def pass_us(self, size_bytes: float) -> float:
         """Time in which memory delivers or takes `size_bytes`."""
@@ -76,6 +87,10 @@ class HostTimes:
     small_kernel_us: float = 10.0
     autograd_us: float = 150.0
 
+    def scaled(self, factor: float) -> "HostTimes":
+        """All of them `factor` times as long."""
+        return HostTimes(**{field.name: factor * getattr(self, field.name) for field in fields(self)})
+
 
 #: Of calls that are replayed as lists of driver and library calls: with two ranks m=1 133 to 176 us, m=2 180 to 242,
 #: m=4 320; with four ranks, m=1, 238 to 289. Found as above.
@@ -88,8 +103,8 @@ class Traits:
 
     transfer_sms: SMs that a transfer in flight takes from GEMMs; 0 with the copy engine. regains_sms: a large slice
     takes them back once the transfer is done. overlaps: False where GEMMs leave nothing to the transfers, so that they
-    run one after the other. folds_arrivals: own GEMMs add what arrived, where something covers the last transfer.
-    replays: direct schedules are replayed, with little host time.
+    run one after the other. folds_arrivals: step by step, own GEMMs add what arrived. replays: direct schedules are
+    replayed, with little host time.
     """
 
     transport: str

@@ -63,10 +63,8 @@ def read_sections(path: Path) -> list[dict[str, Any]]:
 
 
 def plan_of(entry: Mapping[str, Any]) -> LinearPlan:
-    """The plan whose fields these are, with lists where it has tuples; else TypeError, ValueError or KeyError."""
+    """The plan whose fields these are; else TypeError, ValueError or KeyError."""
     values = {field.name: entry[field.name] for field in dataclasses.fields(LinearPlan)}
-    for name in ("scatter_order", "gather_order"):
-        values[name] = None if values[name] is None else tuple(map(tuple, values[name]))
     return LinearPlan(**values | {"algorithm": Algorithm(values["algorithm"])})
 
 
@@ -152,9 +150,7 @@ def _possible(entry: Any, possible: Container[LinearPlan]) -> LinearPlan | None:
     """The plan of an entry; None if it is none, or may not be run."""
     try:
         plan = plan_of(entry)
-        blank = dataclasses.replace(
-            plan, reason="", predicted_us=None, measured_us=None, scatter_order=None, gather_order=None
-        )
+        blank = dataclasses.replace(plan, reason="", predicted_us=None, measured_us=None)
         return plan if blank in possible else None
     except (TypeError, ValueError, KeyError):  # there is none, or somebody has edited it
         return None

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from commfuse_megatron.plan.attention import MOST_AT_A_TIME, attention_blocks
+from commfuse_megatron.plan import attention
 from commfuse_megatron.transport.stream_memory import OwnStream, borrow_stream, give_stream_back
 
 __all__ = ["Lanes", "choose_num_lanes"]
@@ -28,18 +28,11 @@ _ASSUMED_SMS = 132
 
 
 def choose_num_lanes(queries: int, heads: int, device: torch.device) -> int:
-    """How many pieces are to run at a time: enough to fill the device, and one that fills up its end.
-
-    Not more: the first piece is done, and its transfer begins, the later the more run beside it.
-
-    Args:
-        queries: of one piece.
-        heads: of one rank, of the whole batch.
-    """
+    """How many pieces are to run at a time on `device`: see `plan.attention.choose_num_lanes`."""
     num_sms = _ASSUMED_SMS
     if device.type == "cuda":
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(MOST_AT_A_TIME, max(_FEWEST, 1 + -(-num_sms // attention_blocks(queries, heads))))
+    return attention.choose_num_lanes(queries, heads, num_sms)
 
 
 class Lanes:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from commfuse_megatron.config import OverlapConfig, PlanConfig
-from commfuse_megatron.plan.attention import with_owner_orders
 from commfuse_megatron.plan.candidates import Candidates, buffer_needs, list_candidates, merge_needs
 from commfuse_megatron.plan.choose import (
     choose_by_default,
@@ -71,7 +70,7 @@ class Planner:
         if problem.rows == 0:
             reason = "the sequence has no rows"
             return LinearPlan("sequential", reason, Algorithm.DIRECT, 1, config.linear.wgrad.keep_gathered_input)
-        choose = functools.partial(self._choose_in_order, problem, try_out)
+        choose = functools.partial(self._choose, problem, try_out)
         stored = self._context.stored_plans
         if stored is None or self._context.is_capturing:
             plan = choose()
@@ -83,13 +82,6 @@ class Planner:
         if plan.predicted_us is not None and not self._context.is_capturing:
             self._decided.setdefault(_layer(problem), []).append((problem.M, plan))
         self._buffers = merge_needs(self._buffers, buffer_needs(problem, plan))
-        return plan
-
-    def _choose_in_order(self, problem: Problem, try_out: TryOut | None) -> LinearPlan:
-        """With the owners in order."""
-        plan = self._choose(problem, try_out)
-        if isinstance(problem, AttentionProblem) and plan.predicted_us is None and problem.M * problem.N:
-            plan = with_owner_orders(problem, plan, self._machine(problem, may_measure=False))
         return plan
 
     def _choose(self, problem: Problem, try_out: TryOut | None) -> LinearPlan:
@@ -225,15 +217,13 @@ class Planner:
         is_one_sided = context.link.transport.is_one_sided
         no_tapes = context.hardware.tapes_unavailable_reason(context.device, dtype)
         replays = is_one_sided and config.kernel.gemm == "auto" and no_tapes is None
-        # Replayed, cuBLASLt adds the one matrix that arrives with two ranks: see `tape_program`.
-        folds = context.group_size == 2 if replays else gemm.can_fold
         return Traits(
             transport=context.transport_name,
             num_sms=num_sms,
             transfer_sms=reserved if uses_nccl else 0,
             regains_sms=uses_nccl and context.nccl.regains_sms,
             overlaps=not uses_nccl or gemm.is_persistent,
-            folds_arrivals=folds and is_one_sided,
+            folds_arrivals=gemm.can_fold and is_one_sided,
             replays=replays,
         )
 

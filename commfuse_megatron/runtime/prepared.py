@@ -16,6 +16,7 @@ from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels.attention import AttentionKernel
 from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.plan.passes import bind_plan, tape_policy, tensor_policy
 from commfuse_megatron.problem import Problem, shard_range
 from commfuse_megatron.runtime import hardware
 from commfuse_megatron.runtime.buffers import PassBuffers
@@ -28,7 +29,7 @@ from commfuse_megatron.runtime.tape_program import TapeKernel, Tapes
 from commfuse_megatron.runtime.tensor_program import Kernel, TensorProgram
 from commfuse_megatron.runtime.tensor_tape import TensorTape
 from commfuse_megatron.schedule import Algorithm, Collective
-from commfuse_megatron.schedule.binding import BoundSchedule, bind
+from commfuse_megatron.schedule.binding import BoundSchedule
 from commfuse_megatron.schedule.lower_linear import lower_transfers
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Program
@@ -36,14 +37,6 @@ from commfuse_megatron.transport.copy_tape import BoundOperation
 from commfuse_megatron.transport.select import NcclSettings
 
 __all__ = ["Lower", "PassContext", "PreparedPass", "TryOut"]
-
-# Lanes for the GEMMs of a forward pass, of up to so many FLOP each. 2 x H200, two lanes against none, M 8192, over the
-# larger of GEMM and transfer: 8B qkv 1.051 (1.072), proj 1.260 (1.330), 70B proj 1.063 (1.076), fc1 1.038 (1.016).
-# Backward passes gained nothing, and pay for it in host time.
-_NUM_LANES = 2
-_MOST_FLOP = 4e11
-
-_ANY_NUMBER = 1 << 30
 
 # The guard of a group of one.
 _ALONE = nullcontext()
@@ -180,19 +173,15 @@ class PreparedPass:
 
     @functools.cached_property
     def _tensor_policy(self) -> Policy:
-        return Policy(
+        return tensor_policy(
             has_windows=self.context.link.transport.is_one_sided,
-            most_adds=_ANY_NUMBER if self.gemm.can_fold else 0,
+            folds=self.gemm.can_fold,
             keeps_own_apart=self.gemm.own_dtype != self.dtype,
         )
 
     @functools.cached_property
     def _tape_policy(self) -> Policy:
-        problem = self.problem
-        rows = -(-problem.rows // (problem.group_size * self.plan.chunks_per_shard)) * problem.batch
-        is_small = 2.0 * rows * problem.N * problem.K <= _MOST_FLOP
-        lanes = _NUM_LANES if problem.pass_name == "fprop" and is_small and self.context.lanes.handles() else 0
-        return Policy(has_windows=True, most_adds=1, adds_bias_too=True, lanes=lanes, is_tape=True)
+        return tape_policy(self.problem, self.plan)
 
     @functools.cached_property
     def can_replay(self) -> bool:
@@ -249,18 +238,7 @@ class PreparedPass:
             raise
 
     def _bind(self, collective: Collective) -> BoundSchedule:
-        plan, problem = self.plan, self.problem
-        sizes = (
-            collective,
-            plan.algorithm,
-            problem.group_size,
-            self.group_rank,
-            plan.chunks_per_shard,
-            problem.rows,
-            problem.batch,
-        )
-        order = plan.scatter_order if collective is Collective.REDUCE_SCATTER else plan.gather_order
-        return bind(*sizes) if order is None else bind(*sizes, order=order)
+        return bind_plan(self.problem, self.plan, collective, self.group_rank)
 
 
 class Plans(Protocol):
@@ -377,9 +355,7 @@ class PassContext:
             if self.is_capturing:  # what is captured now is agreed on at the first call outside
                 return
             plan = prepared.plan
-            orders = [order for order in (plan.scatter_order, plan.gather_order) if order is not None]
-            owners = f", owners {orders}" if orders else ""
-            statement = f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}{owners}"
+            statement = f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}"
             self.consensus.agree(statement, topic=prepared.problem.call)
         prepared.is_agreed = True
 

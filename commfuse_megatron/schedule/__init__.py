@@ -1,17 +1,16 @@
 """What is sent and multiplied, in which order, on every rank: frozen data, no torch.
 
-Read `actions` first, then one builder; `validate` says what correct means, `simulate` what it costs, `render` prints.
-Then `program`, which a bound schedule becomes, and one lowering; `program_checks` says what correct means there.
+Read `actions` first, then one builder; `validate` says what correct means, `render` prints.
+Then `program`, which a bound schedule becomes, and one lowering; `program_checks` says what correct means there,
+`simulate` what it costs.
 """
 
 from commfuse_megatron.schedule.actions import Algorithm, Chunk, Collective, Compute, Receive, Schedule, Send, Step
 from commfuse_megatron.schedule.all_gather import build_all_gather
 from commfuse_megatron.schedule.bound import schedule_bound_us
-from commfuse_megatron.schedule.order import OrderChoice, causal_costs_us, choose_order
-from commfuse_megatron.schedule.owners import OwnerOrder
 from commfuse_megatron.schedule.reduce_scatter import build_reduce_scatter
 from commfuse_megatron.schedule.render import describe, render
-from commfuse_megatron.schedule.simulate import simulate
+from commfuse_megatron.schedule.simulate import Costs, Work, simulate
 from commfuse_megatron.schedule.timeline import Activity, Interval, Simulation, Timeline
 from commfuse_megatron.schedule.validate import validate
 
@@ -21,19 +20,17 @@ __all__ = [
     "Chunk",
     "Collective",
     "Compute",
+    "Costs",
     "Interval",
-    "OrderChoice",
-    "OwnerOrder",
     "Receive",
     "Schedule",
     "Send",
     "Simulation",
     "Step",
     "Timeline",
+    "Work",
     "build_all_gather",
     "build_reduce_scatter",
-    "causal_costs_us",
-    "choose_order",
     "describe",
     "render",
     "schedule_bound_us",

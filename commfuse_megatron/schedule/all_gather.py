@@ -5,7 +5,6 @@ is multiplied at step t + chunks_per_shard, so the own shard covers the first ar
 """
 
 from commfuse_megatron.schedule.actions import Algorithm, Chunk, Collective, Compute, Receive, Schedule, Send, Step
-from commfuse_megatron.schedule.owners import OwnerOrder, invert_order, settle_order
 from commfuse_megatron.schedule.sizes import check_sizes, count_slots
 
 __all__ = ["build_all_gather"]
@@ -16,23 +15,18 @@ def build_all_gather(
     algorithm: Algorithm,
     chunks_per_shard: int = 1,
     num_receive_slots: int | None = None,
-    order: OwnerOrder | None = None,
 ) -> Schedule:
     """Return the all-gather in which rank r multiplies shards r, r-1, r-2, ... (mod group_size).
 
     Ring: a chunk is forwarded from its receive slot to the next rank; only neighbours talk. Direct: every owner sends
-    each of its chunks to every other rank. Both receive the same chunks in the same order, unless `order` says another
-    for direct.
+    each of its chunks to every other rank. Both receive the same chunks in the same order.
 
     Args:
         num_receive_slots: None keeps every chunk that arrives (the whole gathered input); with fewer, from
             chunks_per_shard + 1 on, slots are reused round robin.
-        order: direct only: order[r] names the owners of the others' shards as rank r receives and multiplies them, in
-            every position a different one for each rank (`choose_order` finds one for unequal costs). An owner's
-            chunks stay together. None: the rotation above.
 
     Raises:
-        ScheduleError: a size below 1, an unknown algorithm, too few slots, or an order that cannot be followed.
+        ScheduleError: a size below 1, an unknown algorithm, or too few slots.
 
     Source: Flash-AG of CommFuse (arXiv 2604.24013, 2026); the direct form is ours.
     """
@@ -47,20 +41,18 @@ def build_all_gather(
     )
 
     is_ring = algorithm is Algorithm.RING
-    owners = settle_order(order, Collective.ALL_GATHER, algorithm, group_size)
-    receivers = invert_order(owners)
 
     def build_step(rank: int, step: int) -> Step:
         shard, index = divmod(step, chunks_per_shard)
-        owner = owners[rank][shard - 1] if shard > 0 else rank
+        owner = (rank - shard) % group_size
         transfers: tuple[Send | Receive, ...] = ()
         if step < num_transfers:
             # The ring passes on what is being multiplied; with direct, the owner sends to one rank after the other.
-            arriving = owners[rank][shard]
+            arriving = (owner - 1) % group_size
             is_forwarded = is_ring and shard > 0
             sent_chunk = Chunk(owner if is_forwarded else rank, index)
             sent_slot = (step - chunks_per_shard) % num_receive_slots if is_forwarded else None
-            to_rank = (rank + 1) % group_size if is_ring else receivers[rank][shard]
+            to_rank = (rank + 1) % group_size if is_ring else (rank + 1 + shard) % group_size
             from_rank = (rank - 1) % group_size if is_ring else arriving
             transfers = (
                 Send(sent_chunk, to_rank, sent_slot),

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from commfuse_megatron.problem import chunk_ranges
 from commfuse_megatron.schedule.actions import Algorithm, Chunk, Collective, Compute, Receive, Schedule, Send
 from commfuse_megatron.schedule.all_gather import build_all_gather
-from commfuse_megatron.schedule.owners import OwnerOrder
 from commfuse_megatron.schedule.reduce_scatter import build_reduce_scatter
 from commfuse_megatron.schedule.validate import validate
 
@@ -80,11 +79,9 @@ class BoundSchedule:
 
 
 @functools.lru_cache(maxsize=256)
-def _validated(
-    collective: Collective, algorithm: Algorithm, group_size: int, chunks_per_shard: int, order: OwnerOrder | None
-) -> Schedule:
+def _validated(collective: Collective, algorithm: Algorithm, group_size: int, chunks_per_shard: int) -> Schedule:
     build = build_all_gather if collective is Collective.ALL_GATHER else build_reduce_scatter
-    schedule = build(group_size, algorithm, chunks_per_shard, order=order)
+    schedule = build(group_size, algorithm, chunks_per_shard)
     validate(schedule)
     return schedule
 
@@ -98,13 +95,9 @@ def bind(
     chunks_per_shard: int,
     rows: int,
     batch: int,
-    order: OwnerOrder | None = None,
 ) -> BoundSchedule:
-    """Bind the (validated) schedule of `group_rank` to a sequence of `rows` positions of `batch` vectors each.
-
-    order: of the owners in a direct schedule, the same on all ranks; None for the rotation.
-    """
-    schedule = _validated(collective, algorithm, group_size, chunks_per_shard, order)
+    """Bind the (validated) schedule of `group_rank` to a sequence of `rows` positions of `batch` vectors each."""
+    schedule = _validated(collective, algorithm, group_size, chunks_per_shard)
     ranges = chunk_ranges(rows, group_size, chunks_per_shard)
     chunk_rows = tuple(chunk.size * batch for shard in ranges for chunk in shard)
 

@@ -5,7 +5,6 @@ the batch of step t + 1, so the last batch is issued before the first computatio
 """
 
 from commfuse_megatron.schedule.actions import Algorithm, Chunk, Collective, Compute, Receive, Schedule, Send, Step
-from commfuse_megatron.schedule.owners import OwnerOrder, invert_order, settle_order
 from commfuse_megatron.schedule.sizes import check_sizes, count_slots
 
 __all__ = ["build_reduce_scatter"]
@@ -17,24 +16,20 @@ def build_reduce_scatter(
     chunks_per_shard: int = 1,
     num_receive_slots: int | None = None,
     num_send_slots: int | None = None,
-    order: OwnerOrder | None = None,
 ) -> Schedule:
     """Return the reduce-scatter in which rank r computes its own shard last.
 
     Ring: shards r-1, r-2, ..., r (mod group_size); a running sum goes to the next rank, which adds its partial and
-    passes it on, chunks_per_shard steps later. Direct: shards r+1, r+2, ..., r, or as `order` says; every partial goes
-    straight to its owner, which sums all that arrived after its last step.
+    passes it on, chunks_per_shard steps later. Direct: shards r+1, r+2, ..., r; every partial goes straight to its
+    owner, which sums all that arrived after its last step.
 
     Args:
         num_receive_slots: None gives every arrival its own slot. The ring works from chunks_per_shard slots on;
             direct needs one per arrival, since all are summed at the end.
         num_send_slots: None gives every partial its own slot; 2 suffice (one is sent while the other is computed).
-        order: direct only: order[r] names the owners of the others' shards as rank r computes them, in every position
-            a different one for each rank (`choose_order` finds one for unequal costs). An owner's chunks stay
-            together. None: the rotation above.
 
     Raises:
-        ScheduleError: a size below 1, an unknown algorithm, too few slots, or an order that cannot be followed.
+        ScheduleError: a size below 1, an unknown algorithm, or too few slots.
 
     Source: Flash-RS (ring) and the query-split order (direct) of CommFuse (arXiv 2604.24013, 2026).
     """
@@ -58,14 +53,9 @@ def build_reduce_scatter(
         reason="a partial is sent while the next one is computed",
     )
 
-    owners = settle_order(order, Collective.REDUCE_SCATTER, algorithm, group_size)
-    senders = invert_order(owners)
-
     def shard_at(rank: int, step: int) -> int:
-        shard = step // chunks_per_shard
-        if is_ring:
-            return (rank - 1 - shard) % group_size
-        return owners[rank][shard] if step < num_transfers else rank
+        distance = 1 + step // chunks_per_shard
+        return (rank - distance if is_ring else rank + distance) % group_size
 
     def build_step(rank: int, step: int) -> Step:
         index = step % chunks_per_shard
@@ -74,7 +64,7 @@ def build_reduce_scatter(
             sent_index = (step - 1) % chunks_per_shard
             sent_shard = shard_at(rank, step - 1)
             to_rank = (rank + 1) % group_size if is_ring else sent_shard
-            from_rank = (rank - 1) % group_size if is_ring else senders[rank][(step - 1) // chunks_per_shard]
+            from_rank = (rank - 1 - (0 if is_ring else (step - 1) // chunks_per_shard)) % group_size
             transfers = (
                 Send(Chunk(sent_shard, sent_index), to_rank, (step - 1) % num_send_slots),
                 # The peer's program says what arrives: its partial of the step before.

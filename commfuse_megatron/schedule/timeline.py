@@ -1,83 +1,68 @@
 """What a dry-run found: who did what from when to when, on every rank. Data only, ready to be drawn."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import StrEnum
-
-from commfuse_megatron.schedule.actions import Chunk, Schedule
+from typing import NamedTuple
 
 __all__ = ["Activity", "Interval", "Simulation", "Timeline"]
 
 
 class Activity(StrEnum):
-    """What fills an interval; each is a lane of its own, except that waits lie between the computations."""
+    """What fills an interval."""
 
     COMPUTE = "compute"
     WAIT = "wait"
     SEND = "send"
     RECEIVE = "receive"
+    COPY = "copy"
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     """One activity of one rank from `start_us` to `end_us`.
 
-    step: whose computation or batch it is; for a wait, the step that follows it (or is held up at its end).
-    chunk, peer_rank: None where there is none.
+    op: its number in the rank's program; of a wait, the op that waits. lane: on which something is computed or waits;
+    None: the main one. peer_rank: of a message; else None.
     """
 
     activity: Activity
-    step: int
+    op: int
     start_us: float
     end_us: float
-    chunk: Chunk | None = None
+    lane: int | None = None
     peer_rank: int | None = None
 
-    @property
-    def name(self) -> str:
-        """A label for drawings, such as `send 2.0 to 3` (chunk 0 of shard 2, to rank 3)."""
-        chunk = "" if self.chunk is None else f" {self.chunk.owner_rank}.{self.chunk.index}"
-        toward = {Activity.SEND: " to", Activity.RECEIVE: " from"}.get(self.activity, "")
-        peer = "" if self.peer_rank is None else f"{toward} {self.peer_rank}"
-        return f"{self.activity.value}{chunk}{peer}"
 
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """One rank's intervals, by start; computations and waits fill the time from 0 to `end_us` without gaps."""
+class Timeline(NamedTuple):
+    """One rank's intervals, by start, and when it has computed, sent and received everything."""
 
     intervals: tuple[Interval, ...]
-
-    @property
-    def end_us(self) -> float:
-        """When the rank has computed, sent and received everything."""
-        return max((interval.end_us for interval in self.intervals), default=0.0)
+    end_us: float
 
     @property
     def compute_us(self) -> float:
-        """Sum of its computations."""
-        return self._sum(Activity.COMPUTE)
+        """For how long it computes, on one lane or several at a time."""
+        covered_us = total_us = 0.0
+        for activity, _, start_us, end_us, _, _ in self.intervals:
+            if activity is Activity.COMPUTE and end_us > covered_us:
+                total_us += end_us - max(start_us, covered_us)
+                covered_us = end_us
+        return total_us
 
     @property
     def exposed_comm_us(self) -> float:
-        """Sum of its waits: time in which it computes nothing."""
-        return self._sum(Activity.WAIT)
+        """For how long it computes nothing."""
+        return self.end_us - self.compute_us
 
     @property
     def tail_us(self) -> float:
         """From the end of its last computation to its end."""
-        last = max((i.end_us for i in self.intervals if i.activity is Activity.COMPUTE), default=0.0)
-        return self.end_us - last
-
-    def _sum(self, activity: Activity) -> float:
-        return sum(i.end_us - i.start_us for i in self.intervals if i.activity is activity)
+        return self.end_us - max((i.end_us for i in self.intervals if i.activity is Activity.COMPUTE), default=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Simulation:
-    """A dry-run of `schedule`: `timelines[group_rank]` and what follows from them."""
+class Simulation(NamedTuple):
+    """A dry-run of programs: the timelines of their ranks and what follows from them."""
 
-    schedule: Schedule
-    timelines: tuple[Timeline, ...]
+    timelines: Sequence[Timeline]
 
     @property
     def total_us(self) -> float:
@@ -86,15 +71,10 @@ class Simulation:
 
     @property
     def compute_us(self) -> float:
-        """What the busiest rank would take with free communication."""
+        """For how long the busiest rank computes."""
         return max(timeline.compute_us for timeline in self.timelines)
 
     @property
     def exposed_comm_us(self) -> float:
         """What communication, and waiting for slower ranks, adds to `compute_us`."""
         return self.total_us - self.compute_us
-
-    @property
-    def tail_us(self) -> float:
-        """The longest time for which a rank goes on communicating after its last computation."""
-        return max(timeline.tail_us for timeline in self.timelines)

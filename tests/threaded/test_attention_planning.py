@@ -1,15 +1,11 @@
 """Plans of attention in a context: trials over gloo with times that a test makes up, and buffers."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import AttentionConfig, PlanConfig
-from commfuse_megatron.errors import ShapeError
 from commfuse_megatron.plan.attention import attention_buffer_needs
-from commfuse_megatron.plan.machine import GemmRate
 from tests.harness import run_threads
 from tests.threaded.test_planning import TRIAL, MadeUpTimes, machine
 from tests.threaded.test_query_split_attention import Case, assert_close, attention_config, draw, run
@@ -91,57 +87,6 @@ def test_where_nothing_may_be_measured_it_is_the_row_parallel_one(monkeypatch):
     for forward, _ in planned(monkeypatch, [{}, {}], config):
         assert (forward.path, forward.measured_us) == ("row_parallel", None)
         assert forward.reason == "default for attention where nothing is measured"
-
-
-@pytest.mark.parametrize("m", [1, 2])
-def test_owners_are_taken_in_the_order_that_their_costs_call_for(m, monkeypatch):
-    """Fails with the orders left out of `PreparedPass`: then the owners come in rotation."""
-
-    def body(group, device):
-        with OverlapContext(group, attention_config(m=m)) as context:
-            # Transfers take about three quarters of the time of attention.
-            context.planner.machines["float64"] = dataclasses.replace(
-                machine(link_gb_s=0.00366), gemm=GemmRate(tflops=1e-3, memory_gb_s=1e9, launch_us=0.0)
-            )
-            case = Case(rows=64, batch=1, N=2)
-            operands, grad_y = draw(case, group.rank(), group.size())
-            expected = run(operands, grad_y, ops.reference.query_split_attention, group=group)
-            for _ in range(3):
-                assert_close(run(operands, grad_y, ops.query_split_attention, context=context), expected)
-            forward, backward = context._prepared.values()
-            assert forward.plan.scatter_order == backward.plan.scatter_order
-            taken = [step.compute.chunk.owner_rank for step in own_steps(forward.scatter)][::m]
-            received = [step.compute.chunk.owner_rank for step in own_steps(backward.gather)][::m]
-            return forward.plan, taken, received
-
-    monkeypatch.setattr("commfuse_megatron.plan.attention._Costs.projection_us", lambda *_: 0.0)
-    plans, taken, received = zip(*run_threads(4, body), strict=True)
-    assert len(set(plans)) == 1
-    order, back = plans[0].scatter_order, plans[0].gather_order
-    assert order is not None
-    assert list(taken) == [[*order[rank], rank] for rank in range(4)]
-    rotation = [tuple((rank - d) % 4 for d in (1, 2, 3)) for rank in range(4)]
-    assert list(received) == [[rank, *(back or rotation)[rank]] for rank in range(4)]
-
-
-def test_ranks_that_would_take_owners_in_different_orders_say_so(monkeypatch):
-    """They think differently of the link, say; what they send each other would not fit."""
-    monkeypatch.setattr("commfuse_megatron.plan.attention._Costs.projection_us", lambda *_: 0.0)
-
-    def body(group, device):
-        context = OverlapContext(group, attention_config(m=1))
-        slow = machine(link_gb_s=0.00366 if group.rank() == 2 else 1e9)
-        rate = GemmRate(tflops=1e-3, memory_gb_s=1e9, launch_us=0.0)
-        context.planner.machines["float64"] = dataclasses.replace(slow, gemm=rate)
-        operands, grad_y = draw(Case(rows=64, batch=1, N=2), group.rank(), group.size())
-        with pytest.raises(ShapeError, match="owners"):
-            run(operands, grad_y, ops.query_split_attention, context=context)
-
-    run_threads(4, body)
-
-
-def own_steps(bound):
-    return bound.schedule.programs[bound.group_rank]
 
 
 @pytest.mark.parametrize("m", [1, 2, 3])

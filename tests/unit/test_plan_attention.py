@@ -6,8 +6,7 @@ import pytest
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.config import AttentionConfig, TransportConfig
-from commfuse_megatron.plan import attention
-from commfuse_megatron.plan.attention import attention_buffer_needs, predict_attention_us, with_owner_orders
+from commfuse_megatron.plan.attention import attention_buffer_needs, predict_attention_us
 from commfuse_megatron.plan.candidates import list_candidates
 from commfuse_megatron.plan.choose import choose_by_default, predict
 from commfuse_megatron.plan.machine import Traits, assumed_machine
@@ -57,37 +56,6 @@ def test_a_forward_pass_with_splits_may_have_a_backward_pass_without():
     assert (plan.for_backward.path, plan.for_backward.name) == ("row_parallel", "row_parallel")
 
 
-@pytest.mark.parametrize(
-    ("sizes", "traits", "at_a_time"),
-    [
-        ({"heads": 4}, {}, 4),  # 8 * 4 blocks for 132 SMs
-        ({}, {}, 2),
-        ({"rows": 16384}, {}, 1),
-        ({"batch": 2}, {}, 1),
-        ({"rows": 1024, "heads": 4}, {}, 4),  # there are no more lanes
-        ({}, {"num_sms": 60}, 1),
-        ({}, {"replays": False}, 1),  # then they are submitted one by one
-    ],
-)
-def test_owners_come_in_an_order_for_as_many_splits_as_run_at_a_time(sizes, traits, at_a_time, monkeypatch):
-    asked = []
-    choose = attention.choose_order
-
-    def noted(*arguments, **options):
-        asked.append(options)
-        return choose(*arguments, **options)
-
-    monkeypatch.setattr(attention, "choose_order", noted)
-    the_problem = problem(**sizes)
-    plan = list_candidates(the_problem, config("query_split", 1, "query_split")).plans[0]
-    machine = assumed_machine(Traits(transport="copy_engine", **{"replays": True, **traits}), "bfloat16")
-    found = with_owner_orders(the_problem, plan, machine)
-    assert [options["at_a_time"] for options in asked] == [at_a_time, 1]
-    costs = attention._Costs(the_problem, plan, machine)
-    forward = choose(8, costs.split_costs_us(1.0), costs.longest_transfer_us(), **asked[0])
-    assert found.scatter_order == forward.order
-
-
 def test_by_default_the_planner_chooses():
     assert names(problem(), OverlapConfig()) == names(problem(), config("auto"))
 
@@ -114,7 +82,7 @@ def test_only_query_split_plans_need_buffers_and_gathering_only_with_a_backward_
 @pytest.mark.parametrize("needs", ["", "input", "weight", "input+weight"])
 @pytest.mark.parametrize("is_link_slow", [False, True])
 def test_predictions_are_positive_and_query_split_hides_what_the_projection_cannot(needs, is_link_slow):
-    machine = assumed_machine(Traits(transport="copy_engine"), "bfloat16", is_link_slow=is_link_slow)
+    machine = assumed_machine(Traits(transport="copy_engine", replays=True), "bfloat16", is_link_slow=is_link_slow)
     predicted = predict(problem(needs=needs), list_candidates(problem(), config()), machine)
     times = {plan.name: plan.predicted_us for plan in predicted.plans}
     assert all(time > 0 for time in times.values())
@@ -133,16 +101,16 @@ def test_attention_costs_what_is_seen_of_the_keys():
 
 
 def test_no_sum_ends_a_forward_pass_that_is_replayed():
-    (plan,) = list_candidates(problem(), config("query_split", 1, "query_split")).plans
+    (plan,) = list_candidates(problem(2), config("query_split", 2, "query_split")).plans
     step_by_step, replayed = (
         predict_attention_us(
-            problem(needs=""), plan, assumed_machine(Traits(transport="copy_engine", replays=replays), "bfloat16")
+            problem(2, needs=""), plan, assumed_machine(Traits(transport="copy_engine", replays=replays), "bfloat16")
         )
         for replays in (False, True)
     )
     gemm = assumed_machine(Traits(transport="copy_engine"), "bfloat16").gemm
-    sum_us = gemm.launch_us + gemm.pass_us(9 * problem().shard_bytes)  # eight partials and the result
-    assert step_by_step - replayed == pytest.approx(sum_us)
+    sums_us = 2 * gemm.launch_us + gemm.pass_us(3 * problem(2).shard_bytes)  # two partials and the result
+    assert step_by_step - replayed == pytest.approx(sums_us)
 
 
 def test_the_projection_is_the_linear_alone():

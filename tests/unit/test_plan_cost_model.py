@@ -178,7 +178,8 @@ def test_a_kept_input_is_not_gathered_again():
         assert kept < predict_us(problem, plan(path), SLOW_LINK)
     weight_alone = dataclasses.replace(problem, needs="weight")
     without_transfers = dataclasses.replace(SLOW_LINK, link=Channel(latency_us=0.0, bandwidth_gb_s=1e9))
-    assert predict_us(weight_alone, plan("sliced", keeps=True), SLOW_LINK) == pytest.approx(
+    copy_us = SLOW_LINK.gemm.launch_us + SLOW_LINK.gemm.pass_us(2 * problem.shard_bytes)  # of the own rows
+    assert predict_us(weight_alone, plan("sliced", keeps=True), SLOW_LINK) + copy_us == pytest.approx(
         predict_us(weight_alone, plan("sliced"), without_transfers), rel=1e-3
     )
 
@@ -223,9 +224,11 @@ def test_a_calibrated_machine_predicts_what_it_was_calibrated_with():
 @pytest.mark.parametrize("path", ["bulk", "sliced"])
 def test_own_gemms_add_what_arrived_only_where_something_covers_its_transfer(path):
     """Without a weight gradient nothing is computed between: bulk was predicted as if the last GEMM added it still."""
-    traits = dataclasses.replace(COPY_ENGINE.traits, folds_arrivals=False)
-    apart = dataclasses.replace(COPY_ENGINE, traits=traits)
+    stepped = dataclasses.replace(
+        COPY_ENGINE, host=FREE_HOST, traits=Traits(transport="copy_engine", folds_arrivals=True)
+    )
+    apart = dataclasses.replace(stepped, traits=Traits(transport="copy_engine"))
     for needs, adds in (("input", False), (BOTH, path == "bulk")):
         problem = layer_problem("70b.qkv", 8192, needs=needs)
-        times = [predict_us(problem, plan(path, 1), machine) for machine in (COPY_ENGINE, apart)]
+        times = [predict_us(problem, plan(path, 1), machine) for machine in (stepped, apart)]
         assert (times[0] != times[1]) == adds

@@ -21,17 +21,12 @@ ATTENTION = AttentionProblem(
     pass_name="fprop", rows=64, batch=1, heads=4, kv_heads=4, head_dim=8, value_dim=8, N=16, dtype="bfloat16",
     group_size=3, right=0,
 )  # fmt: skip
-SPLIT = LinearPlan(
-    "query_split", "why", Algorithm.DIRECT, 4, False, measured_us=7.0, backward_path="row_parallel",
-    scatter_order=((1, 2), (2, 0), (0, 1)), gather_order=((2, 1), (0, 2), (1, 0)),
-)  # fmt: skip
+SPLIT = LinearPlan("query_split", "why", Algorithm.DIRECT, 4, False, measured_us=7.0, backward_path="row_parallel")
 
 
 def blank(plan):
     """As a list of candidates has it."""
-    return dataclasses.replace(
-        plan, reason="", predicted_us=None, measured_us=None, scatter_order=None, gather_order=None
-    )
+    return dataclasses.replace(plan, reason="", predicted_us=None, measured_us=None)
 
 
 POSSIBLE = [blank(PLAN), blank(SPLIT)]
