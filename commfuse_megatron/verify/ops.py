@@ -27,7 +27,7 @@ from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.verify.calls import Operands, Results, reference, run_on
 from commfuse_megatron.verify.cases import MODES, Case, Mode, modes_of, with_mode
 
-__all__ = ["CaseResult", "Deviation", "compare", "describe_modes", "run_cases", "verify_ops", "worst_of"]
+__all__ = ["CaseResult", "Deviation", "badness", "compare", "describe_modes", "run_cases", "verify_ops", "worst_of"]
 
 # How often a call is made with the same addresses before others come between: a graph is made at the fourth time, and
 # an allocator may need a call or two to repeat itself.
@@ -125,6 +125,11 @@ def run_cases(
                 own.append(_CaseOnRank(case, contexts).run())
                 on_case_done()
     return own
+
+
+def badness(error: float) -> tuple[bool, float]:
+    """What errors are compared by: NaN is worse than all."""
+    return (math.isnan(error), error)
 
 
 def compare(name: str, found: torch.Tensor | None, expected: torch.Tensor | None, allowed: float) -> Deviation:
@@ -257,8 +262,8 @@ class _CaseOnRank:
         found = run_on(self._case.call_of(rows, seed), leaves, getattr(ops, self._case.op), context=context)
         for name, expected in self._expected[rows, seed].items():
             deviation = compare(name, found[name], expected, self._allowed[rows, seed][name])
-            if name not in self._deviations or not deviation.fraction <= self._deviations[name].fraction:
-                self._deviations[name] = deviation
+            known = self._deviations.setdefault(name, deviation)
+            self._deviations[name] = max(known, deviation, key=lambda d: badness(d.fraction))
 
 
 #: S of a call, where its operands lie (0, or elsewhere), and the seed of its numbers.
@@ -301,7 +306,7 @@ def _complain(ran: Counter[str], due: Counter[str], last: Counter[str], last_due
 
 def describe_modes(modes: Mapping[str, int]) -> str:
     """E.g. "stepped 12, tape 8, graph 24"."""
-    return ", ".join(f"{mode} {modes[mode]}" for mode in MODES if modes.get(mode)) or "in no mode"
+    return ", ".join(f"{mode} {modes[mode]}" for mode in MODES if modes.get(mode)) or "none"
 
 
 def _key(record: OpRecord) -> tuple:
@@ -314,8 +319,7 @@ def worst_of(results: Sequence[CaseResult]) -> CaseResult:
     by_tensor = zip(*(result.deviations for result in results), strict=True)
     return CaseResult(
         case=first.case,
-        # NaN compares false with everything, so it is asked for by name.
-        deviations=tuple(max(ds, key=lambda d: (math.isnan(d.max_error), d.fraction)) for ds in by_tensor),
+        deviations=tuple(max(ds, key=lambda d: badness(d.fraction)) for ds in by_tensor),
         paths=tuple(sorted({path for result in results for path in result.paths})),
         transport=first.transport,
         gemms=tuple(sorted({gemm for result in results for gemm in result.gemms})),

@@ -5,6 +5,7 @@ The commands are run as one rank runs them, with results at hand in place of tho
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import json
 import re
@@ -37,7 +38,7 @@ from commfuse_megatron.verify.gpus import Gpu, GpuLink
 from commfuse_megatron.verify.machine import Ability, Machine, Setting
 from commfuse_megatron.verify.megatron_models import ModelResult
 from commfuse_megatron.verify.ops import CaseResult, Deviation
-from commfuse_megatron.verify.training import Comparison
+from commfuse_megatron.verify.training import Comparison, Run
 from tests.unit.test_predictions import a_row, measured_rows
 
 # --- commands that have their results already -------------------------------------------------------------------------
@@ -102,12 +103,16 @@ def run_verify_megatron(place: Path, put: Set) -> int:
 
 def run_demo(place: Path, put: Set) -> int:
     op = {name: getattr(a_record(), name) for name in OpRecord.__dataclass_fields__}
-    found = Comparison(
-        stock_loss=(5.123456789, 4.987654321),
-        plugin_loss=(5.123456789, 4.987654323),
+    stepped = Run(
+        loss=(5.123456789, 4.987654323),
         ops=(op, op | {"pass_name": "fprop", "algorithm": "ring", "chunks_per_shard": 2}),
         layers=({"name": "decoder", "overlapped_calls": 3},),
-        recording=INTERVALS,
+        gradient="module.decoder.layers.1.self_attention.linear_qkv.weight",
+        gradient_error=1.23e-4,
+    )
+    graph = dataclasses.replace(stepped, ops=(op | {"modes": {"tape": 321, "graph": 98765}},))
+    found = Comparison(
+        stock_loss=(5.123456789, 4.987654321), runs={"stepped": stepped, "graph": graph}, recording=INTERVALS
     )
     put("commfuse_megatron.verify.training.train_both", lambda *_, **__: found)
     put("commfuse_megatron.verify.training.complaints_of", lambda *_: [])
