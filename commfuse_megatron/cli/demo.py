@@ -6,7 +6,7 @@ Prints and writes; what is trained and what counts as passed is in `verify/train
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ class _Options:
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
-    """Train, compare, print, draw. 0: the losses agree and every call was overlapped; 1: not."""
+    """Train, compare, print, draw. 0: losses and gradients agree, every call was overlapped in its mode; 1: not."""
     if arguments.steps < 1:
         raise UsageError(f"--steps must be at least 1, got {arguments.steps}")
     num_ranks = choose_num_ranks(arguments.ranks)
@@ -78,7 +78,7 @@ def _demo_on_rank(rank: Rank, options: _Options) -> int:
     import torch
     from torch import distributed as dist
 
-    from commfuse_megatron.verify.training import Recipe, bounds_of, complaints_of, train_both
+    from commfuse_megatron.verify.training import Recipe, bounds_of, complaints_of, gradient_limit, train_both
 
     # Under torchrun every rank has read its own file; the first one's counts.
     texts = [options.text]
@@ -88,7 +88,8 @@ def _demo_on_rank(rank: Rank, options: _Options) -> int:
     with make_progress(is_shown=rank.is_first) as progress:
         task = progress.add_task("training stock and overlapped", total=recipe.num_steps)
         comparison = train_both(recipe, on_step=lambda *_: progress.advance(task))
-    complaints = complaints_of(comparison, bounds_of(dtype, recipe.num_steps, rank.world_size))
+    bounds = bounds_of(dtype, recipe.num_steps, rank.world_size)
+    complaints = complaints_of(comparison, bounds, gradient_limit(dtype))
     # The losses are equal on all ranks, but what each rank's layers did is its own.
     everyones: list[list[str]] = [[] for _ in range(rank.world_size)]
     dist.all_gather_object(everyones, complaints)
@@ -105,7 +106,8 @@ def _demo_on_rank(rank: Rank, options: _Options) -> int:
 
 
 def _print(comparison: Comparison, recipe: Recipe, rank: Rank, complaints: list[str]) -> None:
-    from commfuse_megatron.verify.training import bounds_of
+    from commfuse_megatron.verify.ops import describe_modes
+    from commfuse_megatron.verify.training import bounds_of, gradient_limit
 
     console = results()
     console.print(
@@ -114,24 +116,35 @@ def _print(comparison: Comparison, recipe: Recipe, rank: Rank, complaints: list[
         f" ({rank.device_type}); text of {len(recipe.text):,} bytes\n"
     )
     losses = Table(title="loss before each step (difference 0: bit-equal)", title_justify="left")
-    for column in ("step", "stock", "plugin", "difference"):
+    labels = ["plugin"] if len(comparison.runs) == 1 else list(comparison.runs)
+    for column in ("step", "stock", *(name for label in labels for name in (label, "difference"))):
         losses.add_column(column, justify="right")
-    for number, (stock, plugin, difference) in enumerate(
-        zip(comparison.stock_loss, comparison.plugin_loss, comparison.differences, strict=True), 1
-    ):
-        losses.add_row(str(number), f"{stock:.9f}", f"{plugin:.9f}", f"{difference:.1e}" if difference else "0")
+    for number, stock in enumerate(comparison.stock_loss):
+        cells = [str(number + 1), f"{stock:.9f}"]
+        for mode, run in comparison.runs.items():
+            difference = comparison.differences(mode)[number]
+            cells += [f"{run.loss[number]:.9f}", f"{difference:.1e}" if difference else "0"]
+        losses.add_row(*cells)
     console.print(losses)
     limits = "; ".join(
         f"steps {b.first}-{b.last} at most {b.limit:g}"
         for b in bounds_of(recipe.dtype, recipe.num_steps, rank.world_size)
     )
-    console.print(f"largest difference {comparison.max_loss_difference:.1e} (allowed: {limits})\n")
+    console.print(f"largest difference {comparison.max_loss_difference:.1e} (allowed: {limits})")
+    for mode, run in comparison.runs.items():
+        console.print(
+            f"{mode}: passes of this rank {describe_modes(run.modes)}; gradients by stock's weights differ by at most"
+            f" {run.gradient_error:.1e} (allowed: {gradient_limit(recipe.dtype):g}), {escape(run.gradient)}"
+        )
+    console.print()
     for grid in _grids(comparison, rank.world_size):
         console.print(escape(grid) + "\n", soft_wrap=True)
     console.print(_op_table(comparison))
-    forward = sum(layer["overlapped_calls"] for layer in comparison.layers)
-    backward = sum(op["calls"] for op in comparison.ops if op["pass_name"] == "backward" and op["path"] == "sliced")
-    console.print(f"{len(comparison.layers)} layers, overlapped in {forward} forward and {backward} backward passes")
+    for mode, run in comparison.runs.items():
+        forward = sum(layer["overlapped_calls"] for layer in run.layers)
+        backward = sum(op["calls"] for op in run.ops if op["pass_name"] == "backward" and op["path"] == "sliced")
+        calls = f"overlapped in {forward} forward and {backward} backward passes"
+        console.print(f"{mode}: {len(run.layers)} layers, {calls}")
     for complaint in complaints:
         console.print(f"[red]failed:[/] {escape(complaint)}")
 
@@ -142,7 +155,7 @@ def _grids(comparison: Comparison, group_size: int) -> list[str]:
 
     used = {
         (op["op"] == "all_gather_linear", op["algorithm"], op["chunks_per_shard"])
-        for op in comparison.ops
+        for op in comparison.recorded.ops
         if op["path"] == "sliced" and op["pass_name"] == "fprop"
     }
     return [
@@ -152,7 +165,7 @@ def _grids(comparison: Comparison, group_size: int) -> list[str]:
 
 
 def _op_table(comparison: Comparison) -> Table:
-    table = Table(title="operations of the plugin's run, this rank; exposed: last step, per call", title_justify="left")
+    table = Table(title="operations of the recorded run, this rank; exposed: last step, per call", title_justify="left")
     for column in ("op", "pass"):
         table.add_column(column, no_wrap=True)
     for column in ("M", "N", "K", "calls"):
@@ -160,7 +173,7 @@ def _op_table(comparison: Comparison) -> Table:
     for column in ("path", "algorithm", "chunks/shard", "transport", "GEMM"):
         table.add_column(column)
     table.add_column("exposed us", justify="right")
-    for op in comparison.ops:
+    for op in comparison.recorded.ops:
         exposed = op["exposed_comm_us"]
         table.add_row(
             op["op"],
@@ -191,7 +204,7 @@ def _write_files(comparison: Comparison, recipe: Recipe, rank: Rank, options: _O
             folder / "timeline.png",
             comparison.recording,
             title=f"Step {recipe.num_steps} of a small Megatron GPT on {rank.world_size} ranks, with the plugin",
-            caption=f"{rank.device_type}, {comparison.ops[0]['transport'] if comparison.ops else ''},"
+            caption=f"{rank.device_type}, {comparison.recorded.ops[0]['transport'] if comparison.recorded.ops else ''},"
             f" {recipe.dtype_name}",
             zooms={} if zoom is None else {"two linears in a row, larger": zoom},
         )
@@ -204,10 +217,11 @@ def _to_dict(comparison: Comparison, recipe: Recipe, rank: Rank) -> dict[str, An
     return {
         "steps": recipe.num_steps,
         "stock_loss": list(comparison.stock_loss),
-        "plugin_loss": list(comparison.plugin_loss),
+        "plugin_loss": list(comparison.recorded.loss),
         "max_loss_difference": comparison.max_loss_difference,
-        "report": list(comparison.ops),
-        "layers": list(comparison.layers),
+        "report": list(comparison.recorded.ops),
+        "layers": list(comparison.recorded.layers),
+        "runs": {mode: asdict(run) | {"modes": run.modes} for mode, run in comparison.runs.items()},
         "ranks": rank.world_size,
         "device": rank.device_type,
         "dtype": recipe.dtype_name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,14 +45,12 @@ def _verify_on_rank(rank: Rank, options: _Options) -> int:
     import torch
     from torch import distributed as dist
 
-    from commfuse_megatron.verify.attention import AttentionCase, make_attention_cases
-    from commfuse_megatron.verify.cases import Case, make_cases
+    from commfuse_megatron.verify.cases import make_cases
     from commfuse_megatron.verify.ops import verify_ops
 
     device = torch.device("cuda", torch.cuda.current_device()) if rank.device_type == "cuda" else torch.device("cpu")
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    wanted = (rank.world_size, rank.device_type, dtype, options.transport)
-    cases: list[Case | AttentionCase] = [*make_cases(*wanted), *make_attention_cases(*wanted)]
+    cases = make_cases(rank.world_size, rank.device_type, dtype, options.transport)
     group = dist.group.WORLD
     assert group is not None
     with make_progress(is_shown=rank.is_first) as progress:
@@ -66,6 +65,7 @@ def _verify_on_rank(rank: Rank, options: _Options) -> int:
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
                 "passed": len(found) - len(failed),
                 "failed": len(failed),
+                "modes": _total_modes(found),
                 "cases": [result.to_dict() for result in found],
             }
             write_json(options.json, data)
@@ -74,10 +74,12 @@ def _verify_on_rank(rank: Rank, options: _Options) -> int:
 
 
 def _print(found: list[CaseResult], failed: list[CaseResult], rank: Rank) -> None:
+    from commfuse_megatron.verify.ops import describe_modes
+
     console = results()
     title = f"{rank.world_size} ranks, {rank.device_type}, {found[0].transport}: worst error / allowed, over ranks"
     table = Table(title=f"{title} (0 = bit-equal to fp64, rounded)", title_justify="left")
-    for column in ("op", "dtype", "algorithm", "chunks/shard", "path", "GEMM"):
+    for column in ("op", "dtype", "algorithm", "chunks/shard", "path", "GEMM", "passes by mode"):
         table.add_column(column, no_wrap=True)
     for column in (*TENSORS, "passed"):
         table.add_column(column, justify="right")
@@ -95,12 +97,18 @@ def _print(found: list[CaseResult], failed: list[CaseResult], rank: Rank) -> Non
         color = "green" if num_passed == len(members) else "red"
         gemms = ", ".join(sorted({gemm for result in members for gemm in result.gemms}))
         fractions = [f"{fraction:.2f}" for fraction in worst]
-        table.add_row(*key, gemms, *fractions, f"[{color}]{num_passed} of {len(members)}[/]")
+        table.add_row(
+            *key,
+            gemms,
+            describe_modes(_total_modes(members)),
+            *fractions,
+            f"[{color}]{num_passed} of {len(members)}[/]",
+        )
     console.print(table)
     for result in failed[:MAX_FAILURES_SHOWN]:
         case = result.case
         what = f"{case.op}, {case.dtype_name}, {case.algorithm}, m {case.chunks_per_shard}, {case.variant}"
-        sizes = f"S {case.rows}, B {case.batch}, N {case.N}, K {case.K}"
+        sizes = f"S {case.rows}, B {case.call.batch}, N {case.call.N}, K {case.call.K}"
         console.print(f"[red]failed[/] {escape(f'{what}, {sizes}')}")
         for complaint in result.complaints:
             console.print(f"    {escape(complaint)}")
@@ -108,4 +116,13 @@ def _print(found: list[CaseResult], failed: list[CaseResult], rank: Rank) -> Non
         console.print(f"... and {len(failed) - MAX_FAILURES_SHOWN} more (all are in --json FILE)")
     if rank.world_size == 1:
         console.print("one rank: nothing was sent, and no transport tested")
-    console.print(f"{len(found) - len(failed)} passed, {len(failed)} failed")
+    modes = describe_modes(_total_modes(found))
+    console.print(f"{len(found) - len(failed)} passed, {len(failed)} failed; passes of the first rank by mode: {modes}")
+
+
+def _total_modes(found: list[CaseResult]) -> dict[str, int]:
+    """How many passes ran in each mode."""
+    total: Counter[str] = Counter()
+    for result in found:
+        total.update(result.modes)
+    return dict(total)

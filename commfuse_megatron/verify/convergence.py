@@ -29,6 +29,7 @@ from commfuse_megatron.verify.text import batch_of
 
 __all__ = [
     "ALLOWED_RATIO",
+    "OVERLAPPED",
     "Convergence",
     "Curve",
     "Task",

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.config import AttentionConfig, LinearConfig, OverlapConfig, PassConfig
+from commfuse_megatron.verify.convergence import OVERLAPPED
 from commfuse_megatron.verify.megatron_cases import Configuration
+from commfuse_megatron.verify.ops import badness
 
 __all__ = ["TOLERANCE", "ModelResult", "verify_models"]
 
@@ -26,12 +27,6 @@ TOLERANCE = 1e-13
 #: After two steps of Adam, which divides by the root of what it has averaged.
 PARAMETER_TOLERANCE = 1e-12
 NUM_STEPS = 2
-
-# What is compared is the overlapped path, whatever would be faster for so small a model.
-_SLICED = PassConfig(path="sliced", algorithm="direct", chunks_per_shard=1)
-_OVERLAP = OverlapConfig(
-    linear=LinearConfig(fprop=_SLICED, dgrad=_SLICED), attention=AttentionConfig(path="row_parallel")
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +183,7 @@ def _build_ours(configuration: Configuration, recipe: Any, config: Any) -> list[
 
     adapters = configuration.adapters
     has_adapters_first = adapters is not None and adapters.is_first
-    overlap = None if has_adapters_first else _OVERLAP
+    overlap = None if has_adapters_first else OVERLAPPED
     ours = build_chunks(recipe, config, overlap=overlap, way=configuration.way, seed=99)
     if has_adapters_first:
         _add_adapters(configuration, ours)
@@ -199,7 +194,7 @@ def _build_ours(configuration: Configuration, recipe: Any, config: Any) -> list[
                 if hasattr(module, "config"):  # adapters have one of their own
                     module.config.gradient_accumulation_fusion = True
     if configuration.fuses_gradients or has_adapters_first:
-        convert_model(ours, _OVERLAP)
+        convert_model(ours, OVERLAPPED)
     if not has_adapters_first:
         _add_adapters(configuration, ours)
     return ours
@@ -319,7 +314,7 @@ def _uses(parts: Sequence[str], name: str) -> int:
 
 def _judge(configuration: Configuration, everyones: list[_Found]) -> ModelResult:
     pairs = [pair for found in everyones for pair in found.losses]
-    loss_error = max(((abs(a - b) / abs(a)) for a, b in pairs), key=_badness, default=math.nan)
+    loss_error = max(((abs(a - b) / abs(a)) for a, b in pairs), key=badness, default=math.nan)
     gradient, gradient_error = _worst(found.gradient_errors for found in everyones)
     parameter, parameter_error = _worst(found.parameter_errors for found in everyones)
     num_gradients = sum(len(found.gradient_errors) for found in everyones)
@@ -358,8 +353,4 @@ def _judge(configuration: Configuration, everyones: list[_Found]) -> ModelResult
 
 def _worst(errors: Iterable[dict[str, float]]) -> tuple[str, float]:
     every = [item for each in errors for item in each.items()]
-    return max(every, key=lambda item: _badness(item[1]), default=("", 0.0))
-
-
-def _badness(error: float) -> tuple[bool, float]:
-    return (math.isnan(error), error)  # NaN compares false with everything
+    return max(every, key=lambda item: badness(item[1]), default=("", 0.0))

@@ -1,6 +1,7 @@
 """`commfuse verify` passes what is right and finds what is wrong."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -8,21 +9,32 @@ import torch
 from torch import distributed as dist
 
 from commfuse_megatron import ops
+from commfuse_megatron.kernels.attention import MathAttention
 from commfuse_megatron.problem import AttentionProblem, RowRange, VisibleKeys
+from commfuse_megatron.runtime import prepared
+from commfuse_megatron.runtime.tape_program import TapeBinder, Unservable
+from commfuse_megatron.transport import tape_graphs
+from commfuse_megatron.verify import cases as cases_of_verify
 from commfuse_megatron.verify import ops as verify
-from commfuse_megatron.verify.attention import make_attention_cases
-from commfuse_megatron.verify.cases import Case, make_cases
-from commfuse_megatron.verify.ops import CaseResult, Deviation, compare, run_cases, tolerance, worst_of
+from commfuse_megatron.verify.calls import OPS, tolerance
+from commfuse_megatron.verify.cases import MODES, Case, make_cases, modes_of
+from commfuse_megatron.verify.ops import CaseResult, Deviation, compare, run_cases, worst_of
 from tests.harness import run_threads
+from tests.harness.emulated_gpu import emulate_copy_engine, take_part
 
 
 def results_of(group_size: int, cases: list[Case]) -> list[CaseResult]:
     """Results merged over ranks run as threads."""
 
     def body(group: dist.ProcessGroup, device: torch.device) -> list[CaseResult]:
-        return run_cases(group, device, cases)
+        with take_part(group):
+            return run_cases(group, device, cases)
 
     return [worst_of(results) for results in zip(*run_threads(group_size, body), strict=True)]
+
+
+def linears(cases: list[Case]) -> list[Case]:
+    return [case for case in cases if case.op in OPS]
 
 
 def some_cases(group_size: int, **wanted: object) -> list[Case]:
@@ -30,30 +42,34 @@ def some_cases(group_size: int, **wanted: object) -> list[Case]:
     return [
         case
         for case in make_cases(group_size, "cpu")
-        if all(getattr(case, name) == value for name, value in wanted.items())
+        if all(getattr(case, name, getattr(case.call, name, None)) == value for name, value in wanted.items())
     ]
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3])
 def test_the_operations_pass(group_size: int) -> None:
-    cases = some_cases(group_size, dtype=torch.bfloat16, chunks_per_shard=2)
-    cases += some_cases(group_size, dtype=torch.float64, variant="S changes")
+    cases = linears(some_cases(group_size, dtype=torch.bfloat16, chunks_per_shard=2))
+    cases += linears(some_cases(group_size, dtype=torch.float64, variant="S changes", backward_path="sliced"))
     cases += some_cases(group_size, dtype=torch.float32, path="sequential")
     found = results_of(group_size, cases)
     assert len(found) == len(cases) > 50
     assert [result.complaints for result in found if not result.passed] == []
+    assert {mode for result in found for mode in result.modes} == {"stepped"}, "gloo has no other"
     expected = {"local"} if group_size == 1 else {"sliced", "sequential"}
     assert {path for result in found for path in result.paths} == expected
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3])
-def test_query_split_attention_passes(group_size: int) -> None:
-    cases = make_attention_cases(group_size, "cpu")
+def test_attention_embedding_and_bulk_passes_pass(group_size: int) -> None:
+    cases = some_cases(group_size, op="embedding_reduce_scatter", dtype=torch.float16)
+    for dtype in (torch.float64, torch.bfloat16):
+        cases += some_cases(group_size, op="query_split_attention", dtype=dtype)
+    cases += some_cases(group_size, backward_path="bulk", dtype=torch.float64)
     found = results_of(group_size, cases)
-    assert len(found) == len(cases) == 108
+    assert len(found) == len(cases) > 100
     assert [result.complaints for result in found if not result.passed] == []
     paths = {path for result in found for path in result.paths}
-    assert paths == ({"local"} if group_size == 1 else {"query_split", "row_parallel"})
+    assert paths == ({"local"} if group_size == 1 else {"query_split", "row_parallel", "sliced", "bulk"})
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -65,37 +81,40 @@ def test_attention_that_sees_a_key_too_few_fails(dtype: torch.dtype, monkeypatch
         return VisibleKeys(RowRange(visible.keys.start + (queries.start > 0), visible.keys.stop), visible.left, 0)
 
     monkeypatch.setattr(AttentionProblem, "visible_keys", wrong)
-    cases = [case for case in make_attention_cases(2, "cpu", dtype) if case.variant == "causal"]
+    cases = some_cases(2, op="query_split_attention", dtype=dtype, variant="causal")
     assert not any(result.passed for result in results_of(2, cases))
 
 
 def test_the_cases_cover_what_is_promised() -> None:
     cases = make_cases(4, "cpu")
     assert len(set(cases)) == len(cases)
-    assert {case.dtype for case in cases} == {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+    assert {case.call.dtype for case in cases} == {torch.float32, torch.float64, torch.bfloat16, torch.float16}
     assert {(case.algorithm, case.chunks_per_shard) for case in cases} == {
         (algorithm, chunks) for algorithm in ("ring", "direct") for chunks in (1, 2, 3)
     }
-    assert {case.layout for case in cases} == {"contiguous", "x transposed", "x strided", "gradient expanded"}
-    assert torch.float64 not in {case.dtype for case in make_cases(4, "cuda")}
+    layouts = {case.call.layout for case in linears(cases)}
+    assert layouts == {"contiguous", "x transposed", "x strided", "gradient expanded"}
+    assert {case.op for case in cases} == {*OPS, "embedding_reduce_scatter", "query_split_attention"}
+    assert torch.float64 not in {case.call.dtype for case in make_cases(4, "cuda")}
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 4, 8, 64])
 def test_exact_sums_fit_the_mantissa_of_bfloat16(group_size: int) -> None:
-    for case in make_cases(group_size, "cpu"):
-        if case.exact:
-            tokens = max(case.rows) * case.batch
-            assert 2 * case.K * group_size + 1 <= 257
-            assert case.N * group_size <= 256
+    for case in linears(make_cases(group_size, "cpu")):
+        call = case.call
+        if call.exact:
+            tokens = max(case.rows) * call.batch
+            assert 2 * call.K * group_size + 1 <= 257
+            assert call.N * group_size <= 256
             # The products of a weight gradient are random signs: their sum stays far below its bound of 2 * tokens.
             assert 6 * math.sqrt(2 * tokens) <= 256
 
 
 def test_the_tolerance_is_far_below_a_wrong_answer() -> None:
-    for case in make_cases(8, "cuda"):
-        if not case.exact:
-            terms = case.K * 8
-            assert tolerance(case, terms) < 0.3 * math.sqrt(terms), case
+    for case in linears(make_cases(8, "cuda")):
+        if not case.call.exact:
+            terms = case.call.K * 8
+            assert tolerance(case.call, 8, terms) < 0.3 * math.sqrt(terms), case
 
 
 FAULTS = ("forgets the bias", "drops a rank", "scrambles rows")
@@ -133,8 +152,7 @@ def test_the_right_answer_on_another_path_fails() -> None:
     (case,) = some_cases(2, op="all_gather_linear", dtype=torch.float32, path="sequential")
 
     class AsksForSliced(Case):
-        @property
-        def expected_path(self) -> str:
+        def expected_path(self, pass_name: str) -> str:
             return "sliced"
 
     (result,) = results_of(2, [AsksForSliced(**{f.name: getattr(case, f.name) for f in dataclasses.fields(case)})])
@@ -164,6 +182,7 @@ def test_the_worst_rank_decides() -> None:
             paths=("sliced",),
             transport="gloo",
             gemms=("torch",),
+            modes={},
             complaints=complaints,
         )
 
@@ -171,3 +190,119 @@ def test_the_worst_rank_decides() -> None:
     assert worst_of([result(0.1), result(0.5)]).passed
     assert math.isnan(worst_of([result(0.1), result(math.nan), result(math.inf)]).deviations[0].max_error)
     assert worst_of([result(0.1), result(2.0, "bad"), result(3.0, "bad")]).complaints == ("bad",)
+
+
+# --- modes of the copy engine, which is emulated: every call with a graph is launched as one at once ------------------
+
+
+@pytest.fixture
+def copy_engine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    emulate_copy_engine(monkeypatch)
+    monkeypatch.setattr(tape_graphs, "_STEPWISE", -1)  # malloc repeats itself less than the allocator for GPUs
+    # As on a GPU, where cuDNN takes what the plain attention stands for here, but one query that sees one key.
+    monkeypatch.setattr(prepared, "blas_unavailable_reason", lambda _, dtype: None if dtype.itemsize == 2 else "wide")
+    monkeypatch.setattr(cases_of_verify, "cudnn_attention_unavailable_reason", lambda *_: None)
+    bind = MathAttention.bind_forward
+
+    def bind_more_than_one(kernel: MathAttention, operands: tuple, *more: object) -> object:
+        return None if operands[0].size(0) == operands[1].size(0) == 1 else bind(kernel, operands, *more)
+
+    monkeypatch.setattr(MathAttention, "bind_forward", bind_more_than_one)
+    return monkeypatch
+
+
+def emulated(group_size: int, **wanted: object) -> list[Case]:
+    return [dataclasses.replace(case, transport="copy_engine") for case in some_cases(group_size, **wanted)]
+
+
+def is_taped(case: Case) -> bool:
+    wanted = itertools.product(("fprop", "backward"), case.rows)
+    return any("tape" in modes_of(case, *each, "copy_engine", torch.device("cpu")) for each in wanted)
+
+
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_every_case_runs_in_every_mode_that_it_can_take(group_size: int, copy_engine: pytest.MonkeyPatch) -> None:
+    cases = emulated(group_size, dtype=torch.bfloat16, chunks_per_shard=2, algorithm="direct", variant="S changes")
+    cases += emulated(group_size, dtype=torch.bfloat16, chunks_per_shard=2, algorithm="direct", variant="one row")
+    cases += emulated(group_size, dtype=torch.bfloat16, chunks_per_shard=2, variant="odd output features")
+    cases += emulated(group_size, dtype=torch.bfloat16, backward_path="bulk", variant="uneven")
+    cases += emulated(group_size, dtype=torch.float16, backward_path="row_parallel", variant="fused projection")
+    cases += emulated(group_size, dtype=torch.float16, backward_path="query_split", variant="causal")
+    cases += emulated(group_size, dtype=torch.float32, chunks_per_shard=1, variant="even")
+    cases += emulated(group_size, dtype=torch.float16, keep_gathered_input=True)
+    cases += emulated(group_size, dtype=torch.float16, path="sequential")
+    found = results_of(group_size, cases)
+    assert [(result.case, result.complaints) for result in found if not result.passed] == []
+    for result in found:
+        calls, case = 2 * len(result.case.rows), result.case
+        if case.path == "sequential":
+            assert result.modes == {}
+        elif not is_taped(case):
+            assert result.modes == {"stepped": calls}
+        elif case.op in OPS:
+            tape, graph = 2 * (len(case.rows) + 1 + len(case.rows)), 2 * (2 * len(case.rows) + 6)
+            assert result.modes == {"stepped": calls, "tape": tape, "graph": graph}
+        else:
+            assert set(result.modes) == set(MODES)
+
+
+@pytest.mark.parametrize("group_size", [2, 4, 8])
+def test_most_cases_in_16_bits_are_served_by_tapes_and_some_are_not(
+    group_size: int, copy_engine: pytest.MonkeyPatch
+) -> None:
+    cases = [case for case in make_cases(group_size, "cuda") if case.call.dtype.itemsize == 2]
+    taped = [case for case in cases if is_taped(case)]
+    assert len(taped) >= len(cases) / 2
+    assert {case.op for case in taped} == {case.op for case in cases}
+    untaped = {case.variant for case in cases if case.algorithm == "direct" and not is_taped(case)}
+    assert {"odd output features", "odd input features"} <= untaped
+
+
+LINEAR = {"op": "linear_reduce_scatter", "dtype": torch.bfloat16, "algorithm": "direct", "chunks_per_shard": 1}
+
+
+def test_a_graph_with_a_wrong_step_is_found(copy_engine: pytest.MonkeyPatch) -> None:
+    capture = tape_graphs.TapeGraphs._capture
+
+    def forget_the_last_product(graphs: tape_graphs.TapeGraphs, *call: object) -> object:
+        graph = capture(graphs, *call)
+        number = max(n for n, (action, _) in enumerate(graph._nodes) if "_Matmul" in str(action))
+        graph._nodes[number] = (lambda: None, graph._nodes[number][1])
+        return graph
+
+    cases = emulated(2, **LINEAR, variant="even", backward_path="sliced", path="sliced", keep_gathered_input=False)
+    assert [result.passed for result in results_of(2, cases)] == [True]
+    copy_engine.setattr(tape_graphs.TapeGraphs, "_capture", forget_the_last_product)
+    (result,) = results_of(2, cases)
+    assert ": error " in result.complaints[0]
+    assert set(result.modes) == set(MODES)
+
+
+@pytest.mark.parametrize(
+    ("fault", "complaint"),
+    [
+        ("no graph", "up to graph: ran tape 10; the last call, whose addresses had come before, was no graph"),
+        ("no tape", "up to tape: ran stepped 5, should have run tape 5"),
+        ("a tape too many", "up to graph: ran graph 2, should have run stepped 2"),
+    ],
+)
+def test_a_mode_that_did_not_run_as_it_should_is_an_error(
+    fault: str, complaint: str, copy_engine: pytest.MonkeyPatch
+) -> None:
+    """However right the numbers are."""
+    if fault == "no graph":
+        copy_engine.setattr(tape_graphs.TapeGraphs, "_capture", lambda *_: None)
+    elif fault == "no tape":
+
+        def refuse(*_: object) -> None:
+            raise Unservable
+
+        copy_engine.setattr(TapeBinder, "bind", refuse)
+    else:
+        copy_engine.setattr(prepared, "blas_unavailable_reason", lambda *_: None)
+    dtype = torch.float32 if fault == "a tape too many" else torch.bfloat16
+    wanted = LINEAR | {"dtype": dtype, "variant": "even", "backward_path": "sliced", "keep_gathered_input": False}
+    (result,) = results_of(2, emulated(2, **wanted))
+    assert all(deviation.passed for deviation in result.deviations)
+    assert not result.passed
+    assert sum(complaint in each for each in result.complaints) == 2 * 2, "two passes, two ranks"

@@ -5,6 +5,7 @@ The commands are run as one rank runs them, with results at hand in place of tho
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import json
 import re
@@ -32,13 +33,12 @@ from commfuse_megatron.cli.ranks import Rank
 from commfuse_megatron.runtime.recorder import Interval
 from commfuse_megatron.tracing.attention import BlockTrace
 from commfuse_megatron.tracing.linear import LinearTrace
-from commfuse_megatron.verify.attention import make_attention_cases
 from commfuse_megatron.verify.cases import make_cases
 from commfuse_megatron.verify.gpus import Gpu, GpuLink
 from commfuse_megatron.verify.machine import Ability, Machine, Setting
 from commfuse_megatron.verify.megatron_models import ModelResult
 from commfuse_megatron.verify.ops import CaseResult, Deviation
-from commfuse_megatron.verify.training import Comparison
+from commfuse_megatron.verify.training import Comparison, Run
 from tests.unit.test_predictions import a_row, measured_rows
 
 # --- commands that have their results already -------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def a_record(**changes: object) -> OpRecord:
 
 def run_verify(place: Path, put: Set) -> int:
     found = []
-    for number, case in enumerate((*make_cases(2, "cpu"), *make_attention_cases(2, "cpu"))):
+    for number, case in enumerate(make_cases(2, "cpu")):
         tensors = [
             Deviation(tensor=name, max_error=number % 7 + at, allowed=8.0) for at, name in enumerate(verify.TENSORS)
         ]
@@ -77,6 +77,7 @@ def run_verify(place: Path, put: Set) -> int:
                 paths=("sliced", "sequential"),
                 transport="gloo",
                 gemms=("torch",),
+                modes={"stepped": 1234, "tape": 567, "graph": 8901},
                 complaints=complaints,
             )
         )
@@ -102,12 +103,16 @@ def run_verify_megatron(place: Path, put: Set) -> int:
 
 def run_demo(place: Path, put: Set) -> int:
     op = {name: getattr(a_record(), name) for name in OpRecord.__dataclass_fields__}
-    found = Comparison(
-        stock_loss=(5.123456789, 4.987654321),
-        plugin_loss=(5.123456789, 4.987654323),
+    stepped = Run(
+        loss=(5.123456789, 4.987654323),
         ops=(op, op | {"pass_name": "fprop", "algorithm": "ring", "chunks_per_shard": 2}),
         layers=({"name": "decoder", "overlapped_calls": 3},),
-        recording=INTERVALS,
+        gradient="module.decoder.layers.1.self_attention.linear_qkv.weight",
+        gradient_error=1.23e-4,
+    )
+    graph = dataclasses.replace(stepped, ops=(op | {"modes": {"tape": 321, "graph": 98765}},))
+    found = Comparison(
+        stock_loss=(5.123456789, 4.987654321), runs={"stepped": stepped, "graph": graph}, recording=INTERVALS
     )
     put("commfuse_megatron.verify.training.train_both", lambda *_, **__: found)
     put("commfuse_megatron.verify.training.complaints_of", lambda *_: [])

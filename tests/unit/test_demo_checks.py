@@ -13,8 +13,9 @@ import torch
 
 from commfuse_megatron.cli import demo
 from commfuse_megatron.cli import main as cli
+from commfuse_megatron.verify.cases import Mode
 from commfuse_megatron.verify.text import batch_of, standard_library_text
-from commfuse_megatron.verify.training import Comparison, Recipe, bounds_of, complaints_of
+from commfuse_megatron.verify.training import Comparison, Recipe, Run, bounds_of, complaints_of, gradient_limit
 
 STEPS = 20
 
@@ -25,15 +26,19 @@ def comparison(differences: dict[int, float] | None = None, **changes: object) -
     plugin = [loss + (differences or {}).get(step, 0.0) for step, loss in enumerate(stock, 1)]
     layer = {"name": "fc1", "path": "overlapped", "overlapped_calls": STEPS, "stock_calls": 0, "reasons": ()}
     layer |= {"sequential_calls": 0, "sequential_reasons": ()}
-    ops = tuple({"pass_name": name, "calls": STEPS, "path": "sliced"} for name in ("fprop", "backward"))
-    good = Comparison(
-        stock_loss=tuple(stock), plugin_loss=tuple(plugin), ops=ops, layers=(layer | changes,), recording={}
-    )
-    return good
+    op = {"op": "linear_reduce_scatter", "N": 8, "K": 8, "calls": STEPS, "path": "sliced", "modes": {"stepped": STEPS}}
+    ops = tuple(op | {"pass_name": name} for name in ("fprop", "backward"))
+    run = Run(loss=tuple(plugin), ops=ops, layers=(layer | changes,), gradient="fc1.weight", gradient_error=0.0)
+    return Comparison(stock_loss=tuple(stock), runs={"stepped": run}, recording={})
+
+
+def with_run(found: Comparison, mode: Mode = "stepped", **changes: object) -> Comparison:
+    """The same with another run of this mode."""
+    return dataclasses.replace(found, runs=found.runs | {mode: dataclasses.replace(found.recorded, **changes)})
 
 
 def complaints(found: Comparison, dtype: torch.dtype = torch.float32, group_size: int = 2) -> list[str]:
-    return complaints_of(found, bounds_of(dtype, len(found.stock_loss), group_size))
+    return complaints_of(found, bounds_of(dtype, len(found.stock_loss), group_size), gradient_limit(dtype))
 
 
 def test_equal_losses_and_counted_calls_pass() -> None:
@@ -58,7 +63,42 @@ def test_equal_losses_and_counted_calls_pass() -> None:
 )
 def test_losses_too_far_apart_fail(step: int, difference: float, dtype: torch.dtype) -> None:
     (complaint,) = complaints(comparison({step: difference}), dtype)
-    assert complaint.startswith("losses of steps ")
+    assert complaint.startswith("stepped: losses of steps ")
+
+
+@pytest.mark.parametrize("error", [0.3, math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_gradient_too_far_from_stocks_fails(error: float, dtype: torch.dtype) -> None:
+    (complaint,) = complaints(with_run(comparison(), gradient_error=error), dtype)
+    assert complaint.startswith("stepped: the gradient of fc1.weight differs by ")
+
+
+@pytest.mark.parametrize(
+    ("mode", "modes", "words"),
+    [
+        ("tape", {"tape": STEPS}, None),
+        ("graph", {"tape": 4, "graph": STEPS - 4}, None),
+        ("graph", {"tape": STEPS}, "no call became a graph"),
+        ("graph", {"stepped": 1, "graph": STEPS - 1}, f"as graph {STEPS - 1}"),
+        ("tape", {"stepped": STEPS}, "as tape 0"),
+        ("tape", {"tape": STEPS - 1, "graph": 1}, f"as tape {STEPS - 1}"),
+        ("stepped", {"tape": STEPS}, "as stepped 0"),
+    ],
+)
+def test_calls_that_did_not_run_in_their_mode_fail(mode: Mode, modes: dict[str, int], words: str | None) -> None:
+    good = with_run(
+        comparison(), "tape", ops=tuple(op | {"modes": {"tape": STEPS}} for op in comparison().recorded.ops)
+    )
+    forward, backward = good.runs["tape"].ops
+    look_up = {"op": "embedding_reduce_scatter", "modes": {"stepped": STEPS}}
+    ops = (forward | look_up, backward | {"modes": modes})
+    found = complaints(with_run(good, mode, ops=ops))
+    if words is None:
+        assert found == []
+    else:
+        (complaint,) = found
+        assert complaint.startswith(f"{mode}: linear_reduce_scatter backward")
+        assert words in complaint
 
 
 @pytest.mark.parametrize("num_steps", [1, 3, 5, 6, 19, 20, 21, 100])
@@ -80,20 +120,21 @@ def test_every_step_has_one_bound(num_steps: int, dtype: torch.dtype) -> None:
 )
 def test_a_layer_that_was_not_overlapped_fails(changes: dict) -> None:
     (complaint,) = complaints(comparison(**changes))
-    assert complaint.startswith("fc1: ")
+    assert complaint.startswith("stepped: fc1: ")
     assert all(reason in complaint for reason in changes.get("reasons", ()))
 
 
 @pytest.mark.parametrize("change", [{"path": "sequential"}, {"calls": STEPS - 1}])
 def test_an_op_that_did_not_run_sliced_every_time_fails(change: dict) -> None:
     good = comparison()
-    found = dataclasses.replace(good, ops=(good.ops[0], good.ops[1] | change))
+    forward, backward = good.recorded.ops
+    found = with_run(good, ops=(forward, backward | change))
     (complaint,) = complaints(found)
     assert "backward calls ran sliced, expected 20" in complaint
 
 
 def test_a_report_without_layers_fails() -> None:
-    found = dataclasses.replace(comparison(), ops=(), layers=())
+    found = with_run(comparison(), ops=(), layers=())
     assert len(complaints(found)) == 2
 
 
