@@ -128,11 +128,17 @@ def test_files_that_documents_name_exist() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_commands_for_the_figures_in_the_readme_draw_them() -> None:
-    readme, tracing = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/tracing.md"))
-    figures = re.findall(r"!\[[^]]*\]\((.*)\.png\)", readme)
-    commands = tracing.split("## The README's figures")[1].split("##")[0]
-    assert re.findall(r"--output (\S+) --name (\S+)", commands) == [tuple(each.rsplit("/", 1)) for each in figures]
+def test_every_figure_is_shown_and_its_command_is_written_down() -> None:
+    documents = [file for file in FILES if file.suffix == ".md"]
+    shown = {
+        os.path.normpath(file.parent.relative_to(ROOT) / target)
+        for file in documents
+        for target in re.findall(r"!\[[^]]*\]\((\S+\.png)\)", file.read_text(encoding="utf-8"))
+    }
+    commands = (ROOT / "docs/tracing.md").read_text(encoding="utf-8").split("## The figures")[1].split("##")[0]
+    drawn = {f"{folder}/{name}.png" for folder, name in re.findall(r"--output (\S+) --name (\S+)", commands)}
+    figures = {str(file.relative_to(ROOT)) for file in FILES if file.suffix in FIGURE_SUFFIXES}
+    assert shown == drawn == figures
     assert figures
 
 
