@@ -27,7 +27,7 @@ from commfuse_megatron.errors import ConfigError
 __all__ = ["KINDS", "count_tables", "read_rows", "render"]
 
 # At the beginning of a line: what is indented is an example.
-_MARKED = re.compile(r"^(<!-- table: (\S+) (\S+)((?: [^\s=]+=\S+)*) -->\n).*?^(<!-- end -->)$", re.S | re.M)
+_MARKED = re.compile(r"^(<!-- table: (\S+) (\S+)((?: [^\s=]+=\S+)*) -->\n).*?(<!-- end -->)$", re.S | re.M)
 _BEGIN = re.compile("^<!-- table:", re.M)
 _BOUNDS = ("compute", "transfers", "slices")
 _PEERS = {"sequential": "sequential", "megatron": "Megatron", "async_tp": "async-TP", "userbuffers": "userbuffers"}
@@ -62,7 +62,7 @@ def _render_one(found: re.Match[str], folder: Path) -> str:
     ]
     if not rows:
         raise ConfigError(f"{begin.strip()}: {file} has no such rows")
-    return f"{begin}\n{make(rows)}\n\n{_source(rows, file)}\n\n{end}"
+    return f"{begin}{make(rows)}\n\n{_source(rows, file)} {end}"
 
 
 def _is_wanted(value: object, patterns: str) -> bool:
@@ -154,7 +154,7 @@ def _label(row: Row, problems: Iterable[dict[str, Row]]) -> str:
 def _linears(rows: Sequence[dict[str, Any]]) -> str:
     """One line per linear and pass, in ms per call; the last: ours over each column, geometric mean."""
     problems = [variants for variants in _by_problem(rows) if _ours(variants)]
-    headings = ("linear", "GEMM alone", "transfers alone", *_PEERS.values(), "**ours**", "way", "/ sequential")
+    headings = ("linear", "GEMM", "transfers", *_PEERS.values(), "**ours**", "way", "/ sequential")
     lines, ratios = [], []
     for variants in problems:
         ours = _ours(variants)
@@ -209,11 +209,11 @@ def _slower(rows: Sequence[dict[str, Any]]) -> str:
     slower = [(ratio, row) for ratio, row in offenders if ratio > 1]
     count = sum(ratio > 1.02 for ratio, _ in slower)
     lines = [
-        (row.case, str(row.M), row.pass_name.replace("fprop", "forward"), _ms(row.median_ms), _way(row), f"{ratio:.3f}")
+        [row.case, str(row.M), row.pass_name.replace("fprop", "forward"), _ms(row.median_ms), _way(row), f"{ratio:.3f}"]
         for ratio, row in slower
     ]
-    said = f"Slower in {len(slower)} of {len(offenders)} passes, by more than 2 % in {count}."
-    return f"{said}\n\n{_table(('linear', 'M', 'pass', 'planned, ms', 'way', '/ stock'), lines)}"
+    lines.append([f"*{len(slower)} of {len(offenders)} passes, {count} by more than 2 %*", *[""] * 5])
+    return _table(("linear", "M", "pass", "planned, ms", "way", "/ stock"), lines)
 
 
 def _attention(rows: Sequence[dict[str, Any]]) -> str:
