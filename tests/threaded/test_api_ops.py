@@ -1,36 +1,40 @@
-"""The README's lines on plain tensors, run as they stand."""
+"""The examples on plain tensors in `docs/api.md`, run as they stand."""
 
-import textwrap
 from pathlib import Path
 
 import torch
 
 from tests.harness import run_threads
+from tests.harness.documents import code_of
 
-README = Path(__file__).parents[2] / "README.md"
+API = Path(__file__).parents[2] / "docs" / "api.md"
 S, B, K, N, H, D = 8, 1, 6, 10, 4, 3
+VOCABULARY = 6
 
 
-def readme_lines() -> str:
-    blocks = README.read_text(encoding="utf-8").split("\n\n")
-    first = next(number for number, block in enumerate(blocks) if "import OverlapConfig, OverlapContext, ops" in block)
-    return textwrap.dedent("\n\n".join(blocks[first : first + 2]))
+def test_the_examples_run_and_shapes_are_those_that_are_written(capsys):
+    program = code_of(API, "## `commfuse_megatron`") + code_of(API, "## `commfuse_megatron.ops`")
 
-
-def test_the_shapes_in_the_readme_are_those_of_the_operations(capsys):
     def body(group, device):
         size = group.size()
         names = {
+            "torch": torch,
             "group": group,
             "x": torch.randn(S // size, B, K),
             "weight": torch.randn(N // size, K),
             "bias": torch.randn(N // size),
-            "weight2": torch.randn(N, N // size),
+            "weight2": torch.randn(N, N // size, requires_grad=True),
             "weight3": torch.randn(N, H // size * D),
+            "ids": torch.randint(0, VOCABULARY, (B, S), generator=torch.Generator().manual_seed(0)),
+            "vectors": torch.randn(VOCABULARY // size, N),
             **{name: torch.randn(S, B, H // size, D) for name in "qkv"},
         }
-        exec(readme_lines(), names)
-        return [tuple(names[name].shape) for name in "yzw"]
+        exec(program, names)
+        torch.testing.assert_close(names["z"], names["expected"])
+        torch.testing.assert_close(names["gradient"], names["main_grad"])
+        assert names["main_grad"].any()
+        return [tuple(names[name].shape) for name in "yzwe"]
 
-    assert run_threads(2, body) == [[(S, B, N // 2), (S // 2, B, N), (S // 2, B, N)]] * 2
-    assert capsys.readouterr().out.count("query_split_attention fprop, M ") == 2
+    rows = (S // 2, B, N)
+    assert run_threads(2, body) == [[(S, B, N // 2), rows, rows, rows]] * 2
+    assert "query_split_attention fprop, M " in capsys.readouterr().out

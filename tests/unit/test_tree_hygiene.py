@@ -128,6 +128,40 @@ def test_files_that_documents_name_exist() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def anchors_of(text: str) -> set[str]:
+    """What links may name of a document: its headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    wrong, count = [], 0
+    for file in (file for file in FILES if file.suffix == ".md"):
+        for target in re.findall(r"\]\(([^)\s]+)\)", file.read_text(encoding="utf-8")):
+            if target.startswith("https://"):
+                continue
+            count += 1
+            name, _, anchor = target.partition("#")
+            there = (file.parent / name) if name else file
+            if not there.exists() or (anchor and anchor not in anchors_of(there.read_text(encoding="utf-8"))):
+                wrong.append(f"{file.relative_to(ROOT)}: {target}")
+    assert not wrong, "\n".join(wrong)
+    assert count > 30
+
+
+def test_every_document_is_reached_from_the_readme() -> None:
+    reached, left = set(), [ROOT / "README.md"]
+    while left:
+        file = left.pop()
+        reached.add(file)
+        text = file.read_text(encoding="utf-8")
+        named = [*re.findall(r"\]\(([^)#\s]+\.md)", text), *re.findall(r"`([\w./-]+\.md)`", text)]
+        there = {Path(os.path.normpath(file.parent / name)) for name in named}
+        left += [each for each in there if each.is_file() and each not in reached]
+    missing = {file for file in FILES if file.suffix == ".md"} - reached
+    assert missing == set()
+
+
 def test_every_figure_is_shown_and_its_command_is_written_down() -> None:
     documents = [file for file in FILES if file.suffix == ".md"]
     shown = {
