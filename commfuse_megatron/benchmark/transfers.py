@@ -21,7 +21,7 @@ from torch import distributed as dist
 from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.benchmark.timing import measure
 from commfuse_megatron.config import TransportConfig
-from commfuse_megatron.transport.base import Message, Transport
+from commfuse_megatron.transport.base import Message, Transport, TwoSidedTransport
 
 __all__ = ["main"]
 
@@ -84,6 +84,7 @@ def _measure(options: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def _exchange(transport: Transport, sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
+    assert isinstance(transport, TwoSidedTransport)
     to_rank, from_rank = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
     transport.exchange(Message(sent, to_rank, 0), Message(received, from_rank, 0)).wait()
 

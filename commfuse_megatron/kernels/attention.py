@@ -15,8 +15,7 @@ from commfuse_megatron.problem import VisibleKeys
 __all__ = [
     "MASKED_SCORE",
     "AttentionKernel",
-    "BoundBackward",
-    "BoundForward",
+    "BoundAttention",
     "Dropout",
     "MathAttention",
     "Operands",
@@ -50,11 +49,17 @@ class SplitMask(NamedTuple):
 #: Of one call: q, k, v, out.
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
-#: A forward call on addresses: (handle of the stream, q, k, v, out, state).
-BoundForward = Callable[[int, int, int, int, int, int], None]
 
-#: A backward call on addresses: (handle of the stream, q, k, v, out, state, grad_out, grad_q, grad_k, grad_v).
-BoundBackward = Callable[[int, int, int, int, int, int, int, int, int, int], None]
+class BoundAttention(NamedTuple):
+    """A call on addresses.
+
+    run: takes the handle of the stream and addresses: of scratch memory, q, k, v, out, state; of a backward pass also
+    grad_out, grad_q, grad_k, grad_v. scratch_bytes: what it needs of scratch memory, which begins at a multiple of 256
+    and is only used while the call runs; 0: none, the address does not matter.
+    """
+
+    run: Callable[..., None]
+    scratch_bytes: int
 
 
 class AttentionKernel(Protocol):
@@ -92,7 +97,7 @@ class AttentionKernel(Protocol):
 
     def bind_forward(
         self, operands: Operands, mask: SplitMask, scale: float, state_rows: int | None = None
-    ) -> BoundForward | None:
+    ) -> BoundAttention | None:
         """`forward` without dropout for tensors like these, on addresses; None where it cannot be had.
 
         The state is one tensor, fp32 [B, H, S_q, 1], which the caller allocates: contiguous, or these rows of a
@@ -105,7 +110,7 @@ class AttentionKernel(Protocol):
         operands: Operands,
         mask: SplitMask,
         scale: float,
-    ) -> BoundBackward | None:
+    ) -> BoundAttention | None:
         """`backward` of what `bind_forward` bound, on addresses; None where it cannot be had.
 
         The gradients are contiguous, in the dtype of the operands.
@@ -191,7 +196,7 @@ class MathAttention:
 
     def bind_forward(
         self, operands: Operands, mask: SplitMask, scale: float, state_rows: int | None = None
-    ) -> BoundForward | None:
+    ) -> BoundAttention | None:
         """None: PyTorch's functions take tensors."""
         return None
 
@@ -201,7 +206,7 @@ class MathAttention:
         operands: Operands,
         mask: SplitMask,
         scale: float,
-    ) -> BoundBackward | None:
+    ) -> BoundAttention | None:
         """None, as for `bind_forward`."""
         return None
 

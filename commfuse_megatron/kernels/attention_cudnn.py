@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from commfuse_megatron.kernels.attention import (
-    BoundBackward,
-    BoundForward,
+    BoundAttention,
     Dropout,
     MathAttention,
     Operands,
@@ -22,7 +21,7 @@ from commfuse_megatron.kernels.attention import (
 from commfuse_megatron.kernels.attention_cudnn_backward import BackwardSplit, CudnnBackward
 from commfuse_megatron.kernels.attention_cudnn_graphs import CudnnGraphs, Layout
 from commfuse_megatron.kernels.attention_pieces import SplitSizes, forward_piece
-from commfuse_megatron.kernels.cudnn_graph import CudnnGraph, StreamScratch
+from commfuse_megatron.kernels.cudnn_graph import CudnnGraph
 from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
 
 __all__ = ["CudnnAttention", "cudnn_attention_unavailable_reason"]
@@ -67,7 +66,7 @@ def cudnn_attention_unavailable_reason(problem: AttentionProblem, device: torch.
 
 
 class CudnnAttention:
-    """See `AttentionKernel`. Keeps its graphs, handles and scratch memory; one object per context.
+    """See `AttentionKernel`. Keeps its graphs and handles; one object per context.
 
     Its backward pass may add up the queries' gradients in another order from run to run, unless PyTorch is told to be
     deterministic. What it refuses at any size, one query that sees one key, is computed by the formula.
@@ -78,8 +77,7 @@ class CudnnAttention:
 
     def __init__(self, device: torch.device) -> None:
         self._graphs = CudnnGraphs(importlib.import_module("cudnn"), device)
-        self._scratch = StreamScratch(device)
-        self._backward = CudnnBackward(self._graphs, self._scratch)
+        self._backward = CudnnBackward(self._graphs)
         self._of_one_key = MathAttention()
 
     def probe(self, problem: AttentionProblem) -> str | None:
@@ -132,7 +130,7 @@ class CudnnAttention:
 
     def bind_forward(
         self, operands: Operands, mask: SplitMask, scale: float, state_rows: int | None = None
-    ) -> BoundForward | None:
+    ) -> BoundAttention | None:
         """See `AttentionKernel`. The state is `forward`'s."""
         q, k, _, _ = operands
         if q.size(0) == k.size(0) == 1:
@@ -144,13 +142,7 @@ class CudnnAttention:
                 raise
             logger.info("cudnn attention does not leave its state among others': %s", error)
             return None
-        scratch_at, handle_of = self._scratch.address, self._graphs.handle_of
-
-        def run(stream: int, q_at: int, k_at: int, v_at: int, out_at: int, state_at: int) -> None:
-            workspace_at = scratch_at(stream, graph.workspace_bytes)
-            graph.run((q_at, k_at, v_at, out_at, state_at), workspace_at, handle_of(stream))
-
-        return run
+        return self._graphs.bind(graph)
 
     def _forward_graph(
         self, operands: Operands, mask: SplitMask, scale: float, state_rows: int | None = None
@@ -184,7 +176,7 @@ class CudnnAttention:
         operands: Operands,
         mask: SplitMask,
         scale: float,
-    ) -> BoundBackward | None:
+    ) -> BoundAttention | None:
         """See `AttentionKernel`. Deterministic if PyTorch is told to be now."""
         q, k, _, _ = operands
         if q.size(0) == k.size(0) == 1:

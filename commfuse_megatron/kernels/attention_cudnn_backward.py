@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import torch
 
-from commfuse_megatron.kernels.attention import BoundBackward
+from commfuse_megatron.kernels.attention import BoundAttention
 from commfuse_megatron.kernels.attention_cudnn_graphs import CudnnGraphs, Layout
 from commfuse_megatron.kernels.attention_pieces import Piece, SplitSizes, backward_pieces, one_piece
-from commfuse_megatron.kernels.cudnn_graph import CudnnGraph, StreamScratch
+from commfuse_megatron.kernels.cudnn_graph import CudnnGraph
 from commfuse_megatron.kernels.sum_partials import bind_sum, sum_partials
 
 __all__ = ["BackwardSplit", "CudnnBackward"]
 
-# Where the gradient of the queries is among the addresses of a `BoundBackward`.
+# Where the gradient of the queries is among a backward pass's addresses, scratch memory aside.
 _GRAD_Q = 6
 
 _ALIGNMENT = 256  # of a workspace behind other scratch memory, as the allocator's
@@ -48,11 +48,10 @@ class _Part(NamedTuple):
 
 
 class CudnnBackward:
-    """Of one device; the graphs and the scratch memory are the kernel's."""
+    """Of one device; the graphs are the kernel's."""
 
-    def __init__(self, graphs: CudnnGraphs, scratch: StreamScratch) -> None:
+    def __init__(self, graphs: CudnnGraphs) -> None:
         self._graphs = graphs
-        self._scratch = scratch
 
     def probe(self, split: BackwardSplit) -> None:
         """Build what `run` and `bind` would, keeping nothing. Raises what the front end does, where it refuses."""
@@ -71,7 +70,7 @@ class CudnnBackward:
             total = grad_q.view(grad_q.size(0), -1)
             sum_partials(total, partial.view(1, *total.shape), out=total)
 
-    def bind(self, split: BackwardSplit) -> BoundBackward:
+    def bind(self, split: BackwardSplit) -> BoundAttention:
         """`run` on addresses. Where no kernel of ours adds, it is one call, of whatever number `run` makes."""
         parts = self._parts(split, backward_pieces(split.sizes))
         if len(parts) == 2:
@@ -81,29 +80,23 @@ class CudnnBackward:
                 return self._bind_two(parts[0], parts[1], add, like.nbytes)
             parts = self._parts(split, (one_piece(split.sizes),))
         ((graph, _),) = parts
-        scratch_at, handle_of = self._scratch.address, self._graphs.handle_of
-
-        def run(stream: int, *addresses: int) -> None:
-            graph.run(addresses, scratch_at(stream, graph.workspace_bytes), handle_of(stream))
-
-        return run
+        return self._graphs.bind(graph)
 
     def _bind_two(
         self, first: _Part, second: _Part, add: Callable[[int, int, int, int | None, int], None], partial_bytes: int
-    ) -> BoundBackward:
-        scratch_at, handle_of = self._scratch.address, self._graphs.handle_of
+    ) -> BoundAttention:
+        handle_of = self._graphs.handle_of
         # The partial gradient, then the workspace of the call that runs.
         workspace_start = -(-partial_bytes // _ALIGNMENT) * _ALIGNMENT
-        scratch_bytes = workspace_start + max(first.graph.workspace_bytes, second.graph.workspace_bytes)
+        workspace_bytes = max(first.graph.workspace_bytes, second.graph.workspace_bytes)
 
-        def run(stream: int, *addresses: int) -> None:
-            partial_at, grad_q_at, handle = scratch_at(stream, scratch_bytes), addresses[_GRAD_Q], handle_of(stream)
-            workspace_at = partial_at + workspace_start
+        def run(stream: int, partial_at: int, *addresses: int) -> None:
+            grad_q_at, workspace_at, handle = addresses[_GRAD_Q], partial_at + workspace_start, handle_of(stream)
             first.graph.run(first.addresses(addresses, grad_q_at), workspace_at, handle)
             second.graph.run(second.addresses(addresses, partial_at), workspace_at, handle)
             add(stream, grad_q_at, partial_at, None, grad_q_at)
 
-        return run
+        return BoundAttention(run, workspace_start + workspace_bytes)
 
     def _parts(self, split: BackwardSplit, pieces: Sequence[Piece]) -> list[_Part]:
         _, k, v, _, _ = split.layouts

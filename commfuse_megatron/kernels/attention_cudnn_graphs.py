@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from commfuse_megatron.kernels.attention import BoundAttention
 from commfuse_megatron.kernels.attention_pieces import Mask
 from commfuse_megatron.kernels.cudnn_graph import CudnnGraph
 from commfuse_megatron.kernels.support import raw_stream
@@ -152,6 +153,15 @@ class CudnnGraphs:
         # From the allocator of that stream: the next call there may have the same memory.
         workspace = torch.empty(max(1, graph.workspace_bytes), dtype=torch.uint8, device=self.device)
         graph.run(addresses, workspace.data_ptr(), self._handle())
+
+    def bind(self, graph: CudnnGraph) -> BoundAttention:
+        """The launch of a graph on any stream."""
+        handle_of = self.handle_of
+
+        def run(stream: int, workspace_at: int, *addresses: int) -> None:
+            graph.run(addresses, workspace_at, handle_of(stream))
+
+        return BoundAttention(run, graph.workspace_bytes)
 
     def handle_of(self, stream: int) -> Any:
         """The handle of a stream, for `CudnnGraph.run`."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch.nn.attention import current_flash_attention_impl
 
-from commfuse_megatron.kernels.attention import BoundBackward, BoundForward, Dropout, Operands, SplitMask
+from commfuse_megatron.kernels.attention import BoundAttention, Dropout, Operands, SplitMask
 from commfuse_megatron.problem import AttentionProblem
 
 __all__ = ["FlashAttention", "flash_attention_unavailable_reason"]
@@ -104,7 +104,7 @@ class FlashAttention:
 
     def bind_forward(
         self, operands: Operands, mask: SplitMask, scale: float, state_rows: int | None = None
-    ) -> BoundForward | None:
+    ) -> BoundAttention | None:
         """None: PyTorch's functions take tensors."""
         return None
 
@@ -114,7 +114,7 @@ class FlashAttention:
         operands: Operands,
         mask: SplitMask,
         scale: float,
-    ) -> BoundBackward | None:
+    ) -> BoundAttention | None:
         """None, as for `bind_forward`."""
         return None
 

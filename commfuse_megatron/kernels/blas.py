@@ -14,7 +14,7 @@ import torch
 
 from commfuse_megatron.errors import UnsupportedError
 
-__all__ = ["BlasMatmul", "Matrix", "Workspaces", "alignment_of", "blas_unavailable_reason"]
+__all__ = ["WORKSPACE_BYTES", "BlasMatmul", "Matrix", "alignment_of", "blas_unavailable_reason"]
 
 # Values of the library's enumerations (cublasLt.h, library_types.h).
 _COMPUTE_32F = 68
@@ -24,8 +24,8 @@ _EPILOGUE_BIAS = 4
 _PREFER_WORKSPACE = 1
 _PREFER_ALIGNMENTS = (5, 6, 7, 8)  # of A, B, C and D
 
-# What the library's documentation advises for Hopper.
-_WORKSPACE_BYTES = 32 << 20
+#: Of the scratch memory that a call is given: what the library's documentation advises for Hopper.
+WORKSPACE_BYTES = 32 << 20
 _LEAST_ALIGNMENT, _MOST_ALIGNMENT = 16, 256
 _ALGORITHM_BYTES = 64
 
@@ -96,7 +96,8 @@ class BlasMatmul:
         target = self._layout(out.shape[1], out.shape[0], out.strides[0], out.dtype)
         found = _find(library, (descriptor, first, second, target), (b.alignment, a.alignment, out.alignment))
         self._algorithm = ctypes.create_string_buffer(bytes(found.algorithm), _ALGORITHM_BYTES)
-        self._workspace_bytes = found.workspace_bytes
+        #: Of the scratch memory that a call needs; 0: none, its address does not matter.
+        self.workspace_bytes: int = found.workspace_bytes
         one, beta = ctypes.c_float(1.0), ctypes.c_float(1.0 if has_addend else 0.0)
         self._keep = (one, beta)
         self._handle = _handle()
@@ -128,7 +129,7 @@ class BlasMatmul:
             target,
             self._algorithm_at,
             workspace_at,
-            self._workspace_bytes,
+            self.workspace_bytes,
             stream,
         )
         if status:
@@ -156,24 +157,6 @@ class BlasMatmul:
         layout = _create(_library().cublasLtMatrixLayoutCreate, _TYPES[dtype], rows, cols, leading)
         self._layouts.append(layout)
         return layout
-
-
-class Workspaces:
-    """One scratch buffer per stream of a device: launches on one stream run one after the other."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: dict[int, torch.Tensor] = {}
-        self._addresses: dict[int, int] = {}
-
-    def address(self, stream: int) -> int:
-        """Address of the buffer for the stream with this handle."""
-        at = self._addresses.get(stream)
-        if at is None:
-            buffer = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
-            self._buffers[stream] = buffer
-            at = self._addresses[stream] = buffer.data_ptr()
-        return at
 
 
 def alignment_of(*addresses: int) -> int:
@@ -229,7 +212,7 @@ def _find_with(
     library: Any, problem: tuple[int, int, int, int], preference: int, alignments: tuple[int, int, int]
 ) -> _Found:
     descriptor, first, second, target = problem
-    workspace = ctypes.c_uint64(_WORKSPACE_BYTES)
+    workspace = ctypes.c_uint64(WORKSPACE_BYTES)
     set_attribute = library.cublasLtMatmulPreferenceSetAttribute
     _check(set_attribute(preference, _PREFER_WORKSPACE, ctypes.byref(workspace), 8), "preference")
     for attribute, alignment in zip(_PREFER_ALIGNMENTS, (*alignments, alignments[-1]), strict=True):

@@ -9,9 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-__all__ = ["CudnnGraph", "StreamScratch"]
+__all__ = ["CudnnGraph"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,25 +32,6 @@ class CudnnGraph:
             return
         self._pack[:] = list(addresses)
         self._run_raw(self._pack_at, workspace_at, handle)
-
-
-class StreamScratch:
-    """Scratch memory of a device, for launches on a stream, which run one after the other: each may use it from its
-    start. Those on another stream have other memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._held: dict[int, torch.Tensor] = {}
-        self._outgrown: list[torch.Tensor] = []
-
-    def address(self, stream: int, size_bytes: int) -> int:
-        """Address of at least that many bytes, for the stream with this handle."""
-        held = self._held.get(stream)
-        if held is None or held.nbytes < size_bytes:
-            if held is not None:  # launches that use it may be waiting on the stream, and graphs have its address
-                self._outgrown.append(held)
-            held = self._held[stream] = torch.empty(max(1, size_bytes), dtype=torch.uint8, device=self._device)
-        return held.data_ptr()
 
 
 def _find_raw(graph: Any, uids: tuple[int, ...]) -> Callable[[int, int, Any], None] | None:

@@ -29,6 +29,7 @@ from commfuse_megatron.plugin.decision import (
 from commfuse_megatron.plugin.linear import remember
 from commfuse_megatron.plugin.norm_linear import normalized, with_norm_output
 from commfuse_megatron.plugin.stand_in import stands_for
+from commfuse_megatron.plugin.te_norm import te_normalized
 
 __all__ = ["CommFuseTEColumnParallelLinear", "CommFuseTELayerNormColumnParallelLinear", "CommFuseTERowParallelLinear"]
 
@@ -113,7 +114,7 @@ if _Column is not None:
 
     @stands_for(_LayerNormColumn)
     class CommFuseTELayerNormColumnParallelLinear(_OfTransformerEngine, _LayerNormColumn):
-        """`TELayerNormColumnParallelLinear` whose all-gather hides under its GEMMs; the norm runs in torch's kernels.
+        """`TELayerNormColumnParallelLinear` whose all-gather hides under its GEMMs; the norm runs before it.
 
         The norm's output is returned, of the own rows or gathered, where the instance says so.
 
@@ -129,14 +130,17 @@ if _Column is not None:
             if context is None:
                 return super().forward(x)
             announce_saved(x)
-            normed = normalized(
-                x.to(dtype_of_operation(x)),
-                self.layer_norm_weight,
-                self.layer_norm_bias,
-                self.eps,
-                self.normalization,
-                self.zero_centered_gamma,
-            )
+            x = x.to(dtype_of_operation(x))
+            normed = te_normalized(self, x)
+            if normed is None:
+                normed = normalized(
+                    x,
+                    self.layer_norm_weight,
+                    self.layer_norm_bias,
+                    self.eps,
+                    self.normalization,
+                    self.zero_centered_gamma,
+                )
             if self.return_layernorm_output and self.return_layernorm_output_gathered:
                 (output, normed), bias = _run(self, ops.all_gather_linear, normed, context, return_gathered=True)
             else:

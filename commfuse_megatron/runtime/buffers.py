@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from commfuse_megatron.errors import ConfigError
+from commfuse_megatron.kernels.blas import WORKSPACE_BYTES
 from commfuse_megatron.runtime.slots import Slots, ViewKeeper
 from commfuse_megatron.schedule.actions import Algorithm
 from commfuse_megatron.schedule.binding import BoundSchedule
@@ -77,6 +78,13 @@ class PassBuffers:
             self._slots.note_views(self)  # after the carving, which may free what others keep
             self._tensors[name] = found
         return found
+
+    def workspace(self, lane: int | None) -> int:
+        """Address of scratch memory for the GEMMs of a lane, by its handle, or of the current stream (None).
+
+        All operations of the context share it: they, and what they put on one lane, run one after the other.
+        """
+        return self._slots.carve(f"workspace {lane}", (WORKSPACE_BYTES,), torch.uint8).data_ptr()
 
     def place(self, channel: Channel, message: Message) -> Place:
         """Where a message arrives at its receiver."""

@@ -23,6 +23,7 @@ from commfuse_megatron.errors import (
     TransportTimeoutError,
 )
 from commfuse_megatron.problem import Problem
+from commfuse_megatron.runtime import hardware
 from commfuse_megatron.runtime.agreement import Agreement
 from commfuse_megatron.runtime.consensus import Consensus
 from commfuse_megatron.runtime.lanes import Lanes
@@ -41,8 +42,8 @@ from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.runtime.renewal import MeetingPlace, reason_not_in_step
 from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.runtime.stored_plans import StoredPlans
-from commfuse_megatron.transport.select import choose_backend, choose_nccl_settings, create_transport, device_of_backend
-from commfuse_megatron.transport.stream_memory import StreamEvent
+from commfuse_megatron.transport.driver import Driver
+from commfuse_megatron.transport.select import choose_nccl_settings
 
 __all__ = ["OverlapContext"]
 
@@ -98,20 +99,21 @@ class OverlapContext(PassContext):
                 f"the configurations differ between ranks: {differences}; give all ranks of the group the same one"
             )
         self.stored_plans = None
+        machine = hardware.current
         if config.plan.file is not None:
             exchange = functools.partial(agreement.exchange, topic="the file of stored plans")
             self.stored_plans = StoredPlans(config.plan.file, group_rank, exchange)
         try:
             exchange = functools.partial(agreement.exchange, topic="a transport")
-            backend = choose_backend(group, config.transport, exchange)
+            backend = machine.choose_backend(group, config.transport, exchange)
         except ConfigError as error:
             agreement.refuse(error, topic="a transport", wait=False)
             raise
-        device = device_of_backend(backend)
+        device = machine.device_of(backend)
         try:
             private = dist.PrefixStore("transport", store)
             nccl = choose_nccl_settings(group, backend, config, exchange)
-            transport = create_transport(backend, group, private, config.transport, nccl, exchange)
+            transport = machine.create_transport(backend, group, private, config.transport, nccl, exchange)
         except Exception as error:
             agreement.refuse(error, topic="a transport", wait=False)
             raise
@@ -135,10 +137,10 @@ class OverlapContext(PassContext):
             is_capturing=functools.partial(_is_capturing, device),
         )
         super().__init__(config, group, device, nccl, link, consensus)
-        release = functools.partial(_release, link, self.lanes, self.slots)
+        release = functools.partial(_release, link, self.lanes, self.slots, machine.driver)
         self._finalizer = weakref.finalize(self, release_when_done, link, release)
         self.planner = Planner(self)
-        link.last_done = StreamEvent() if device.type == "cuda" else None
+        link.last_done = machine.driver.event() if device.type == "cuda" else None
         self._not_in_step: str | None = None  # why there is no context in the place of this one
 
     # -- what users see -----------------------------------------------------------------------------------------------
@@ -278,7 +280,7 @@ class OverlapContext(PassContext):
         }
 
 
-def _release(link: Link, lanes: Lanes, slots: Slots) -> None:
+def _release(link: Link, lanes: Lanes, slots: Slots, driver: Driver) -> None:
     link.stop_watching()
     try:
         if link.failure is None:
@@ -288,7 +290,7 @@ def _release(link: Link, lanes: Lanes, slots: Slots) -> None:
         if not is_process_ending():
             with torch.cuda.device(slots.device) if slots.device.type == "cuda" else nullcontext():
                 if link.last_done is not None:
-                    link.last_done.wait(torch._C._cuda_getCurrentRawStream(slots.device.index))
+                    link.last_done.wait(driver.current_stream(slots.device))
                 slots.release()
 
 

@@ -14,7 +14,7 @@ what a flag waits for, and libraries would give both the same scratch memory.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -67,6 +67,11 @@ class Lanes:
             return ()
         self._make(num_lanes)
         return tuple(stream.cuda_stream for stream in self._streams[:num_lanes])
+
+    def stream(self, handle: int) -> AbstractContextManager[object]:
+        """For a with-block in which PyTorch's work goes to the lane of this handle."""
+        found = [stream for stream in self._streams if stream.cuda_stream == handle]
+        return torch.cuda.stream(found[0]) if found else nullcontext()
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

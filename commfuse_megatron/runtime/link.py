@@ -6,19 +6,21 @@ The link of a context that failed (or was closed) refuses to start anything.
 import copy
 import logging
 import time
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Hashable
+from typing import Any, Literal, NamedTuple, Protocol
 
 from commfuse_megatron.errors import CommFuseError, TransportError, TransportTimeoutError
 from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.runtime.watchdog import Watchdog
 from commfuse_megatron.schedule import render
 from commfuse_megatron.schedule.binding import BoundSchedule
-from commfuse_megatron.transport.base import Message, PeerTimeoutError, Transfer, Transport
+from commfuse_megatron.schedule.program import Batch
+from commfuse_megatron.transport.base import Message, PeerTimeoutError, Transfer, Transport, TwoSidedTransport
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.copy_tape import BoundOperation
 from commfuse_megatron.transport.stream_memory import StreamEvent, may_wait_for_device
 
-__all__ = ["Interruption", "Link", "Peers", "Watched"]
+__all__ = ["Interruption", "Link", "Peers", "Watched", "name_of_batch"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +59,23 @@ class Board(Protocol):
     def reasons_of_leaving(self, wait_s: float = 0.0) -> dict[int, str]: ...
 
 
+class _Peered(Protocol):
+    @property
+    def peer(self) -> int: ...
+
+
 class _Run(Protocol):
     """One call of one schedule, as far as messages need it."""
 
     label: str
     bound: BoundSchedule
+
+
+def name_of_batch(send: _Peered | None, receive: _Peered | None) -> str:
+    """What records call a batch {send, receive}."""
+    ends = [f"to rank {send.peer}"] if send is not None else []
+    ends += [f"from rank {receive.peer}"] if receive is not None else []
+    return " ".join(ends)
 
 
 class Watched(NamedTuple):
@@ -80,6 +94,8 @@ class Link:
     def __init__(self, transport: Transport, peers: Peers, timeout_s: float, recorder: Recorder | None, board: Board):
         self.transport = transport
         self.recorder = recorder
+        #: Whether there is a recorder; `recorder` is None meanwhile where calls are not the user's.
+        self.is_recorded = recorder is not None
         self.failure: Exception | None = None
         #: Set where the failure is an exception of the program, and nothing else was lost by it.
         self.interruption: Interruption | None = None
@@ -100,7 +116,7 @@ class Link:
         self.timeout_s = timeout_s
         self._next_tag = 0
         self._has_begun = False  # what all ranks begin: a rank may have nothing to send in it
-        self._open: dict[tuple[int, int], object] = {}
+        self._open: dict[Hashable, object] = {}
         self._watchdog = Watchdog(timeout_s, self._overdue, self._broken_device) if transport.needs_watchdog else None
 
     def next_tags(self, count: int) -> int:
@@ -112,8 +128,10 @@ class Link:
 
     def start(self, run: _Run, index: int, send: Message | None, receive: Message | None) -> Transfer:
         """Issue one batch."""
+        transport = self.transport
+        assert isinstance(transport, TwoSidedTransport)
         try:
-            transfer = self.transport.exchange(send, receive, index)
+            transfer = transport.exchange(send, receive, index)
         except TransportError as error:
             raise self.fail(self._broken(run, index, error)) from error
         if self._watchdog is not None and not self.is_capturing:
@@ -121,32 +139,31 @@ class Link:
             receive_peer = None if receive is None else receive.peer
             self._watchdog.watch(transfer, Watched(run.label, run.bound, index, send_peer, receive_peer))
         if self.recorder is not None:
-            ends = [f"to rank {send.peer}"] if send is not None else []
-            ends += [f"from rank {receive.peer}"] if receive is not None else []
-            self._open[id(run), index] = self.recorder.open_transfer(" ".join(ends), transfer, index)
+            self._open[id(run), index] = self.recorder.open_transfer(name_of_batch(send, receive), transfer, index)
         return transfer
 
-    def replay(self, operation: BoundOperation, addresses: tuple[int, ...]) -> None:
-        """Run a bound operation over the copy engine, all but its release."""
+    def replay(
+        self, operation: BoundOperation, addresses: tuple[int, ...], *, may_launch: bool = True
+    ) -> Literal["tape", "graph"]:
+        """Run a bound operation over the copy engine, all but its release; returns as what it ran.
+
+        may_launch: as a graph, if it is one for these addresses. What is recorded never is.
+        """
         transport = self.transport
         assert isinstance(transport, CopyEngineTransport)
         self._has_begun = True
-        transfer = transport.replay(operation, addresses, is_capturing=self.is_capturing)
+        may_launch = may_launch and self.recorder is None and not self.is_capturing
+        transfer = transport.replay(operation, addresses, is_capturing=self.is_capturing, may_launch=may_launch)
         if self._watchdog is not None and operation.keys and not self.is_capturing:
             self._watchdog.watch(transfer, operation)
+        return "graph" if may_launch and addresses in operation.graphs else "tape"
 
     def release(self) -> StreamEvent | None:
         """End an operation; returns what the transport recorded at its end on the current stream, if it did."""
         if not self._has_begun:
             return None
         self._has_begun = False
-        released = self.transport.release(is_capturing=self.is_capturing)
-        if released is None:
-            return None
-        if self._watchdog is not None:
-            for peer, transfer in released.silent:
-                self._watchdog.watch(transfer, peer)
-        return released.done
+        return self.transport.release(is_capturing=self.is_capturing)
 
     def finish(self, run: _Run, index: int, transfer: Transfer) -> None:
         """Order what follows after the batch. Raises TransportTimeoutError or TransportError where that can be seen."""
@@ -160,14 +177,25 @@ class Link:
         if self.recorder is not None:
             self.recorder.close_transfer(self._open.pop((id(run), index)))
 
-    def mark(self) -> Any:
-        """Start of a compute interval; None when nothing is recorded."""
-        return None if self.recorder is None else self.recorder.now()
+    def mark(self, stream: int | None = None) -> Any:
+        """Start of a compute interval on a stream, None being the current one; None when nothing is recorded."""
+        return None if self.recorder is None or self.is_capturing else self.recorder.now(stream)
 
-    def note_compute(self, name: str, mark: Any, step: int | None) -> None:
+    def note_compute(self, name: str, mark: Any, step: int | None, stream: int | None = None) -> None:
         """End of the compute interval that began at `mark`."""
-        if self.recorder is not None:
-            self.recorder.add_compute(name, mark, step)
+        if self.recorder is not None and mark is not None:
+            self.recorder.add_compute(name, mark, step, stream)
+
+    def note_transfer(self, batch: Batch, name: str, mark: Any, transfer: Transfer, step: int) -> None:
+        """A batch of a tape was issued whose interval began at `mark`."""
+        if self.recorder is not None and mark is not None:
+            self._open[batch] = self.recorder.open_transfer(name, transfer, step, mark)
+
+    def note_arrival(self, batch: Batch) -> None:
+        """What follows on the stream in use comes after this batch of a tape."""
+        opened = self._open.pop(batch, None)
+        if self.recorder is not None and opened is not None:
+            self.recorder.close_transfer(opened)
 
     def raise_failure(self, why_still: str | None = None) -> None:
         """Raise what made the context fail, if it did, with what to do; why_still: why it could not be renewed."""

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from commfuse_megatron.config import OverlapConfig, PlanConfig
-from commfuse_megatron.kernels.blas import blas_unavailable_reason
 from commfuse_megatron.plan.attention import with_owner_orders
 from commfuse_megatron.plan.candidates import Candidates, buffer_needs, list_candidates, merge_needs
 from commfuse_megatron.plan.choose import (
@@ -224,12 +223,8 @@ class Planner:
         if context.device.type == "cuda":
             num_sms = torch.cuda.get_device_properties(context.device).multi_processor_count
         is_one_sided = context.link.transport.is_one_sided
-        replays = (
-            is_one_sided
-            and context.link.recorder is None
-            and config.kernel.gemm == "auto"
-            and blas_unavailable_reason(context.device, dtype) is None
-        )
+        no_tapes = context.hardware.tapes_unavailable_reason(context.device, dtype)
+        replays = is_one_sided and config.kernel.gemm == "auto" and no_tapes is None
         # Replayed, cuBLASLt adds the one matrix that arrives with two ranks: see `tape_program`.
         folds = context.group_size == 2 if replays else gemm.can_fold
         return Traits(

@@ -15,19 +15,18 @@ from torch import distributed as dist
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels.attention import AttentionKernel
-from commfuse_megatron.kernels.attention_choice import AttentionKernels
-from commfuse_megatron.kernels.blas import blas_unavailable_reason
 from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.problem import Problem, shard_range
+from commfuse_megatron.runtime import hardware
 from commfuse_megatron.runtime.buffers import PassBuffers
 from commfuse_megatron.runtime.consensus import Consensus, Guard
 from commfuse_megatron.runtime.gemm import SliceGemm
-from commfuse_megatron.runtime.lanes import Lanes
 from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.runtime.stored_plans import StoredPlans
 from commfuse_megatron.runtime.tape_program import TapeKernel, Tapes
 from commfuse_megatron.runtime.tensor_program import Kernel, TensorProgram
+from commfuse_megatron.runtime.tensor_tape import TensorTape
 from commfuse_megatron.schedule import Algorithm, Collective
 from commfuse_megatron.schedule.binding import BoundSchedule, bind
 from commfuse_megatron.schedule.lower_linear import lower_transfers
@@ -81,8 +80,8 @@ class PreparedPass:
         #: What an operation works out once for this pass.
         self.memo: dict[Any, Any] = {}
         self._buffers = PassBuffers(context.slots, self.wire_features, self.dtype, gemm.own_dtype)
-        self._tapes = Tapes(self._lower_for_tape, self._buffers, context.lanes)
-        self._programs: dict[Hashable, TensorProgram] = {}
+        self._tapes = Tapes(self._lower_for_tape, self._buffers, context.lanes, context.hardware)
+        self._programs: dict[Hashable, TensorProgram | TensorTape] = {}
 
     def run(
         self,
@@ -119,8 +118,11 @@ class PreparedPass:
         program = self._programs.get(key)
         if program is None or program.generation != self._buffers.generation:
             lowered = self.lower(lower, self._tensor_policy, asked)
-            lanes = self.context.lanes
-            program = TensorProgram(lowered, self._buffers, link, self.gemm, lanes, frozenset(tensors))
+            context, buffers, gemm = self.context, self._buffers, self.gemm
+            if link.transport.is_one_sided and lowered.schedules:  # who sends nothing has nothing on a tape
+                program = TensorTape(lowered, buffers, link, gemm, context.lanes, context.hardware, tensors)
+            else:
+                program = TensorProgram(lowered, buffers, link, gemm, context.lanes, tensors)
             self._programs[key] = program
         program.run(tensors, kernels or {})
         self.modes["stepped"] += 1
@@ -200,10 +202,9 @@ class PreparedPass:
             context.link.transport.is_one_sided
             and plan.path in ("sliced", "bulk", "query_split")
             and plan.algorithm is Algorithm.DIRECT
-            and context.link.recorder is None
             and context.config.kernel.gemm == "auto"
             and min(self.problem.rows, self.problem.batch, self.problem.N, self.problem.K) > 0
-            and blas_unavailable_reason(context.device, self.dtype) is None
+            and context.hardware.tapes_unavailable_reason(context.device, self.dtype) is None
         )
 
     @property
@@ -287,13 +288,15 @@ class PassContext:
         consensus: Consensus,
     ) -> None:
         self.config, self.group, self.device, self.nccl = config, group, device, nccl
+        self.hardware = hardware.current
+        self._driver = self.hardware.driver
         self.group_size: int = group.size()
         self.group_rank: int = group.rank()
         self.link, self.consensus = link, consensus
         self.slots = Slots(device, link.transport.window)
         #: Side streams for work that may run beside other work of the same operation.
-        self.lanes = Lanes(device)
-        self.attention_kernels = AttentionKernels(device)
+        self.lanes = self.hardware.lanes(device)
+        self.attention_kernels = self.hardware.attention_kernels(device)
         self._prepared: dict[Problem, PreparedPass] = {}
         #: Of the call that began last.
         self.latest_pass: PreparedPass | None = None
@@ -410,8 +413,7 @@ class PassContext:
         """Start one operation's use of the buffers, ordered after the one before, whatever stream that ran on."""
         link = self.link
         if link.last_done is not None:
-            link.is_capturing = torch._C._cuda_isCurrentStreamCapturing()
-            stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+            link.is_capturing, stream = self._driver.is_capturing(), self._driver.current_stream(self.device)
             if link.is_capturing:
                 self.slots.note_capture()
             elif stream != self._last_stream:
@@ -430,7 +432,7 @@ class PassContext:
         if done is not None:
             link.last_done = done
         elif link.last_done is not None and not link.is_capturing:
-            link.last_done.record(torch._C._cuda_getCurrentRawStream(self.device.index))
+            link.last_done.record(self._driver.current_stream(self.device))
 
     def _gemm(self, dtype: torch.dtype, *, is_beside_transfers: bool) -> SliceGemm:
         key = (dtype, is_beside_transfers)

@@ -94,25 +94,28 @@ class Recorder:
         self._num_calls += 1
         self._calls.append(_Call(self._num_calls, problem))
 
-    def now(self) -> Any:
-        """A mark on the current stream (CPU: the clock)."""
+    def now(self, stream: int | None = None) -> Any:
+        """A mark on the stream with this handle, None being the current one (CPU: the clock)."""
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(None if stream is None else torch.cuda.ExternalStream(stream))
         return event
 
-    def add_compute(self, name: str, start: Any, step: int | None) -> None:
-        """Close an interval of the compute track that began at mark `start`."""
-        self._add(_Pending(name, "compute", start, self.now(), step))
+    def add_compute(self, name: str, start: Any, step: int | None, stream: int | None = None) -> None:
+        """Close an interval of the compute track that began at mark `start` on that stream."""
+        self._add(_Pending(name, "compute", start, self.now(stream), step))
 
     def add_transfer(self, name: str, start: Any, step: int | None) -> None:
         """Close an interval of the transfer track that began at mark `start`, for what blocks the stream meanwhile."""
         self._add(_Pending(name, "transfer", start, self.now(), step))
 
-    def open_transfer(self, name: str, transfer: Transfer, step: int | None) -> object:
-        """Open an interval of the transfer track for a batch just issued; returns its handle for `close_transfer`."""
-        start, end = self.now(), None
+    def open_transfer(self, name: str, transfer: Transfer, step: int | None, start: Any = None) -> object:
+        """Open an interval of the transfer track for a batch just issued; returns its handle for `close_transfer`.
+
+        start: its mark, if not now.
+        """
+        start, end = self.now() if start is None else start, None
         if self._probe is not None:
             with torch.cuda.stream(self._probe):
                 transfer.wait()

@@ -1,4 +1,4 @@
-"""Receive and send buffers of one context: sized by the largest problem seen, carved for smaller ones.
+"""Buffers of one context, for messages and GEMMs: sized by the largest problem seen, carved for smaller ones.
 
 Peers may write into windows: those grow on all ranks together, so their sizes must follow from what all ranks share.
 
@@ -87,7 +87,9 @@ class Slots:
         old = self._buffers.get(name)
         if old is not None and old.tensor.numel() >= size_bytes:
             return
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # What is new and no peer knows may lie in the graph's own memory: it is kept like any other.
+        is_of_graph = old is None and not is_window
+        if not is_of_graph and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise TransportError(
                 f'buffer "{name}" would have to grow to {size_bytes} bytes during CUDA graph capture; '
                 "run the same shapes once before capturing"
@@ -98,10 +100,12 @@ class Slots:
                 self._buffers[name] = self._make_window(rounded, self.device)
             else:
                 self._buffers[name] = Window(torch.empty(rounded, dtype=torch.uint8, device=self.device))
+        if old is None:
+            return
         self._drop_views()
-        if old is not None and self._is_captured:
+        if self._is_captured:
             self._retired.append(old)
-        elif old is not None:
+        else:
             old.free()
 
     def _drop_views(self) -> None:

@@ -1,20 +1,23 @@
 """Puts programs on tapes: lists of driver and cuBLASLt calls over addresses, for the copy engine.
 
-A tape is recorded at the first call of a program with layouts like these, and holds numbers only. It serves what
-cuBLASLt serves; everything else is run on tensors (`tensor_program`).
+A tape is made at the first call of a program with layouts like these, and holds numbers only. Its computations are what
+cuBLASLt serves; all others are given tensors (`tensor_tape`).
 """
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from commfuse_megatron.kernels.blas import BlasMatmul, Matrix, Workspaces, alignment_of
-from commfuse_megatron.kernels.sum_partials import bind_sum
+from commfuse_megatron.kernels.attention import BoundAttention
+from commfuse_megatron.kernels.blas import Matrix, alignment_of
 from commfuse_megatron.runtime.buffers import PassBuffers, buffers_of
+from commfuse_megatron.runtime.hardware import Hardware
 from commfuse_megatron.runtime.lanes import Lanes
-from commfuse_megatron.runtime.link import Link, Watched
+from commfuse_megatron.runtime.link import Link, Watched, name_of_batch
+from commfuse_megatron.runtime.tensor_program import name_of
 from commfuse_megatron.schedule.program import (
     COPIES,
     GATHER,
@@ -38,9 +41,9 @@ from commfuse_megatron.schedule.program import (
 )
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.copy_flags import Key
-from commfuse_megatron.transport.copy_tape import BoundOperation, CopyTape, Ref
+from commfuse_megatron.transport.copy_tape import BoundOperation, CopyTape, Ref, Step
 
-__all__ = ["TapeBinder", "TapeKernel", "Tapes", "Unservable"]
+__all__ = ["TapeBinder", "TapeKernel", "Tapes", "Unservable", "addresses_of"]
 
 _LABELS = {SCATTER: "reduce-scatter"}
 
@@ -48,6 +51,9 @@ _LABELS = {SCATTER: "reduce-scatter"}
 _MOST_TAPES = 64
 
 _NEVER = -2
+
+# Bytes of which the starts of scratch memory are multiples, as the allocator's.
+_SCRATCH_ALIGNMENT = 256
 
 
 class Unservable(Exception):
@@ -57,9 +63,16 @@ class Unservable(Exception):
 class _Bound(NamedTuple):
     operation: BoundOperation | None  # None: these layouts are not for a tape
     generation: int  # of the buffers whose addresses it holds
+    # Where the scratch memory of each lane begins in what a call allocates, and where the last ends; empty: none.
+    scratch: tuple[int, ...] = ()
 
 
 _UNKNOWN = _Bound(None, _NEVER)
+
+
+def addresses_of(tensors: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
+    """Those of a call: zero, and where each operand begins."""
+    return (0, *[tensor.data_ptr() for tensor in tensors.values()])
 
 
 class Tapes:
@@ -68,8 +81,10 @@ class Tapes:
     lower: makes a program from a lowering and what is asked of it.
     """
 
-    def __init__(self, lower: Callable[[Any, Hashable], Program], buffers: PassBuffers, lanes: Lanes) -> None:
-        self._lower, self._buffers, self._lanes = lower, buffers, lanes
+    def __init__(
+        self, lower: Callable[[Any, Hashable], Program], buffers: PassBuffers, lanes: Lanes, hardware: Hardware
+    ) -> None:
+        self._lower, self._buffers, self._lanes, self._hardware = lower, buffers, lanes, hardware
         self._known: dict[Hashable, _Bound] = {}
 
     def run(
@@ -86,7 +101,7 @@ class Tapes:
 
         tensors: as for `TensorProgram.run`, and what kernels use. layout: what else the tape depends on.
         """
-        addresses = (0, *[tensor.data_ptr() for tensor in tensors.values()])
+        addresses = addresses_of(tensors)
         alignment = alignment_of(*addresses)
         weight, grad_weight = tensors.get("weight"), tensors.get("grad_weight")
         strides = None if weight is None else weight.stride()
@@ -97,10 +112,15 @@ class Tapes:
             if bound.operation is None and bound is not _UNKNOWN:
                 return None
             bound = self._bind(key, link, tensors, kernels or {}, alignment)
-        if bound.operation is None:
+        operation, _, scratch = bound
+        if operation is None:
             return None
-        link.replay(bound.operation, addresses)
-        return "graph" if addresses in bound.operation.graphs and not link.is_capturing else "tape"
+        if scratch:
+            *starts, size_bytes = scratch
+            # Kept until the call is submitted: what the current stream does next comes after all lanes.
+            memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._buffers.device)
+            addresses = (*addresses, *[memory.data_ptr() + start for start in starts])
+        return link.replay(operation, addresses)
 
     @property
     def operations(self) -> list[BoundOperation | None]:
@@ -119,22 +139,17 @@ class Tapes:
         kernels: "Mapping[str, TapeKernel]",
         alignment: int,
     ) -> _Bound:
-        operation = None
+        bound = _Bound(None, _NEVER)
         try:
-            binder = TapeBinder(self._lower(key[0], key[1]), self._buffers, link, self._lanes, tensors, alignment)
-            operation = binder.bind(kernels)
+            program, buffers = self._lower(key[0], key[1]), self._buffers
+            binder = TapeBinder(program, buffers, link, self._lanes, self._hardware, tensors, alignment)
+            bound = _Bound(binder.bind(kernels), self._buffers.generation, binder.scratch)
         except Unservable:
             pass
         if len(self._known) >= _MOST_TAPES:
             self._known.clear()
-        generation = self._buffers.generation if operation is not None else _NEVER
-        bound = self._known[key] = _Bound(operation, generation)
+        self._known[key] = bound
         return bound
-
-
-@functools.cache
-def _workspaces(device: torch.device) -> Workspaces:
-    return Workspaces(device)
 
 
 class TapeBinder:
@@ -151,6 +166,7 @@ class TapeBinder:
         buffers: PassBuffers,
         link: Link,
         lanes: Lanes,
+        hardware: Hardware,
         tensors: Mapping[str, torch.Tensor],
         alignment: int,
     ) -> None:
@@ -162,23 +178,33 @@ class TapeBinder:
         self.dtype, self.device = buffers.dtype, buffers.device
         self.itemsize = self.dtype.itemsize
         self.tape = CopyTape(link.transport)
-        self._program, self._alignment, self._buffers = program, alignment, buffers
+        self._program, self._alignment, self._buffers, self._link = program, alignment, buffers, link
+        self._name = ""  # of the computation in the making
         self._slots = {name: number for number, name in enumerate(tensors, start=1)}
         self._bounds = buffers_of(program, tensors)
         buffers.reserve(self._bounds)
-        self._lanes = lanes
+        self._lanes, self._hardware = lanes, hardware
         self._handles: tuple[int, ...] = ()
         self._arriving: dict[Batch, Key] = {}
         self._unawaited: dict[Batch, Key] = {}
         self._sends: list[Key] = []
         self._ordered: set[str] = set()
-        self._workspaces = _workspaces(self.device)
+        self._scratch_bytes: dict[int | None, int] = {}  # that any kernel of a lane needs
 
     def bind(self, kernels: "Mapping[str, TapeKernel]") -> BoundOperation:
         """The tape of the program. Raises Unservable."""
         for op in self._program.ops:
             self._add(op, kernels)
         return self.tape.finish()
+
+    @property
+    def scratch(self) -> tuple[int, ...]:
+        """Where the scratch memory of each lane begins in what a call allocates, and where the last ends.
+
+        Its addresses follow those of the operands.
+        """
+        sizes = [-(-size // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT for size in self._scratch_bytes.values()]
+        return tuple(itertools.accumulate(sizes, initial=0)) if sizes else ()
 
     # -- addresses --------------------------------------------------------------------------------------------------
 
@@ -211,6 +237,8 @@ class TapeBinder:
     # -- ops --------------------------------------------------------------------------------------------------------
 
     def _add(self, op: Op, kernels: "Mapping[str, TapeKernel]") -> None:
+        if isinstance(op, Gemm | Sum | WeightGrad | Compute):
+            self._name = name_of(op)
         match op:
             case Gemm():
                 self._add_gemm(op)
@@ -218,6 +246,7 @@ class TapeBinder:
                 self._add_issue(op)
             case Wait():
                 self.tape.wait(*(self._arriving[batch] for batch in op.batches))
+                self._note_arrivals(op.batches)
                 for batch in op.batches:
                     self._unawaited.pop(batch, None)
             case Copy():
@@ -243,6 +272,18 @@ class TapeBinder:
                 self.tape.join(self._handles)
             case Finish():
                 self.tape.wait(*self._unawaited.values(), *self._sends)
+                self._note_arrivals((op.channel, op.step) for op in self._program.ops if isinstance(op, Issue))
+
+    def _note_arrivals(self, batches: Iterable[Batch]) -> None:
+        """Tell a recorder that what comes next is behind these."""
+        if self._link.is_recorded:
+            note, arrived = self._link.note_arrival, tuple(batches)
+
+            def step(at: tuple[int, ...], stream: int) -> None:
+                for batch in arrived:
+                    note(batch)
+
+            self.tape.then(step)
 
     def _lane(self, lane: int | None) -> int | None:
         return None if lane is None else self._handles[lane]
@@ -265,6 +306,9 @@ class TapeBinder:
             label = self._program.gather_label if op.channel == GATHER else _LABELS[op.channel]
             tape.notes.append((key, Watched(label, bound, op.step, None, op.receive.peer)))
             keys.append(key)
+        marks = _TransferMarks(self._link, op, keys) if self._link.is_recorded else None
+        if marks is not None:
+            tape.beside(marks.begin)
         if op.send is not None:
             self._order(op.send.rows)
             place = self._buffers.place(op.channel, op.send)
@@ -273,6 +317,8 @@ class TapeBinder:
             rows = op.send.rows
             size_bytes = rows.count * self._features(rows.operand) * self.itemsize
             tape.push(op.send.peer, place, self.rows(rows), size_bytes)
+        if marks is not None:
+            tape.beside(marks.end)
         for key in keys:
             tape.note(key)
         tape.issued(keys)
@@ -346,8 +392,8 @@ class TapeBinder:
             leading = matrix.strides[0] if matrix.strides[1] == 1 else matrix.strides[1]
             if 1 not in matrix.strides or leading * matrix.dtype.itemsize % 16:
                 raise Unservable
-        multiply = BlasMatmul(*matrices, has_addend=addend is not None, has_bias=bias is not None)
-        workspace = self._workspaces.address
+        multiply = self._hardware.matmul(*matrices, has_addend=addend is not None, has_bias=bias is not None)
+        workspace_at = self._buffers.workspace(self.tape.lane) if multiply.workspace_bytes else 0
         (a, a_at), (b, b_at), (out, out_at) = refs
         extra, extra_at = addend or Ref(0, 0)
         row, row_at = bias or Ref(0, 0)
@@ -355,7 +401,7 @@ class TapeBinder:
         def step(at: tuple[int, ...], stream: int) -> None:
             multiply(
                 stream,
-                workspace(stream),
+                workspace_at,
                 at[a] + a_at,
                 at[b] + b_at,
                 at[out] + out_at,
@@ -363,7 +409,7 @@ class TapeBinder:
                 at[row] + row_at,
             )
 
-        self.tape.compute(step)
+        self._compute(step)
 
     def sum(
         self,
@@ -383,7 +429,7 @@ class TapeBinder:
         others = like(stride * max(0, num_partials - 1) + shape[0] * shape[1])
         others = others.as_strided((num_partials, *shape), (stride, shape[1], 1))
         row = None if bias is None else like(shape[1])
-        add = bind_sum(rows, others, bias=row, out=rows, device=self.device)
+        add = self._hardware.sum(rows, others, bias=row, out=rows, device=self.device)
         if add is None:
             raise Unservable
         (own_slot, own_at), (partials_slot, partials_at), (out_slot, out_at) = refs
@@ -392,15 +438,58 @@ class TapeBinder:
             bias_at = None if bias is None else at[bias.slot] + bias.offset
             add(stream, at[own_slot] + own_at, at[partials_slot] + partials_at, bias_at, at[out_slot] + out_at)
 
-        self.tape.compute(step)
+        self._compute(step)
 
-    def compute(self, bound: Callable[..., None], refs: Sequence[Ref]) -> None:
-        """A kernel that takes a stream and these addresses."""
+    def compute(self, bound: BoundAttention, refs: Sequence[Ref]) -> None:
+        """A kernel on these addresses, with scratch memory that kernels of one lane share."""
+        run = bound.run
+        refs = (self._scratch(bound.scratch_bytes), *refs)
 
         def step(at: tuple[int, ...], stream: int) -> None:
-            bound(stream, *[at[slot] + offset for slot, offset in refs])
+            run(stream, *[at[slot] + offset for slot, offset in refs])
 
-        self.tape.compute(step)
+        self._compute(step)
+
+    def _scratch(self, size_bytes: int) -> Ref:
+        if not size_bytes:
+            return Ref(0, 0)
+        lane, sizes = self.tape.lane, self._scratch_bytes
+        sizes[lane] = max(size_bytes, sizes.get(lane, 0))
+        return Ref(len(self._slots) + 1 + list(sizes).index(lane), 0)
+
+    def _compute(self, step: Step) -> None:
+        if not self._link.is_recorded:
+            self.tape.compute(step)
+            return
+        link, name = self._link, self._name
+
+        def recorded(at: tuple[int, ...], stream: int) -> None:
+            mark = link.mark(stream)
+            step(at, stream)
+            link.note_compute(name, mark, None, stream)
+
+        self.tape.compute(recorded)
+
+
+class _TransferMarks:
+    """Records one batch on the copy stream: from before its push until both of its ends are done."""
+
+    def __init__(self, link: Link, op: Issue, keys: list[Key]) -> None:
+        self._link, self._op, self._keys = link, op, keys
+        self._mark: Any = None
+
+    def begin(self, at: tuple[int, ...], stream: int) -> None:
+        self._mark = self._link.mark(self._transport.copies)
+
+    def end(self, at: tuple[int, ...], stream: int) -> None:
+        op, transfer = self._op, self._transport.batches(*self._keys)
+        name = name_of_batch(op.send, op.receive)
+        self._link.note_transfer((op.channel, op.step), name, self._mark, transfer, op.step)
+
+    @property
+    def _transport(self) -> CopyEngineTransport:
+        assert isinstance(self._link.transport, CopyEngineTransport)
+        return self._link.transport
 
 
 #: Puts what a `Compute` op says on the tape in the making, or raises Unservable.

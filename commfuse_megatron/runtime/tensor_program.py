@@ -1,4 +1,4 @@
-"""Runs programs on tensors: over gloo, NCCL, or the copy engine where cuBLASLt does not serve.
+"""Runs programs on tensors: over gloo and NCCL whole ones, over the copy engine the kernels of some (`tape_program`).
 
 A program becomes a list of closures once per pass. A call cuts its tensors into the rows that the program names, and
 goes through the list. On GPUs the waits are put into streams; on the CPU they block.
@@ -6,6 +6,7 @@ goes through the list. On GPUs the waits are put into streams; on the CPU they b
 
 import itertools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -29,8 +30,8 @@ from commfuse_megatron.schedule.program import (
     Gemm,
     Issue,
     Join,
-    Message,
     On,
+    Op,
     Program,
     Rows,
     Sum,
@@ -38,15 +39,15 @@ from commfuse_megatron.schedule.program import (
     WeightGrad,
 )
 from commfuse_megatron.transport import base
-from commfuse_megatron.transport.base import Place, Transfer
+from commfuse_megatron.transport.base import Transfer
 
-__all__ = ["Kernel", "TensorProgram"]
+__all__ = ["Frame", "Kernel", "TensorKernels", "TensorProgram", "name_of"]
 
 #: Computes what a `Compute` op says: (chunk, what it reads, what it writes).
 Kernel = Callable[[int, list[torch.Tensor], list[torch.Tensor]], None]
 
 
-class _Frame:
+class Frame:
     """One call under way."""
 
     __slots__ = ("kernels", "tags", "tensors", "transfers", "views")
@@ -58,7 +59,7 @@ class _Frame:
     tags: dict[Channel, int]
 
 
-_Step = Callable[[_Frame], None]
+FrameStep = Callable[[Frame], None]
 
 
 @dataclass(slots=True)
@@ -69,27 +70,28 @@ class _Run:
     bound: BoundSchedule
 
 
-class TensorProgram:
-    """A program bound to the buffers of a pass; valid until one of them grows.
+def name_of(op: Gemm | Sum | WeightGrad | Compute) -> str:
+    """What records call a computation."""
+    match op:
+        case Gemm():
+            return f"multiply {op.chunk}" if op.chunk >= 0 else "multiply"
+        case Sum():
+            return "sum"
+        case WeightGrad():
+            return "wgrad"
+    return f"{op.kind} {op.chunk}" if op.chunk >= 0 else op.kind
+
+
+class TensorKernels:
+    """The computations of a program, bound to the buffers of a pass; valid until one of them grows.
 
     brings: the names of operands that calls bring. A buffer's name among them: the call has another one.
     """
 
     def __init__(
-        self,
-        program: Program,
-        buffers: PassBuffers,
-        link: Link,
-        gemm: SliceGemm,
-        lanes: Lanes,
-        brings: frozenset[str],
+        self, program: Program, buffers: PassBuffers, link: Link, gemm: SliceGemm, brings: frozenset[str]
     ) -> None:
-        self._link, self._gemm, self._lanes = link, gemm, lanes
-        labels = {GATHER: program.gather_label, SCATTER: "reduce-scatter"}
-        self._runs = {channel: _Run(labels[channel], bound) for channel, bound in program.schedules.items()}
-        self._buffers = buffers
-        self._brings = brings
-        self._open: dict[Batch, None] = {}  # while steps are made: issued and not waited for
+        self._link, self._multiplier, self._buffers, self._brings = link, gemm, buffers, brings
         self._index: dict[tuple[Rows, ...], int] = {}
         self._static: list[torch.Tensor | None] = []
         self._cuts: list[tuple[int, str, int, int]] = []
@@ -98,45 +100,43 @@ class TensorProgram:
         self._bounds = buffers_of(program, brings)
         buffers.reserve(self._bounds)
         self.generation = buffers.generation
-        self._uses_lanes = any(isinstance(op, Fork) for op in program.ops)
-        self._steps = tuple(step for op in program.ops if (step := self._step(op)) is not None)
-        self._names = frozenset(name for _, name, _, _ in self._cuts)
         buffers.note_views(self)
 
     def drop_views(self) -> None:
         """Let go of all views of buffers: what is void is not run."""
         self._static.clear()
 
-    def run(self, tensors: Mapping[str, torch.Tensor], kernels: Mapping[str, Kernel]) -> None:
-        """Run one call: inside the pass's with-block.
-
-        tensors: operands by name, [..., features] with contiguous rows, and "weight", "bias" and "grad_weight" where
-        the program uses them. kernels: by the kind of `Compute`.
-        """
-        frame = _Frame()
-        flat = {}
-        for name in self._names:
-            tensor = tensors[name]
-            flat[name] = tensor if tensor.dim() == 2 else tensor.flatten(0, -2)
+    def frame(self, tensors: Mapping[str, torch.Tensor], kernels: Mapping[str, Kernel]) -> Frame:
+        """A call: operands by name, [..., features] with contiguous rows, and "weight", "bias" and "grad_weight" where
+        the program uses them. kernels: by the kind of `Compute`."""
+        frame = Frame()
+        flat: dict[str, torch.Tensor] = {}
         views = self._static.copy()
         for index, name, start, stop in self._cuts:
-            rows = flat[name]
+            rows = flat.get(name)
+            if rows is None:
+                tensor = tensors[name]
+                rows = flat[name] = tensor if tensor.dim() == 2 else tensor.flatten(0, -2)
             views[index] = rows if start == 0 and stop == rows.size(0) else rows[start:stop]
         frame.views = views  # type: ignore[assignment]  # all are there now
         frame.tensors, frame.kernels = tensors, kernels
         frame.transfers = {}
-        frame.tags = {channel: self._link.next_tags(len(run.bound.chunk_rows)) for channel, run in self._runs.items()}
-        if self._uses_lanes:
-            with self._lanes.in_use():
-                for step in self._steps:
-                    step(frame)
-            return
-        for step in self._steps:
-            step(frame)
+        return frame
+
+    def step(self, op: Gemm | Sum | WeightGrad | Compute, beside: Batch | None = None) -> FrameStep:
+        """What runs a computation. beside: the transfer that may run meanwhile, whose SMs it leaves alone."""
+        match op:
+            case Gemm():
+                return self._gemm(op, beside)
+            case Sum():
+                return self._sum(op)
+            case WeightGrad():
+                return self._weight_grad(op, beside)
+        return self._compute(op)
 
     # -- views ------------------------------------------------------------------------------------------------------
 
-    def _view(self, *rows: Rows) -> int:
+    def view(self, *rows: Rows) -> int:
         """The number of the view of these rows: several are one stack [P, rows, features], at equal distances."""
         found = self._index.get(rows)
         if found is not None:
@@ -160,43 +160,18 @@ class TensorProgram:
     def _buffer(self, name: str) -> torch.Tensor:
         return self._buffers.tensor(name, self._bounds[name])
 
-    # -- ops --------------------------------------------------------------------------------------------------------
+    # -- computations -----------------------------------------------------------------------------------------------
 
-    def _step(self, op: object) -> _Step | None:
-        match op:
-            case Gemm():
-                return self._gemm_step(op)
-            case Issue():
-                return self._issue_step(op)
-            case Wait():
-                return self._wait_step(op)
-            case Sum():
-                return self._sum_step(op)
-            case WeightGrad():
-                return self._weight_grad_step(op)
-            case Compute():
-                return self._compute_step(op)
-            case Copy():
-                target, source = self._view(op.target), self._view(op.source)
-                return lambda frame: _copy(frame.views[target], frame.views[source])
-            case Finish():
-                return self._finish_step()
-            case Fork() | On() | After() | Join():
-                return self._lane_step(op)
-        raise AssertionError(op)
-
-    def _gemm_step(self, op: Gemm) -> _Step:
-        link, gemm = self._link, self._gemm
-        a, out, name, beside = self._view(op.a), self._view(op.out), f"multiply {op.chunk}", self._latest_open()
-        if op.chunk < 0:
-            name = "multiply"
+    def _gemm(self, op: Gemm, beside: Batch | None) -> FrameStep:
+        link, gemm, name = self._link, self._multiplier, name_of(op)
+        a, out = self.view(op.a), self.view(op.out)
         is_forward, is_stack = op.is_forward, bool(op.adds) and op.adds[0].operand == "arrived" and self._is_stacked
         assert not (op.adds and op.has_bias)
-        added = self._view(*op.adds) if op.adds else -1
+        added = self.view(*op.adds) if op.adds else -1
         is_single = is_stack and len(op.adds) == 1
         has_bias = op.has_bias
 
-        def step(frame: _Frame) -> None:
+        def step(frame: Frame) -> None:
             views, weight = frame.views, frame.tensors["weight"]
             mark = link.mark()
             addend = frame.tensors["bias"] if has_bias else views[added] if added >= 0 else None
@@ -209,66 +184,13 @@ class TensorProgram:
 
         return step
 
-    def _issue_step(self, op: Issue) -> _Step:
-        link, run, join, channel = self._link, self._runs[op.channel], self._gemm.join, op.channel
-        send, receive, step_number, batch = op.send, op.receive, op.step, (op.channel, op.step)
-        sent = -1 if send is None else self._view(send.rows)
-        received = -1 if receive is None else self._view(receive.rows)
-        send_place = None if send is None else self._place(channel, send)
-        receive_place = None if receive is None else self._place(channel, receive)
-        self._open[batch] = None
-
-        def step(frame: _Frame) -> None:
-            first = frame.tags[channel]
-            outgoing = incoming = None
-            if send is not None:
-                join()  # what is sent must be complete
-                outgoing = base.Message(frame.views[sent], send.peer, first + send.chunk, send_place)
-            if receive is not None:
-                incoming = base.Message(frame.views[received], receive.peer, first + receive.chunk, receive_place)
-            frame.transfers[batch] = link.start(run, step_number, outgoing, incoming)
-
-        return step
-
-    def _place(self, channel: Channel, message: Message) -> Place | None:
-        return self._buffers.place(channel, message) if self._link.transport.is_one_sided else None
-
-    def _wait_step(self, op: Wait) -> _Step | None:
-        link = self._link
-        first = [batch for batch in op.batches if batch in self._open]
-        for batch in first:
-            del self._open[batch]
-        again = [batch for batch in op.batches if batch[0] in self._runs and batch not in first]
-        if not first and not again:  # copies of this stream
-            return None
-        due = [(batch, self._runs[batch[0]]) for batch in first]
-
-        def step(frame: _Frame) -> None:
-            transfers = frame.transfers
-            for batch, run in due:
-                link.finish(run, batch[1], transfers[batch])
-            for batch in again:  # another lane has waited
-                transfers[batch].wait()
-
-        return step
-
-    def _finish_step(self) -> _Step:
-        link, join, due = self._link, self._gemm.join, [(batch, self._runs[batch[0]]) for batch in self._open]
-
-        def step(frame: _Frame) -> None:
-            join()
-            for batch, run in due:
-                link.finish(run, batch[1], frame.transfers[batch])
-
-        return step
-
-    def _sum_step(self, op: Sum) -> _Step:
-        link, gemm = self._link, self._gemm
-        out, own, has_bias = self._view(op.out), self._view(op.own), op.has_bias
-        added = self._view(*op.adds) if op.adds else -1
+    def _sum(self, op: Sum) -> FrameStep:
+        link, gemm = self._link, self._multiplier
+        out, own, has_bias = self.view(op.out), self.view(op.own), op.has_bias
+        added = self.view(*op.adds) if op.adds else -1
         is_single = len(op.adds) == 1
 
-        def step(frame: _Frame) -> None:
+        def step(frame: Frame) -> None:
             gemm.join()
             mark = link.mark()
             views, bias = frame.views, frame.tensors["bias"] if has_bias else None
@@ -278,11 +200,11 @@ class TensorProgram:
 
         return step
 
-    def _weight_grad_step(self, op: WeightGrad) -> _Step:
-        link, gemm, accumulates = self._link, self._gemm, op.accumulates
-        grad, x, beside = self._view(op.grad), self._view(op.x), self._latest_open()
+    def _weight_grad(self, op: WeightGrad, beside: Batch | None) -> FrameStep:
+        link, gemm, accumulates = self._link, self._multiplier, op.accumulates
+        grad, x = self.view(op.grad), self.view(op.x)
 
-        def step(frame: _Frame) -> None:
+        def step(frame: Frame) -> None:
             views, out = frame.views, frame.tensors["grad_weight"]
             mark = link.mark()
             if accumulates:
@@ -294,11 +216,11 @@ class TensorProgram:
 
         return step
 
-    def _compute_step(self, op: Compute) -> _Step:
-        link, kind, chunk, name = self._link, op.kind, op.chunk, f"{op.kind} {op.chunk}" if op.chunk >= 0 else op.kind
-        reads, writes = [self._view(rows) for rows in op.reads], [self._view(rows) for rows in op.writes]
+    def _compute(self, op: Compute) -> FrameStep:
+        link, kind, chunk, name = self._link, op.kind, op.chunk, name_of(op)
+        reads, writes = [self.view(rows) for rows in op.reads], [self.view(rows) for rows in op.writes]
 
-        def step(frame: _Frame) -> None:
+        def step(frame: Frame) -> None:
             mark = link.mark()
             views = frame.views
             frame.kernels[kind](chunk, [views[index] for index in reads], [views[index] for index in writes])
@@ -306,7 +228,101 @@ class TensorProgram:
 
         return step
 
-    def _lane_step(self, op: Fork | On | After | Join) -> _Step:
+
+class TensorProgram:
+    """A program over a transport with two sides; valid until a buffer of its pass grows."""
+
+    def __init__(
+        self,
+        program: Program,
+        buffers: PassBuffers,
+        link: Link,
+        gemm: SliceGemm,
+        lanes: Lanes,
+        tensors: Mapping[str, torch.Tensor],
+    ) -> None:
+        """tensors: operands like those of the calls, by name."""
+        self._link, self._gemm, self._lanes = link, gemm, lanes
+        self._kernels = TensorKernels(program, buffers, link, gemm, frozenset(tensors))
+        self.generation = self._kernels.generation
+        labels = {GATHER: program.gather_label, SCATTER: "reduce-scatter"}
+        self._runs = {channel: _Run(labels[channel], bound) for channel, bound in program.schedules.items()}
+        self._open: dict[Batch, None] = {}  # while steps are made: issued and not waited for
+        self._uses_lanes = any(isinstance(op, Fork) for op in program.ops)
+        self._steps = tuple(step for op in program.ops if (step := self._step(op)) is not None)
+
+    def run(self, tensors: Mapping[str, torch.Tensor], kernels: Mapping[str, Kernel]) -> None:
+        """Run one call: inside the pass's with-block. tensors, kernels: see `TensorKernels.frame`."""
+        frame = self._kernels.frame(tensors, kernels)
+        frame.tags = {channel: self._link.next_tags(len(run.bound.chunk_rows)) for channel, run in self._runs.items()}
+        with self._lanes.in_use() if self._uses_lanes else nullcontext():
+            for step in self._steps:
+                step(frame)
+
+    def _step(self, op: Op) -> FrameStep | None:
+        match op:
+            case Gemm() | Sum() | WeightGrad() | Compute():
+                return self._kernels.step(op, self._latest_open())
+            case Issue():
+                return self._issue_step(op)
+            case Wait():
+                return self._wait_step(op)
+            case Copy():
+                target, source = self._kernels.view(op.target), self._kernels.view(op.source)
+                return lambda frame: _copy(frame.views[target], frame.views[source])
+            case Finish():
+                return self._finish_step()
+        return self._lane_step(op)
+
+    def _issue_step(self, op: Issue) -> FrameStep:
+        link, run, join, channel = self._link, self._runs[op.channel], self._gemm.join, op.channel
+        send, receive, step_number, batch = op.send, op.receive, op.step, (op.channel, op.step)
+        sent = -1 if send is None else self._kernels.view(send.rows)
+        received = -1 if receive is None else self._kernels.view(receive.rows)
+        self._open[batch] = None
+
+        def step(frame: Frame) -> None:
+            first = frame.tags[channel]
+            outgoing = incoming = None
+            if send is not None:
+                join()  # what is sent must be complete
+                outgoing = base.Message(frame.views[sent], send.peer, first + send.chunk)
+            if receive is not None:
+                incoming = base.Message(frame.views[received], receive.peer, first + receive.chunk)
+            frame.transfers[batch] = link.start(run, step_number, outgoing, incoming)
+
+        return step
+
+    def _wait_step(self, op: Wait) -> FrameStep | None:
+        link = self._link
+        first = [batch for batch in op.batches if batch in self._open]
+        for batch in first:
+            del self._open[batch]
+        again = [batch for batch in op.batches if batch[0] in self._runs and batch not in first]
+        if not first and not again:  # copies of this stream
+            return None
+        due = [(batch, self._runs[batch[0]]) for batch in first]
+
+        def step(frame: Frame) -> None:
+            transfers = frame.transfers
+            for batch, run in due:
+                link.finish(run, batch[1], transfers[batch])
+            for batch in again:  # another lane has waited
+                transfers[batch].wait()
+
+        return step
+
+    def _finish_step(self) -> FrameStep:
+        link, join, due = self._link, self._gemm.join, [(batch, self._runs[batch[0]]) for batch in self._open]
+
+        def step(frame: Frame) -> None:
+            join()
+            for batch, run in due:
+                link.finish(run, batch[1], frame.transfers[batch])
+
+        return step
+
+    def _lane_step(self, op: Fork | On | After | Join) -> FrameStep:
         lanes = self._lanes
         match op:
             case Fork():

@@ -1,12 +1,13 @@
 """The transport interface: how the bytes of one step reach another rank. Knows no GEMM and no schedule.
 
-Stream semantics, the contract that bites: `exchange` behaves as if it ran on the current stream at the time of the
-call. It reads the sent tensor, and overwrites the received one, after all work submitted there before; it does not make
-that stream wait. `Transfer.wait` does: work submitted afterwards may read what arrived and overwrite what was sent.
-On the CPU the "stream" is the calling thread.
+With two sides, the contract that bites: `exchange` behaves as if it ran on the current stream at the time of the call.
+It reads the sent tensor, and overwrites the received one, after all work submitted there before; it does not make that
+stream wait. `Transfer.wait` does: work submitted afterwards may read what arrived and overwrite what was sent. On the
+CPU the "stream" is the calling thread.
 
 One-sided transports push into the receiver's memory without asking it at that moment. So messages arrive in windows
-only, and a window belongs to the peers from `release` (or its creation) until the wait for what arrived there.
+only, and a window belongs to the peers from `release` (or its creation) until the wait for what arrived there. What is
+sent in an operation is bound before it runs: see `copy_tape`.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +17,7 @@ import torch
 
 from commfuse_megatron.transport.stream_memory import StreamEvent
 
-__all__ = ["MOST_FLAGS", "Message", "PeerTimeoutError", "Place", "Released", "Transfer", "Transport", "Window"]
+__all__ = ["MOST_FLAGS", "Message", "PeerTimeoutError", "Place", "Transfer", "Transport", "TwoSidedTransport", "Window"]
 
 #: Flags of a `Place` are below this.
 MOST_FLAGS = 8192
@@ -51,14 +52,12 @@ class Place(NamedTuple):
 class Message(NamedTuple):
     """One contiguous tensor to or from group rank `peer`.
 
-    `tag` is equal at both ends and unique among the messages in flight. `place`, equal at both ends too, is where it
-    arrives: one-sided transports need it, and a received `tensor` lies there.
+    `tag` is equal at both ends and unique among the messages in flight.
     """
 
     tensor: torch.Tensor
     peer: int
     tag: int
-    place: Place | None = None
 
 
 class PeerTimeoutError(Exception):
@@ -92,15 +91,6 @@ class Transfer(ABC):
         return self.is_complete()
 
 
-class Released(NamedTuple):
-    """`done`: recorded on the current stream at the end of an operation. `silent`: peers that the stream waits for
-    there, though they send nothing: they have to come to the same operation.
-    """
-
-    done: StreamEvent
-    silent: list[tuple[int, Transfer]]
-
-
 class Transport(ABC):
     """Point-to-point transfers within one private group, made once per context, collectively over that group."""
 
@@ -114,19 +104,13 @@ class Transport(ABC):
         """Memory for arrivals, of at least `size_bytes`. Collective; the current stream is done with all transfers."""
         return Window(torch.empty(size_bytes, dtype=torch.uint8, device=device))
 
-    def release(self, *, is_capturing: bool) -> Released | None:
+    def release(self, *, is_capturing: bool) -> StreamEvent | None:
         """End an operation: what arrived since the last release has been read, in the current stream's order.
 
-        All ranks release the same operations, also those in which they exchange nothing.
+        All ranks release the same operations, also those in which they exchange nothing. Returns what was recorded at
+        its end on the current stream, if anything was.
         """
         return None
-
-    @abstractmethod
-    def exchange(self, send: Message | None, receive: Message | None, turn: int = 0) -> Transfer:
-        """Start one batch. All ranks must call `exchange` in matching order; equal tags pair up.
-
-        turn: equal at both ends of a message (a schedule's step); a transport with several lanes takes them in turn.
-        """
 
     @abstractmethod
     def abort(self) -> None:
@@ -140,3 +124,14 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the group. Local; the caller has seen all transfers complete."""
+
+
+class TwoSidedTransport(Transport):
+    """A transport whose messages are sent and received, both ends being asked."""
+
+    @abstractmethod
+    def exchange(self, send: Message | None, receive: Message | None, turn: int = 0) -> Transfer:
+        """Start one batch. All ranks must call `exchange` in matching order; equal tags pair up.
+
+        turn: equal at both ends of a message (a schedule's step); a transport with several lanes takes them in turn.
+        """

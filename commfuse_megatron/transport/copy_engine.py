@@ -29,21 +29,12 @@ import torch
 from torch import distributed as dist
 
 from commfuse_megatron.errors import TransportError
-from commfuse_megatron.transport.base import Message, Place, Released, Transfer, Transport, Window
+from commfuse_megatron.transport.base import Place, Transfer, Transport, Window
 from commfuse_megatron.transport.copy_flags import NO_MESSAGE, CopyFlags, Key, bytes_of_flags, clear_flags
 from commfuse_megatron.transport.copy_tape import BoundOperation, Ref, Step
+from commfuse_megatron.transport.driver import CUDA, Driver
 from commfuse_megatron.transport.mapped_window import MappedWindow, leave_multicast_alone, map_window
-from commfuse_megatron.transport.stream_memory import (
-    Batch,
-    FlagPage,
-    OwnStream,
-    StreamEvent,
-    StreamMemory,
-    batch,
-    borrow_stream,
-    give_stream_back,
-    look_on_during_captures,
-)
+from commfuse_megatron.transport.stream_memory import Batch, OwnStream, StreamEvent, look_on_during_captures
 from commfuse_megatron.transport.tape_graphs import TapeGraphs
 
 __all__ = ["CopyEngineTransport"]
@@ -57,41 +48,29 @@ _ABORT_LIMIT_S = 60.0
 
 
 class _Operation:
-    """The batches between two releases."""
+    """What is between two releases; a graph may have ended it."""
 
-    __slots__ = ("done", "granted", "is_done", "is_released", "keys", "pushed", "release")
+    __slots__ = ("done", "is_done", "is_released", "release")
 
     def __init__(self) -> None:
-        self.keys: list[Key] = []
-        self.release: Batch | None = None  # of a replayed operation
-        self.is_released = False  # by a graph
-        self.granted: set[int] = set()
-        self.pushed: StreamEvent | None = None  # where the copy stream was after the last push, in a capture
+        self.release: Batch | None = None  # None: nothing was run
+        self.is_released = False
         self.done: StreamEvent | None = None
         self.is_done = False
 
 
-class _CopyTransfer(Transfer):
-    __slots__ = ("_key", "_operation", "_pushed", "_sent", "_transport")
+class _Batches(Transfer):
+    """Some batches of an operation."""
 
-    def __init__(
-        self,
-        transport: "CopyEngineTransport",
-        key: Key,
-        operation: _Operation,
-        sent: torch.Tensor | None,
-        pushed: StreamEvent | None = None,
-    ) -> None:
-        self._transport = transport
-        self._pushed = pushed  # while somebody captures: the wait must come after it in the graph, too
-        self._key = key
-        self._operation = operation
-        self._sent = sent  # its memory must not be handed out again before the current stream has waited
+    __slots__ = ("_keys", "_operation", "_transport")
+
+    def __init__(self, transport: "CopyEngineTransport", keys: tuple[Key, ...], operation: _Operation) -> None:
+        self._transport, self._keys, self._operation = transport, keys, operation
 
     @override
     def wait(self) -> None:
-        self._transport._wait(self._key, self._pushed)
-        self._sent = None
+        transport = self._transport
+        transport.bind_wait(self._keys)((), transport.current_stream())
 
     @override
     def is_complete(self) -> bool:
@@ -100,7 +79,7 @@ class _CopyTransfer(Transfer):
 
     @override
     def has_arrived(self) -> bool:
-        return self.is_complete() or self._transport.has_arrived(self._key)
+        return self.is_complete() or all(map(self._transport.has_arrived, self._keys))
 
 
 class CopyEngineTransport(Transport):
@@ -117,6 +96,7 @@ class CopyEngineTransport(Transport):
         exchange: Callable[[str], list[str]] | None = None,
         *,
         graph_memory_mib: int = 0,
+        driver: Driver = CUDA,
     ) -> None:
         """Collective over `group`. exchange: hands one string of every rank to all; None: they never lack memory.
 
@@ -126,90 +106,55 @@ class CopyEngineTransport(Transport):
         self._is_closed = self._is_aborted = self._has_let_go = False
         self._group = group
         self._exchange = exchange
-        self._device = device
+        self.device = device
         self._rank, self._size = group.rank(), group.size()
-        self._memory = StreamMemory()
-        self._stream = OwnStream(device, is_high_priority=True)
-        self._issued, self._copied = StreamEvent(), StreamEvent()
+        self._driver, self._memory = driver, driver.memory()
+        self._stream = driver.new_stream(device, is_high_priority=True)
+        self._issued, self._copied = driver.event(), driver.event()
         self._graph_stream: OwnStream | None = None
         #: None: every call is made step by step.
         self.graphs: TapeGraphs | None = None
         if graph_memory_mib:
-            self._graph_stream = borrow_stream(device)
-            self.graphs = TapeGraphs(self._graph_stream, self._stream, self._memory.run, graph_memory_mib << 20)
+            self._graph_stream = driver.borrow_stream(device)
+            self.graphs = TapeGraphs(driver, self._graph_stream, self._stream, self._memory.run, graph_memory_mib << 20)
         clear = functools.partial(clear_flags, group_size=self._size)
         try:
-            window = map_window(group, device, bytes_of_flags(self._size), exchange, clear)
+            window = map_window(driver, group, device, bytes_of_flags(self._size), exchange, clear)
             self._flags = CopyFlags(self._memory, window, self._rank)
-            self._page = FlagPage(self._flags.tensor)
+            self._page = driver.flag_page(self._flags.tensor)
         except BaseException:
             self._give_streams_back()
             raise
-        self._takes: dict[int, Batch] = {}
-        self._deliveries: dict[tuple[int, int], Batch] = {}
-        self._waits: dict[Key, Batch] = {}
-        self._releases: dict[tuple[Key, ...], tuple[Batch, tuple[Key, ...], Batch]] = {}
         self._operation = _Operation()
         self._in_flight: deque[_Operation] = deque()
+
+    def current_stream(self) -> int:
+        """The handle of PyTorch's current stream."""
+        return self._driver.current_stream(self.device)
+
+    @property
+    def copies(self) -> int:
+        """The handle of the stream of all copies."""
+        return int(self._stream.handle)
 
     @override
     def window(self, size_bytes: int, device: torch.device) -> Window:
         # All that this rank received or sent is ordered before this; after the rendezvous that holds for all ranks.
-        torch.cuda.current_stream(self._device).synchronize()
-        return map_window(self._group, self._device, size_bytes, self._exchange)
+        self._driver.wait_for_current_stream(self.device)
+        return map_window(self._driver, self._group, self.device, size_bytes, self._exchange)
 
-    @override
-    def exchange(self, send: Message | None, receive: Message | None, turn: int = 0) -> Transfer:
-        self._require_open()
-        operation = self._operation
-        to_rank = sent_flag = from_rank = received_flag = -1
-        if send is not None:
-            to_rank, sent_flag = self._push(send, operation)
-        if receive is not None:
-            if receive.place is None:
-                raise TransportError("the copy engine receives in windows only: the message has no place")
-            from_rank, received_flag = receive.peer, receive.place.flag
-        key = (from_rank, received_flag, to_rank, sent_flag)
-        operation.keys.append(key)
-        return _CopyTransfer(self, key, operation, None if send is None else send.tensor, operation.pushed)
+    def replay(
+        self, tape: BoundOperation, addresses: tuple[int, ...], *, is_capturing: bool, may_launch: bool
+    ) -> Transfer:
+        """Run a bound operation on the current stream; `release` is still due. Returns all its batches.
 
-    @override
-    def release(self, *, is_capturing: bool) -> Released | None:
-        self._require_open()
-        operation, release = self._operation, self._operation.release
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        silent: tuple[Key, ...] = ()
-        if release is None:
-            keys = tuple(operation.keys)
-            told, silent, release = self._releases.get(keys) or self._make_release(keys)
-            if told:
-                if not operation.granted:  # nothing was sent: a graph that is being captured needs the fork
-                    self._fork(stream)
-                self._memory.run(self._stream.handle, told)
-                if is_capturing:  # what the release waits for is told by peers who wait for the same from here
-                    self._join(stream)
-        if not operation.is_released:
-            self._memory.run(stream, release)
-        self._operation = _Operation()
-        if is_capturing:  # a forked stream must join again before the capture ends
-            self._join(stream)
-            return None
-        done = self._spare_event()
-        done.record(stream)
-        operation.done = done  # not before: other threads ask it, and it says "reached" until it is recorded
-        self._in_flight.append(operation)
-        return Released(done, [(key[0], _CopyTransfer(self, key, operation, None)) for key in silent])
-
-    def replay(self, tape: BoundOperation, addresses: tuple[int, ...], *, is_capturing: bool) -> Transfer:
-        """Run a bound operation on the current stream; `release` is still due. The result stands for all its batches.
-
-        is_capturing: somebody else's graph is being captured.
+        is_capturing: somebody else's graph is being captured. may_launch: as a graph of ours.
         """
         self._require_open()
         operation = self._operation
         operation.release = tape.release
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        if self.graphs is not None and not is_capturing and self.graphs.run(tape, addresses, stream):
+        stream = self.current_stream()
+        if may_launch and self.graphs is not None and self.graphs.run(tape, addresses, stream):
             operation.is_released = True
         elif is_capturing:
             self._fork(stream)
@@ -218,7 +163,28 @@ class CopyEngineTransport(Transport):
         else:
             for step in tape.steps:
                 step(addresses, stream)
-        return _CopyTransfer(self, tape.keys[0] if tape.keys else (-1, -1, -1, -1), operation, None)
+        return _Batches(self, tape.keys, operation)
+
+    def batches(self, *keys: Key) -> Transfer:
+        """Some batches of the operation under way."""
+        return _Batches(self, keys, self._operation)
+
+    @override
+    def release(self, *, is_capturing: bool) -> StreamEvent | None:
+        self._require_open()
+        operation, self._operation = self._operation, _Operation()
+        stream = self.current_stream()
+        assert operation.release is not None
+        if not operation.is_released:
+            self._memory.run(stream, operation.release)
+        if is_capturing:  # a forked stream must join again before the capture ends
+            self._join(stream)
+            return None
+        done = self._spare_event()
+        done.record(stream)
+        operation.done = done  # not before: other threads ask it, and it says "reached" until it is recorded
+        self._in_flight.append(operation)
+        return done
 
     @override
     def abort(self) -> None:
@@ -248,9 +214,7 @@ class CopyEngineTransport(Transport):
         self._stream.destroy()
         graph_stream, self._graph_stream = self._graph_stream, None
         if graph_stream is not None:
-            give_stream_back(self._device, graph_stream)
-
-    # -- sending and waiting ------------------------------------------------------------------------------------------
+            self._driver.give_stream_back(self.device, graph_stream)
 
     def _fork(self, stream: int) -> None:
         """The copy stream goes on from where `stream` is."""
@@ -262,29 +226,6 @@ class CopyEngineTransport(Transport):
         self._copied.record(self._stream.handle)
         self._copied.wait(stream)
 
-    def _push(self, send: Message, operation: _Operation) -> tuple[int, int]:
-        tensor, peer, _, place = send
-        if place is None or not isinstance(place.window, MappedWindow):
-            raise TransportError("the copy engine sends into windows only: the message has no place in one")
-        memory, copies = self._memory, self._stream
-        self._fork(torch._C._cuda_getCurrentRawStream(self._device.index))
-        if peer not in operation.granted:
-            operation.granted.add(peer)
-            memory.run(copies.handle, self._takes.get(peer) or self._make_take(peer))
-        memory.copy(copies.handle, place.window.addresses[peer] + place.offset, tensor.data_ptr(), tensor.nbytes)
-        key = (peer, place.flag)
-        memory.run(copies.handle, self._deliveries.get(key) or self._make_delivery(key))
-        if torch._C._cuda_isCurrentStreamCapturing():
-            operation.pushed = StreamEvent()
-            operation.pushed.record(copies.handle)
-        return key
-
-    def _wait(self, key: Key, pushed: StreamEvent | None) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        if pushed is not None:
-            pushed.wait(stream)
-        self._memory.run(stream, self._waits.get(key) or self._make_wait(key))
-
     def _spare_event(self) -> StreamEvent:
         if self._in_flight:
             event = self._in_flight[0].done
@@ -292,7 +233,7 @@ class CopyEngineTransport(Transport):
                 oldest = self._in_flight.popleft()
                 oldest.is_done, oldest.done = True, None
                 return event
-        return StreamEvent()
+        return self._driver.event()
 
     # -- binding: see copy_tape -------------------------------------------------------------------------------------
 
@@ -303,31 +244,30 @@ class CopyEngineTransport(Transport):
 
     def bind_mark(self) -> tuple[Step, Step]:
         """Mark where one stream has come; let others go on from there."""
-        event = StreamEvent()
+        event = self._driver.event()
         record, follow = event.record, event.wait
         return lambda at, stream: record(stream), lambda at, stream: follow(stream)
 
     def bind_copies_mark(self) -> tuple[Step, Step]:
         """Mark where the copy stream has come; let another stream go on from there."""
-        event, copies = StreamEvent(), self._stream.handle
+        event, copies = self._driver.event(), self._stream.handle
         record, follow = event.record, event.wait
         return lambda at, stream: record(copies), lambda at, stream: follow(stream)
 
     def bind_take(self, peer: int) -> Step:
         """The copy stream goes on when `peer` lets it write."""
-        run, copies, ops = self._memory.run, self._stream.handle, self._takes.get(peer) or self._make_take(peer)
+        run, copies, ops = self._memory.run, self._stream.handle, self._driver.batch(self._flags.take(peer))
         return lambda at, stream: run(copies, ops)
 
     def bind_push(self, peer: int, place: Place, source: Ref, size_bytes: int) -> Step:
         """Copy to a place at `peer` and say so there and here."""
         assert isinstance(place.window, MappedWindow)
-        key = (peer, place.flag)
-        ops = self._deliveries.get(key) or self._make_delivery(key)
+        ops = self._driver.batch(self._flags.deliver(peer, place.flag))
         return self._bind_copy(Ref(0, place.window.addresses[peer] + place.offset), source, size_bytes, ops)
 
     def bind_copy(self, target: Ref, source: Ref, size_bytes: int, flag: int) -> Step:
         """Copy within this device on the copy stream; `key_of_copy(flag)` is what to wait for."""
-        ops = batch(self._flags.copied(self._rank, flag))
+        ops = self._driver.batch(self._flags.copied(self._rank, flag))
         return self._bind_copy(target, source, size_bytes, ops)
 
     def key_of_copy(self, flag: int) -> Key:
@@ -337,18 +277,18 @@ class CopyEngineTransport(Transport):
     def bind_wait(self, keys: tuple[Key, ...]) -> Step:
         """The current stream goes on when all batches are complete."""
         run = self._memory.run
-        ops = batch(self._flags.wait(keys))
+        ops = self._driver.batch(self._flags.wait(keys))
         return lambda at, stream: run(stream, ops)
 
     def bind_silence(self, keys: tuple[Key, ...]) -> tuple[Step | None, tuple[Key, ...]]:
         """What the copy stream tells peers to whom none of these batches goes, and the keys of those who send none."""
         told, awaited = self._flags.silence(keys)
-        run, copies, ops = self._memory.run, self._stream.handle, batch(told)
+        run, copies, ops = self._memory.run, self._stream.handle, self._driver.batch(told)
         return (lambda at, stream: run(copies, ops)) if told else None, awaited
 
     def bind_release(self, keys: tuple[Key, ...], awaited: tuple[Key, ...]) -> Batch:
         """What ends an operation of these batches, and waits for some of them first."""
-        return batch([*self._flags.wait(awaited), *self._flags.release(keys)])
+        return self._driver.batch([*self._flags.wait(awaited), *self._flags.release(keys)])
 
     def _bind_copy(self, target: Ref, source: Ref, size_bytes: int, ops: Batch) -> Step:
         copy, run, copies = self._memory.copy, self._memory.run, self._stream.handle
@@ -360,25 +300,6 @@ class CopyEngineTransport(Transport):
             run(copies, ops)
 
         return step
-
-    # -- what is made once ---------------------------------------------------------------------------------------------
-
-    def _make_take(self, peer: int) -> Batch:
-        ops = self._takes[peer] = batch(self._flags.take(peer))
-        return ops
-
-    def _make_delivery(self, key: tuple[int, int]) -> Batch:
-        ops = self._deliveries[key] = batch(self._flags.deliver(*key))
-        return ops
-
-    def _make_wait(self, key: Key) -> Batch:
-        ops = self._waits[key] = batch(self._flags.wait((key,)))
-        return ops
-
-    def _make_release(self, keys: tuple[Key, ...]) -> tuple[Batch, tuple[Key, ...], Batch]:
-        told, awaited = self._flags.silence(keys)
-        made = self._releases[keys] = batch(told), awaited, self.bind_release((*keys, *awaited), awaited)
-        return made
 
     # -- when a peer does not come ------------------------------------------------------------------------------------
 

@@ -170,6 +170,14 @@ class CopyTape:
         self._add(step)
         self._submit()
 
+    def beside(self, step: Step) -> None:
+        """On the copy stream's side: goes where a push at this point goes."""
+        self._add_pending(step)
+
+    def then(self, step: Step) -> None:
+        """On the side of the stream in use; no kernel."""
+        self._add(step)
+
     def note(self, key: Key) -> None:
         """Tell of a batch {send, receive}, so that the end of the operation clears its flags."""
         self.keys.append(key)

@@ -11,7 +11,7 @@ from typing import Any, override
 from torch import distributed as dist
 
 from commfuse_megatron.errors import TransportError
-from commfuse_megatron.transport.base import Message, PeerTimeoutError, Transfer, Transport
+from commfuse_megatron.transport.base import Message, PeerTimeoutError, Transfer, TwoSidedTransport
 
 __all__ = ["GlooTransport"]
 
@@ -42,7 +42,7 @@ class _GlooTransfer(Transfer):
         return not self._works
 
 
-class GlooTransport(Transport):
+class GlooTransport(TwoSidedTransport):
     """Private gloo group over the members of one process group, built on that group's store."""
 
     name = "gloo"

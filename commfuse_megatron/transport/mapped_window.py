@@ -20,6 +20,7 @@ from torch import distributed as dist
 
 from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport.base import Window
+from commfuse_megatron.transport.driver import CUDA, Driver
 from commfuse_megatron.transport.stream_memory import captures_excluded, may_wait_for_device
 
 __all__ = ["MappedWindow", "leave_multicast_alone", "map_window", "why_memory_cannot_be_shared"]
@@ -47,6 +48,7 @@ class MappedWindow(Window):
 
 
 def map_window(
+    driver: Driver,
     group: dist.ProcessGroup,
     device: torch.device,
     size_bytes: int,
@@ -57,12 +59,10 @@ def map_window(
 
     Raises TransportError on all ranks if one has no memory left; without `exchange` on that one alone.
     """
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
     _free_unused(device)
     tensor, complaint = None, ""
     try:
-        tensor = symmetric_memory.empty(max(size_bytes, 1), dtype=torch.uint8, device=device)
+        tensor = driver.allocate_shared(max(size_bytes, 1), device)
     except RuntimeError as error:  # out of memory: the others must not wait for this rank in the rendezvous
         complaint = f"group rank {group.rank()} has no {size_bytes / 2**20:.0f} MiB of symmetric memory: {error}"
     complaints = [complaint] if exchange is None else exchange(complaint)
@@ -74,17 +74,15 @@ def map_window(
         torch.cuda.default_stream(device).synchronize()
     if fill is not None:  # before the rendezvous: afterwards the peers may write there
         fill(tensor)
-        torch.cuda.current_stream(device).synchronize()
-    return MappedWindow(tensor, _map(tensor, group))
+        driver.wait_for_current_stream(device)
+    return MappedWindow(tensor, _map(driver, tensor, group))
 
 
-def _map(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[int]:
+def _map(driver: Driver, tensor: torch.Tensor, group: dist.ProcessGroup) -> list[int]:
     """The addresses of all ranks' tensors; collective."""
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
     mapped = _Mapped(tensor.untyped_storage())
     _mapped.add(mapped)
-    mapped.mapping = symmetric_memory.rendezvous(tensor, group.group_name)
+    mapped.mapping = driver.share(tensor, group)
     return list(mapped.mapping.buffer_ptrs)
 
 
@@ -130,12 +128,10 @@ def why_memory_cannot_be_shared(group: dist.ProcessGroup, device: torch.device) 
 
     Some containers forbid what that takes (`pidfd_getfd`), which no property of a GPU tells.
     """
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
     leave_multicast_alone()
     try:
-        tensor = symmetric_memory.empty(4, dtype=torch.uint8, device=device)
-        _map(tensor, group)
+        tensor = CUDA.allocate_shared(4, device)
+        _map(CUDA, tensor, group)
     except RuntimeError as error:
         return f"group rank {group.rank()} cannot share memory with the others: {error}"
     del tensor

@@ -17,7 +17,7 @@ from typing import Any, override
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.transport.base import Message, Transfer, Transport
+from commfuse_megatron.transport.base import Message, Transfer, TwoSidedTransport
 
 __all__ = ["NcclTransport"]
 
@@ -48,7 +48,7 @@ class _NcclTransfer(Transfer):
         return all(work.is_completed() for work in self._works)
 
 
-class NcclTransport(Transport):
+class NcclTransport(TwoSidedTransport):
     """Private NCCL communicators, one per lane, over the members of one process group."""
 
     name = "nccl"

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from commfuse_megatron.transport.copy_tape import BoundOperation, GraphTable
-from commfuse_megatron.transport.stream_memory import Batch, OwnStream, StreamEvent, StreamGraph, free_memory_bytes
+from commfuse_megatron.transport.driver import Driver
+from commfuse_megatron.transport.stream_memory import Batch, OwnStream, StreamGraph
 
 __all__ = ["TapeGraphs"]
 
@@ -69,11 +70,12 @@ class TapeGraphs:
         limit: bytes of the device's memory that all graphs may take.
     """
 
-    def __init__(self, stream: OwnStream, copies: OwnStream, run: Callable[[int, Batch], None], limit: int) -> None:
-        self._stream, self._copies, self._run = stream, copies, run
+    def __init__(
+        self, driver: Driver, stream: OwnStream, copies: OwnStream, run: Callable[[int, Batch], None], limit: int
+    ) -> None:
+        self._driver, self._stream, self._copies, self._run = driver, stream, copies, run
         self._handle = int(stream.handle)
-        self._before, self._after = StreamEvent(), StreamEvent()
-        self._fork, self._join = StreamEvent(), StreamEvent()
+        self._before, self._after, self._fork, self._join = (driver.event() for _ in range(4))
         self._limit = limit
         self._clock = itertools.count()
         self._alive: weakref.WeakSet[_Call] = weakref.WeakSet()
@@ -114,7 +116,7 @@ class TapeGraphs:
         is_full = self.size_bytes + self._mean_bytes > self._limit
         if is_full and count < _STEPWISE + _WORTH_ANOTHER:
             return False
-        free_bytes = free_memory_bytes()
+        free_bytes = self._driver.free_memory_bytes()
         if is_full and not self._remove_oldest(before=call.stamp):
             call.count, call.stamp = _STEPWISE + 1, next(self._clock)
             return False
@@ -129,7 +131,7 @@ class TapeGraphs:
         self._alive.add(call)
         if is_full or self.num_alive > self._most_alive:
             self._most_alive = max(self._most_alive, self.num_alive)
-            taken_bytes = free_bytes - free_memory_bytes()
+            taken_bytes = free_bytes - self._driver.free_memory_bytes()
             self._total_bytes += min(max(taken_bytes, -_MOST_AT_ONCE_BYTES), _MOST_AT_ONCE_BYTES)
             while self.size_bytes > self._limit:
                 self._remove_oldest(before=call.stamp)
@@ -177,7 +179,7 @@ class TapeGraphs:
             self._join.wait(self._handle)
 
         try:
-            return StreamGraph(self._stream, tell)
+            return self._driver.graph(self._stream, tell)
         except Exception as error:  # nothing was run, and the call can be made without
             logger.warning("a call is not launched as a CUDA graph: %s", error)
             return None

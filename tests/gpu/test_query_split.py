@@ -1,6 +1,7 @@
 """Query-split attention on GPUs: kernels one by one against the plain one, and the operation on two ranks."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from commfuse_megatron.kernels import attention_pieces
 from commfuse_megatron.kernels.attention import Dropout, MathAttention, SplitMask
 from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
+from commfuse_megatron.transport.mapped_window import MappedWindow
 from tests.harness import run_spawned
 from tests.harness.captures import CapturedStep
 from tests.threaded.test_query_split_attention import Case, draw, run
@@ -121,11 +123,15 @@ def test_cudnn_bound_to_addresses_equals_the_plain_one(kind, worth, monkeypatch)
         more = [tensor.data_ptr() for tensor in (grad, *gradients)]
         calls.append((streams[number % 2], bound, loaded, more, (q, k, v, grad), mask, (out, *gradients), stats))
 
+    scratch_bytes = max(each.scratch_bytes for _, bound, *_ in calls for each in bound)
+    scratch = {stream: torch.empty(scratch_bytes, dtype=torch.uint8, device=device) for stream in streams}
+
     def launch(side):
         for stream, (forward, backward), loaded, more, *_ in calls:
             if stream is side:
-                forward(stream.cuda_stream, *loaded)
-                backward(stream.cuda_stream, *loaded, *more)
+                handle, scratch_at = stream.cuda_stream, scratch[stream].data_ptr()
+                forward.run(handle, scratch_at, *loaded)
+                backward.run(handle, scratch_at, *loaded, *more)
 
     graphs = []
     torch.cuda.synchronize()
@@ -296,6 +302,42 @@ def _long_rows(group, device, backend):
 @pytest.mark.parametrize("backend", ["nccl", "copy_engine"])
 def test_long_sequences_on_two_lanes(backend):
     assert run_spawned(2, _long_rows, backend, backend="nccl") == [[True] * 3] * 2
+
+
+def _memory_kept(group, device, backward):
+    """In bytes: what calls leave allocated beside their context's buffers, and the scratch memory that one needs."""
+    case = Case(rows=4096, batch=1, heads=8, kv_heads=2, head_dim=128, value_dim=128, N=1024, dtype=torch.bfloat16)
+    operands, grad_y = draw(case, group.rank(), group.size())
+    leaves = [tensor.to(device).requires_grad_() for tensor in operands.values()]
+    grad_y = grad_y.to(device)
+    before = torch.cuda.memory_allocated()
+    with OverlapContext(group, config("copy_engine", m=2, kernel="cudnn", backward=backward)) as context:
+        for _ in range(10):
+            y = ops.query_split_attention(*leaves, context=context)
+            torch.autograd.grad(y, leaves, grad_y)
+            del y
+        torch.cuda.synchronize()
+        own = [buffer for buffer in context.slots._buffers.values() if not isinstance(buffer, MappedWindow)]
+        kept_bytes = torch.cuda.memory_allocated() - before - sum(buffer.tensor.nbytes for buffer in own)
+        replayed = [p for p in context._prepared.values() if any(p.tapes)]
+        assert all(p.modes["graph"] for p in replayed), context.report()
+        bound = [each for p in replayed for each in p._tapes._known.values() if each.scratch]
+        return kept_bytes, max(each.scratch[-1] for each in bound)
+
+
+def _memory_kept_once_libraries_have_theirs(group, device, backward):
+    _memory_kept(group, device, backward)
+    gc.collect()
+    return _memory_kept(group, device, backward)
+
+
+@two_gpus
+@pytest.mark.parametrize("backward", ["query_split", "row_parallel"])
+def test_scratch_memory_is_free_after_a_call(backward):
+    kernel_or_skip("cudnn", BASE)
+    for kept_bytes, scratch_bytes in run_spawned(2, _memory_kept_once_libraries_have_theirs, backward, backend="nccl"):
+        assert scratch_bytes > 4 << 20
+        assert abs(kept_bytes) < 1 << 20
 
 
 def _planned(group, device, backend):

@@ -7,6 +7,7 @@ Transformer Engine takes long to import, so one group of processes makes all che
 import functools
 import importlib.util
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -190,6 +191,44 @@ def _fp8(group, device, recipe):
                 assert layer.layer.startswith("CommFuse")
 
 
+def _norms(group, device):
+    """The norm before a linear is Transformer Engine's own, to the bit: its output, and every gradient."""
+    from transformer_engine.pytorch import LayerNorm, RMSNorm
+
+    from commfuse_megatron.plugin.te_norm import te_normalized
+
+    torch.manual_seed(1)
+    for kind, is_zero_centered in ((RMSNorm, False), (RMSNorm, True), (LayerNorm, False)):
+        stock = kind(512, eps=1e-5, params_dtype=torch.bfloat16, zero_centered_gamma=is_zero_centered, device=device)
+        with torch.no_grad():
+            for parameter in stock.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        ours = SimpleNamespace(
+            normalization=kind.__name__,
+            eps=1e-5,
+            zero_centered_gamma=is_zero_centered,
+            layer_norm_weight=stock.weight.detach().clone().requires_grad_(),
+            layer_norm_bias=stock.bias.detach().clone().requires_grad_() if kind is LayerNorm else None,
+            fwd_ln_sm_margin=0,
+            bwd_ln_sm_margin=0,
+            inf_ln_sm_margin=0,
+        )
+        x, grad = (torch.randn(96, 2, 512, device=device, dtype=torch.bfloat16) for _ in range(2))
+        results = []
+        for run in (stock, lambda rows, layer=ours: te_normalized(layer, rows)):
+            rows = x.clone().requires_grad_()
+            normed = run(rows)
+            normed.backward(grad)
+            results.append([normed, rows.grad])
+        results[0] += [parameter.grad for parameter in stock.parameters()]
+        results[1] += [p.grad for p in (ours.layer_norm_weight, ours.layer_norm_bias) if p is not None]
+        for expected, found in zip(*results, strict=True):
+            assert torch.equal(expected, found), (kind.__name__, is_zero_centered)
+        with torch.no_grad():
+            assert torch.equal(te_normalized(ours, x), results[1][0])
+        assert te_normalized(ours, x[:0]) is None
+
+
 def _main_grad(group, device):
     from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear
 
@@ -225,6 +264,7 @@ def _main_grad(group, device):
 CHECKS = {
     "main_grad of a converted layer": (_main_grad,),
     "checkpoints both ways": (_checkpoints,),
+    "the norm's kernels": (_norms,),
     "swiglu, bfloat16": (_compare, "swiglu", torch.bfloat16),
     "swiglu, float32": (_compare, "swiglu", torch.float32),
     "layer norm and bias, bfloat16": (_compare, "layer_norm_and_bias", torch.bfloat16),

@@ -10,23 +10,27 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.kernels.attention import BoundBackward, BoundForward, MathAttention, Operands, SplitMask
-from commfuse_megatron.kernels.blas import Matrix
-from commfuse_megatron.runtime import context, prepared, tape_program
+from commfuse_megatron.kernels.attention import AttentionKernel, BoundAttention, MathAttention, Operands, SplitMask
+from commfuse_megatron.kernels.attention_choice import AttentionKernels
+from commfuse_megatron.kernels.blas import WORKSPACE_BYTES, Matrix
+from commfuse_megatron.runtime import hardware
 from commfuse_megatron.runtime.context import OverlapContext
+from commfuse_megatron.runtime.hardware import Hardware
 from commfuse_megatron.runtime.lanes import Lanes
-from commfuse_megatron.transport import copy_engine, stream_memory, tape_graphs
+from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.copy_tape import BoundOperation
+from commfuse_megatron.transport.driver import Driver
 
 __all__ = ["capture_call", "emulate_copy_engine", "take_part", "tapes_of"]
 
@@ -45,34 +49,11 @@ def take_part(group: dist.ProcessGroup) -> Iterator[None]:
     yield
 
 
-def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let contexts of CPU groups use the copy engine and replay tapes."""
-    symmetric_memory = pytest.importorskip("torch.distributed._symmetric_memory")
-    monkeypatch.setattr(symmetric_memory, "empty", lambda size, **kwargs: _aligned(size))
-    monkeypatch.setattr(symmetric_memory, "rendezvous", lambda tensor, name: _Mapping(tensor))
-    for name, stand_in in (("StreamMemory", _Memory), ("OwnStream", _Stream), ("StreamEvent", _Event)):
-        monkeypatch.setattr(copy_engine, name, stand_in)
-    monkeypatch.setattr(tape_graphs, "StreamEvent", _Event)
-    monkeypatch.setattr(stream_memory, "OwnStream", _Stream)
-    monkeypatch.setattr(stream_memory, "_spare_streams", {})
-    monkeypatch.setattr(tape_graphs, "StreamGraph", _Graph)
-    monkeypatch.setattr(tape_graphs, "free_memory_bytes", lambda: 0)  # which never changes
-    monkeypatch.setattr(copy_engine, "FlagPage", _Page)
-    monkeypatch.setattr(copy_engine, "batch", tuple)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", _current_stream, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", _is_current_captured, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream(device))
-    monkeypatch.setattr(context, "choose_backend", lambda *arguments: "copy_engine")
-    monkeypatch.setattr(context, "device_of_backend", lambda backend: _CPU)
-    monkeypatch.setattr(context, "create_transport", _create_transport)
-    monkeypatch.setattr(prepared, "blas_unavailable_reason", lambda device, dtype: None)
-    monkeypatch.setattr(tape_program, "_workspaces", lambda device: _Workspaces())
-    monkeypatch.setattr(tape_program, "BlasMatmul", _Matmul)
-    monkeypatch.setattr(tape_program, "bind_sum", _bind_sum)
-    monkeypatch.setattr(MathAttention, "can_bind", True)
-    monkeypatch.setattr(MathAttention, "bind_forward", _bind_attention)
-    monkeypatch.setattr(MathAttention, "bind_backward", _bind_attention_backward)
-    monkeypatch.setattr(Lanes, "handles", lambda lanes, num_lanes=2: _LANES[:num_lanes])
+def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> Hardware:
+    """Let contexts of CPU groups use the copy engine and replay tapes; returns what they run on."""
+    found = _Hardware()
+    monkeypatch.setattr(hardware, "current", found)
+    return found
 
 
 def tapes_of(context: OverlapContext) -> list[BoundOperation | None]:
@@ -90,18 +71,94 @@ def capture_call[T](call: Callable[[], T]) -> tuple[T, Callable[[], None]]:
     return results[0], lambda: graph.launch(_CURRENT)
 
 
-def _is_current_captured() -> bool:
-    capture = _capture()
-    return capture is not None and capture.origin == _CURRENT
+class _Driver(Driver):
+    def __init__(self) -> None:
+        self._spare: list[_Stream] = []
+
+    def memory(self) -> "_Memory":
+        return _Memory()
+
+    def batch(self, ops) -> tuple:
+        return tuple(ops)
+
+    def event(self) -> "_Event":
+        return _Event()
+
+    def new_stream(self, device: torch.device, *, is_high_priority: bool) -> "_Stream":
+        return _Stream()
+
+    def borrow_stream(self, device: torch.device) -> "_Stream":
+        with contextlib.suppress(IndexError):
+            return self._spare.pop()
+        return _Stream()
+
+    def give_stream_back(self, device: torch.device, stream: "_Stream") -> None:
+        self._spare.append(stream)
+
+    def graph(self, stream: "_Stream", tell: Callable[[], None]) -> "_Graph":
+        return _Graph(stream, tell)
+
+    def flag_page(self, flags: torch.Tensor) -> "_Page":
+        return _Page(flags)
+
+    def free_memory_bytes(self) -> int:
+        return 0  # which never changes
+
+    def current_stream(self, device: torch.device) -> int:
+        assert _capture() is None or self.is_capturing(), "a step of a graph asked for the current stream"
+        return _CURRENT
+
+    def wait_for_current_stream(self, device: torch.device) -> None:
+        pass
+
+    def is_capturing(self) -> bool:
+        capture = _capture()
+        return capture is not None and capture.origin == _CURRENT
+
+    def allocate_shared(self, size_bytes: int, device: torch.device) -> torch.Tensor:
+        return _aligned(size_bytes)
+
+    def share(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> "_Mapping":
+        return _Mapping(tensor)
 
 
-def _current_stream(index: int) -> int:
-    assert _capture() is None or _is_current_captured(), "a step of a graph asked for the current stream"
-    return _CURRENT
+class _Lanes(Lanes):
+    def handles(self, num_lanes: int = 2) -> tuple[int, ...]:
+        return _LANES[:num_lanes]
 
 
-def _create_transport(backend, group, store, config, nccl, exchange) -> copy_engine.CopyEngineTransport:
-    return copy_engine.CopyEngineTransport(group, _CPU, exchange, graph_memory_mib=config.graph_memory_mib)
+class _AttentionKernels(AttentionKernels):
+    def _make(self, name: str) -> AttentionKernel:
+        return _Attention() if name == "math" else super()._make(name)
+
+
+class _Hardware(Hardware):
+    def __init__(self) -> None:
+        self.driver = _Driver()
+
+    def choose_backend(self, group, config, exchange) -> str:
+        return "copy_engine"
+
+    def device_of(self, backend: str) -> torch.device:
+        return _CPU
+
+    def create_transport(self, backend, group, store, config, nccl, exchange) -> CopyEngineTransport:
+        return CopyEngineTransport(group, _CPU, exchange, graph_memory_mib=config.graph_memory_mib, driver=self.driver)
+
+    def lanes(self, device: torch.device) -> Lanes:
+        return _Lanes(device)
+
+    def attention_kernels(self, device: torch.device) -> AttentionKernels:
+        return _AttentionKernels(device)
+
+    def tapes_unavailable_reason(self, device: torch.device, dtype: torch.dtype) -> None:
+        return None
+
+    def matmul(self, a: Matrix, b: Matrix, out: Matrix, *, has_addend: bool, has_bias: bool) -> "_Matmul":
+        return _Matmul(a, b, out, has_addend=has_addend, has_bias=has_bias)
+
+    def sum(self, own, partials, *, bias, out, device):
+        return _bind_sum(own, partials, bias=bias, out=out, device=device)
 
 
 # What windows that are being mapped lie in, by address.
@@ -157,7 +214,7 @@ def _write_or_wait(kind: str, address: int, value: int) -> None:
 
 
 class _Stream:
-    def __init__(self, device: torch.device, *, is_high_priority: bool = False) -> None:
+    def __init__(self) -> None:
         self.torch, self.handle = self, next(_handles)
 
     def query(self) -> bool:
@@ -259,11 +316,6 @@ class _Page:
         pass
 
 
-class _Workspaces:
-    def address(self, stream: int) -> int:
-        return 0
-
-
 def _view(matrix: Matrix, address: int) -> torch.Tensor:
     (rows, cols), strides = matrix.shape, matrix.strides
     count = (rows - 1) * strides[0] + (cols - 1) * strides[1] + 1
@@ -272,6 +324,10 @@ def _view(matrix: Matrix, address: int) -> torch.Tensor:
 
 
 class _Matmul:
+    """Leaves its product in the workspace, in fp64, then rounds it: who shares the workspace meanwhile would show."""
+
+    workspace_bytes = WORKSPACE_BYTES
+
     def __init__(self, a: Matrix, b: Matrix, out: Matrix, *, has_addend: bool, has_bias: bool) -> None:
         self._matrices = (a, b, out)
         self._has_addend, self._has_bias = has_addend, has_bias
@@ -279,55 +335,82 @@ class _Matmul:
     def __call__(
         self, stream: int, workspace_at: int, a_at: int, b_at: int, out_at: int, addend_at: int, bias_at: int
     ) -> None:
-        _submit(stream, lambda: self._multiply(a_at, b_at, out_at, addend_at, bias_at))
+        a, b, out = self._matrices
+        rows, cols = out.shape
+        product = Matrix((rows, cols), (cols, 1), torch.float64)
+        assert rows * cols * product.dtype.itemsize <= WORKSPACE_BYTES
 
-    def _multiply(self, a_at: int, b_at: int, out_at: int, addend_at: int, bias_at: int) -> None:
-        a, b, out = (_view(matrix, at) for matrix, at in zip(self._matrices, (a_at, b_at, out_at), strict=True))
-        product = a.double() @ b.double()
-        if self._has_addend:
-            product += _view(self._matrices[2], addend_at)
-        if self._has_bias:
-            product += _view(Matrix((1, out.size(1)), (out.size(1), 1), out.dtype), bias_at)
-        out.copy_(product)
+        def multiply() -> None:
+            result = _view(a, a_at).double() @ _view(b, b_at).double()
+            if self._has_addend:
+                result += _view(out, addend_at)
+            if self._has_bias:
+                result += _view(Matrix((1, cols), (cols, 1), out.dtype), bias_at)
+            _view(product, workspace_at).copy_(result)
+
+        _submit(stream, multiply)
+        _submit(stream, lambda: _view(out, out_at).copy_(_view(product, workspace_at)))
 
 
-def _bind_attention(
-    kernel: MathAttention, operands: Operands, mask: SplitMask, scale: float, state_rows: int | None = None
-) -> BoundForward:
-    likes = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in operands]
+def _bind_through_scratch(
+    results: Sequence[tuple[torch.Size, torch.dtype]], first: int, compute: Callable[..., Sequence[torch.Tensor]]
+) -> BoundAttention:
+    """What `compute` gives for the addresses lies in scratch memory, then at those from number `first` on.
 
-    def attend(*addresses: int) -> None:
-        *operands_at, state_at = addresses
-        ctypes.c_float.from_address(state_at).value = 1.0  # is memory
-        views = [_like(*like, at) for like, at in zip(likes, operands_at, strict=True)]
-        kernel.forward(*views, mask, scale, None)
+    results: its shapes and dtypes; all are contiguous.
+    """
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in results]
+    starts = list(itertools.accumulate(sizes, initial=0))
 
-    def run(stream: int, *addresses: int) -> None:
+    def leave(scratch_at: int, addresses: tuple[int, ...]) -> None:
+        for (_, dtype), start, size, result in zip(results, starts, sizes, compute(*addresses), strict=False):
+            rounded = result.to(dtype).contiguous()
+            ctypes.memmove(scratch_at + start, rounded.data_ptr(), size)
+
+    def store(scratch_at: int, addresses: tuple[int, ...]) -> None:
+        for at, start, size in zip(addresses[first:], starts, sizes, strict=False):
+            ctypes.memmove(at, scratch_at + start, size)
+        ctypes.memset(scratch_at, 0xFF, starts[-1])  # NaN in every dtype
+
+    def run(stream: int, scratch_at: int, *addresses: int) -> None:
         assert stream in _LANES
-        _submit(stream, functools.partial(attend, *addresses))
+        _submit(stream, functools.partial(leave, scratch_at, addresses))
+        _submit(stream, functools.partial(store, scratch_at, addresses))
 
-    return run
+    return BoundAttention(run, starts[-1])
 
 
-def _bind_attention_backward(
-    kernel: MathAttention, grad_out: torch.Tensor, operands: tuple[torch.Tensor, ...], mask: SplitMask, scale: float
-) -> BoundBackward:
-    loaded = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (*operands, grad_out)]
-    stored = [(t.shape, torch.empty(t.shape, device="meta").stride(), t.dtype) for t in operands[:3]]
+class _Attention(MathAttention):
+    can_bind = True
 
-    def attend(q_at, k_at, v_at, out_at, state_at, grad_out_at, *gradients_at: int) -> None:
-        assert ctypes.c_float.from_address(state_at).value == 1.0  # what the forward pass left
-        addresses = (q_at, k_at, v_at, out_at, grad_out_at)
-        *views, grad = [_like(*like, at) for like, at in zip(loaded, addresses, strict=True)]
-        found = kernel.backward(grad, tuple(views), (), mask, scale, None)
-        for like, at, gradient in zip(stored, gradients_at, found, strict=True):
-            _like(*like, at).copy_(gradient)
+    def bind_forward(
+        self, operands: Operands, mask: SplitMask, scale: float, state_rows: int | None = None
+    ) -> BoundAttention:
+        *loaded, out = operands
+        likes = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in loaded]
+        assert out.is_contiguous()
 
-    def run(stream: int, *addresses: int) -> None:
-        assert stream in _LANES
-        _submit(stream, functools.partial(attend, *addresses))
+        def attend(q_at: int, k_at: int, v_at: int, out_at: int, state_at: int) -> list[torch.Tensor]:
+            ctypes.c_float.from_address(state_at).value = 1.0  # is memory
+            views = [_like(*like, at) for like, at in zip(likes, (q_at, k_at, v_at), strict=True)]
+            result = torch.empty(out.shape, dtype=out.dtype)
+            self.forward(*views, result, mask, scale, None)
+            return [result]
 
-    return run
+        return _bind_through_scratch([(out.shape, out.dtype)], 3, attend)
+
+    def bind_backward(
+        self, grad_out: torch.Tensor, operands: tuple[torch.Tensor, ...], mask: SplitMask, scale: float
+    ) -> BoundAttention:
+        loaded = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (*operands, grad_out)]
+
+        def attend(q_at, k_at, v_at, out_at, state_at, grad_out_at, *gradients_at: int) -> Sequence[torch.Tensor]:
+            assert ctypes.c_float.from_address(state_at).value == 1.0  # what the forward pass left
+            addresses = (q_at, k_at, v_at, out_at, grad_out_at)
+            *views, grad = [_like(*like, at) for like, at in zip(loaded, addresses, strict=True)]
+            return self.backward(grad, tuple(views), (), mask, scale, None)
+
+        return _bind_through_scratch([(tensor.shape, tensor.dtype) for tensor in operands[:3]], 6, attend)
 
 
 def _like(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, address: int) -> torch.Tensor:

@@ -1,18 +1,34 @@
 """What every transport must do: checks `check(box, group_rank, group_size, device)`, all run by `run_contract`.
 
-A box is a transport with a window. Messages have places, which two-sided transports do not look at.
+A box is a transport with a window. Messages have places, which two-sided transports do not look at. Over the copy
+engine, whose operations are bound before they run, a box runs each step of one when it is bound.
 """
 
 import itertools
 import time
+from typing import NamedTuple
 
 import torch
 
-from commfuse_megatron.transport.base import Message, Place, Transport
+from commfuse_megatron.transport.base import Message, Place, Transfer, Transport
+from commfuse_megatron.transport.copy_tape import BoundOperation, GraphTable, Ref
 
 CHECKS = []
 
 _WINDOW_BYTES = 1 << 24
+
+
+class Parcel(NamedTuple):
+    """A message and where it arrives."""
+
+    tensor: torch.Tensor
+    peer: int
+    tag: int
+    place: Place
+
+    @property
+    def message(self) -> Message:
+        return Message(*self[:3])
 
 
 class Box:
@@ -21,28 +37,63 @@ class Box:
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self.transport = transport
         self._window = transport.window(_WINDOW_BYTES, device)
+        self._keys, self._granted = [], set()  # of the operation under way, over the copy engine
 
     def slot(self, tensor: torch.Tensor, number: int, slot_bytes: int = 0) -> tuple[torch.Tensor, Place]:
         offset = number * max(slot_bytes, -(-tensor.nbytes // 16) * 16)
         view = self._window.tensor[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return view, Place(self._window, offset, number)
 
-    def exchange(self, send: Message | None, receive: Message | None):
-        return self.transport.exchange(send, receive)
+    def exchange(self, send: Parcel | None, receive: Parcel | None) -> Transfer:
+        if self.transport.is_one_sided:
+            return self._copy(send, receive)
+        return self.transport.exchange(*(parcel and parcel.message for parcel in (send, receive)))
+
+    def release(self) -> None:
+        if self.transport.is_one_sided:
+            told, awaited = self.transport.bind_silence(tuple(self._keys))
+            if told is not None:
+                self._run(told)
+            keys = (*self._keys, *awaited)
+            release = self.transport.bind_release(keys, awaited)
+            operation = BoundOperation((), keys, (), release, (), GraphTable())
+            self.transport.replay(operation, (), is_capturing=False, may_launch=False)
+            self._keys, self._granted = [], set()
+        self.transport.release(is_capturing=False)
+
+    def _copy(self, send: Parcel | None, receive: Parcel | None) -> Transfer:
+        transport, key = self.transport, [-1, -1, -1, -1]
+        if send is not None:
+            self._run(*transport.bind_order())
+            if send.peer not in self._granted:
+                self._granted.add(send.peer)
+                self._run(transport.bind_take(send.peer))
+            source = Ref(0, send.tensor.data_ptr())
+            self._run(transport.bind_push(send.peer, send.place, source, send.tensor.nbytes))
+            key[2:] = send.peer, send.place.flag
+        if receive is not None:
+            key[:2] = receive.peer, receive.place.flag
+        self._keys.append(tuple(key))
+        return transport.batches(tuple(key))
+
+    def _run(self, *steps) -> None:
+        for step in steps:
+            step((0,), self.transport.current_stream())
 
     def shift(self, rank: int, size: int, tensor: torch.Tensor, *, distance: int = 1, number: int = 0, slot_bytes=0):
         """Send `tensor` `distance` ranks on and receive as much from that far back; (transfer, received)."""
         received, place = self.slot(tensor, number, slot_bytes)
         to_rank, from_rank = (rank + distance) % size, (rank - distance) % size
-        sent = Message(tensor, to_rank, number, place)
-        return self.transport.exchange(sent, Message(received, from_rank, number, place)), received
+        sent = Parcel(tensor, to_rank, number, place)
+        return self.exchange(sent, Parcel(received, from_rank, number, place)), received
 
 
 def run_contract(transport: Transport, rank: int, size: int, device: torch.device) -> None:
     """All checks, one operation each."""
     for check in CHECKS:
-        check(Box(transport, device), rank, size, device)
-        transport.release(is_capturing=False)
+        box = Box(transport, device)
+        check(box, rank, size, device)
+        box.release()
 
 
 def contract(check):
@@ -96,9 +147,9 @@ def a_batch_may_only_send_or_only_receive(box, rank, size, device):
     tensor = torch.full((3,), 42, device=device)
     received, place = box.slot(tensor, 0)
     if rank == 0:
-        box.exchange(Message(tensor, 1, 0, place), None).wait()
+        box.exchange(Parcel(tensor, 1, 0, place), None).wait()
     elif rank == 1:
-        box.exchange(None, Message(received, 0, 0, place)).wait()
+        box.exchange(None, Parcel(received, 0, 0, place)).wait()
         assert torch.equal(received, tensor)
 
 
@@ -141,9 +192,7 @@ def a_message_fills_its_place_and_nothing_else(box, rank, size, device):
     sent = torch.full((2, 8), float(rank), device=device)
     _, place = box.slot(shape, 0)
     place = place._replace(offset=place.offset + sent.nbytes // 2)
-    transfer = box.exchange(
-        Message(sent, (rank + 1) % size, 0, place), Message(buffer[1:3], (rank - 1) % size, 0, place)
-    )
+    transfer = box.exchange(Parcel(sent, (rank + 1) % size, 0, place), Parcel(buffer[1:3], (rank - 1) % size, 0, place))
     transfer.wait()
     expected = torch.zeros(4, 8)
     expected[1:3] = (rank - 1) % size
@@ -158,7 +207,7 @@ def places_may_be_used_again_after_a_release(box, rank, size, device):
         for distance, (transfer, received) in enumerate(flights, start=1):
             transfer.wait()
             assert bool((received == 100 * ((rank - distance) % size) + round_number).all())
-        box.transport.release(is_capturing=False)
+        box.release()
 
 
 @contract
@@ -168,9 +217,9 @@ def what_arrived_stays_until_the_release_whoever_sends_next(box, rank, size, dev
         tensor = torch.full((1 << 10,), float(sender), device=device)
         received, place = box.slot(tensor, 0)
         if rank == sender:
-            box.exchange(Message(tensor, receiver, 0, place), None).wait()
+            box.exchange(Parcel(tensor, receiver, 0, place), None).wait()
         elif rank == receiver:
-            box.exchange(None, Message(received, sender, 0, place)).wait()
+            box.exchange(None, Parcel(received, sender, 0, place)).wait()
             time.sleep(0.02)  # the delay under test: the next sender is ready by now
             assert bool((received == sender).all())
-        box.transport.release(is_capturing=False)
+        box.release()

@@ -5,6 +5,9 @@ Graphs run in every order that streams and events leave open, so scratch memory 
 
 import dataclasses
 import itertools
+import threading
+import weakref
+from collections import defaultdict
 
 import pytest
 import torch
@@ -182,3 +185,62 @@ def test_a_kernel_that_refuses_all_queries_at_once_is_passed_over(monkeypatch):
             return {record.attention for record in context.report() if record.op == "query_split_attention"}
 
     assert run_threads(2, body) == [{"math"}] * 2
+
+
+class Allocator:
+    """Hands out bytes that were freed again, as PyTorch's allocator does on GPUs. in_use, most: how many, by thread."""
+
+    def __init__(self) -> None:
+        self._empty = torch.empty
+        self._free = defaultdict(list)
+        self.in_use = defaultdict(int)
+        self.most = defaultdict(int)
+
+    def empty(self, *sizes, dtype=None, **others):
+        if dtype is not torch.uint8:
+            return self._empty(*sizes, dtype=dtype, **others)
+        thread, (size,) = threading.get_ident(), sizes
+        free = self._free[thread, size]
+        memory = free.pop() if free else self._empty(size, dtype=dtype)
+        self.in_use[thread] += size
+        self.most[thread] = max(self.most[thread], self.in_use[thread])
+        given = memory[:]
+        weakref.finalize(given, self._take_back, thread, memory)
+        return given
+
+    def _take_back(self, thread, memory):
+        self._free[thread, memory.numel()].append(memory)
+        self.in_use[thread] -= memory.numel()
+
+
+@pytest.mark.parametrize("backward", ["query_split", "row_parallel"])
+def test_scratch_memory_is_free_after_a_call_and_graphs_serve_calls_that_get_it_again(backward, monkeypatch):
+    _, config = emulated(monkeypatch, path="query_split", splits_per_shard=2, backward=backward)
+    monkeypatch.setattr(tape_graphs, "_STEPWISE", 0)
+    allocator = Allocator()
+    monkeypatch.setattr(torch, "empty", allocator.empty)
+    calls = defaultdict(list)
+    replay = PreparedPass.run_from_tape
+
+    def keep(*given, **keywords):
+        calls[threading.get_ident()].append((given, keywords))
+        return replay(*given, **keywords)
+
+    monkeypatch.setattr(PreparedPass, "run_from_tape", keep)
+
+    def body(group, device):
+        thread = threading.get_ident()
+        with take_part(group), OverlapContext(group, config) as context:
+            compare(dataclasses.replace(CASE, rows=32), group, context)
+            kept = allocator.in_use[thread]
+            assert len(calls[thread]) == 2
+            for (prepared, *given), keywords in calls[thread]:
+                allocator.most[thread] = 0
+                for _ in range(4):
+                    with prepared:
+                        assert replay(prepared, *given, **keywords)
+                    assert allocator.in_use[thread] == kept < allocator.most[thread]
+                assert prepared.modes == {"stepped": 0, "tape": 1, "graph": 4}
+        assert allocator.in_use[thread] == 0
+
+    run_threads(2, body)

@@ -47,11 +47,11 @@ def config_for(path: str, algorithm: str, m: int, **others) -> OverlapConfig:
 
 @pytest.mark.parametrize("group_size", [2, 3])
 def test_contract(group_size, monkeypatch):
-    emulate_copy_engine(monkeypatch)
+    machine = emulate_copy_engine(monkeypatch)
 
     def body(group, device):
         with take_part(group):
-            transport = CopyEngineTransport(group, device)
+            transport = CopyEngineTransport(group, device, driver=machine.driver)
             run_contract(transport, group.rank(), group.size(), device)
             transport.close()
 

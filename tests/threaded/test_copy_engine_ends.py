@@ -17,7 +17,7 @@ from commfuse_megatron.ops import (
     all_gather_linear,
     linear_reduce_scatter,
 )
-from commfuse_megatron.runtime import leaving, tensor_program
+from commfuse_megatron.runtime import leaving, tensor_tape
 from commfuse_megatron.transport import copy_engine, stream_memory
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from tests.harness import emulated_gpu, run_threads
@@ -105,7 +105,8 @@ def test_a_failed_context_is_forgotten_when_its_streams_were_let_go(monkeypatch)
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(leaving, "_links", set())
     monkeypatch.setattr(leaving, "_left", {})
-    monkeypatch.setattr(tensor_program.TensorProgram, "_finish_step", lambda program: lambda frame: 1 / 0)
+    run = tensor_tape.TensorTape.run
+    monkeypatch.setattr(tensor_tape.TensorTape, "run", lambda *arguments: run(*arguments) or 1 / 0)
     config = config_for("sliced", "ring", 2)
 
     def body(group, device):
@@ -182,7 +183,7 @@ def test_a_released_transport_is_not_given_up(monkeypatch):
 
 def test_the_end_of_a_call_is_recorded_before_others_may_ask_for_it(monkeypatch):
     """An event says "reached" until it is recorded: the watchdog dropped the call, and windows were freed under it."""
-    emulate_copy_engine(monkeypatch)
+    machine = emulate_copy_engine(monkeypatch)
     asked = []
 
     class Watched(emulated_gpu._Event):
@@ -198,7 +199,7 @@ def test_the_end_of_a_call_is_recorded_before_others_may_ask_for_it(monkeypatch)
             made.append(self)
 
     made, transports = [], {}
-    monkeypatch.setattr(copy_engine, "StreamEvent", Watched)
+    monkeypatch.setattr(machine.driver, "event", Watched)
     monkeypatch.setattr(copy_engine, "_Operation", Operation)
 
     def body(group, device):

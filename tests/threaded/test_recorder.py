@@ -1,16 +1,18 @@
 """What a context with `record` keeps of its calls."""
 
 import contextlib
+import dataclasses
 
 import numpy
 import pytest
 import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
-from commfuse_megatron.config import TransportConfig
+from commfuse_megatron.config import KernelConfig, LinearConfig, PassConfig, TransportConfig
 from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.transport.base import Transfer
 from tests.harness import run_threads
+from tests.harness.emulated_gpu import emulate_copy_engine, take_part
 
 
 def test_a_long_recording_keeps_the_latest_calls(monkeypatch):
@@ -129,7 +131,7 @@ class FakeDevice:
             def __init__(self, *, enable_timing):
                 assert enable_timing
 
-            def record(self):
+            def record(self, stream=None):
                 self.at_us = device.now_us
 
             def synchronize(self):
@@ -204,3 +206,62 @@ def test_on_gpus_times_stay_fine_long_after_the_first_mark(fake_device):
         starts = [i.start_us for i in found if i.name.startswith(f"{call} ")]
         assert [start - starts[0] for start in starts] == pytest.approx(range(0, 1000, 100), abs=0.1)
         assert starts[0] == pytest.approx(3600e6 * (call + 1) + 1000 * call, abs=1000)
+
+
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recording_changes_nothing_that_runs_over_the_copy_engine(dtype, m, monkeypatch):
+    """The same programs in the same mode, and an interval for every computation and every batch of each call."""
+    emulate_copy_engine(monkeypatch)
+    sliced = PassConfig(path="sliced", algorithm="direct", chunks_per_shard=m)
+    config = OverlapConfig(
+        linear=LinearConfig(fprop=sliced, dgrad=sliced), transport=TransportConfig(backend="copy_engine")
+    )
+    if dtype == torch.float32:  # what tapes do not serve
+        config = dataclasses.replace(config, kernel=KernelConfig(gemm="torch"))
+    group_size, calls = 3, 6
+
+    def body(group, device):
+        results, modes = [], []
+        for is_recorded in (False, True):
+            generator = torch.Generator().manual_seed(group.rank())
+            x = torch.randint(-3, 4, (8, 2, 16), generator=generator).to(dtype)
+            weight = torch.randint(-3, 4, (8, 16), generator=generator).to(dtype)
+            with (
+                take_part(group),
+                OverlapContext(group, dataclasses.replace(config, record=is_recorded)) as context,
+            ):
+                for _ in range(calls):
+                    found = [t.clone().requires_grad_() for t in (x, weight)]
+                    y = ops.all_gather_linear(*found, context=context)
+                    z = ops.linear_reduce_scatter(y, found[1].new_ones(8, 8), context=context)
+                    z.sum().backward()
+                results.append([z.detach(), *(t.grad for t in found)])
+                modes.append([sum(record.modes.values()) for record in context.report()])
+                served = {mode for record in context.report() for mode, count in record.modes.items() if count}
+                if dtype == torch.float32:
+                    assert served == {"stepped"}
+                else:
+                    assert served == {"tape"} or (not is_recorded and served == {"tape", "graph"})
+                if is_recorded:
+                    _check_intervals(context, calls, group_size, m)
+        assert modes[0] == modes[1]
+        for first, second in zip(*results, strict=True):
+            assert torch.equal(first, second)
+
+    run_threads(group_size, body)
+
+
+def _check_intervals(context, calls, group_size, m):
+    recorded = context.recorder.calls_by_problem()
+    assert len(recorded) == 4
+    for problem, of_problem in recorded.items():
+        assert len(of_problem) == calls
+        names = [sorted(i.name for i in call if i.track == "compute") for call in of_problem]
+        assert all(found == names[0] for found in names)
+        assert sum("multiply" in name for name in names[0]) == group_size * m, problem
+        gathers_again = problem.op == "all_gather_linear" and problem.pass_name == "backward"
+        for call in of_problem:
+            sent = [i for i in call if i.track == "transfer"]
+            assert len(sent) == (group_size - 1) * m * (1 + gathers_again), problem
+            assert all(i.end_us >= i.start_us for i in call)

@@ -4,8 +4,6 @@ Everything runs on raw addresses, as on a GPU. Operands are bf16 or fp16, sums a
 """
 
 import dataclasses
-import gc
-import weakref
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ import torch
 from commfuse_megatron.kernels import attention_cudnn_backward, attention_pieces
 from commfuse_megatron.kernels.attention import MathAttention, SplitMask
 from commfuse_megatron.kernels.attention_cudnn import CudnnAttention
-from commfuse_megatron.kernels.cudnn_graph import StreamScratch
 from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
 from tests.harness import emulated_gpu
 from tests.harness.emulated_cudnn import EmulatedCudnn, Launch, emulate_cudnn
@@ -94,16 +91,21 @@ class Split:
         state = kernel.forward(*self.operands, self.mask, SCALE, None)
         return [self.out, *kernel.backward(self.grad_out, self.operands, state, self.mask, SCALE, None)]
 
-    def run_bound(self, kernel: CudnnAttention, stream: int = 5) -> list[torch.Tensor]:
-        """The same on addresses."""
+    def run_bound(
+        self, kernel: CudnnAttention, stream: int = 5, scratch: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """The same on addresses, with scratch memory for the calls of a stream."""
         forward = kernel.bind_forward(self.operands, self.mask, SCALE)
         backward = kernel.bind_backward(self.grad_out, self.operands, self.mask, SCALE)
         assert forward is not None
         assert backward is not None
         self.stats = torch.full((self.q.size(1), self.q.size(2), self.q.size(0), 1), torch.nan)
-        loaded = [tensor.data_ptr() for tensor in (*self.operands, self.stats)]
-        forward(stream, *loaded)
-        backward(stream, *loaded, self.grad_out.data_ptr(), *(each.tensor.data_ptr() for each in self.stored))
+        if scratch is None:
+            scratch = torch.empty(max(forward.scratch_bytes, backward.scratch_bytes), dtype=torch.uint8)
+        assert forward.scratch_bytes <= scratch.nbytes >= backward.scratch_bytes
+        loaded = [tensor.data_ptr() for tensor in (scratch, *self.operands, self.stats)]
+        forward.run(stream, *loaded)
+        backward.run(stream, *loaded, self.grad_out.data_ptr(), *(each.tensor.data_ptr() for each in self.stored))
         return [self.out, *(each.tensor for each in self.stored)]
 
     def check(self, found: list[torch.Tensor]) -> None:
@@ -233,39 +235,19 @@ def test_a_probe_builds_what_is_used(refused, cudnn, kernel, monkeypatch) -> Non
     assert "not supported" in kernel.probe(problem)
 
 
-def test_two_streams_share_graphs_and_no_memory(cudnn, kernel, monkeypatch) -> None:
+def test_two_streams_share_graphs_and_calls_of_one_share_scratch_memory(cudnn, kernel, monkeypatch) -> None:
     """Calls wait on their streams, then those of the two streams take turns."""
     set_worth(monkeypatch, ALWAYS)
     waiting: dict[int, list] = {2: [], 3: []}
     monkeypatch.setattr(emulated_gpu, "_submit", lambda stream, action: waiting[stream].append(action))
     calls = []
+    scratch = {stream: torch.empty(1 << 16, dtype=torch.uint8) for stream in waiting}
     for seed, stream in enumerate((2, 3, 3, 2)):
         split = Split(BASE, RowRange(12, 24), operands_of(BASE, seed=seed))
-        calls.append((split, split.run_bound(kernel, stream)))
+        calls.append((split, split.run_bound(kernel, stream, scratch[stream])))
     assert [len(actions) for actions in waiting.values()] == [8, 8]
     for actions in zip(*waiting.values(), strict=True):
         for action in actions:
             action()
     for split, found in calls:
         split.check(found)
-
-
-def test_scratch_memory_that_was_outgrown_stays_alive(monkeypatch) -> None:
-    made = []
-
-    def empty(*sizes, **others):
-        tensor = torch.zeros(*sizes, **others)
-        made.append(weakref.ref(tensor))
-        return tensor
-
-    scratch = StreamScratch(CPU)
-    monkeypatch.setattr(torch, "empty", empty)
-    first = scratch.address(2, 100)
-    assert scratch.address(2, 50) == first
-    assert scratch.address(3, 50) != first
-    larger = scratch.address(2, 200)
-    assert larger != first
-    assert scratch.address(2, 100) == larger
-    gc.collect()
-    assert len(made) == 3
-    assert all(tensor() is not None for tensor in made)

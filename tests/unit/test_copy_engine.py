@@ -11,6 +11,7 @@ import torch
 from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport import copy_engine
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
+from commfuse_megatron.transport.driver import CUDA, Driver
 from commfuse_megatron.transport.mapped_window import map_window
 
 symmetric_memory = pytest.importorskip("torch.distributed._symmetric_memory")
@@ -31,7 +32,7 @@ def test_a_rank_without_memory_stops_all_before_the_rendezvous(is_here, monkeypa
     group = SimpleNamespace(rank=lambda: 0)
     elsewhere = "" if is_here else "group rank 1 has no 3 MiB of symmetric memory: out of memory"
     with pytest.raises(TransportError, match=f"group rank {0 if is_here else 1} has no 3 MiB of symmetric memory"):
-        map_window(group, torch.device("cpu"), 3 << 20, lambda own: [own, elsewhere])
+        map_window(CUDA, group, torch.device("cpu"), 3 << 20, lambda own: [own, elsewhere])
 
 
 def test_transfers_are_given_up_also_while_a_graph_is_captured(monkeypatch):
@@ -85,7 +86,7 @@ def test_who_lets_go_of_streams_may_do_so_whatever_is_captured(monkeypatch):
     assert asked == ["commfuse-abort"]
 
 
-def test_a_transport_that_cannot_be_made_gives_its_streams_back(monkeypatch):
+def test_a_transport_that_cannot_be_made_gives_its_streams_back():
     given_back, destroyed = [], []
 
     class Stream:
@@ -97,20 +98,28 @@ def test_a_transport_that_cannot_be_made_gives_its_streams_back(monkeypatch):
         def destroy(self):
             destroyed.append(self)
 
-    for name in ("StreamMemory", "StreamEvent"):
-        monkeypatch.setattr(copy_engine, name, lambda: SimpleNamespace(run=None))
-    monkeypatch.setattr(copy_engine, "OwnStream", Stream)
-    monkeypatch.setattr(copy_engine, "borrow_stream", Stream)
-    monkeypatch.setattr(copy_engine, "TapeGraphs", lambda *arguments: None)
-    monkeypatch.setattr(copy_engine, "give_stream_back", lambda device, stream: given_back.append(stream))
+    class WithoutMemory(Driver):
+        def memory(self):
+            return SimpleNamespace(run=None)
 
-    def no_memory(*arguments):
-        raise TransportError("no memory")
+        def event(self):
+            return None
 
-    monkeypatch.setattr(copy_engine, "map_window", no_memory)
+        def new_stream(self, device, *, is_high_priority):
+            return Stream(device)
+
+        def borrow_stream(self, device):
+            return Stream(device)
+
+        def give_stream_back(self, device, stream):
+            given_back.append(stream)
+
+        def allocate_shared(self, size_bytes, device):
+            raise RuntimeError("no memory")
+
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     with pytest.raises(TransportError, match="no memory"):
-        CopyEngineTransport(group, torch.device("cpu"), graph_memory_mib=4)
+        CopyEngineTransport(group, torch.device("cpu"), graph_memory_mib=4, driver=WithoutMemory())
     assert (len(given_back), len(destroyed)) == (1, 1)
 
 

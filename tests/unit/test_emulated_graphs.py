@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 def streams(monkeypatch: pytest.MonkeyPatch) -> tuple[emulated_gpu._Stream, emulated_gpu._Stream]:
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(emulated_gpu._local, "group", types.SimpleNamespace(rank=lambda: 0), raising=False)
-    return emulated_gpu._Stream(CPU), emulated_gpu._Stream(CPU)
+    return emulated_gpu._Stream(), emulated_gpu._Stream()
 
 
 def say(log: list[str], stream: emulated_gpu._Stream, word: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from commfuse_megatron.transport import mapped_window
+from commfuse_megatron.transport.driver import CUDA
 from commfuse_megatron.transport.mapped_window import map_window
 from commfuse_megatron.transport.stream_memory import captures_excluded
 
@@ -44,7 +45,7 @@ def are_alive(mapped):
 
 
 def test_a_window_that_is_given_up_is_freed_at_once(mapped):
-    first, second = (map_window(GROUP, DEVICE, 64, None) for _ in range(2))
+    first, second = (map_window(CUDA, GROUP, DEVICE, 64, None) for _ in range(2))
     first.free()
     assert are_alive(mapped) == [False, True]
     second.free()
@@ -52,20 +53,20 @@ def test_a_window_that_is_given_up_is_freed_at_once(mapped):
 
 
 def test_garbage_is_freed_when_the_next_window_is_made(mapped):
-    garbage = [map_window(GROUP, DEVICE, 64, None)]
+    garbage = [map_window(CUDA, GROUP, DEVICE, 64, None)]
     garbage.append(garbage)
     del garbage
     gc.collect()
     assert are_alive(mapped) == [True]
-    map_window(GROUP, DEVICE, 64, None)
+    map_window(CUDA, GROUP, DEVICE, 64, None)
     assert are_alive(mapped) == [False, True]
 
 
 def test_memory_that_is_looked_at_outlives_its_window(mapped):
-    window = map_window(GROUP, DEVICE, 64, None)
+    window = map_window(CUDA, GROUP, DEVICE, 64, None)
     view = window.tensor[:8].view(torch.int32)
     window.free()
-    other = map_window(GROUP, DEVICE, 64, None)
+    other = map_window(CUDA, GROUP, DEVICE, 64, None)
     assert are_alive(mapped) == [True, True]
     view.zero_()
     del view
@@ -74,7 +75,7 @@ def test_memory_that_is_looked_at_outlives_its_window(mapped):
 
 
 def test_nothing_is_freed_while_a_graph_is_captured(mapped, monkeypatch):
-    map_window(GROUP, DEVICE, 64, None)
+    map_window(CUDA, GROUP, DEVICE, 64, None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     mapped_window._free_unused(torch.device("cuda"))
@@ -110,7 +111,7 @@ def test_peers_are_let_in_when_the_memory_has_been_cleared(monkeypatch):
     monkeypatch.setattr(symmetric_memory, "rendezvous", rendezvous)
     monkeypatch.setattr(torch.cuda, "default_stream", default_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", default_stream)
-    map_window(GROUP, DEVICE, 64, None, lambda tensor: order.append("filled"))
+    map_window(CUDA, GROUP, DEVICE, 64, None, lambda tensor: order.append("filled"))
     assert order[:3] == ["clearing", "cleared", "filled"]
     assert order[-1] == "peers"
 

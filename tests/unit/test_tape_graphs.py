@@ -8,6 +8,7 @@ import torch
 from commfuse_megatron.runtime import lanes
 from commfuse_megatron.transport import tape_graphs
 from commfuse_megatron.transport.copy_tape import BoundOperation, GraphTable
+from commfuse_megatron.transport.driver import Driver
 from commfuse_megatron.transport.tape_graphs import TapeGraphs
 
 HERE, THERE = (0, 16), (0, 32)
@@ -72,16 +73,26 @@ LOG: list[str] = []
 def device(monkeypatch):
     LOG.clear()
     found = Device()
-    monkeypatch.setattr(tape_graphs, "StreamEvent", Event)
-    monkeypatch.setattr(tape_graphs, "StreamGraph", Graph)
-    monkeypatch.setattr(tape_graphs, "free_memory_bytes", found.free_bytes)
     monkeypatch.setattr(Graph, "refusal", None)
     monkeypatch.setattr(Graph, "used_device", found, raising=False)
     return found
 
 
+class FakeDriver(Driver):
+    def event(self):
+        return Event()
+
+    def graph(self, stream, tell):
+        return Graph(stream, tell)
+
+    def free_memory_bytes(self):
+        return Graph.used_device.free_bytes()
+
+
 def within(mib):
-    return TapeGraphs(Stream(), Stream(), lambda stream, batch: LOG.append(f"{batch} on {stream}"), mib * MIB)
+    return TapeGraphs(
+        FakeDriver(), Stream(), Stream(), lambda stream, batch: LOG.append(f"{batch} on {stream}"), mib * MIB
+    )
 
 
 @pytest.fixture
