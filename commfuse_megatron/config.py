@@ -122,9 +122,8 @@ class AttentionConfig(_Checked):
     With dropout it is always the first, since splits have masks of their own, and where only the weight needs a
     gradient, since attention has no backward pass then. "auto": the planner chooses.
     kernel: what computes attention in `ops`. "auto" takes the first that can of cuDNN's front end ("cudnn"), PyTorch's
-    flash attention ("flash": its own, or FlashAttention-3 or -4 where the program has activated it in PyTorch) and
-    "math", which keeps a split's scores in memory and takes everything. In Megatron, "row_parallel" and "sequential"
-    run Megatron's own attention.
+    flash attention ("flash") and "math", which keeps a split's scores in memory and takes everything. In Megatron,
+    "row_parallel" and "sequential" run Megatron's own attention.
     """
 
     path: Literal["auto", "query_split", "row_parallel", "sequential"] = "auto"

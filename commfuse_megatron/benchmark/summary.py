@@ -10,7 +10,7 @@ from commfuse_megatron.benchmark.ours import PLANNED
 from commfuse_megatron.benchmark.rows import Row, begins_so
 from commfuse_megatron.errors import ConfigError
 
-__all__ = ["METRICS", "Metric", "Summary", "check_bounds", "parse_bounds", "summarize"]
+__all__ = ["METRICS", "Metric", "Summary", "check_bounds", "parse_bounds", "stock_times", "summarize"]
 
 #: Name -> what it says; all are ratios of times, smaller is better.
 METRICS = {
@@ -79,7 +79,7 @@ def summarize(rows: Sequence[Row]) -> Summary:
         if values
     }
     offenders = sorted(
-        ((row.median_ms / min(stock), row) for row, variants in planned if (stock := _stock_times(variants))),
+        ((row.median_ms / min(stock), row) for row, variants in planned if (stock := stock_times(variants))),
         key=lambda pair: pair[0],
         reverse=True,
     )
@@ -97,7 +97,7 @@ def _best(variants: dict[str, Row], prefix: str) -> float | None:
     return min((row.median_ms for name, row in variants.items() if begins_so(name, prefix)), default=None)
 
 
-def _stock_times(variants: dict[str, Row]) -> list[float]:
+def stock_times(variants: dict[str, Row]) -> list[float]:
     """What a user has without us."""
     return [variants[name].median_ms for name in ("sequential", "megatron") if name in variants]
 

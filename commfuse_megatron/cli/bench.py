@@ -13,6 +13,7 @@ from rich.markup import escape
 from commfuse_megatron.cli.launch import launch
 from commfuse_megatron.cli.output import each_once, make_progress, results, say_count
 from commfuse_megatron.cli.ranks import Rank, UsageError, choose_num_ranks, is_speaker
+from commfuse_megatron.cli.report import run_report
 from commfuse_megatron.cli.write_plans import require_plans_alone, run_write_plans
 from commfuse_megatron.config import CONFIG_VARIABLE, config_file_from_environment
 
@@ -89,11 +90,20 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         help="time nothing else: plan both passes of every case and keep the plans in FILE, for jobs with `plan.file`;"
         " missing folders are made",
     )
+    add(
+        "--report",
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing: make the tables of these Markdown files anew, each from the file of rows that it names",
+    )
     add("--commit", help="recorded in the rows (default: asked from git)")
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
     """Run the grid. 0: all that ran was right; 1: a result was wrong, a path not taken, a bound missed; 2: none ran."""
+    if arguments.report:
+        return run_report(arguments)
+
     import torch
 
     from commfuse_megatron.benchmark.attention_cases import ATTENTION_MODELS, ATTENTION_TOKENS

@@ -116,9 +116,6 @@ class AttentionKernel(Protocol):
         The gradients are contiguous, in the dtype of the operands.
         """
 
-    def stale_reason(self) -> str | None:
-        """Why calls that this was chosen for cannot go on with it; None, as nearly always, if they can."""
-
 
 def join_states(states: Sequence[tuple[torch.Tensor, ...]], queries: Sequence[int]) -> tuple[torch.Tensor, ...] | None:
     """What one call without dropout would leave for `backward`, from what calls for its splits left; None if it cannot
@@ -211,10 +208,6 @@ class MathAttention:
         scale: float,
     ) -> BoundAttention | None:
         """None, as for `bind_forward`."""
-        return None
-
-    def stale_reason(self) -> str | None:
-        """None: nothing that it depends on changes."""
         return None
 
 

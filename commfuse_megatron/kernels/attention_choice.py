@@ -1,7 +1,7 @@
 """Which kernel computes an attention: the first that can, with the reason why others cannot.
 
 The contract that bites: a kernel that is left out for want of a package or a GPU may differ between ranks, which is
-harmless: every rank computes its own heads. What flash attention is, a program may change between two choices.
+harmless: every rank computes its own heads.
 """
 
 import dataclasses
@@ -12,11 +12,7 @@ import torch
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels.attention import AttentionKernel, MathAttention
 from commfuse_megatron.kernels.attention_cudnn import CudnnAttention, cudnn_attention_unavailable_reason
-from commfuse_megatron.kernels.attention_flash import (
-    FlashAttention,
-    active_flash_implementation,
-    flash_attention_unavailable_reason,
-)
+from commfuse_megatron.kernels.attention_flash import FlashAttention, flash_attention_unavailable_reason
 from commfuse_megatron.problem import AttentionProblem
 
 __all__ = ["AttentionKernels"]
@@ -37,8 +33,8 @@ class AttentionKernels:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._made: dict[tuple[str, str | None], AttentionKernel] = {}
-        self._chosen: dict[tuple[AttentionProblem, str, str | None], _Choice] = {}
+        self._made: dict[str, AttentionKernel] = {}
+        self._chosen: dict[tuple[AttentionProblem, str], _Choice] = {}
 
     def choose(self, problem: AttentionProblem, wanted: str) -> AttentionKernel:
         """The kernel for `problem`. wanted: "auto", or one by name.
@@ -48,12 +44,12 @@ class AttentionKernels:
         return self._choose(problem, wanted).kernel
 
     def passed_over_reason(self, problem: AttentionProblem, wanted: str) -> str:
-        """Why kernels that "auto" would rather take cannot compute `problem` now; "" if the first one can."""
+        """Why kernels that "auto" would rather take cannot compute `problem`; "" if the first one can."""
         return self._choose(problem, wanted).passed_over
 
     def _choose(self, problem: AttentionProblem, wanted: str) -> _Choice:
         # Both passes, and whatever gradients are due, take the same.
-        key = (dataclasses.replace(problem, pass_name="fprop", needs=""), wanted, active_flash_implementation())
+        key = (dataclasses.replace(problem, pass_name="fprop", needs=""), wanted)
         if key not in self._chosen:
             if len(self._chosen) >= _MOST_CHOICES:
                 self._chosen.clear()
@@ -81,9 +77,8 @@ class AttentionKernels:
         raise UnsupportedError(f"attention.kernel is {wanted!r}, but {'; '.join(reasons)}")
 
     def _make(self, name: str) -> AttentionKernel:
-        key = (name, active_flash_implementation() if name == "flash" else None)
-        if key not in self._made and name == "cudnn":
-            self._made[key] = CudnnAttention(self._device)
-        elif key not in self._made:
-            self._made[key] = FlashAttention() if name == "flash" else MathAttention()
-        return self._made[key]
+        if name not in self._made and name == "cudnn":
+            self._made[name] = CudnnAttention(self._device)
+        elif name not in self._made:
+            self._made[name] = FlashAttention() if name == "flash" else MathAttention()
+        return self._made[name]

@@ -183,10 +183,6 @@ class CudnnAttention:
             return None
         return self._backward.bind(_split_of(grad_out, operands, mask, scale))
 
-    def stale_reason(self) -> str | None:
-        """None: nothing that it depends on changes."""
-        return None
-
 
 def _split_of(
     grad_out: torch.Tensor, operands: tuple[torch.Tensor, ...], mask: SplitMask, scale: float

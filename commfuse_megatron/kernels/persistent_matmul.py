@@ -80,7 +80,7 @@ def persistent_matmul(
         UnsupportedError for a dtype, device or installation that the kernel does not serve.
 
     Cost: operands whose base and row stride are multiples of 16 bytes travel by TMA, others by masked pointer loads,
-        several times slower. Speed and host time: docs/results/persistent_matmul_h100_202611.md.
+        several times slower. Speed: docs/results/linears_h200_202611.md.
     """
     a_at, b_at = a.data_ptr(), b.data_ptr()
     out_at, out_key, addend_at, addend_key = 0, None, None, None

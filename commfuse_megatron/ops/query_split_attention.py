@@ -234,19 +234,10 @@ def _prepare(inputs: AttentionInputs, context: OverlapContext, weight_grad: Weig
             )
         else:
             prepared = remember(context, inputs.key, problem, _OPERATION)
-        if prepared.attention is None:  # else it stays: calls that it served may still await their backward pass
-            prepared.attention = _choose_kernel(problem, context)
-            wanted = context.config.attention.kernel
-            prepared.attention_reason = context.attention_kernels.passed_over_reason(problem, wanted)
-    _require_current(prepared)
+        prepared.attention = _choose_kernel(problem, context)
+        wanted = context.config.attention.kernel
+        prepared.attention_reason = context.attention_kernels.passed_over_reason(problem, wanted)
     return prepared
-
-
-def _require_current(p: PreparedPass) -> None:
-    """Raise UnsupportedError if the kernel that was chosen can no longer be called; nothing of `p` was sent."""
-    reason = None if p.attention is None else p.attention.stale_reason()
-    if reason is not None:
-        p.context.consensus.refuse(UnsupportedError(reason), topic=p.problem.call)
 
 
 def _find_complaint(inputs: AttentionInputs, weight_grad: WeightGrad, context: OverlapContext) -> str | None:
@@ -266,7 +257,6 @@ def _prepare_backward(forward: PreparedPass, *, needs_input: bool, needs_weight:
     )
     p = forward.context.prepare_like(problem, forward.plan.for_backward, reason)
     p.attention, p.attention_reason = forward.attention, forward.attention_reason
-    _require_current(p)
     return p
 
 

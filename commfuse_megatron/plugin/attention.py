@@ -345,7 +345,7 @@ def reason_to_keep_megatrons(kernel: str, passed_over: str, capability: tuple[in
             f" faster{why}"
         )
     backend = getattr(getattr(config, "attention_backend", None), "name", "auto")
-    if backend not in ("auto", _BACKENDS.get(kernel.partition(" ")[0])):
+    if backend not in ("auto", _BACKENDS.get(kernel)):
         return f"config.attention_backend asks for {backend}, and query splits would run {kernel}"
     return None
 

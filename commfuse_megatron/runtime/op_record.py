@@ -14,8 +14,7 @@ class OpRecord:
     exposed_comm_us: mean over the latest recorded calls of the time in which a transfer ran and nothing computed; None
     unless the configuration records, and of the group's collectives, which are not recorded. predicted_us,
     measured_us: what the planner knew of the path taken; None where it did not ask. attention: the kernel of an
-    attention, "flash (FA3)" say where the program activated FlashAttention-3; None for a linear, and where Megatron's
-    own attention runs. attention_reason: why that and no faster one.
+    attention; None for a linear, and where Megatron's own attention runs. attention_reason: why that and no faster one.
     gemm: what multiplied: "cuBLASLt" from tapes and graphs, the context's GEMM otherwise. modes: how many of the calls
     that a schedule carried ran "stepped", from a "tape" or as a "graph"; trials are not counted.
     """

@@ -120,8 +120,7 @@ def test_transformer_engines(attributes: dict, kind: str, expected: CoreAttentio
         ("flash", (8, 0), "flash", None),
         ("flash", (8, 6), "auto", None),
         ("flash", (9, 0), "flash", r"half of cuDNN's speed.*faster \(it is not installed\)"),
-        ("flash (FA3)", (9, 0), "flash", None),
-        ("flash (FA3)", (9, 0), "fused", r"would run flash \(FA3\)"),
+        ("flash", (8, 0), "fused", "asks for fused, and query splits would run flash"),
         ("math", (8, 0), "auto", "only the plain kernel"),
     ],
 )

@@ -1,48 +1,82 @@
-"""The README's Megatron lines, run as they stand."""
+"""The README's commands and scripts, run as they stand but for what a machine without a GPU cannot do."""
 
-import textwrap
+import os
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.megatron.harness import run_megatron
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
-README = Path(__file__).parents[2] / "README.md"
+# What only a GPU has: the device of the rank and NCCL. Megatron itself runs under the shims.
+ON_THE_CPU = {"torch.cuda.set_device(": "int(", '"nccl"': '"gloo"'}
+ENTER = "from commfuse_megatron.testing import cpu_megatron\nshims = cpu_megatron()\nshims.__enter__()\n"
+ONCE = "import builtins, os\nprint = builtins.print if os.environ['RANK'] == '0' else lambda *_: None\n"
+
+# Sizes that a CPU trains at once; of a flag given twice the last counts.
+SMALL = (
+    "--cpu --hidden-size 32 --num-attention-heads 4 --num-layers 2 --seq-length 32 --max-position-embeddings 32"
+    " --train-iters 2"
+)
 
 
-def readme_lines() -> str:
-    """The indented block that imports `convert_model`."""
-    blocks = README.read_text(encoding="utf-8").split("\n\n")
-    first = next(number for number, block in enumerate(blocks) if "import apply_to_spec, convert_model" in block)
-    return textwrap.dedent("\n\n".join(blocks[first : first + 2]))
+def block_with(word: str) -> str:
+    """The indented block that holds `word`."""
+    blocks = [block for block in re.findall(r"(?:^    .*\n|^\n)+", README, re.MULTILINE) if word in block]
+    assert len(blocks) == 1, f"{len(blocks)} blocks with {word}"
+    return re.sub(r"^    ", "", blocks[0], flags=re.MULTILINE).strip() + "\n"
 
 
-def run_readme(group_size: int) -> tuple[float, int, int]:
-    """Build the model by the README's lines and train one batch; (loss, overlapped calls, stock calls)."""
-    from megatron.core.models.gpt.gpt_model import GPTModel
+def session() -> tuple[str, str]:
+    """(what is typed, what is printed) in the block with prompts."""
+    (block,) = re.findall(r"^```python\n(>>> .*?)^```$", README, re.DOTALL | re.MULTILINE)
+    lines = block.splitlines()
+    typed = [line.removeprefix(">>> ") for line in lines if line.startswith(">>> ")]
+    return "\n".join(typed), "\n".join(lines[len(typed) :])
 
-    from commfuse_megatron.plugin import model_report
-    from commfuse_megatron.testing.gpt import SmallGPT, loss_of, transformer_config
 
-    gpt = SmallGPT()
-    names = {
-        "GPTModel": GPTModel,
-        "config": transformer_config(gpt, group_size),
-        "sizes": {"vocab_size": gpt.vocab_size, "max_sequence_length": 64, "position_embedding_type": "rope"},
-    }
-    exec(readme_lines().replace('"configs/', f'"{README.parent}/configs/'), names)
-    tokens = torch.randint(0, 256, (2, 33), generator=torch.Generator().manual_seed(0))
-    loss = loss_of(names["model"], tokens)
-    loss.backward()
-    report = model_report(names["model"])
-    return loss.item(), report.overlapped_calls, report.stock_calls
+def run(command: list[str], folder: Path) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, env=environment)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return ran.stdout
+
+
+def on_ranks(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
+
+
+def test_it_is_short() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 110
+    assert [line for line in lines if len(line) > 120] == []
+    assert len(block_with("import apply_to_spec").splitlines()) <= 15
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_the_lines_in_the_readme_build_a_model_whose_linears_are_all_overlapped() -> None:
-    assert "GPTModel(" in readme_lines()
-    for loss, overlapped_calls, stock_calls in run_megatron(2, run_readme):
-        assert 4.0 < loss < 7.0
-        assert (overlapped_calls, stock_calls) == (10, 0)
+def test_the_script_builds_a_model_and_its_report_is_what_is_shown(tmp_path: Path) -> None:
+    typed, shown = session()
+    script = block_with("import apply_to_spec")
+    for words, instead in ON_THE_CPU.items():
+        assert script.count(words) == 1
+        script = script.replace(words, instead)
+    (tmp_path / "script.py").write_text(f"{ENTER}{ONCE}{script}{typed}\n")
+    printed = run(on_ranks("--nproc-per-node", "2", "script.py"), tmp_path)
+    assert printed.strip().endswith(shown)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_command_trains_with_every_linear_overlapped(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    prepare, train = block_with("pretrain_gpt.py").replace("\\\n", " ").splitlines()
+    run([sys.executable, *shlex.split(prepare)[1:]], tmp_path)
+    variable, torchrun, *arguments = shlex.split(train)
+    assert (variable, torchrun) == ("CUDA_DEVICE_MAX_CONNECTIONS=1", "torchrun")
+    printed = run(["env", variable, *on_ranks(*arguments, *SMALL.split())], tmp_path)
+    assert re.search(r"10 layers \(0 of them stock\): [1-9]\d* forward passes overlapped, 0 sequential, 0 on", printed)

@@ -145,10 +145,10 @@ def print_schedule(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=50)
 
 
-def test_the_schedule_in_the_readme_is_what_the_example_prints() -> None:
+def test_the_schedule_in_the_design_is_what_the_example_prints() -> None:
     grid, _, _ = print_schedule().stdout.partition("\n\n  [2]")
     assert grid.startswith("direct reduce-scatter: 4 ranks")
-    assert textwrap.indent(grid, "    ") in (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    assert textwrap.indent(grid, "    ") in (EXAMPLES.parent / "docs" / "design.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("collective", ["all-gather", "reduce-scatter"])

@@ -1,5 +1,6 @@
 """OverlapConfig: files, errors with advice, defaults equal to the shipped file."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -33,6 +34,17 @@ def test_the_default_file_says_what_the_code_does():
     for section, values in OverlapConfig().to_dict().items():
         for key in values if isinstance(values, dict) else {section: None}:
             assert key in text, f"default.yaml does not list {section}.{key}"
+
+
+def test_the_page_of_options_is_what_the_docstrings_say():
+    file = CONFIGS.parent / "docs" / "make_configuration.py"
+    spec = importlib.util.spec_from_file_location("make_configuration", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = module.write_page()
+    assert module.FILE.read_text(encoding="utf-8") == page, "run `python docs/make_configuration.py`"
+    for key in re.findall(r"^ *(\w+):", (CONFIGS / "default.yaml").read_text(), re.MULTILINE):
+        assert re.search(rf"`(?:\w+\.)*{key}`", page), key
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)

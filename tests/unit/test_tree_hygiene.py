@@ -128,11 +128,51 @@ def test_files_that_documents_name_exist() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_commands_for_the_figures_in_the_readme_draw_them() -> None:
-    readme, tracing = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/tracing.md"))
-    figures = re.findall(r"!\[[^]]*\]\((.*)\.png\)", readme)
-    commands = tracing.split("## The README's figures")[1].split("##")[0]
-    assert re.findall(r"--output (\S+) --name (\S+)", commands) == [tuple(each.rsplit("/", 1)) for each in figures]
+def anchors_of(text: str) -> set[str]:
+    """What links may name of a document: its headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    wrong, count = [], 0
+    for file in (file for file in FILES if file.suffix == ".md"):
+        for target in re.findall(r"\]\(([^)\s]+)\)", file.read_text(encoding="utf-8")):
+            if target.startswith("https://"):
+                continue
+            count += 1
+            name, _, anchor = target.partition("#")
+            there = (file.parent / name) if name else file
+            if not there.exists() or (anchor and anchor not in anchors_of(there.read_text(encoding="utf-8"))):
+                wrong.append(f"{file.relative_to(ROOT)}: {target}")
+    assert not wrong, "\n".join(wrong)
+    assert count > 30
+
+
+def test_every_document_is_reached_from_the_readme() -> None:
+    reached, left = set(), [ROOT / "README.md"]
+    while left:
+        file = left.pop()
+        reached.add(file)
+        text = file.read_text(encoding="utf-8")
+        named = [*re.findall(r"\]\(([^)#\s]+\.md)", text), *re.findall(r"`([\w./-]+\.md)`", text)]
+        there = {Path(os.path.normpath(file.parent / name)) for name in named}
+        left += [each for each in there if each.is_file() and each not in reached]
+    missing = {file for file in FILES if file.suffix == ".md"} - reached
+    assert missing == set()
+
+
+def test_every_figure_is_shown_and_its_command_is_written_down() -> None:
+    documents = [file for file in FILES if file.suffix == ".md"]
+    shown = {
+        os.path.normpath(file.parent.relative_to(ROOT) / target)
+        for file in documents
+        for target in re.findall(r"!\[[^]]*\]\((\S+\.png)\)", file.read_text(encoding="utf-8"))
+    }
+    commands = (ROOT / "docs/tracing.md").read_text(encoding="utf-8").split("## The figures")[1].split("##")[0]
+    drawn = {f"{folder}/{name}.png" for folder, name in re.findall(r"--output (\S+) --name (\S+)", commands)}
+    figures = {str(file.relative_to(ROOT)) for file in FILES if file.suffix in FIGURE_SUFFIXES}
+    assert shown == drawn == figures
     assert figures
 
 
