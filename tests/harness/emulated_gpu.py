@@ -135,6 +135,7 @@ class _AttentionKernels(AttentionKernels):
 class _Hardware(Hardware):
     def __init__(self) -> None:
         self.driver = _Driver()
+        self.attention = _Attention  # the plain one, on addresses
 
     def choose_backend(self, group, config, exchange) -> str:
         return "copy_engine"

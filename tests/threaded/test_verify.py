@@ -197,17 +197,19 @@ def test_the_worst_rank_decides() -> None:
 
 @pytest.fixture
 def copy_engine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    emulate_copy_engine(monkeypatch)
+    machine = emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(tape_graphs, "_STEPWISE", -1)  # malloc repeats itself less than the allocator for GPUs
     # As on a GPU, where cuDNN takes what the plain attention stands for here, but one query that sees one key.
-    monkeypatch.setattr(prepared, "blas_unavailable_reason", lambda _, dtype: None if dtype.itemsize == 2 else "wide")
+    monkeypatch.setattr(
+        machine, "tapes_unavailable_reason", lambda _, dtype: None if dtype.itemsize == 2 else "wide", raising=False
+    )
     monkeypatch.setattr(cases_of_verify, "cudnn_attention_unavailable_reason", lambda *_: None)
-    bind = MathAttention.bind_forward
+    bind = machine.attention.bind_forward
 
     def bind_more_than_one(kernel: MathAttention, operands: tuple, *more: object) -> object:
         return None if operands[0].size(0) == operands[1].size(0) == 1 else bind(kernel, operands, *more)
 
-    monkeypatch.setattr(MathAttention, "bind_forward", bind_more_than_one)
+    monkeypatch.setattr(machine.attention, "bind_forward", bind_more_than_one)
     return monkeypatch
 
 
