@@ -23,6 +23,7 @@ from torch import distributed as dist
 from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.kernels.attention_choice import AttentionKernels
+from commfuse_megatron.runtime import hardware
 from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.verify.calls import Operands, Results, reference, run_on
 from commfuse_megatron.verify.cases import MODES, Case, Mode, modes_of, with_mode
@@ -117,7 +118,7 @@ def run_cases(
 ) -> list[CaseResult]:
     """The results as this rank sees them. Collective over `group`."""
     own: list[CaseResult] = []
-    kernels = AttentionKernels(device)
+    kernels = hardware.current.attention_kernels(device)
     for config, neighbours in itertools.groupby(cases, Case.config):
         with ExitStack() as stack:
             contexts = _Contexts(group, config, kernels, stack)

@@ -11,8 +11,8 @@ from torch import distributed as dist
 from commfuse_megatron import ops
 from commfuse_megatron.kernels.attention import MathAttention
 from commfuse_megatron.problem import AttentionProblem, RowRange, VisibleKeys
-from commfuse_megatron.runtime import prepared
-from commfuse_megatron.runtime.tape_program import TapeBinder, Unservable
+from commfuse_megatron.runtime import hardware
+from commfuse_megatron.runtime.tape_program import Tapes
 from commfuse_megatron.transport import tape_graphs
 from commfuse_megatron.verify import cases as cases_of_verify
 from commfuse_megatron.verify import ops as verify
@@ -295,13 +295,9 @@ def test_a_mode_that_did_not_run_as_it_should_is_an_error(
     if fault == "no graph":
         copy_engine.setattr(tape_graphs.TapeGraphs, "_capture", lambda *_: None)
     elif fault == "no tape":
-
-        def refuse(*_: object) -> None:
-            raise Unservable
-
-        copy_engine.setattr(TapeBinder, "bind", refuse)
+        copy_engine.setattr(Tapes, "run", lambda *_: None)
     else:
-        copy_engine.setattr(prepared, "blas_unavailable_reason", lambda *_: None)
+        copy_engine.setattr(hardware.current, "tapes_unavailable_reason", lambda *_: None)
     dtype = torch.float32 if fault == "a tape too many" else torch.bfloat16
     wanted = LINEAR | {"dtype": dtype, "variant": "even", "backward_path": "sliced", "keep_gathered_input": False}
     (result,) = results_of(2, emulated(2, **wanted))
