@@ -87,10 +87,14 @@ class CopyTape:
     """Steps of one operation. Between `order` and the next change of what is sent, pushes need no further ordering.
 
     Kernels and waits go to the current stream, or to the lane that `on` chose.
+
+    lanes_when_stepped: else lanes are for graphs only, and step by step all goes to the current stream: ordering lanes
+    takes some seven calls of the driver.
     """
 
-    def __init__(self, transport: StepMaker) -> None:
+    def __init__(self, transport: StepMaker, *, lanes_when_stepped: bool = True) -> None:
         self._transport = transport
+        self._lanes_when_stepped = lanes_when_stepped
         self._granted: set[int] = set()
         self._pending: list[Step] = []  # of the copy stream, for behind the next kernel
         self._pending_captured: list[Step] = []
@@ -114,12 +118,12 @@ class CopyTape:
     def mark(self) -> Step:
         """Remember how far the stream in use has come, for `follow`."""
         mark, follow = self._transport.bind_mark()
-        self._add(mark)
+        self._add_between_lanes(mark)
         return follow
 
     def follow(self, marked: Step) -> None:
         """What comes next on the stream in use comes after what was marked."""
-        self._add(marked)
+        self._add_between_lanes(marked)
 
     def on(self, lane: int | None) -> None:
         """Put what comes next on that stream; None: on the current one."""
@@ -218,8 +222,14 @@ class CopyTape:
         return awaited
 
     def _add(self, step: Step) -> None:
+        on_lane = self._on_lane(step)
+        self.steps.append(on_lane if self._lanes_when_stepped else step)
+        self._captured.append(on_lane)
+
+    def _add_between_lanes(self, step: Step) -> None:
         step = self._on_lane(step)
-        self.steps.append(step)
+        if self._lanes_when_stepped:
+            self.steps.append(step)
         self._captured.append(step)
 
     def _add_pending(self, step: Step) -> None:

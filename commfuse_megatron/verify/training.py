@@ -95,7 +95,7 @@ class Run:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Losses of the stock run, the others by the fastest mode of their calls, and what ran when in the last step of
-    the first of these, by rank."""
+    the last of these, by rank."""
 
     stock_loss: tuple[float, ...]
     runs: dict[Mode, Run]
@@ -104,7 +104,7 @@ class Comparison:
     @property
     def recorded(self) -> Run:
         """The run that was recorded."""
-        return next(iter(self.runs.values()))
+        return list(self.runs.values())[-1]
 
     def differences(self, mode: Mode) -> tuple[float, ...]:
         """Absolute difference of the losses, per step."""
@@ -250,6 +250,9 @@ def _train_all(recipe: Recipe, on_step: Callable[[int, float, float], None]) -> 
         with ExitStack() as stack:
             if step == recipe.num_steps - 1:
                 recorded = stack.enter_context(record(open_contexts, device=device))
+            else:
+                for context in open_contexts():
+                    stack.enter_context(context.unrecorded())
             for mode, run in runs.items():
                 losses[mode].append(run.step(tokens))
         on_step(step + 1, losses["stock"][-1], losses[mode][-1])
@@ -274,17 +277,16 @@ def _train_all(recipe: Recipe, on_step: Callable[[int, float, float], None]) -> 
 
 
 def _configs_of(recipe: Recipe) -> dict[Mode, OverlapConfig]:
-    """Of the overlapped models, by the fastest mode of their calls. The first one records, which no tape does."""
+    """Of the overlapped models, by the fastest mode of their calls. The last one's context, which is made here, can
+    record."""
     from megatron.core import parallel_state
 
     from commfuse_megatron.plugin.contexts import context_for
 
-    recording = dataclasses.replace(OVERLAPPED, record=True)
-    transport = context_for(parallel_state.get_tensor_model_parallel_group(), recording).transport_name
-    configs: dict[Mode, OverlapConfig] = {"stepped": recording}
-    if transport == "copy_engine" and recipe.dtype.itemsize == 2:
-        configs |= {mode: with_mode(OVERLAPPED, mode) for mode in MODES[1:]}
-    return configs
+    group, recording = parallel_state.get_tensor_model_parallel_group(), dataclasses.replace(OVERLAPPED, record=True)
+    if context_for(group, recording).transport_name != "copy_engine" or recipe.dtype.itemsize != 2:
+        return {"stepped": recording}
+    return {mode: recording if mode == MODES[-1] else with_mode(OVERLAPPED, mode) for mode in MODES}
 
 
 def _build(recipe: Recipe, device: torch.device, *, overlap: OverlapConfig | Literal[False]) -> Any:

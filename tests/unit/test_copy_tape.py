@@ -21,6 +21,9 @@ class Transport:
     def bind_order(self):
         return self.step("mark"), self.step("follow")
 
+    def bind_mark(self):
+        return self.step("mark lane"), self.step("follow lane")
+
     def bind_copies_mark(self):
         return self.step("mark copies"), self.step("follow copies")
 
@@ -180,3 +183,26 @@ def test_silence_is_among_what_a_release_clears(tape, transport):
     transport.silent = (SILENT,)
     tape.note(SENT)
     assert tape.finish().keys == (SENT, SILENT)
+
+
+@pytest.mark.parametrize("when_stepped", [True, False])
+def test_lanes_may_be_for_graphs_only(when_stepped, transport):
+    tape = CopyTape(transport, lanes_when_stepped=when_stepped)
+    log = []
+    tape.fork((2, 3))
+    for lane in (2, 3):
+        tape.on(lane)
+        tape.wait(ARRIVED if lane == 2 else SENT)
+        tape.compute(lambda at, stream: log.append(stream))
+    tape.join((2, 3))
+    operation = tape.finish()
+    for step in operation.steps:
+        step((0,), 0)
+    ordered = ["mark lane", *2 * ["follow lane"], *2 * ["mark lane"], *2 * ["follow lane"]]
+    assert log == ([2, 3] if when_stepped else [0, 0])
+    assert [name for name in transport.log if "lane" in name] == (ordered if when_stepped else [])
+    assert [name for name in transport.log if "wait" in name] == ["wait arrived", "wait sent"]
+    log.clear()
+    for step in operation.captured:
+        step((0,), 0)
+    assert log == [2, 3]
