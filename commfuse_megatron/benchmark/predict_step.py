@@ -6,14 +6,13 @@ a step with few tokens takes what its host does, which nobody predicts.
 """
 
 import dataclasses
-import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from commfuse_megatron.benchmark.fit import DTYPE, SEQUENTIAL
 from commfuse_megatron.benchmark.ours import PLANNED
+from commfuse_megatron.benchmark.report import read_rows
 from commfuse_megatron.benchmark.whole_step import FREE, MODELS, STOCK
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import ConfigError
@@ -215,29 +214,13 @@ class _Step:
 
 
 def measured_steps(path: Path) -> list[MeasuredStep]:
-    """All steps in a file, FP8's apart. It holds one run or several by names of their own, in this version's form or
-    the one before. Raises ConfigError where there is none."""
-    try:
-        found = list(_steps_in(json.loads(path.read_text("utf-8"))))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+    """All steps of batch 1 in a file of rows, FP8's and the CPU's apart. Raises ConfigError where there is none."""
+    found = [
+        MeasuredStep(*(row[name] for name in ("model", "layers", "sequence", "group_size", "variant", "step_ms")))
+        for row in read_rows(path)
+        if row.get("op") == "whole_step" and row.get("recipe") is None and row.get("device") != "cpu"
+        if row["batch"] == 1 and row["variant"] in (STOCK, PLANNED, FREE)
+    ]
     if not found:
         raise ConfigError(f"{path} has no steps that `commfuse trace --step --json` wrote")
     return found
-
-
-def _steps_in(data: Any) -> Iterator[MeasuredStep]:
-    if not isinstance(data, dict):
-        return
-    rows = [row for row in data.get("rows") or () if row.get("op") == "whole_step" and row.get("recipe") is None]
-    variants = {row["variant"]: row for row in rows}
-    variants = variants or data.get("variants") or {}
-    if not variants or "layers" not in data or data.get("device") == "cpu":
-        for value in data.values():
-            yield from _steps_in(value)
-        return
-    names = {"plugin": PLANNED, "without communication": FREE}
-    for name, times in variants.items():
-        sizes = (data["model"], data["layers"], data["sequence"] * data["batch"], data["group_size"])
-        if data["batch"] == 1 and names.get(name, name) in (STOCK, PLANNED, FREE):
-            yield MeasuredStep(*sizes, names.get(name, name), times["step_ms"])
