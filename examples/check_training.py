@@ -27,16 +27,17 @@ from rich.table import Table
 from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig
-from commfuse_megatron.cli.output import (
+from commfuse_megatron.errors import ConfigError
+from commfuse_megatron.tools.common.output import (
     make_progress,
     results,
     silence_foreign_warnings,
     why_file_cannot_be_written,
     write_json,
 )
-from commfuse_megatron.cli.ranks import require_launcher
-from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.verify.convergence import (
+from commfuse_megatron.tools.common.ranks import require_launcher
+from commfuse_megatron.tools.common.text import standard_library_text
+from commfuse_megatron.tools.verify.convergence import (
     ALLOWED_RATIO,
     OVERLAPPED,
     Convergence,
@@ -45,8 +46,7 @@ from commfuse_megatron.verify.convergence import (
     complaints_of,
     ratios_of,
 )
-from commfuse_megatron.verify.step_costs import WARM_UP, StepCosts, measure_steps
-from commfuse_megatron.verify.text import standard_library_text
+from commfuse_megatron.tools.verify.step_costs import WARM_UP, StepCosts, measure_steps
 
 #: (dtype under test, reference) and sizes. A CPU has no use for bf16 at these sizes; float32 is held to float64 there.
 DTYPES = {"cpu": (torch.float32, torch.float64), "cuda": (torch.bfloat16, torch.float32)}

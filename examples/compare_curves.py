@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from commfuse_megatron.cli.output import results
+from commfuse_megatron.tools.common.output import results
 
 QUANTITIES = {"lm loss": "loss", "grad-norm": "gradient norm"}
 
@@ -109,7 +109,7 @@ def draw(path: Path, curves: list[Curve]) -> None:
 
     Raises ValueError without matplotlib.
     """
-    from commfuse_megatron.tracing.figure import missing_matplotlib
+    from commfuse_megatron.tools.trace.figure import missing_matplotlib
 
     reason = missing_matplotlib()
     if reason is not None:

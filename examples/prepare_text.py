@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from commfuse_megatron.cli.output import make_progress, silence_foreign_warnings, why_folder_cannot_be_written
+from commfuse_megatron.tools.common.output import make_progress, silence_foreign_warnings, why_folder_cannot_be_written
 
 END_OF_DOCUMENT = 256
 VOCABULARY = 257

@@ -7,24 +7,24 @@ import pytest
 import torch
 
 from commfuse_megatron import ops
-from commfuse_megatron.benchmark.attention import attention_work, heads_of
-from commfuse_megatron.benchmark.attention_cases import (
+from commfuse_megatron.errors import ConfigError, VerificationError
+from commfuse_megatron.kernels import attention_choice
+from commfuse_megatron.ops import attention_tapes
+from commfuse_megatron.schedule import schedule_bound_us
+from commfuse_megatron.tools.bench.attention import attention_work, heads_of
+from commfuse_megatron.tools.bench.attention_emulate import EmulatedAttention, emulated_attention_work
+from commfuse_megatron.tools.bench.attention_table import attention_table
+from commfuse_megatron.tools.bench.operands import Pool, check_results
+from commfuse_megatron.tools.bench.run import Settings
+from commfuse_megatron.tools.bench.summary import summarize
+from commfuse_megatron.tools.common.attention_cases import (
     ATTENTION_CASE_NAMES,
     AttentionCase,
     attention_bound_ms,
     attention_case,
     attention_tokens,
 )
-from commfuse_megatron.benchmark.attention_emulate import EmulatedAttention, emulated_attention_work
-from commfuse_megatron.benchmark.attention_table import attention_table
-from commfuse_megatron.benchmark.cases import HEADLINE_M
-from commfuse_megatron.benchmark.operands import Pool, check_results
-from commfuse_megatron.benchmark.run import Settings
-from commfuse_megatron.benchmark.summary import summarize
-from commfuse_megatron.errors import ConfigError, VerificationError
-from commfuse_megatron.kernels import attention_choice
-from commfuse_megatron.ops import attention_tapes
-from commfuse_megatron.schedule import schedule_bound_us
+from commfuse_megatron.tools.common.cases import HEADLINE_M
 from commfuse_megatron.transport import tape_graphs
 from tests.harness.emulated_cudnn import emulate_cudnn
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part

@@ -9,9 +9,9 @@ from commfuse_megatron import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER
 from commfuse_megatron.runtime.recorder import Interval
-from commfuse_megatron.tracing.kernels import Profile
-from commfuse_megatron.tracing.linear import LinearToTrace, trace_linear
-from commfuse_megatron.tracing.session import Session
+from commfuse_megatron.tools.trace.kernels import Profile
+from commfuse_megatron.tools.trace.linear import LinearToTrace, trace_linear
+from commfuse_megatron.tools.trace.session import Session
 from tests.harness import run_threads
 
 
@@ -38,7 +38,7 @@ def profiled(monkeypatch):
             thread.rank = group.rank()
             return check(lambda: trace_linear(linear(is_profiled=True), group, device))
 
-        monkeypatch.setattr("commfuse_megatron.tracing.linear.profile_calls", profile)
+        monkeypatch.setattr("commfuse_megatron.tools.trace.linear.profile_calls", profile)
         return run_threads(2, body)
 
     return run

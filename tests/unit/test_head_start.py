@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.benchmark import timing
-from commfuse_megatron.benchmark.timing import Timed
 from commfuse_megatron.runtime.head_start import start_together
+from commfuse_megatron.tools.bench import timing
+from commfuse_megatron.tools.bench.timing import Timed
 
 
 @pytest.fixture
