@@ -6,7 +6,7 @@ from pathlib import Path
 from commfuse_megatron.benchmark.cases import HEADLINE_M, HEADLINE_MODELS
 from commfuse_megatron.benchmark.ours import PLANNED
 from commfuse_megatron.benchmark.predict import Prediction
-from commfuse_megatron.benchmark.rows import Row, begins_so
+from commfuse_megatron.benchmark.rows import Row, has_word_prefix
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.tracing.figure import missing_matplotlib
 
@@ -112,7 +112,7 @@ def draw_predictions(path: str | Path, predictions: Sequence[Sequence[Prediction
 
 
 def _ratio(rows: Sequence[Row], prefix: str) -> float | None:
-    times = [row.median_ms for row in rows if begins_so(row.variant, prefix)]
+    times = [row.median_ms for row in rows if has_word_prefix(row.variant, prefix)]
     return min(times) / rows[0].ideal_ms if times else None
 
 
