@@ -24,6 +24,8 @@ __all__ = ["Interruption", "Link", "Peers", "Watched", "name_of_batch"]
 
 logger = logging.getLogger(__name__)
 
+# Of a schedule, in a message: enough for a group of four with four chunks per shard.
+_MAX_STEPS = 17
 # Of an exception: the links all of whose ranks raise.
 _RAISED_ON_ALL = "_commfuse_raised_on_all_ranks"
 
@@ -355,7 +357,7 @@ class Link:
         self, label: str, bound: BoundSchedule, index: int, verb: str, peer: int
     ) -> TransportTimeoutError:
         me = self._peers.group_rank
-        grid = render(bound.schedule, mark=(me, index))
+        grid = render(bound.schedule, mark=(me, index), max_steps=_MAX_STEPS)
         return TransportTimeoutError(
             f"{label}, step {index} of {len(bound.steps)}: {self._peers.name(me)} {verb} {self._peers.name(peer)} "
             f"for {self.timeout_s} s. Schedule:\n{grid}"
