@@ -19,12 +19,12 @@ from commfuse_megatron.schedule import (
     render,
     schedule_bound_us,
     simulate,
-    validate,
 )
 from commfuse_megatron.schedule.binding import bind
 from commfuse_megatron.schedule.lower_linear import Asked, lower_gather_pass, lower_scatter_pass
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Gemm
+from commfuse_megatron.schedule.program_checks import validate_programs
 
 # A GEMM of 2.6 ms beside a collective that takes 2.8 ms on a slow link; equal parts per chunk.
 COMPUTE_US, TRANSFER_US = 2600.0, 2800.0
@@ -46,12 +46,11 @@ def main() -> None:
     print(f"assumed: a GEMM of {COMPUTE_US:.0f} us on each rank, {TRANSFER_US:.0f} us of transfers, no cost per step")
     print(f"sequential: {total_us:.0f} us")
     for schedule in schedules.values():
-        validate(schedule)  # raises ScheduleError with the grid and the failing step marked
         predict(schedule)
 
 
 def predict(schedule: Schedule) -> None:
-    """Print what a dry-run of its programs and the closed form say of a schedule's time."""
+    """Prove the programs of a schedule, and print what a dry-run of them and the closed form say of its time."""
     num_ranks, chunks = schedule.group_size, schedule.chunks_per_shard
     gemm_us = COMPUTE_US / (num_ranks * chunks)
     costs = Costs(
@@ -65,6 +64,7 @@ def predict(schedule: Schedule) -> None:
         programs = [lower_gather_pass(gather, policy, Asked()) for gather in bound]
     else:
         programs = [lower_scatter_pass(scatter, None, policy, Asked()) for scatter in bound]
+    validate_programs(programs, policy, Asked())  # raises ScheduleError with the program and the failing op marked
     simulation = simulate(programs, costs)
     bound_us = schedule_bound_us(COMPUTE_US, TRANSFER_US, num_ranks, chunks)
     print(

@@ -25,10 +25,10 @@ from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 __all__ = [
     "Operation",
     "cast_for_autocast",
-    "complain_of_hidden_trait",
+    "complain_if_unusable",
     "find_target_complaint",
     "is_fitting_target",
-    "hidden_trait_of",
+    "unusable_reason",
     "join_needs",
     "needs_autograd",
     "prepare",
@@ -88,7 +88,7 @@ def needs_autograd(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
 
 
-def hidden_trait_of(*operands: torch.Tensor | None) -> str:
+def unusable_reason(*operands: torch.Tensor | None) -> str:
     """What is not told by shapes and types and keeps operands from being used; "" if nothing, as nearly always.
 
     "unsavable": a backward pass may be asked for, and some were made in inference mode. "negated": some are negative by
@@ -108,17 +108,17 @@ def hidden_trait_of(*operands: torch.Tensor | None) -> str:
     return "unsavable" if any(operand.requires_grad for operand in given) else ""
 
 
-def complain_of_hidden_trait(named: Mapping[str, torch.Tensor]) -> str | None:
+def complain_if_unusable(named: Mapping[str, torch.Tensor]) -> str | None:
     """The same in a sentence; None if nothing keeps the operands from being used."""
-    trait = hidden_trait_of(*named.values())
-    if trait == "transformed":
+    reason = unusable_reason(*named.values())
+    if reason == "transformed":
         return "torch.func transforms and forward-mode differentiation are not supported"
-    if trait == "foreign":
+    if reason == "foreign":
         which = _say_which(named, stands_for_others)
         return f"{which} not a tensor with memory of its own: pass the tensor that it stands for"
-    if trait == "negated":
+    if reason == "negated":
         return f"{_say_which(named, torch.Tensor.is_neg)} lazily negated: pass resolve_neg() of it"
-    if trait == "unsavable":
+    if reason == "unsavable":
         which = _say_which(named, torch.Tensor.is_inference)
         return f"{which} made in inference mode, but gradients are asked for: make copies outside of it"
     return None
@@ -228,7 +228,7 @@ def prepare(
             *options.values(),
             x.layout,
             weight.layout,
-            hidden_trait_of(x, weight, bias),
+            unusable_reason(x, weight, bias),
         )
         if is_fitting_target(weight_grad, weight):
             prepared = context.known_calls.get(key)
@@ -313,7 +313,7 @@ def _find_complaint(
         return f"all tensors must have one dtype, got {dtypes}"
     if str(x.dtype).removeprefix("torch.") not in DTYPE_BYTES:
         return f"dtype {x.dtype} is not supported; supported are {', '.join(DTYPE_BYTES)}"
-    complaint = complain_of_hidden_trait(named)
+    complaint = complain_if_unusable(named)
     if complaint is not None:
         return complaint
     for name, tensor in named.items():

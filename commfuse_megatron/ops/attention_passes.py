@@ -32,7 +32,7 @@ from commfuse_megatron.ops.linear_reduce_scatter import (
 )
 from commfuse_megatron.ops.split_attention import Heads, InputGradients, SplitAttention
 from commfuse_megatron.ops.weight_grad import DueWeightGrad, WeightGrad, ask_backward
-from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import AttentionProblem
 from commfuse_megatron.runtime.prepared import Lower, PreparedPass
 from commfuse_megatron.runtime.tape_program import TapeKernel
@@ -386,7 +386,7 @@ def _projection_pass(p: PreparedPass, call: AttentionCall) -> PreparedPass:
     key = (p.plan.path, problem)
     prepared = context.known_calls.get(key)
     if prepared is None and p.plan.path == "sequential":
-        plan = LinearPlan("sequential", p.plan.reason, Algorithm.DIRECT, 1, keep_gathered_input=False)
+        plan = PassPlan("sequential", p.plan.reason, Algorithm.DIRECT, 1, keep_gathered_input=False)
         prepared = context.known_calls[key] = context.make_pass(problem, plan)
     elif prepared is None:
         prepared = remember(context, key, problem, PROJECTION)

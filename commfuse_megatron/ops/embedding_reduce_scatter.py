@@ -16,12 +16,12 @@ from torch.autograd.function import once_differentiable
 
 from commfuse_megatron.ops.arguments import (
     Operation,
-    complain_of_hidden_trait,
-    hidden_trait_of,
+    complain_if_unusable,
     prepare_backward,
     remember,
     require_context,
     require_fitting,
+    unusable_reason,
 )
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 from commfuse_megatron.ops.trial import Scratch
@@ -179,7 +179,7 @@ def _prepare(
     try:
         tensors = tuple((tensor.shape, tensor.dtype, tensor.device, tensor.layout) for tensor in (ids, weight))
         numbers = (type(first_id), abs(first_id) < _FIRST_IDS, type(is_deterministic))
-        key = (_OPERATION.name, *tensors, *numbers, hidden_trait_of(ids, weight))
+        key = (_OPERATION.name, *tensors, *numbers, unusable_reason(ids, weight))
         prepared = context.known_calls.get(key)
     except Exception:  # of a wrong kind: the checks say which
         prepared = None
@@ -219,7 +219,7 @@ def _find_complaint(ids: torch.Tensor, weight: torch.Tensor, first_id: int, cont
         if tensor.device != context.device:
             served = f"transport {context.transport_name}, which serves {context.device}"
             return f"{name} is on {tensor.device}, but this context uses {served}"
-    return complain_of_hidden_trait({"ids": ids, "weight": weight})
+    return complain_if_unusable({"ids": ids, "weight": weight})
 
 
 def _rehearse(problem: GemmProblem, context: PassContext) -> Callable[[PreparedPass], object]:

@@ -46,7 +46,7 @@ from commfuse_megatron.ops.attention_passes import (
 from commfuse_megatron.ops.split_attention import Heads
 from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.ops.weight_grad import WeightGrad
-from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import AttentionProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
@@ -120,7 +120,7 @@ def query_split_attention(
         # The plain kernel's products are to be in fp32, whatever autocast makes of products.
         forward = _prepare(inputs, context, weight_grad)
         if dropout and context.is_capturing:
-            raise context.link.settle(
+            raise context.link.mark_raised_on_all_ranks(
                 UnsupportedError(
                     "query_split_attention: a CUDA graph would repeat one dropout mask; capture without dropout"
                 )
@@ -143,7 +143,7 @@ def find_attention_kernel(inputs: AttentionInputs, context: OverlapContext) -> A
         return str(error)
 
 
-def plan_attention(inputs: AttentionInputs, context: OverlapContext) -> LinearPlan:
+def plan_attention(inputs: AttentionInputs, context: OverlapContext) -> PassPlan:
     """How `query_split_attention` would run `inputs`; all ranks must ask. Nothing is computed but trials of new
     problems. Raises as the operation does."""
     with context.guard("the plan of query_split_attention"):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from commfuse_megatron.errors import TransportError
-from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import Problem
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 from commfuse_megatron.runtime.stopwatch import Stopwatch, make_stopwatch
@@ -44,7 +44,7 @@ _LEAST_CALLS, _MOST_CALLS = 3, 20
 
 
 def run_trial(
-    rehearse: Rehearse, context: PassContext, problem: Problem, plans: Sequence[LinearPlan]
+    rehearse: Rehearse, context: PassContext, problem: Problem, plans: Sequence[PassPlan]
 ) -> list[float] | str:
     """Microseconds per call of every plan, median over rounds, of the slowest rank; infinite for what runs out of
     memory on all ranks. Or why there are none.
@@ -121,7 +121,7 @@ class _Bursts:
         self._calls, self._lengths, self._stopwatch = calls, lengths, stopwatch
         self._samples: list[list[float]] = [[] for _ in calls]
 
-    def warm_up(self, index: int, plan: LinearPlan, context: PassContext) -> bool:
+    def warm_up(self, index: int, plan: PassPlan, context: PassContext) -> bool:
         """Run calls of a candidate that are not timed; False if they run out of memory on all ranks."""
         complaint = ""
         try:
@@ -144,7 +144,7 @@ class _Bursts:
         return [statistics.median(self._samples[index]) for index in of]
 
 
-def _burst_length(plan: LinearPlan) -> int:
+def _burst_length(plan: PassPlan) -> int:
     """Calls per burst; from the prediction, which is equal on all ranks."""
     if not plan.predicted_us:
         return _LEAST_CALLS

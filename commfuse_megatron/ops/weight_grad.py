@@ -94,7 +94,7 @@ def target_of(weight_grad: WeightGrad) -> WeightGradTarget | None:
 
 
 class DueWeightGrad:
-    """The weight gradient that one backward pass owes: where its program leaves it, and what autograd is given.
+    """The weight gradient that one backward pass must produce: where its program leaves it, and what autograd is given.
 
     Args:
         like: a tensor of the dtype and device of the operands.

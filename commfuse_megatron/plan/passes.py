@@ -4,8 +4,8 @@ What is predicted is lowered here, what runs by the operations and `runtime/prep
 compares the programs.
 """
 
-from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import Traits
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import GemmProblem, Problem
 from commfuse_megatron.schedule import Algorithm, Collective
 from commfuse_megatron.schedule.binding import BoundSchedule, bind
@@ -30,7 +30,7 @@ _MOST_FLOP = 4e11
 _ANY_NUMBER = 1 << 30
 
 
-def tape_policy(problem: Problem, plan: LinearPlan) -> Policy:
+def tape_policy(problem: Problem, plan: PassPlan) -> Policy:
     """Of passes that are replayed."""
     rows = -(-problem.rows // (problem.group_size * plan.chunks_per_shard)) * problem.batch
     is_small = 2.0 * rows * problem.N * problem.K <= _MOST_FLOP
@@ -43,26 +43,26 @@ def tensor_policy(*, has_windows: bool, folds: bool, keeps_own_apart: bool) -> P
     return Policy(has_windows=has_windows, most_adds=_ANY_NUMBER if folds else 0, keeps_own_apart=keeps_own_apart)
 
 
-def is_replayed(plan: LinearPlan, traits: Traits) -> bool:
+def is_replayed(plan: PassPlan, traits: Traits) -> bool:
     """Whether calls of `plan` are replayed, with little host time."""
     return traits.replays and plan.algorithm is Algorithm.DIRECT
 
 
-def policy_of(problem: Problem, plan: LinearPlan, traits: Traits) -> Policy:
+def policy_of(problem: Problem, plan: PassPlan, traits: Traits) -> Policy:
     """Of a context with these traits."""
     if is_replayed(plan, traits):
         return tape_policy(problem, plan)
     has_windows = traits.transport == "copy_engine"
-    return tensor_policy(has_windows=has_windows, folds=traits.folds_arrivals, keeps_own_apart=False)
+    return tensor_policy(has_windows=has_windows, folds=traits.adds_in_epilogue, keeps_own_apart=False)
 
 
-def bind_plan(problem: Problem, plan: LinearPlan, collective: Collective, group_rank: int) -> BoundSchedule:
+def bind_plan(problem: Problem, plan: PassPlan, collective: Collective, group_rank: int) -> BoundSchedule:
     """The schedule of a pass, bound to its rows."""
     sizes = (plan.chunks_per_shard, problem.rows, problem.batch)
     return bind(collective, plan.algorithm, problem.group_size, group_rank, *sizes)
 
 
-def lower_plan(problem: GemmProblem, plan: LinearPlan, traits: Traits, group_rank: int) -> Program:
+def lower_plan(problem: GemmProblem, plan: PassPlan, traits: Traits, group_rank: int) -> Program:
     """The program of a rank, of a pass of a linear or of the embedding that is scheduled."""
     policy = policy_of(problem, plan, traits)
     is_backward, gathers_forward = problem.pass_name == "backward", problem.op == "all_gather_linear"

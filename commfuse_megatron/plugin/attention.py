@@ -28,8 +28,8 @@ from commfuse_megatron.ops.attention_arguments import (
     find_attention_complaint,
     state_attention_problem,
 )
+from commfuse_megatron.ops.problems import attention_problems
 from commfuse_megatron.ops.query_split_attention import find_attention_kernel, plan_attention
-from commfuse_megatron.ops.stated import attention_problems
 from commfuse_megatron.plugin import capture
 from commfuse_megatron.plugin.compat import (
     FusedMLASelfAttention,

@@ -138,7 +138,7 @@ def overlap_context(
     Whoever got a context calls `count_call` when the op has returned: only then is its path known.
 
     Args:
-        problems: what the op would state (`ops.stated`); asked for while a CUDA graph is captured only.
+        problems: what the op would state (`ops.problems`); asked for while a CUDA graph is captured only.
 
     Raises UnsupportedError instead of returning None where the configuration says so; being switched off is no error.
     Raises ShapeError on all ranks where they decide differently, if the configuration has that checked.

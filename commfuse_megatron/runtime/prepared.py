@@ -15,7 +15,7 @@ from torch import distributed as dist
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels.attention import AttentionKernel
-from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.plan.passes import bind_plan, tape_policy, tensor_policy
 from commfuse_megatron.problem import Problem, shard_range
 from commfuse_megatron.runtime import hardware
@@ -42,7 +42,7 @@ __all__ = ["Lower", "PassContext", "PreparedPass", "TryOut"]
 _ALONE = nullcontext()
 
 #: Times some plans of one problem, collectively: microseconds by plan, equal on all ranks; or why there are none.
-TryOut = Callable[[Sequence[LinearPlan]], Sequence[float] | str]
+TryOut = Callable[[Sequence[PassPlan]], Sequence[float] | str]
 
 #: Makes the program of a pass, for what a call asks of it.
 Lower = Callable[["PreparedPass", Policy, Any], Program]
@@ -55,7 +55,7 @@ class PreparedPass:
     the context failed: the peers have been sent part of an operation.
     """
 
-    def __init__(self, context: "PassContext", problem: Problem, plan: LinearPlan, gemm: SliceGemm) -> None:
+    def __init__(self, context: "PassContext", problem: Problem, plan: PassPlan, gemm: SliceGemm) -> None:
         self.context = context
         self.group_rank: int = context.group_rank
         self.problem = problem
@@ -244,7 +244,7 @@ class PreparedPass:
 class Plans(Protocol):
     """What chooses plans: the planner."""
 
-    def plan(self, problem: Problem, try_out: TryOut | None = None) -> LinearPlan: ...
+    def plan(self, problem: Problem, try_out: TryOut | None = None) -> PassPlan: ...
 
 
 class PassContext:
@@ -304,7 +304,7 @@ class PassContext:
             self._prepared[problem] = prepared
         return prepared
 
-    def prepare_like(self, problem: Problem, plan: LinearPlan, reason: str) -> PreparedPass:
+    def prepare_like(self, problem: Problem, plan: PassPlan, reason: str) -> PreparedPass:
         """The pass of `problem` under a plan that was made for another one."""
         prepared = self._prepared.get(problem)
         if prepared is None:
@@ -312,14 +312,14 @@ class PassContext:
             prepared = self._prepared[problem] = self.make_pass(problem, plan)
         return prepared
 
-    def make_pass(self, problem: Problem, plan: LinearPlan) -> PreparedPass:
+    def make_pass(self, problem: Problem, plan: PassPlan) -> PreparedPass:
         """What `plan` works with; neither kept nor reported."""
         dtype = getattr(torch, problem.dtype)
         # Beside or between the group's own collectives, a GEMM takes what is fastest alone.
         gemm = self.slice_gemm(dtype) if plan.is_scheduled else self._gemm(dtype, is_beside_transfers=False)
         return PreparedPass(self, problem, plan, gemm)
 
-    def known_plan(self, problem: Problem) -> LinearPlan | None:
+    def known_plan(self, problem: Problem) -> PassPlan | None:
         """What `prepare` would neither measure nor ask other ranks for; None if it would."""
         prepared = self._prepared.get(problem)
         return None if prepared is None else prepared.plan
@@ -351,7 +351,7 @@ class PassContext:
     def agree_on(self, prepared: PreparedPass) -> None:
         """Compare a problem with the other ranks', if it is new or every call is to be compared."""
         self.link.require_usable()
-        if (self.consensus.is_for_every_call or not prepared.is_agreed) and self.group_size > 1:
+        if (self.consensus.compares_every_call or not prepared.is_agreed) and self.group_size > 1:
             if self.is_capturing:  # what is captured now is agreed on at the first call outside
                 return
             plan = prepared.plan
@@ -371,7 +371,7 @@ class PassContext:
 
         Where every call is compared, ranks find that out at the next one; else this rank's context fails.
         """
-        if self.consensus.is_for_every_call:
+        if self.consensus.compares_every_call:
             return tuple(ctx.saved_tensors)
         with self.guard(what):
             return tuple(ctx.saved_tensors)
@@ -423,7 +423,7 @@ class PassContext:
                     regains_sms=self.nccl.regains_sms,
                 )
             except UnsupportedError as error:  # alike on all ranks, before anything is sent
-                raise self.link.settle(error) from None
+                raise self.link.mark_raised_on_all_ranks(error) from None
         return self._gemms[key]
 
 

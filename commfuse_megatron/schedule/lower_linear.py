@@ -208,7 +208,7 @@ class _ScatterPass:
         if self._is_ring:
             if asked.has_bias:
                 low.add_bias()
-        elif not self._folds and any(self._scatter.slot_rows):
+        elif not self._folds and self._scatter.arrived_rows:
             low.sum_own(has_bias=asked.has_bias)
         return low.program()
 
@@ -263,6 +263,6 @@ def lower_embedding(scatter: BoundSchedule, policy: Policy) -> Program:
             low.ops.append(Compute(LOOK_UP, chunk, arrived, (target,)))
 
     low.scatter_from(look_up, folds=False)
-    if scatter.schedule.algorithm is not Algorithm.RING and any(scatter.slot_rows):
+    if scatter.schedule.algorithm is not Algorithm.RING and scatter.arrived_rows:
         low.sum_own(has_bias=False)
     return low.program()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from commfuse_megatron.schedule.actions import Algorithm
-from commfuse_megatron.schedule.binding import BoundSchedule
+from commfuse_megatron.schedule.binding import BoundSchedule, Transfer
 from commfuse_megatron.schedule.program import (
     COPIES,
     GATHER,
@@ -82,7 +82,6 @@ class Lowering:
         self.bound = bound
         self.starts = tuple(itertools.accumulate(bound.chunk_rows, initial=0))
         self._sent_starts = _sent_starts(bound)
-        self._arrived_starts = () if scatter is None else tuple(itertools.accumulate(scatter.slot_rows, initial=0))
         self._num_gather_issued = 0
         self._arriving: dict[Batch, None] = {}
         self._waited: dict[int | None, set[Batch]] = {None: set()}  # by lane
@@ -118,11 +117,6 @@ class Lowering:
         """Where the partial of another rank's chunk waits to be sent."""
         return Rows("sent", self._sent_starts[chunk], self.bound.chunk_rows[chunk])
 
-    def slot(self, slot: int) -> Rows:
-        """A receive slot of the reduce-scatter."""
-        assert self._scatter is not None
-        return Rows("arrived", self._arrived_starts[slot], self._scatter.slot_rows[slot])
-
     def arrived(self, own_number: int) -> tuple[Rows, ...]:
         """Other ranks' partials of own chunk number `own_number` in a direct reduce-scatter, in a fixed order."""
         bound = self._scatter
@@ -147,16 +141,13 @@ class Lowering:
             if index < self._num_gather_issued or index >= len(bound.steps):
                 continue
             self._num_gather_issued = index + 1
-            step = bound.steps[index]
-            if step.is_forward:
-                self.wait_for_step(GATHER, step.needs_batch)
-            send = receive = None
+            step, send, receive = bound.steps[index], None, None
             if step.send is not None:
-                chunk, peer = step.send
-                send = Message(self.gathered_chunk(chunk), peer, chunk, step.send_row)
+                if step.send.chunk not in bound.own_chunks:  # passed on: it must have arrived
+                    self.wait_for_step(GATHER, step.needs)
+                send = _message(self.gathered_chunk(step.send.chunk), step.send)
             if step.receive is not None:
-                chunk, peer = step.receive
-                receive = Message(self.chunk("gathered", chunk), peer, chunk, step.receive_row)
+                receive = _message(self.chunk("gathered", step.receive.chunk), step.receive)
             self._issue(GATHER, index, send, receive)
 
     def issue_scatter(self, index: int) -> None:
@@ -165,11 +156,9 @@ class Lowering:
         assert bound is not None
         step, send, receive = bound.steps[index], None, None
         if step.send is not None:
-            chunk, peer = step.send
-            send = Message(self.partial(chunk), peer, chunk, step.send_row)
+            send = _message(self.partial(step.send.chunk), step.send)
         if step.receive is not None:
-            chunk, peer = step.receive
-            receive = Message(self.slot(step.receive_slot), peer, chunk, step.receive_row)
+            receive = _message(self._arrived_at(step.receive), step.receive)
         self._issue(SCATTER, index, send, receive)
 
     def wait(self, batches: Iterable[Batch]) -> None:
@@ -266,7 +255,7 @@ class Lowering:
             self.issue_gather([index])
             if step.compute is not None:
                 self.turn()
-                self.wait_for_step(GATHER, step.needs_batch)
+                self.wait_for_step(GATHER, step.needs)
                 consume(step.compute)
 
     def scatter_from(
@@ -298,13 +287,14 @@ class Lowering:
                 self.issue_gather([index])
             if not is_only_own:
                 self.issue_scatter(index)
-            if step.compute is None or (is_only_own and not step.is_own):
+            is_own = step.compute in bound.own_chunks
+            if step.compute is None or (is_only_own and not is_own):
                 continue
             (before_piece or self.turn)()
             chunk, own_number = step.compute, step.compute - bound.own_chunks.start
             if bound.schedule.algorithm is Algorithm.RING:
-                self._produce_running_sum(produce, chunk, step.needs_batch, is_own=step.is_own)
-            elif not step.is_own:
+                self._produce_running_sum(produce, chunk, step.needs, is_own=is_own)
+            elif not is_own:
                 produce(chunk, self.partial(chunk), ())
             elif folds:
                 arrived = find_arrived(own_number)
@@ -345,7 +335,10 @@ class Lowering:
         assert bound is not None
         is_direct = bound.schedule.algorithm is Algorithm.DIRECT
         is_fit = policy.has_windows and policy.most_adds > 0 and (policy.adds_bias_too or not has_bias)
-        return has_cover and is_direct and is_fit and any(bound.slot_rows)
+        return has_cover and is_direct and is_fit and bound.arrived_rows > 0
+
+    def _arrived_at(self, receive: Transfer) -> Rows:
+        return Rows("arrived", receive.row, self.bound.chunk_rows[receive.chunk])
 
     @property
     def _own_operand(self) -> str:
@@ -359,7 +352,9 @@ class Lowering:
         if batch is None:
             produce(chunk, target, ())
             return
-        running = self.slot(bound.steps[batch].receive_slot)
+        brought = bound.steps[batch].receive
+        assert brought is not None
+        running = self._arrived_at(brought)
         # With one chunk per shard the sum arrives beside the step's own GEMM, so it is added after it; with more, it
         # arrived a step earlier and the GEMM adds it on the way out.
         if bound.schedule.chunks_per_shard > 1:
@@ -399,6 +394,10 @@ class Lowering:
         """Leave the caller all gathered rows, which are here: in "kept", where the window is not the caller's own."""
         if self.policy.has_windows:
             self.copy(self.all_rows("kept"), self.all_rows("gathered"), is_beside=True)
+
+
+def _message(rows: Rows, transfer: Transfer) -> Message:
+    return Message(rows, transfer.peer, transfer.chunk, transfer.row)
 
 
 def _last_that_computes(bound: BoundSchedule) -> int:

@@ -1,4 +1,4 @@
-"""Programs as text: a table with a line for each op, and below it what its operands are.
+"""Programs as text: a table with a line for each op. `program` says what the operands are.
 
 Draws broken programs as well as correct ones, since errors print them. Plain ASCII; a long program is cut to
 `max_ops` lines, around the marked one if there is one.
@@ -34,28 +34,9 @@ _HEAD = ("op", "lane", "what", "rows read", "rows written", "batch")
 # A sum of sixteen ranks adds fifteen ranges: more than these are cut.
 _MOST_RANGES = 4
 
-_OPERANDS = {
-    "shard": "what this rank sends in an all-gather",
-    "gathered": "where an all-gather arrives: rows of all ranks",
-    "kept": "gathered rows that are left to the caller",
-    "a": "what is multiplied, or the gradient of the output: rows of all ranks",
-    "x": "what is multiplied by gathered rows for the weight's gradient",
-    "x_full": "the input, gathered before",
-    "addend": "what is added to the partials of this rank",
-    "sent": "partials for other ranks, until they have left",
-    "arrived": "where a reduce-scatter arrives, one slot after the other",
-    "own": "own partials that are not yet summed",
-    "out": "the result",
-}
-
-_MESSAGES = {
-    "2->r3 at 5": "send chunk 2 to rank 3, where it arrives at row 5",
-    "2<-r1": "receive chunk 2 from rank 1",
-}
-
 
 def render_program(program: Program, *, mark: int | None = None, max_ops: int | None = None) -> str:
-    """Return the table of a program, a line per op, and below it what its operands are.
+    """Return the table of a program, a line per op.
 
     Args:
         mark: the number of an op to point at, with >.
@@ -79,13 +60,8 @@ def render_program(program: Program, *, mark: int | None = None, max_ops: int | 
 
     bounds = list(program.schedules.values())
     what = f"the program of rank {bounds[0].group_rank}" if bounds else "a program that sends nothing"
-    legend = {name: text for name, text in _OPERANDS.items() if name in program.operands}
-    if any(isinstance(op, Issue) for op in program.ops):
-        legend |= _MESSAGES
-    width = max(map(len, legend), default=0)
     head = [f"{what}: {count} op{'' if count == 1 else 's'}", *(describe(bound.schedule) for bound in bounds)]
-    below = [f"  {name.ljust(width)}  {text}" for name, text in legend.items()]
-    return "\n".join(line.rstrip() for line in [*head, "", *drawn, "", *below]).rstrip()
+    return "\n".join(line.rstrip() for line in [*head, "", *drawn])
 
 
 def say_batch(batch: Batch) -> str:

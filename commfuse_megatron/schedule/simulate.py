@@ -5,9 +5,9 @@ Runs what ranks run: a program's ops in the order of submission, each on its lan
     lane, device   |- op -|- op -|- wait ...|- op -| ...    an op begins when its lane and the device are free
     batches               |- {send, receive} -|- ...        issued behind what the lane held then
 
-Trusts the data flow (`program_checks` proves it) but no order: what never meets its other end is reported. The contract
-that bites: a message begins when the batches of both of its ends have begun, and a batch ends with its last message, as
-a grouped NCCL call does. So a rank sends one thing and receives one thing at a time: one full-duplex link per rank.
+Trusts the data flow (`program_checks` proves it) but no order: what never meets its other end is reported. A message
+begins when the batches of both of its ends have begun, and a batch ends with its last message, as a grouped NCCL call
+does. So a rank sends one thing and receives one thing at a time: one full-duplex link per rank.
 """
 
 import math
@@ -44,8 +44,7 @@ __all__ = ["Costs", "Work", "simulate"]
 #: What runs on the device.
 Work = Gemm | Sum | WeightGrad | Compute | Copy
 
-# A deadlock of many ranks is understood from a few of them.
-_MAX_NAMED_RANKS = 8
+# Of a program, in a message.
 _MAX_OPS = 40
 
 
@@ -274,45 +273,28 @@ class _Run:
         return [rank]
 
     def _fail_deadlock(self) -> NoReturn:
-        """Name who waits for whom, the ranks of a circle first if there is one."""
-        waiting_for = {rank.rank: _peers_of(rank, self.begun) for rank in self.ranks.values() if rank.queue}
-        if not waiting_for:
-            hanging = next(rank for rank in self.ranks.values() if rank.position < len(rank.program.ops))
-            hanging.fail(hanging.position, "waits for what nobody has issued.")
-        path = [next(iter(waiting_for))]
-        while path[-1] in waiting_for and path[-1] not in path[:-1]:
-            path.append(waiting_for[path[-1]][0])
-        how = f"rank {path[-1]} has nothing more to send or receive"
-        if path[-1] in waiting_for:
-            path = path[path.index(path[-1]) :]
-            how = "they wait in a circle, rank " + " -> ".join(map(str, path))
-        named = list(dict.fromkeys([*(rank for rank in path if rank in waiting_for), *waiting_for]))
-        lines = [
-            f"\n  rank {name}, {say_batch(_batch_of(self.ranks[name]))}: waits for rank "
-            + " and rank ".join(map(str, waiting_for[name]))
-            for name in named[:_MAX_NAMED_RANKS]
-        ]
-        more = f"\n  and {len(named) - _MAX_NAMED_RANKS} more ranks" if len(named) > _MAX_NAMED_RANKS else ""
-        first = self.ranks[named[0]]
-        first.fail(first.queue[0].number, f"deadlock, {how}:{''.join(lines)}{more}")
-
-
-def _batch_of(rank: _Rank) -> Batch:
-    op = rank.queue[0].op
-    assert isinstance(op, Issue)
-    return op.channel, op.step
+        """Name whom a rank waits for; its program shows where."""
+        hanging = next(rank for rank in self.ranks.values() if rank.position < len(rank.program.ops))
+        if not hanging.queue:
+            hanging.fail(hanging.position, "deadlock: it waits for what nobody has issued.")
+        number, others = (
+            hanging.queue[0].number,
+            " and ".join(f"rank {peer}" for peer in _peers_of(hanging, self.begun)),
+        )
+        hanging.fail(number, f"deadlock: this batch waits for {others}, which does not come to it.")
 
 
 def _peers_of(rank: _Rank, begun: dict[tuple[int, int, Batch], tuple[_Queued, Message]]) -> list[int]:
     """Whom the first batch of a rank waits for."""
-    op, batch = rank.queue[0].op, _batch_of(rank)
+    op = rank.queue[0].op
     assert isinstance(op, Issue)
-    peers = []
+    batch = (op.channel, op.step)
+    peers = set()
     if op.send is not None and (rank.rank, op.send.peer, batch) in begun:
-        peers.append(op.send.peer)
+        peers.add(op.send.peer)
     if op.receive is not None and (op.receive.peer, rank.rank, batch) in begun:
-        peers.append(op.receive.peer)
-    return list(dict.fromkeys(peers))
+        peers.add(op.receive.peer)
+    return sorted(peers)
 
 
 def _check(cost_us: float, rank: _Rank, number: int) -> float:

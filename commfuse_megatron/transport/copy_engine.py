@@ -34,7 +34,7 @@ from commfuse_megatron.transport.copy_flags import NO_MESSAGE, CopyFlags, Key, b
 from commfuse_megatron.transport.copy_tape import BoundOperation, Ref, Step
 from commfuse_megatron.transport.driver import CUDA, Driver
 from commfuse_megatron.transport.mapped_window import MappedWindow, leave_multicast_alone, map_window
-from commfuse_megatron.transport.stream_memory import Batch, OwnStream, StreamEvent, look_on_during_captures
+from commfuse_megatron.transport.stream_memory import Batch, OwnStream, StreamEvent, allow_calls_during_capture
 from commfuse_megatron.transport.tape_graphs import TapeGraphs
 
 __all__ = ["CopyEngineTransport"]
@@ -280,11 +280,11 @@ class CopyEngineTransport(Transport):
         ops = self._driver.batch(self._flags.wait(keys))
         return lambda at, stream: run(stream, ops)
 
-    def bind_silence(self, keys: tuple[Key, ...]) -> tuple[Step | None, tuple[Key, ...]]:
+    def bind_no_message(self, keys: tuple[Key, ...]) -> tuple[Step | None, tuple[Key, ...]]:
         """What the copy stream tells peers to whom none of these batches goes, and the keys of those who send none."""
-        told, awaited = self._flags.silence(keys)
-        run, copies, ops = self._memory.run, self._stream.handle, self._driver.batch(told)
-        return (lambda at, stream: run(copies, ops)) if told else None, awaited
+        send_ops, wait_keys = self._flags.no_message(keys)
+        run, copies, ops = self._memory.run, self._stream.handle, self._driver.batch(send_ops)
+        return (lambda at, stream: run(copies, ops)) if send_ops else None, wait_keys
 
     def bind_release(self, keys: tuple[Key, ...], awaited: tuple[Key, ...]) -> Batch:
         """What ends an operation of these batches, and waits for some of them first."""
@@ -327,7 +327,7 @@ class CopyEngineTransport(Transport):
 
     def _let_go(self) -> None:
         """Set every flag, again and again, until nothing of this transport waits any more."""
-        look_on_during_captures()
+        allow_calls_during_capture()
         deadline = time.monotonic() + _ABORT_LIMIT_S
         idle_rounds = 0
         try:

@@ -78,7 +78,7 @@ class StepMaker(Protocol):
 
     def bind_wait(self, keys: tuple[Key, ...]) -> Step: ...
 
-    def bind_silence(self, keys: tuple[Key, ...]) -> tuple[Step | None, tuple[Key, ...]]: ...
+    def bind_no_message(self, keys: tuple[Key, ...]) -> tuple[Step | None, tuple[Key, ...]]: ...
 
     def bind_release(self, keys: tuple[Key, ...], awaited: tuple[Key, ...]) -> Batch: ...
 
@@ -206,14 +206,14 @@ class CopyTape:
             self._captured.pop()
         else:
             awaited = ()
-        silent = self._tell_silence()
+        silent = self._tell_of_no_message()
         keys = (*self.keys, *silent)
         release = self._transport.bind_release(keys, (*awaited, *silent))
         return BoundOperation(tuple(self.steps), keys, tuple(self.notes), release, tuple(self._captured), GraphTable())
 
-    def _tell_silence(self) -> tuple[Key, ...]:
+    def _tell_of_no_message(self) -> tuple[Key, ...]:
         """Tell the peers that get no message; returns what to wait for of those who send none."""
-        tell, awaited = self._transport.bind_silence(tuple(self.keys))
+        tell, awaited = self._transport.bind_no_message(tuple(self.keys))
         if tell is not None:
             # It waits for nothing of this operation, and the release waits for the same of the peers.
             self.steps.append(tell)

@@ -10,7 +10,7 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import LinearConfig, PassConfig, TransportConfig
 from commfuse_megatron.errors import ShapeError
 from commfuse_megatron.ops.attention_arguments import AttentionInputs
-from commfuse_megatron.ops.stated import attention_problems, embedding_problems, linear_problems
+from commfuse_megatron.ops.problems import attention_problems, embedding_problems, linear_problems
 from commfuse_megatron.transport.base import MOST_FLAGS
 from tests.harness import run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part

@@ -210,7 +210,7 @@ def test_a_closed_context_that_is_used_has_not_failed(name, monkeypatch):
     assert given_up == []
 
 
-def test_an_error_is_settled_for_the_context_whose_ranks_raise_it():
+def test_an_error_is_marked_for_the_context_whose_ranks_raise_it():
     """Not for another one, in whose call it was raised: its ranks may go on with that."""
 
     def body(group, device):

@@ -77,10 +77,10 @@ def test_uneven_schedules_deliver_every_chunk_whatever_is_cut(lanes, least_bytes
             for index, step in enumerate(bound.steps):
                 send = receive = None
                 if step.send is not None:
-                    chunk, peer = step.send
+                    chunk, peer, _ = step.send
                     send = Message(torch.full((bound.chunk_rows[chunk], 3), float(chunk)), peer, chunk)
                 if step.receive is not None:
-                    chunk, peer = step.receive
+                    chunk, peer, _ = step.receive
                     receive = Message(torch.full((bound.chunk_rows[chunk], 3), -1.0), peer, chunk)
                     expected.append((receive.tensor, chunk))
                 if send is not None or receive is not None:

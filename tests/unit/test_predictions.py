@@ -9,8 +9,8 @@ import pytest
 
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plan.cost_model import predict_parts_us, predict_us
-from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import REPLAYED, Channel, MachineModel, Traits, assumed_machine
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.tools import main as cli
 from commfuse_megatron.tools.bench.report import read_rows
@@ -26,7 +26,7 @@ TRUTH = MachineModel(
     gemm=RATE,
     link=Channel(latency_us=LATENCY_US, bandwidth_gb_s=GB_S),
     collective=Channel(latency_us=LATENCY_US, bandwidth_gb_s=COLLECTIVE_GB_S),
-    traits=Traits(transport="copy_engine", folds_arrivals=True, replays=True),
+    traits=Traits(transport="copy_engine", adds_in_epilogue=True, replays=True),
     source="made up",
     replay=REPLAYED.scaled(HOST),
 )
@@ -63,8 +63,8 @@ def a_row(case, variant, path, ms, **changes) -> Row:
     return Row(**(values | changes))
 
 
-def sliced(m: int, algorithm: Algorithm = Algorithm.DIRECT) -> LinearPlan:
-    return LinearPlan("sliced", "", algorithm, m, keep_gathered_input=False)
+def sliced(m: int, algorithm: Algorithm = Algorithm.DIRECT) -> PassPlan:
+    return PassPlan("sliced", "", algorithm, m, keep_gathered_input=False)
 
 
 def measured_rows() -> list[Row]:

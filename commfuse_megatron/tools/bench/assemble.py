@@ -11,7 +11,7 @@ import torch
 
 from commfuse_megatron.schedule import schedule_bound_us
 from commfuse_megatron.tools.bench.operands import Work
-from commfuse_megatron.tools.bench.rows import Row, begins_so
+from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
 from commfuse_megatron.tools.bench.timing import Sample
 from commfuse_megatron.tools.bench.variant import Ready, link_name
 from commfuse_megatron.tools.common.attention_cases import AttentionCase, attention_bound_ms
@@ -37,7 +37,7 @@ def make_rows(
     case, device = work.case, work.pool.device
 
     def best(prefix: str) -> float | None:
-        return min((s.median_ms for name, s in samples.items() if begins_so(name, prefix)), default=None)
+        return min((s.median_ms for name, s in samples.items() if has_word_prefix(name, prefix)), default=None)
 
     compute_ms = best("compute_only")
     collective_ms = samples["comm_only collective"].median_ms

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.ops.attention_passes import AttentionCall, attention_forward
 from commfuse_megatron.ops.linear_reduce_scatter import scatter_forward
-from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.tools.bench.attention import (
@@ -82,7 +82,7 @@ class EmulatedAttention(OverTransport):
     def _split_queries(self, work: Work, splits: int) -> Callable[[], torch.Tensor]:
         case, heads, weight = attention_case_of(work), heads_of(work), work.operands.weight.detach()
         problem = case.attention(work.dtype_name)
-        plan = LinearPlan("query_split", "emulated", Algorithm.DIRECT, splits, keep_gathered_input=False)
+        plan = PassPlan("query_split", "emulated", Algorithm.DIRECT, splits, keep_gathered_input=False)
         prepared = self.prepare(work, problem, plan)
         prepared.attention = prepared.context.attention_kernels.choose(problem, "auto")
         call = AttentionCall(prepared, None, case.head_dim**-0.5, None, None)

@@ -17,7 +17,7 @@ from commfuse_megatron.tools.bench.emulate import (
     EmulatedTransfers,
 )
 from commfuse_megatron.tools.bench.ours import Ours, Way, forced_ways, planned
-from commfuse_megatron.tools.bench.rows import begins_so
+from commfuse_megatron.tools.bench.rows import has_word_prefix
 from commfuse_megatron.tools.bench.slicing import DataSlicing
 from commfuse_megatron.tools.bench.stock import Megatron
 from commfuse_megatron.tools.bench.userbuffers import Userbuffers
@@ -82,8 +82,8 @@ def choose(
     """Those for one pass of one case of `op`. prefixes: only names that begin with these words; bounds always."""
 
     def is_asked_for(variant: Variant) -> bool:
-        is_bound = any(begins_so(variant.name, bound) for bound in ("comm_only", *BOUNDS))
-        return is_bound or not prefixes or any(begins_so(variant.name, prefix) for prefix in prefixes)
+        is_bound = any(has_word_prefix(variant.name, bound) for bound in ("comm_only", *BOUNDS))
+        return is_bound or not prefixes or any(has_word_prefix(variant.name, prefix) for prefix in prefixes)
 
     return [v for v in variants if v.serves(op, pass_name) and (is_full or v.is_basic) and is_asked_for(v)]
 

@@ -25,7 +25,7 @@ from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels import sum_partials
 from commfuse_megatron.ops.all_gather_linear import gather_forward
 from commfuse_megatron.ops.linear_reduce_scatter import scatter_forward
-from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import GemmProblem, Problem
 from commfuse_megatron.runtime.prepared import Lower, PreparedPass
 from commfuse_megatron.schedule import Algorithm
@@ -111,7 +111,7 @@ def emulate(program: Program, peer: int) -> Program:
 class EmulatedPass(PreparedPass):
     """A pass of the rank of a larger group that this one plays."""
 
-    def __init__(self, context: OverlapContext, problem: Problem, plan: LinearPlan) -> None:
+    def __init__(self, context: OverlapContext, problem: Problem, plan: PassPlan) -> None:
         super().__init__(context, problem, plan, context.slice_gemm(getattr(torch, problem.dtype)))
         self.group_rank = rank_played(problem.group_size)
         self._peer = 1 - context.group_rank
@@ -130,13 +130,13 @@ class OverTransport(Variant):
         self._backend = backend
         self._context: OverlapContext | None = None
 
-    def prepare(self, work: Work, problem: Problem, plan: LinearPlan | None = None) -> EmulatedPass:
+    def prepare(self, work: Work, problem: Problem, plan: PassPlan | None = None) -> EmulatedPass:
         """The pass of a problem of the larger group; by default sliced, with one chunk per shard."""
         if self._context is None:
             require_own_link(work.pool.device, self._backend)
             settings = {"transport": {"backend": self._backend}}
             self._context = OverlapContext(work.group, OverlapConfig.from_dict(settings))
-        plan = plan or LinearPlan("sliced", "emulated", Algorithm.DIRECT, 1, keep_gathered_input=False)
+        plan = plan or PassPlan("sliced", "emulated", Algorithm.DIRECT, 1, keep_gathered_input=False)
         return EmulatedPass(self._context, problem, plan)
 
     @override

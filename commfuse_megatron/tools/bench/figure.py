@@ -5,7 +5,7 @@ from pathlib import Path
 
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.tools.bench.ours import PLANNED
-from commfuse_megatron.tools.bench.rows import Row, begins_so
+from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
 from commfuse_megatron.tools.common.cases import HEADLINE_M, HEADLINE_MODELS
 from commfuse_megatron.tools.simulate.predict import Prediction
 from commfuse_megatron.tools.trace.figure import missing_matplotlib
@@ -112,7 +112,7 @@ def draw_predictions(path: str | Path, predictions: Sequence[Sequence[Prediction
 
 
 def _ratio(rows: Sequence[Row], prefix: str) -> float | None:
-    times = [row.median_ms for row in rows if begins_so(row.variant, prefix)]
+    times = [row.median_ms for row in rows if has_word_prefix(row.variant, prefix)]
     return min(times) / rows[0].ideal_ms if times else None
 
 

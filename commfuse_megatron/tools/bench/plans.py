@@ -8,7 +8,7 @@ from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import Problem
 from commfuse_megatron.tools.bench.attention import draw_attention
 from commfuse_megatron.tools.bench.operands import Pool, draw
@@ -23,7 +23,7 @@ __all__ = ["Planned", "cases_to_plan", "plan_cases"]
 class Planned:
     """What came of it. missing: cases that cannot run. complaints: why the file was not written, on the first rank."""
 
-    plans: dict[Problem, LinearPlan] = field(default_factory=dict)
+    plans: dict[Problem, PassPlan] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.tools.bench.ours import PLANNED
-from commfuse_megatron.tools.bench.rows import Row, begins_so
+from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
 from commfuse_megatron.tools.bench.summary import stock_times, summarize
 
 __all__ = ["KINDS", "count_tables", "read_rows", "render"]
@@ -129,7 +129,7 @@ def _ours(variants: dict[str, Row]) -> Row | None:
     own = [
         row
         for row in variants.values()
-        if row.path not in _BOUNDS and not any(begins_so(row.variant, other) for other in others)
+        if row.path not in _BOUNDS and not any(has_word_prefix(row.variant, other) for other in others)
     ]
     return variants.get(PLANNED) or min(own, key=lambda row: row.median_ms, default=None)
 
@@ -226,7 +226,8 @@ def _attention(rows: Sequence[dict[str, Any]]) -> str:
         ours = _ours(variants)
         assert ours is not None
         best = [
-            min((row.median_ms for name, row in variants.items() if begins_so(name, way)), default=None) for way in ways
+            min((row.median_ms for name, row in variants.items() if has_word_prefix(name, way)), default=None)
+            for way in ways
         ]
         lines.append(
             (

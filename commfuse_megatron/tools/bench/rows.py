@@ -23,7 +23,7 @@ from typing import Any, Self
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.problem import DTYPE_BYTES
 
-__all__ = ["Report", "Row", "begins_so", "load_report"]
+__all__ = ["Report", "Row", "has_word_prefix", "load_report"]
 
 _TIMES = ("median_ms", "p95_ms", "compute_only_ms", "comm_only_ms", "comm_only_collective_ms", "sequential_ms")
 _DERIVED = ("exposed_ms", "overlap_efficiency", "ideal_fraction", "schedule_fraction")
@@ -217,6 +217,6 @@ def load_report(path: Path) -> tuple[dict[str, Any], list[Row]]:
     return data, rows
 
 
-def begins_so(name: str, prefix: str) -> bool:
+def has_word_prefix(name: str, prefix: str) -> bool:
     """Whether the first words of a variant's name are `prefix`; "sequential_mine" is no "sequential"."""
     return f"{name} ".startswith(f"{prefix} ")

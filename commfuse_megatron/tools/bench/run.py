@@ -27,7 +27,7 @@ from commfuse_megatron.tools.bench.catalog import (
 from commfuse_megatron.tools.bench.emulate import make_emulated_work
 from commfuse_megatron.tools.bench.operands import Pool, Work, check_results, make_work
 from commfuse_megatron.tools.bench.ours import Ours
-from commfuse_megatron.tools.bench.rows import Row, begins_so
+from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
 from commfuse_megatron.tools.bench.tail import TailMeter
 from commfuse_megatron.tools.bench.timing import Timed, measure, measure_host_us
 from commfuse_megatron.tools.bench.variant import Ready, Variant
@@ -170,12 +170,12 @@ def require_work(settings: Settings, device: torch.device, group_size: int) -> N
     variants = _make_variants(settings, device, group_size)
     found = [variant.name for piece, case in possible for variant in _choose(variants, settings, case, piece, ())]
     for prefix in settings.variants:
-        if not any(begins_so(name, prefix) for name in found):
+        if not any(has_word_prefix(name, prefix) for name in found):
             names = ", ".join(dict.fromkeys(found))
             is_full = settings.attention or any(_is_full(settings, piece) for piece, _ in possible)
             more = "" if is_full else f" (and more at M {' and '.join(map(str, FULL_M))})"
             raise ConfigError(f'no variant of these cases is called "{prefix}"; there are {names}{more}')
-    kept = [name for name in found if any(begins_so(name, prefix) for prefix in settings.variants)]
+    kept = [name for name in found if any(has_word_prefix(name, prefix) for prefix in settings.variants)]
     if settings.chunks and settings.variants and not any(" m=" in name for name in kept):
         having = ", ".join(dict.fromkeys(name for name in found if " m=" in name))
         raise ConfigError(f"none of the variants that are asked for has chunks to force; those that have: {having}")
@@ -282,7 +282,7 @@ class _Runner:
         is_paper, is_full = _is_paper(piece), _is_full(settings, piece)
         chosen = _choose(self._variants, settings, case, piece, settings.variants)
         measured = {variant.name: entry for variant in chosen if (entry := self._build(variant, work)) is not None}
-        lacking = [name for name in BOUNDS if not any(begins_so(found, name) for found in measured)]
+        lacking = [name for name in BOUNDS if not any(has_word_prefix(found, name) for found in measured)]
         if lacking:
             self.outcome.missing.append(f"{piece}: nothing to compare with: there is no {', no '.join(lacking)}")
             return []

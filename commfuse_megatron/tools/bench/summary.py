@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.tools.bench.ours import PLANNED
-from commfuse_megatron.tools.bench.rows import Row, begins_so
+from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
 from commfuse_megatron.tools.common.cases import HEADLINE_M, HEADLINE_MODELS, LINEARS
 
 __all__ = ["METRICS", "Metric", "Summary", "check_bounds", "parse_bounds", "stock_times", "summarize"]
@@ -94,7 +94,7 @@ def _is_headline(row: Row) -> bool:
 
 
 def _best(variants: dict[str, Row], prefix: str) -> float | None:
-    return min((row.median_ms for name, row in variants.items() if begins_so(name, prefix)), default=None)
+    return min((row.median_ms for name, row in variants.items() if has_word_prefix(name, prefix)), default=None)
 
 
 def stock_times(variants: dict[str, Row]) -> list[float]:

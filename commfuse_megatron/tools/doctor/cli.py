@@ -8,7 +8,7 @@ from rich.table import Table
 from commfuse_megatron.config import OverlapConfig, config_file_from_environment
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plan.candidates import buffer_needs, merge_needs
-from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import GemmProblem
 from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.tools.common.cases import CASE_NAMES, linear_case
@@ -85,7 +85,7 @@ def _buffers(group_size: int) -> dict[str, float]:
             continue
         for pass_name, needed in (("fprop", ""), ("backward", "input+weight")):
             problem = GemmProblem(case.op, pass_name, _TOKENS, 1, case.N, case.K, "bfloat16", group_size, needs=needed)
-            plan = LinearPlan("sliced", "", Algorithm.DIRECT, 1, keep_gathered_input=False)
+            plan = PassPlan("sliced", "", Algorithm.DIRECT, 1, keep_gathered_input=False)
             model = name.split(".")[0]
             needs[model] = merge_needs(needs.get(model, {}), buffer_needs(problem, plan))
     return {model: round(sum(parts.values()) / 2**20, 1) for model, parts in needs.items()}

@@ -150,7 +150,7 @@ def _step_machine(arguments: argparse.Namespace) -> MachineModel:
         raise UsageError(f"--link {arguments.link}: of a bandwidth only --rows tells the rest; name such a file")
     if arguments.link == "host":
         return assumed_machine(Traits(transport="nccl", transfer_sms=4), "bfloat16")
-    traits = Traits(transport="copy_engine", folds_arrivals=True, replays=True)
+    traits = Traits(transport="copy_engine", adds_in_epilogue=True, replays=True)
     return assumed_machine(traits, "bfloat16")
 
 

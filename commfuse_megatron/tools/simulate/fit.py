@@ -14,8 +14,8 @@ import numpy as np
 
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plan.cost_model import predict_parts_us
-from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import Channel, GemmRate, MachineModel, Traits, assumed_machine
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem
 from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.tools.bench.rows import Row
@@ -28,7 +28,7 @@ __all__ = ["DTYPE", "SEQUENTIAL", "Fit", "Machines", "fit_channel_to", "fit_mach
 DTYPE = "bfloat16"
 
 #: The sequential program.
-SEQUENTIAL = LinearPlan("sequential", "", Algorithm.DIRECT, 1, keep_gathered_input=False)
+SEQUENTIAL = PassPlan("sequential", "", Algorithm.DIRECT, 1, keep_gathered_input=False)
 
 _SMS_OF_HOPPER = 132
 
@@ -102,11 +102,11 @@ def fit_machines(rows: Sequence[Row], *, device: str, link: str, sms: int = _SMS
     return Machines(device, link, machines, fits, told, left_out)
 
 
-def way_of(row: Row) -> tuple[GemmProblem, LinearPlan] | None:
+def way_of(row: Row) -> tuple[GemmProblem, PassPlan] | None:
     """The problem and the plan of a row of ours that is sequential or sliced; else None."""
     plan = SEQUENTIAL
     if row.path == "sliced" and row.chunks_per_shard:
-        plan = LinearPlan("sliced", "", Algorithm(row.algorithm), row.chunks_per_shard, keep_gathered_input=False)
+        plan = PassPlan("sliced", "", Algorithm(row.algorithm), row.chunks_per_shard, keep_gathered_input=False)
     elif row.variant != "sequential":
         return None
     case = LinearCase(row.case, row.op, row.M, row.N, row.K, row.group_size)
@@ -140,7 +140,7 @@ def _missing(what: str, device: str, link: str) -> ConfigError:
 
 def _traits(backend: str, link: str, sms: int) -> Traits:
     if backend == "copy_engine":
-        return Traits(transport=backend, num_sms=sms, folds_arrivals=True, replays=True)
+        return Traits(transport=backend, num_sms=sms, adds_in_epilogue=True, replays=True)
     settings = THROUGH_HOST_MEMORY if link == "host" else DIRECT
     transfer_sms = settings.channels * settings.lanes
     return Traits(transport=backend, num_sms=sms, transfer_sms=transfer_sms, regains_sms=settings.regains_sms)

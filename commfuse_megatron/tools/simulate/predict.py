@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.plan.candidates import list_candidates
 from commfuse_megatron.plan.cost_model import PassCosts, is_link_slow, predict_us, simulate_plan
-from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import MachineModel
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import GemmProblem
 from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.tools.bench.rows import Row
@@ -131,7 +131,7 @@ def predict(case: LinearCase, machines: Machines) -> list[Prediction]:
     ]
 
 
-def _predict_way(problem: GemmProblem, plan: LinearPlan, machine: MachineModel) -> tuple[float, str]:
+def _predict_way(problem: GemmProblem, plan: PassPlan, machine: MachineModel) -> tuple[float, str]:
     """(microseconds, what decides them) of one sliced way."""
     simulation, host_us = simulate_plan(problem, plan, machine)
     if host_us > simulation.total_us:

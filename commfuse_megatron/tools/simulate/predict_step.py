@@ -15,8 +15,8 @@ from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plan.attention import AttentionCosts
 from commfuse_megatron.plan.candidates import list_candidates
 from commfuse_megatron.plan.cost_model import PassCosts, is_link_slow, predict_parts_us
-from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import Channel, MachineModel
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import AttentionProblem, GemmProblem
 from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.tools.bench.ours import PLANNED
@@ -187,7 +187,7 @@ class _Step:
         passes = (forward, backward)
         stock = [SEQUENTIAL, SEQUENTIAL]
         if op == "all_gather_linear":
-            stock[1] = LinearPlan("async", "", Algorithm.DIRECT, 1, keep_gathered_input=False)
+            stock[1] = PassPlan("async", "", Algorithm.DIRECT, 1, keep_gathered_input=False)
         return {
             STOCK: _Time(*(predict_parts_us(*pair, self.machine)[0] for pair in zip(passes, stock, strict=True))),
             PLANNED: _Time(*map(self._planned_us, passes)),

@@ -26,7 +26,7 @@ from typing import Protocol
 from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport.stream_memory import may_wait_for_device
 
-__all__ = ["is_process_ending", "look_at_exit", "release_what_is_done", "release_when_done"]
+__all__ = ["is_process_ending", "track_until_exit", "release_what_is_done", "release_when_done"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def is_process_ending() -> bool:
     return bool(_ending)
 
 
-def look_at_exit(link: _Link) -> None:
+def track_until_exit(link: _Link) -> None:
     """Remember a link whose transfers may be in flight when the process ends."""
     _links.add(link)
     if os.getpid() not in _watched_children and multiprocessing.parent_process() is not None:

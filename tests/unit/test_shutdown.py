@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from commfuse_megatron.runtime import context, hardware, leaving
+from commfuse_megatron.runtime import context, hardware, shutdown
 
 
 class Link:
@@ -36,10 +36,10 @@ class LinkUntil(Link):
 def alarms(monkeypatch):
     """Seconds of the alarms that were set; none is."""
     found = []
-    monkeypatch.setattr(leaving, "_links", set())
-    monkeypatch.setattr(leaving, "_left", {})
-    monkeypatch.setattr(leaving, "_ending", [])
-    monkeypatch.setattr(leaving, "_child_failed", [])
+    monkeypatch.setattr(shutdown, "_links", set())
+    monkeypatch.setattr(shutdown, "_left", {})
+    monkeypatch.setattr(shutdown, "_ending", [])
+    monkeypatch.setattr(shutdown, "_child_failed", [])
     monkeypatch.setattr(signal, "signal", lambda number, handler: found.append((number, handler)))
     monkeypatch.setattr(signal, "alarm", found.append)
     monkeypatch.delattr(sys, "last_exc", raising=False)
@@ -51,17 +51,17 @@ def nothing():
 
 
 def give_up(link, release):
-    leaving._links.add(link)
-    leaving.release_when_done(link, release)
+    shutdown._links.add(link)
+    shutdown.release_when_done(link, release)
 
 
 def test_nothing_happens_where_nothing_is_in_flight(alarms):
     links = [Link(is_in_flight=False) for _ in range(2)]
     for link in links:
-        leaving.look_at_exit(link)
+        shutdown.track_until_exit(link)
     give_up(links[0], nothing)
-    leaving.release_what_is_done()
-    leaving._limit_the_exit()
+    shutdown.release_what_is_done()
+    shutdown._limit_the_exit()
     assert alarms == []
 
 
@@ -71,15 +71,15 @@ def test_nothing_happens_where_nothing_is_in_flight(alarms):
     [(0.2, None, 0.2), (600, ValueError(), 0.3), (0.1, ValueError(), 0.1)],
 )
 def test_the_exit_takes_a_limited_time(is_given_up, timeout_s, error, limit_s, alarms, monkeypatch, caplog):
-    monkeypatch.setattr(leaving, "_AFTER_AN_ERROR_S", 0.3)
+    monkeypatch.setattr(shutdown, "_AFTER_AN_ERROR_S", 0.3)
     monkeypatch.setattr(sys, "last_exc", error, raising=False)
     link = Link(is_in_flight=True, timeout_s=timeout_s)
-    leaving.look_at_exit(link)
-    leaving.look_at_exit(Link(is_in_flight=True, timeout_s=0.01))
+    shutdown.track_until_exit(link)
+    shutdown.track_until_exit(Link(is_in_flight=True, timeout_s=0.01))
     if is_given_up:
         give_up(link, nothing)
     began = time.monotonic()
-    leaving._limit_the_exit()
+    shutdown._limit_the_exit()
     assert limit_s <= time.monotonic() - began < 10
     assert alarms == [(signal.SIGALRM, signal.SIG_DFL), 30]
     assert "killed in 30 s" in caplog.text
@@ -95,7 +95,7 @@ def test_buffers_are_left_to_the_driver_when_the_process_ends(alarms):
     lanes = SimpleNamespace(close=nothing)
     context._release(link, lanes, slots, hardware.current.driver)
     assert freed == ["slots"]
-    leaving._limit_the_exit()
+    shutdown._limit_the_exit()
     context._release(link, lanes, slots, hardware.current.driver)
     assert freed == ["slots"]
 
@@ -103,8 +103,8 @@ def test_buffers_are_left_to_the_driver_when_the_process_ends(alarms):
 def test_the_exit_waits_for_what_is_done_in_time(alarms):
     """Nobody is killed then: other exit handlers may have something to save."""
     link = LinkUntil(after_s=0.2)
-    leaving.look_at_exit(link)
-    leaving._limit_the_exit()
+    shutdown.track_until_exit(link)
+    shutdown._limit_the_exit()
     assert not link.is_in_flight
     assert alarms == []
 
@@ -113,17 +113,17 @@ def test_links_are_released_once_and_forgotten_when_nothing_is_in_flight(alarms)
     released = []
     links = [Link(is_in_flight=True) for _ in range(3)]
     for link in links:
-        leaving.look_at_exit(link)
+        shutdown.track_until_exit(link)
     give_up(links[0], lambda: released.append(0))
     assert released == []
-    assert leaving._links == set(links)
+    assert shutdown._links == set(links)
     links[0].is_in_flight = links[1].is_in_flight = False
     give_up(links[1], lambda: released.append(1))
     assert released == [], "garbage collection may have called this"
-    leaving.release_what_is_done()
-    leaving.release_what_is_done()
+    shutdown.release_what_is_done()
+    shutdown.release_what_is_done()
     assert released == [0, 1]
-    assert (leaving._links, leaving._left) == ({links[2]}, {})
+    assert (shutdown._links, shutdown._left) == ({links[2]}, {})
 
 
 def test_nothing_is_released_while_a_graph_is_captured(alarms, monkeypatch):
@@ -131,10 +131,10 @@ def test_nothing_is_released_while_a_graph_is_captured(alarms, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     give_up(Link(is_in_flight=False), lambda: released.append(0))
-    leaving.release_what_is_done()
+    shutdown.release_what_is_done()
     assert released == []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    leaving.look_at_exit(Link(is_in_flight=False))
+    shutdown.track_until_exit(Link(is_in_flight=False))
     assert released == [0]
 
 
@@ -158,13 +158,13 @@ def test_a_context_may_be_found_by_garbage_collection_meanwhile(alarms):
 
     first, found, later = Collecting(is_in_flight=True), Link(is_in_flight=False), Link(is_in_flight=True)
     for link in (first, found):
-        leaving.look_at_exit(link)
+        shutdown.track_until_exit(link)
     give_up(first, lambda: released.append("first"))
     first.is_busy, first.garbage = False, (found,)
-    leaving.look_at_exit(later)
-    leaving.release_what_is_done()
+    shutdown.track_until_exit(later)
+    shutdown.release_what_is_done()
     assert sorted(released) == ["first", "found"]
-    assert (leaving._links, leaving._left) == ({later}, {})
+    assert (shutdown._links, shutdown._left) == ({later}, {})
 
 
 @pytest.mark.parametrize("is_first_to_fail", [False, True])
@@ -180,15 +180,15 @@ def test_who_closes_a_context_waits_for_the_thread_that_releases_it_already(is_f
             raise ValueError
 
     give_up(own, release)
-    other = threading.Thread(target=leaving.release_what_is_done)
+    other = threading.Thread(target=shutdown.release_what_is_done)
     other.start()
     assert is_at_it.wait(20.0)
-    leaving.release_what_is_done(Link(is_in_flight=False))  # of which nobody knows: no wait
+    shutdown.release_what_is_done(Link(is_in_flight=False))  # of which nobody knows: no wait
     threading.Timer(0.2, may_go_on.set).start()
-    leaving.release_what_is_done(own)
+    shutdown.release_what_is_done(own)
     assert released == [0]
     other.join(20.0)
-    assert (leaving._left, leaving._at_work) == ({}, {})
+    assert (shutdown._left, shutdown._at_work) == ({}, {})
 
 
 def test_a_context_may_be_closed_while_this_thread_releases_it(alarms):
@@ -196,11 +196,11 @@ def test_a_context_may_be_closed_while_this_thread_releases_it(alarms):
     own, released = Link(is_in_flight=False), []
 
     def release():
-        leaving.release_what_is_done(own)
+        shutdown.release_what_is_done(own)
         released.append(0)
 
     give_up(own, release)
-    leaving.release_what_is_done(own)
+    shutdown.release_what_is_done(own)
     assert released == [0]
 
 
@@ -219,7 +219,7 @@ def test_many_threads_release_each_context_once_and_before_its_owner_goes_on(ala
         for number in range(50):
             own = SlowLink(after_s=0)
             give_up(own, lambda entry=(thread, number): (time.sleep(1e-3), released.append(entry)))
-            leaving.release_what_is_done(own)
+            shutdown.release_what_is_done(own)
             if (thread, number) not in released:
                 released.append("too late")
 
@@ -237,19 +237,19 @@ def test_what_cannot_be_released_is_no_error_of_another_context(alarms, caplog):
     give_up(first, lambda: 1 / 0)
     give_up(second, lambda: released.append("second"))
     later = Link(is_in_flight=True)
-    leaving.look_at_exit(later)
+    shutdown.track_until_exit(later)
     assert released == ["second"]
     assert "could not be released" in caplog.text
-    assert (leaving._links, leaving._left) == ({later}, {})
+    assert (shutdown._links, shutdown._left) == ({later}, {})
 
 
 def test_a_failed_context_makes_the_exit_short(alarms, monkeypatch):
-    monkeypatch.setattr(leaving, "_AFTER_AN_ERROR_S", 0.1)
+    monkeypatch.setattr(shutdown, "_AFTER_AN_ERROR_S", 0.1)
     link = Link(is_in_flight=True)
     link.failure = ValueError()
-    leaving.look_at_exit(link)
+    shutdown.track_until_exit(link)
     began = time.monotonic()
-    leaving._limit_the_exit()
+    shutdown._limit_the_exit()
     assert time.monotonic() - began < 10
     assert alarms[-1] == 30
 
@@ -257,14 +257,14 @@ def test_a_failed_context_makes_the_exit_short(alarms, monkeypatch):
 def test_a_forked_child_has_none_of_the_links(alarms):
     """Nor does it release what its parent uses, when its copy of a context is found by garbage collection."""
     link, released = Link(is_in_flight=False), []
-    leaving.look_at_exit(link)
+    shutdown.track_until_exit(link)
     child = os.fork()
     if child == 0:
-        leaving.release_when_done(link, lambda: released.append(0))
-        leaving._limit_the_exit()
-        os._exit(len(leaving._links) + len(leaving._left) + len(released))
+        shutdown.release_when_done(link, lambda: released.append(0))
+        shutdown._limit_the_exit()
+        os._exit(len(shutdown._links) + len(shutdown._left) + len(released))
     assert os.waitpid(child, 0)[1] == 0
-    assert len(leaving._links) == 1
+    assert len(shutdown._links) == 1
 
 
 @pytest.mark.parametrize("is_in_flight", [False, True])
@@ -272,7 +272,7 @@ def test_what_was_left_before_the_exit_is_released_there(is_in_flight, alarms):
     released = []
     link = LinkUntil(after_s=0.2) if is_in_flight else Link(is_in_flight=False)
     give_up(link, lambda: released.append(0))
-    leaving._limit_the_exit()
+    shutdown._limit_the_exit()
     assert released == [0]
     assert alarms == []
 
@@ -284,8 +284,8 @@ def test_ctrl_c_while_the_exit_waits_leaves_a_limit(alarms, monkeypatch, caplog)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(time, "sleep", interrupt)
-    leaving.look_at_exit(Link(is_in_flight=True))
-    leaving._limit_the_exit()
+    shutdown.track_until_exit(Link(is_in_flight=True))
+    shutdown._limit_the_exit()
     assert alarms == [(signal.SIGALRM, signal.SIG_DFL), 30]
     assert "KeyboardInterrupt" in caplog.text
 
@@ -301,21 +301,21 @@ def test_ctrl_c_while_a_context_is_released_leaves_it_to_the_next_time(alarms):
 
     give_up(Link(is_in_flight=False), release)
     with pytest.raises(KeyboardInterrupt):
-        leaving.release_what_is_done()
-    assert leaving._at_work == {}
-    leaving.release_what_is_done()
-    leaving.release_what_is_done()
+        shutdown.release_what_is_done()
+    assert shutdown._at_work == {}
+    shutdown.release_what_is_done()
+    shutdown.release_what_is_done()
     assert released == ["interrupted", "done"]
-    assert (leaving._links, leaving._left) == (set(), {})
+    assert (shutdown._links, shutdown._left) == (set(), {})
 
 
 def test_a_context_that_was_left_by_an_error_makes_the_exit_short(alarms, monkeypatch):
-    monkeypatch.setattr(leaving, "_AFTER_AN_ERROR_S", 0.1)
+    monkeypatch.setattr(shutdown, "_AFTER_AN_ERROR_S", 0.1)
     link = Link(is_in_flight=True)
     link.is_left_by_error = True
-    leaving.look_at_exit(link)
+    shutdown.track_until_exit(link)
     began = time.monotonic()
-    leaving._limit_the_exit()
+    shutdown._limit_the_exit()
     assert time.monotonic() - began < 10
     assert alarms[-1] == 30
 
@@ -325,8 +325,8 @@ def _end_with_something_in_flight(how, folder):
         (folder / "alarm").write_text(f"{seconds} {time.time()}", encoding="utf-8")
 
     signal.alarm = note_alarm
-    leaving._AFTER_AN_ERROR_S = 0.1
-    leaving.look_at_exit(Link(is_in_flight=True, timeout_s=6.0))
+    shutdown._AFTER_AN_ERROR_S = 0.1
+    shutdown.track_until_exit(Link(is_in_flight=True, timeout_s=6.0))
     (folder / "began").write_text(f"{time.time()}", encoding="utf-8")
     if how == "raises":
         raise ValueError("a fault of the program")
@@ -360,5 +360,5 @@ def test_nothing_is_released_when_the_device_has_failed(alarms, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
     give_up(Link(is_in_flight=False), lambda: released.append(0))
-    leaving.release_what_is_done()
+    shutdown.release_what_is_done()
     assert released == []

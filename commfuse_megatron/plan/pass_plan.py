@@ -1,15 +1,15 @@
-"""`LinearPlan`: what was chosen for one pass of one linear, or for an attention with its projection, and why."""
+"""`PassPlan`: what was chosen for one pass of one linear, or for an attention with its projection, and why."""
 
 import dataclasses
 from dataclasses import dataclass
 
 from commfuse_megatron.schedule import Algorithm
 
-__all__ = ["LinearPlan"]
+__all__ = ["PassPlan"]
 
 
 @dataclass(frozen=True, slots=True)
-class LinearPlan:
+class PassPlan:
     """What was chosen for one pass of one linear.
 
     path: "sliced", "bulk", "async" or "sequential" (see `PassConfig`); "query_split", "row_parallel" or "sequential"
@@ -48,7 +48,7 @@ class LinearPlan:
         return f"{self.path}{ring} m={self.chunks_per_shard}{backward}"
 
     @property
-    def for_backward(self) -> "LinearPlan":
+    def for_backward(self) -> "PassPlan":
         """The plan of the backward pass of an attention whose forward pass has this one."""
         if self.backward_path is None:
             return self
