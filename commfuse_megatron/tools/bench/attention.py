@@ -29,17 +29,6 @@ from commfuse_megatron.tools.bench.operands import Operands, Pool, Work, draw
 from commfuse_megatron.tools.bench.variant import Ready, Results, Variant, require_own_link
 from commfuse_megatron.tools.common.attention_cases import AttentionCase
 
-__all__ = [
-    "Pieces",
-    "attention_case_of",
-    "attention_variants",
-    "attention_work",
-    "draw_attention",
-    "exact_attention",
-    "heads_of",
-    "split_attention",
-]
-
 _PIECES = (2, 4)
 # So many that the plain kernel's scores fit on a GPU at the longest sequence: 16384 rows, 32 heads.
 _EXACT_SPLITS = 16

@@ -39,8 +39,6 @@ from commfuse_megatron.tools.bench.operands import Pool, Work
 from commfuse_megatron.tools.bench.variant import Ready, Variant
 from commfuse_megatron.tools.common.attention_cases import AttentionCase
 
-__all__ = ["EmulatedAttention", "emulated_attention_variants", "emulated_attention_work"]
-
 _PIECES = (2, 4)
 
 

@@ -7,8 +7,6 @@ from rich.table import Table
 from commfuse_megatron.tools.bench.rows import Row
 from commfuse_megatron.tools.common.attention_cases import PAPER_MS, attention_bound_ms, attention_case
 
-__all__ = ["attention_table"]
-
 _SPLITS = (1, 2, 4, 8)
 
 

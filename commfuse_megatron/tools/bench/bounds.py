@@ -22,8 +22,6 @@ from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.tools.bench.operands import Work
 from commfuse_megatron.tools.bench.variant import Ready, Variant, differentiable, reference_of, require_own_link
 
-__all__ = ["CommOnly", "CommOnlyCollective", "ComputeOnly", "Sequential", "SlicesOnly", "collective_name", "exchanges"]
-
 
 def collective_name(device: torch.device) -> str:
     """Who carries the group's own collectives."""

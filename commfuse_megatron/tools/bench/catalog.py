@@ -23,8 +23,6 @@ from commfuse_megatron.tools.bench.stock import Megatron
 from commfuse_megatron.tools.bench.userbuffers import Userbuffers
 from commfuse_megatron.tools.bench.variant import Variant
 
-__all__ = ["BOUNDS", "choose", "for_large", "make_emulated_variants", "make_variants"]
-
 #: Without these (or what begins so) a case has no rows.
 BOUNDS = ("compute_only", "comm_only collective", "sequential")
 

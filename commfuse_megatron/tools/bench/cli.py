@@ -13,6 +13,7 @@ from rich.markup import escape
 from commfuse_megatron.config import CONFIG_VARIABLE, config_file_from_environment
 from commfuse_megatron.tools.bench.report_cli import run_report
 from commfuse_megatron.tools.bench.write_plans import require_plans_alone, run_write_plans
+from commfuse_megatron.tools.common.cases import CPU_SHRINK
 from commfuse_megatron.tools.common.launch import launch
 from commfuse_megatron.tools.common.output import each_once, make_progress, results, say_count
 from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_num_ranks, is_speaker
@@ -23,10 +24,7 @@ if TYPE_CHECKING:
     from commfuse_megatron.tools.bench.rows import Row
     from commfuse_megatron.tools.bench.run import Outcome, Piece, Settings
 
-__all__ = ["add_bench_options", "run_bench"]
 
-# On the CPU nothing is timed for its own sake: sizes at which everything runs in seconds.
-CPU_SHRINK = 64
 MAX_ROWS_SHOWN = 200
 MAX_OFFENDERS_SHOWN = 10
 

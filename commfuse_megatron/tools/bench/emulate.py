@@ -37,19 +37,6 @@ from commfuse_megatron.tools.bench.operands import Pool, Work, draw
 from commfuse_megatron.tools.bench.variant import Ready, Variant, require_own_link
 from commfuse_megatron.tools.common.cases import LinearCase
 
-__all__ = [
-    "REAL_RANKS",
-    "EmulatedCollective",
-    "EmulatedPass",
-    "EmulatedSequential",
-    "EmulatedSliced",
-    "EmulatedTransfers",
-    "OverTransport",
-    "emulated_collective",
-    "make_emulated_work",
-    "sum_of_peers",
-]
-
 #: On how many ranks larger groups are emulated.
 REAL_RANKS = 2
 

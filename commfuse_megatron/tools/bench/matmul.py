@@ -24,8 +24,6 @@ from commfuse_megatron.kernels import persistent_matmul, persistent_matmul_unava
 from commfuse_megatron.kernels.support import multiprocessor_count
 from commfuse_megatron.kernels.tiles import TILES, Tile
 
-__all__ = ["main"]
-
 BASELINE = "torch.mm"
 PASSES = ("fprop", "dgrad", "wgrad")
 LARGE = ((8192, 5120, 8192), (8192, 8192, 4096), (8192, 8192, 14336), (8192, 3072, 4096))

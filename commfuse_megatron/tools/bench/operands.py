@@ -9,8 +9,6 @@ from commfuse_megatron import ops
 from commfuse_megatron.errors import VerificationError
 from commfuse_megatron.tools.common.cases import LinearCase
 
-__all__ = ["Operands", "Pool", "Work", "check_results", "draw", "make_work"]
-
 # Two results in 16 bits of fp32 sums differ by about 3e-3 (bf16); a crossed or missing partial by order 1.
 _TOLERANCE = 1e-2
 

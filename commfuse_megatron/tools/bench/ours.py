@@ -17,8 +17,6 @@ from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.tools.bench.operands import Work
 from commfuse_megatron.tools.bench.variant import Ready, Variant, differentiable, require_own_link
 
-__all__ = ["PLANNED", "Ours", "Way", "find_record", "forced_ways", "planned"]
-
 PLANNED = "planned"
 
 

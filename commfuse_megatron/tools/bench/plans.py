@@ -16,8 +16,6 @@ from commfuse_megatron.tools.bench.run import Piece, Settings, dtype_of, grid, m
 from commfuse_megatron.tools.common.attention_cases import AttentionCase
 from commfuse_megatron.tools.common.cases import LinearCase
 
-__all__ = ["Planned", "cases_to_plan", "plan_cases"]
-
 
 @dataclass(slots=True)
 class Planned:

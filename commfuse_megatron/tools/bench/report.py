@@ -24,8 +24,6 @@ from commfuse_megatron.tools.bench.ours import PLANNED
 from commfuse_megatron.tools.bench.rows import Row, begins_so
 from commfuse_megatron.tools.bench.summary import stock_times, summarize
 
-__all__ = ["KINDS", "count_tables", "read_rows", "render"]
-
 # At the beginning of a line: what is indented is an example.
 _MARKED = re.compile(r"^(<!-- table: (\S+) (\S+)((?: [^\s=]+=\S+)*) -->\n).*?(<!-- end -->)$", re.S | re.M)
 _BEGIN = re.compile("^<!-- table:", re.M)

@@ -8,8 +8,6 @@ from pathlib import Path
 from commfuse_megatron.tools.common.output import results, say_count
 from commfuse_megatron.tools.common.ranks import UsageError, is_speaker
 
-__all__ = ["run_report"]
-
 
 def run_report(arguments: argparse.Namespace) -> int:
     """Render all documents, then write those that changed; 0. Needs no ranks and no GPU."""

@@ -23,8 +23,6 @@ from typing import Any, Self
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.problem import DTYPE_BYTES
 
-__all__ = ["Report", "Row", "begins_so", "load_report"]
-
 _TIMES = ("median_ms", "p95_ms", "compute_only_ms", "comm_only_ms", "comm_only_collective_ms", "sequential_ms")
 _DERIVED = ("exposed_ms", "overlap_efficiency", "ideal_fraction", "schedule_fraction")
 

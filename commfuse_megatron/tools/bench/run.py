@@ -48,8 +48,6 @@ from commfuse_megatron.tools.common.cases import (
     tokens_of,
 )
 
-__all__ = ["Outcome", "Piece", "Settings", "dtype_of", "grid", "make_case", "require_work", "run_grid"]
-
 # Host time is measured where 30 calls take no longer than about 0.1 s.
 _LONGEST_CALL_FOR_HOST_MS = 3.0
 

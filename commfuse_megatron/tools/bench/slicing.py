@@ -19,8 +19,6 @@ from commfuse_megatron.tools.bench.bounds import collective_name
 from commfuse_megatron.tools.bench.operands import Work
 from commfuse_megatron.tools.bench.variant import Ready, Results, Variant
 
-__all__ = ["DataSlicing"]
-
 
 class DataSlicing(Variant):
     """Both passes of both linears in `num_pieces` pieces of M."""

@@ -17,8 +17,6 @@ from commfuse_megatron.tools.bench.bounds import collective_name
 from commfuse_megatron.tools.bench.operands import Work
 from commfuse_megatron.tools.bench.variant import Ready, Variant, differentiable
 
-__all__ = ["Megatron"]
-
 
 class Megatron(Variant):
     """The stock linear."""

@@ -8,8 +8,6 @@ from commfuse_megatron.tools.bench.ours import PLANNED
 from commfuse_megatron.tools.bench.rows import Row
 from commfuse_megatron.tools.bench.summary import METRICS, Summary
 
-__all__ = ["checked_table", "overview_table", "rows_table", "summary_table"]
-
 
 def rows_table(rows: Sequence[Row]) -> Table:
     """Every row with what follows from it."""

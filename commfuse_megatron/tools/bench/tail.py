@@ -17,8 +17,6 @@ from commfuse_megatron.tools.bench.ours import Way
 from commfuse_megatron.tools.bench.variant import Ready, differentiable
 from commfuse_megatron.tools.trace.summary import tail_us
 
-__all__ = ["TailMeter"]
-
 _CALLS = 6
 
 

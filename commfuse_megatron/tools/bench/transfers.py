@@ -23,8 +23,6 @@ from commfuse_megatron.config import TransportConfig
 from commfuse_megatron.tools.bench.timing import measure
 from commfuse_megatron.transport.base import Message, Transport, TwoSidedTransport
 
-__all__ = ["main"]
-
 _MIB = 1 << 20
 
 

@@ -16,8 +16,6 @@ from commfuse_megatron import ops
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.tools.bench.operands import Work
 
-__all__ = ["Ready", "Variant", "differentiable", "link_name", "reference_of", "require_own_link"]
-
 Results = dict[str, torch.Tensor]
 
 

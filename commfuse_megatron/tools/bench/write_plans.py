@@ -18,7 +18,6 @@ from commfuse_megatron.tools.common.ranks import Rank, UsageError
 if TYPE_CHECKING:
     from commfuse_megatron.tools.bench.run import Piece, Settings
 
-__all__ = ["require_plans_alone", "run_write_plans"]
 
 _OF_ROWS = (
     "variants",
