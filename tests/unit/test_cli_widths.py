@@ -183,13 +183,8 @@ def run_bench(place: Path, put: Set) -> int:
         return Outcome(missing=["llama-8b.qkv M=2048 fprop: no time left"], left_out={"async_tp": "not here"})
 
     put("commfuse_megatron.tools.bench.run.run_grid", grid)
-    options = bench._Options(
-        Settings(models=("llama-8b",), commit="0123456"),
-        str(place / "out.json"),
-        None,
-        {},
-        resumes=False,
-    )
+    settings = Settings(models=("llama-8b",), commit="0123456")
+    options = argparse.Namespace(settings=settings, bounds={}, resume=False, figure=None, json=str(place / "out.json"))
     return bench._bench_on_rank(FIRST, options)
 
 

@@ -218,3 +218,11 @@ def load_report(path: Path) -> tuple[dict[str, Any], list[Row]]:
 def begins_so(name: str, prefix: str) -> bool:
     """Whether the first words of a variant's name are `prefix`; "sequential_mine" is no "sequential"."""
     return f"{name} ".startswith(f"{prefix} ")
+
+
+def by_problem(rows: Iterable[Row]) -> list[dict[str, Row]]:
+    """The variants of each problem by name, in the order of the rows."""
+    problems: dict[tuple[object, ...], dict[str, Row]] = {}
+    for row in rows:
+        problems.setdefault(row.problem, {})[row.variant] = row
+    return list(problems.values())

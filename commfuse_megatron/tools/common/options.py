@@ -14,7 +14,10 @@ def for_ranks(arguments: argparse.Namespace, **worked_out: Any) -> argparse.Name
 
 
 def refuse_given(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
-    """Raise UsageError where one of these options is given: another value than its default."""
+    """Raise UsageError where one of these options is given: another value than its default.
+
+    why: says so of the options, which stand where it has "{}", else at its end.
+    """
     default = arguments.parser.get_default
     given = [
         f"--{name.removesuffix('_name').replace('_', '-')}"  # `pass` is a word of Python's
@@ -22,7 +25,7 @@ def refuse_given(arguments: argparse.Namespace, names: Sequence[str], why: str) 
         if getattr(arguments, name) != default(name)
     ]
     if given:
-        raise UsageError(f"{why} {', '.join(given)}")
+        raise UsageError((why if "{}" in why else f"{why} {{}}").format(", ".join(given)))
 
 
 def require_positive(arguments: argparse.Namespace, names: Sequence[str]) -> None:
