@@ -109,7 +109,7 @@ def draw(path: Path, curves: list[Curve]) -> None:
 
     Raises ValueError without matplotlib.
     """
-    from commfuse_megatron.tools.trace.figure import missing_matplotlib
+    from commfuse_megatron.tools.common.pictures import missing_matplotlib
 
     reason = missing_matplotlib()
     if reason is not None:

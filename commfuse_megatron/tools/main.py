@@ -26,8 +26,6 @@ from commfuse_megatron.tools.common.ranks import (
     leave_it_to_the_first_rank,
 )
 
-__all__ = ["build_parser", "main"]
-
 PASSED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 _PICTURES = (".png", ".svg")
@@ -119,7 +117,7 @@ def _require_writable(arguments: argparse.Namespace) -> None:
     if getattr(arguments, "figure", None):
         if Path(arguments.figure).suffix.lower() not in _PICTURES:
             raise UsageError(f"--figure {arguments.figure}: pictures are {' or '.join(_PICTURES)}")
-        from commfuse_megatron.tools.trace.figure import missing_matplotlib
+        from commfuse_megatron.tools.common.pictures import missing_matplotlib
 
         missing = missing_matplotlib()
         if missing is not None:

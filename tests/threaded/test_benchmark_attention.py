@@ -12,11 +12,11 @@ from commfuse_megatron.kernels import attention_choice
 from commfuse_megatron.ops import attention_tapes
 from commfuse_megatron.schedule import schedule_bound_us
 from commfuse_megatron.tools.bench.attention import attention_work, heads_of
-from commfuse_megatron.tools.bench.attention_emulate import EmulatedAttention, emulated_attention_work
-from commfuse_megatron.tools.bench.attention_table import attention_table
+from commfuse_megatron.tools.bench.emulate import EmulatedAttention, make_emulated_work
 from commfuse_megatron.tools.bench.operands import Pool, check_results
 from commfuse_megatron.tools.bench.run import Settings
 from commfuse_megatron.tools.bench.summary import summarize
+from commfuse_megatron.tools.bench.tables import attention_table
 from commfuse_megatron.tools.common.attention_cases import (
     ATTENTION_CASE_NAMES,
     AttentionCase,
@@ -104,7 +104,7 @@ def test_emulated_groups(group_size):
 
 def test_a_wrong_emulated_result_is_noticed():
     def body(group, device):
-        work = emulated_attention_work(attention_case(*SMALL, 4, 64), group, Pool(CPU, torch.float32, group.rank()))
+        work = make_emulated_work(attention_case(*SMALL, 4, 64), group, Pool(CPU, torch.float32, group.rank()))
         variant = EmulatedAttention("gloo", 1)
         ready = variant.build(work)
         check_results(work, variant.name, ready.results())
@@ -128,7 +128,7 @@ def test_emulated_programs_on_tapes_give_what_they_should_in_every_order(size, s
     def body(group, device):
         sizes = {"M": 64, "N": 16, "K": 32, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
         case = AttentionCase("some", "query_split_attention", group_size=size, **sizes)
-        work = emulated_attention_work(case, group, Pool(CPU, torch.bfloat16, group.rank()))
+        work = make_emulated_work(case, group, Pool(CPU, torch.bfloat16, group.rank()))
         variant = EmulatedAttention("copy_engine", splits)
         with take_part(group):
             ready = variant.build(work)

@@ -16,7 +16,7 @@ from commfuse_megatron.tools.bench.ours import Way, forced_ways
 from commfuse_megatron.tools.bench.rows import Report, Row, load_report
 from commfuse_megatron.tools.bench.run import Settings, grid
 from commfuse_megatron.tools.bench.summary import check_bounds, parse_bounds, summarize
-from commfuse_megatron.tools.bench.table import overview_table, rows_table
+from commfuse_megatron.tools.bench.tables import overview_table, rows_table
 from commfuse_megatron.tools.bench.timing import _summary
 from commfuse_megatron.tools.bench.variant import link_name, require_own_link
 from commfuse_megatron.tools.common.cases import CASE_NAMES, linear_case, tokens_of

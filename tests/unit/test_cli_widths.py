@@ -23,7 +23,6 @@ from commfuse_megatron import OpRecord, OverlapConfig
 from commfuse_megatron.runtime.recorder import Interval
 from commfuse_megatron.tools import main as cli
 from commfuse_megatron.tools.bench import cli as bench
-from commfuse_megatron.tools.bench import figure
 from commfuse_megatron.tools.bench.ours import PLANNED
 from commfuse_megatron.tools.bench.rows import Report, Row
 from commfuse_megatron.tools.bench.run import Outcome, Settings
@@ -38,8 +37,7 @@ from commfuse_megatron.tools.doctor.machine import Ability, Machine, Setting
 from commfuse_megatron.tools.trace import attention_cli as trace_attention
 from commfuse_megatron.tools.trace import cli as trace
 from commfuse_megatron.tools.trace import step_cli as trace_step
-from commfuse_megatron.tools.trace.attention import BlockTrace
-from commfuse_megatron.tools.trace.linear import LinearTrace
+from commfuse_megatron.tools.trace.operation import BlockTrace, LinearTrace
 from commfuse_megatron.tools.trace.whole_step import FREE, STOCK, StepTimes, StepTrace
 from commfuse_megatron.tools.verify import cli as verify
 from commfuse_megatron.tools.verify import megatron_cli as verify_megatron
@@ -123,28 +121,30 @@ def run_demo(place: Path, put: Set) -> int:
     )
     put("commfuse_megatron.tools.demo.training.train_both", lambda *_, **__: found)
     put("commfuse_megatron.tools.demo.training.complaints_of", lambda *_: [])
-    options = demo._Options(2, "float32", b"text" * 100, str(place), str(place / "out.json"))
+    options = argparse.Namespace(
+        steps=2, dtype="float32", text=b"text" * 100, output=str(place), json=str(place / "out.json")
+    )
     return demo._demo_on_rank(FIRST, options)
+
+
+def traces(place: Path, **changes: object) -> argparse.Namespace:
+    files = {"output": str(place), "name": "x", "json": str(place / "out.json")}
+    return argparse.Namespace(dtype="float32", config=OverlapConfig(), calls=2, profiler=False, **files, **changes)
 
 
 def run_trace(place: Path, put: Set) -> int:
     found = LinearTrace(recording=INTERVALS, record=a_record())
-    put("commfuse_megatron.tools.trace.linear.trace_linear", lambda *_, **__: found)
-    options = trace._Options(
-        op="linear_reduce_scatter", pass_name="backward", case=None, M=8, N=8, K=8, dtype="float32",
-        config=OverlapConfig(), calls=2, is_profiled=False, output=str(place), name="x", json=str(place / "out.json"),
-    )  # fmt: skip
+    put("commfuse_megatron.tools.trace.operation.trace_linear", lambda *_, **__: found)
+    options = traces(place, op="linear_reduce_scatter", case=None, M=8, N=8, K=8, pass_name="backward")
     return trace._trace_on_rank(FIRST, options)
 
 
 def run_trace_attention(place: Path, put: Set) -> int:
     found = BlockTrace(calls=(INTERVALS, INTERVALS), record=a_record(attention="flash"), projection=a_record())
-    put("commfuse_megatron.tools.trace.attention.trace_block", lambda *_, **__: found)
-    options = trace_attention._Options(
-        case=attention_case("llama-8b.attention", 8192, 2, 64), pass_name="fprop", dtype="float32",
-        configs=dict.fromkeys(("sequential", "row_parallel", "query_split"), OverlapConfig()), calls=2,
-        is_profiled=False, forces_projection=False, output=str(place), name="x", json=str(place / "out.json"),
-    )  # fmt: skip
+    put("commfuse_megatron.tools.trace.operation.trace_block", lambda *_, **__: found)
+    configs = dict.fromkeys(("sequential", "row_parallel", "query_split"), OverlapConfig())
+    case = attention_case("llama-8b.attention", 8192, 2, 64)
+    options = traces(place, case=case, pass_name="fprop", configs=configs, path=None)
     return trace_attention._trace_on_rank(FIRST, options)
 
 
@@ -161,11 +161,8 @@ def run_trace_step(place: Path, put: Set) -> int:
         transport="gloo",
     )
     put("commfuse_megatron.tools.trace.whole_step.trace_step", lambda *_, **__: found)
-    options = trace_step._Options(
-        model="demo", num_layers=2, sequence=8, batch=1, dtype="float32", config=OverlapConfig(),
-        transformer_impl="local", has_fusions=False, rounds=1, runs=1, output=str(place), name="x",
-        json=str(place / "out.json"),
-    )  # fmt: skip
+    sizes = {"model": "demo", "layers": 2, "seq": 8, "batch": 1, "rounds": 1, "runs": 1}
+    options = traces(place, transformer_impl="local", fusions=False, **sizes)
     return trace_step._trace_on_rank(FIRST, options)
 
 
@@ -186,13 +183,8 @@ def run_bench(place: Path, put: Set) -> int:
         return Outcome(missing=["llama-8b.qkv M=2048 fprop: no time left"], left_out={"async_tp": "not here"})
 
     put("commfuse_megatron.tools.bench.run.run_grid", grid)
-    options = bench._Options(
-        Settings(models=("llama-8b",), commit="0123456"),
-        str(place / "out.json"),
-        None,
-        {},
-        resumes=False,
-    )
+    settings = Settings(models=("llama-8b",), commit="0123456")
+    options = argparse.Namespace(settings=settings, bounds={}, resume=False, figure=None, json=str(place / "out.json"))
     return bench._bench_on_rank(FIRST, options)
 
 
@@ -239,9 +231,7 @@ COMMANDS = {
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Imported before, so that it keeps what is put aside here.
-    assert figure
-    monkeypatch.setattr("commfuse_megatron.tools.trace.figure.missing_matplotlib", lambda: "it takes a second")
+    monkeypatch.setattr("commfuse_megatron.tools.trace.output.missing_matplotlib", lambda: "it takes a second")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

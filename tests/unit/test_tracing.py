@@ -11,7 +11,7 @@ from commfuse_megatron.runtime.meter import exposed_spans, exposed_us, measure_o
 from commfuse_megatron.runtime.recorder import Interval
 from commfuse_megatron.tools.trace import figure
 from commfuse_megatron.tools.trace.figure import densest_calls, draw_timeline
-from commfuse_megatron.tools.trace.lanes import assign_lanes
+from commfuse_megatron.tools.trace.layout import assign_lanes
 from commfuse_megatron.tools.trace.perfetto import chrome_trace, write_perfetto
 
 

@@ -16,8 +16,6 @@ from commfuse_megatron.tools.bench.timing import Sample
 from commfuse_megatron.tools.bench.variant import Ready, link_name
 from commfuse_megatron.tools.common.attention_cases import AttentionCase, attention_bound_ms
 
-__all__ = ["Measured", "make_rows", "run_header", "this_commit"]
-
 
 class Measured:
     """One variant's part of a case: what was built, timed and found out about it."""

@@ -9,8 +9,6 @@ from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.tools.bench.operands import Work
 from commfuse_megatron.tools.bench.variant import Ready, Results, Variant, require_own_link
 
-__all__ = ["AsyncTP"]
-
 
 class AsyncTP(Variant):
     """`torch.ops.symm_mem.fused_all_gather_matmul` and `fused_matmul_reduce_scatter`."""

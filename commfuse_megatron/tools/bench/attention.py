@@ -11,47 +11,28 @@ planned                  what the planner chooses
 At the sizes measured the reference's scores do not fit: results are held to the plain kernel, sequence by sequence.
 """
 
-from dataclasses import dataclass
 from typing import override
 
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron import OverlapConfig, OverlapContext, ops
-from commfuse_megatron.errors import UnsupportedError, VerificationError
+from commfuse_megatron import ops
+from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels.attention import MathAttention
 from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.ops.split_attention import Heads, InputGradients, SplitAttention
 from commfuse_megatron.problem import RowRange, chunk_ranges
-from commfuse_megatron.runtime.op_record import OpRecord
-from commfuse_megatron.tools.bench.bounds import CommOnly, CommOnlyCollective, collective_name
-from commfuse_megatron.tools.bench.operands import Operands, Pool, Work, draw
-from commfuse_megatron.tools.bench.variant import Ready, Results, Variant, require_own_link
+from commfuse_megatron.tools.bench.bounds import CommOnly, CommOnlyCollective
+from commfuse_megatron.tools.bench.operands import Pool, Work, draw
+from commfuse_megatron.tools.bench.ours import Ours, Way, attention_ways
+from commfuse_megatron.tools.bench.variant import Ready, Results, Variant, backends_of, collective_name
 from commfuse_megatron.tools.common.attention_cases import AttentionCase
+from commfuse_megatron.tools.common.cases import LinearCase
 
-__all__ = [
-    "Pieces",
-    "attention_case_of",
-    "attention_variants",
-    "attention_work",
-    "draw_attention",
-    "exact_attention",
-    "heads_of",
-    "split_attention",
-]
-
-_PIECES = (2, 4)
+PIECES = (2, 4)
 # So many that the plain kernel's scores fit on a GPU at the longest sequence: 16384 rows, 32 heads.
 _EXACT_SPLITS = 16
 _GRADIENTS = ("x.grad", "k.grad", "v.grad", "weight.grad")
-
-
-@dataclass(slots=True)
-class AttentionOperands(Operands):
-    """`x` are the queries [S, B, H * D]."""
-
-    k: torch.Tensor  # [S, B, H_kv, D]
-    v: torch.Tensor
 
 
 def attention_case_of(work: Work) -> AttentionCase:
@@ -63,7 +44,8 @@ def attention_case_of(work: Work) -> AttentionCase:
 def heads_of(work: Work) -> Heads:
     """Queries, keys and values, without a history."""
     case, o = attention_case_of(work), work.operands
-    assert isinstance(o, AttentionOperands)
+    assert o.k is not None
+    assert o.v is not None
     return Heads(o.x.detach().view(case.rows, case.batch, case.heads, case.head_dim), o.k.detach(), o.v.detach())
 
 
@@ -79,20 +61,10 @@ def split_attention(work: Work, splits_per_shard: int | None) -> SplitAttention:
     return SplitAttention(problem, kernel, splits, case.head_dim**-0.5, None, None)
 
 
-def draw_attention(case: AttentionCase, pool: Pool) -> AttentionOperands:
-    """The operands of `case` on this rank."""
-    o = draw(case, pool)
-    keys = [pool.tensor(name, case.rows, case.batch, case.kv_heads, case.head_dim) for name in ("k", "v")]
-    k, v = (tensor.detach().requires_grad_() for tensor in keys)
-    return AttentionOperands(
-        o.x, o.weight, o.grad_y, o.x_full, o.grad_full, o.wire_shard, o.wire_full, k, v
-    )  # fmt: skip
-
-
-def attention_work(case: AttentionCase, pass_name: str, group: dist.ProcessGroup, pool: Pool) -> Work:
+def attention_work(case: LinearCase, pass_name: str, group: dist.ProcessGroup, pool: Pool) -> Work:
     """Operands, and the results that every variant must give."""
-    work = Work(case, pass_name, group, pool, draw_attention(case, pool), {})
-    o = work.operands
+    work = Work(case, pass_name, group, pool, draw(case, pool), {})
+    case, o = attention_case_of(work), work.operands
     if pass_name == "fprop":
         attended = exact_attention(work)[0]
         with torch.no_grad():
@@ -241,102 +213,13 @@ class AttentionSlicing(Variant):
         )
 
 
-class OurAttention(Variant):
-    """Our operation under one configuration. path: what must be taken; "auto" takes any."""
-
-    is_basic = True
-
-    def __init__(self, name: str, path: str, backend: str = "auto", splits_per_shard: int | None = None) -> None:
-        self.name = name
-        self._path = path
-        linear = {"path": "sliced", "algorithm": "direct", "chunks_per_shard": 1}
-        settings: dict[str, dict[str, object]] = {
-            "attention": {"path": path, "splits_per_shard": splits_per_shard},
-            "transport": {"backend": backend},
-        }
-        if path == "query_split":
-            settings["attention"]["backward"] = path
-        if path == "row_parallel":
-            settings["linear"] = {"fprop": linear, "dgrad": linear}
-        self._config = OverlapConfig.from_dict(settings)
-        self._backend = backend
-        self._context: OverlapContext | None = None
-
-    @override
-    def build(self, work: Work) -> Ready:
-        if self._context is None:
-            require_own_link(work.pool.device, "nccl" if self._backend == "auto" else self._backend)
-            self._context = OverlapContext(work.group, self._config)
-        case, o, context = attention_case_of(work), work.operands, self._context
-        assert isinstance(o, AttentionOperands)
-        queries, leaves = (case.rows, case.batch, case.heads, case.head_dim), (o.x, o.k, o.v, o.weight)
-
-        def forward() -> torch.Tensor:
-            return ops.query_split_attention(o.x.view(queries), o.k, o.v, o.weight, context=context)
-
-        if work.pass_name == "fprop":
-
-            def call() -> torch.Tensor:
-                with torch.no_grad():
-                    return forward()
-
-            return Ready(call=call, results=lambda: {"y": call()}, transport=context.transport_name)
-        y = forward()
-
-        def backward() -> tuple[torch.Tensor, ...]:
-            return torch.autograd.grad(y, leaves, o.grad_y, retain_graph=True)
-
-        return Ready(
-            call=backward,
-            results=lambda: dict(zip(_GRADIENTS, backward(), strict=True)),
-            transport=context.transport_name,
-        )
-
-    @override
-    def check_path(self, work: Work, ready: Ready) -> None:
-        record = self._latest_record(work, work.case.op)
-        what = f"{work.case.name} {work.pass_name}, {self.name}"
-        if record is None:
-            raise VerificationError(f"{what}: the report does not list this call")
-        if self._path not in ("auto", record.path):
-            raise VerificationError(f"{what}: fell back to {record.path}: {record.reason}")
-        ready.path, ready.reason = record.path, f"{record.reason}; kernel {record.attention}"
-        if record.path == "query_split":
-            ready.algorithm, ready.chunks_per_shard = record.algorithm, record.chunks_per_shard
-        projection = self._latest_record(work, "linear_reduce_scatter") if record.path == "row_parallel" else None
-        ready.transport = (projection or record).transport
-
-    def _latest_record(self, work: Work, op: str) -> OpRecord | None:
-        """Cases of as many tokens differ in their batch, which records do not say: the newest is this one's."""
-        assert self._context is not None
-        case = work.case
-        wanted = (op, work.pass_name, case.M, case.N, case.K)
-        return next(
-            (
-                record
-                for record in reversed(self._context.report())
-                if (record.op, record.pass_name, record.M, record.N, record.K) == wanted and record.calls
-            ),
-            None,
-        )
-
-    @override
-    def close(self) -> None:
-        if self._context is not None:
-            self._context.close()
-            self._context = None
-
-
 def attention_variants(device: torch.device, splits: tuple[int, ...]) -> list[Variant]:
     """Everything that can be asked for on `device`. splits: of one shard's queries, for query_split."""
-    backends = ("nccl", "copy_engine") if device.type == "cuda" else ("gloo",)
     return [
         AttentionComputeOnly(),
         CommOnlyCollective(),
-        *(CommOnly(backend) for backend in backends),
-        OurAttention("sequential", "sequential"),
-        *(AttentionSlicing(pieces) for pieces in _PIECES),
-        *(OurAttention(f"row_parallel {backend}", "row_parallel", backend) for backend in backends),
-        *(OurAttention(f"query_split m={m} {b}", "query_split", b, m) for b in backends for m in splits),
-        OurAttention("planned", "auto"),
+        *(CommOnly(backend) for backend in backends_of(device)),
+        *(AttentionSlicing(pieces) for pieces in PIECES),
+        *(Ours(way) for way in attention_ways(device, splits)),
+        Ours(Way(path="auto", is_attention=True)),
     ]

@@ -13,21 +13,14 @@ from typing import Literal, override
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron import OverlapConfig, OverlapContext
+from commfuse_megatron import OverlapConfig, ops
 from commfuse_megatron.config import KernelConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels import persistent_matmul, persistent_matmul_unavailable_reason
 from commfuse_megatron.problem import GemmProblem
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.tools.bench.operands import Work
-from commfuse_megatron.tools.bench.variant import Ready, Variant, differentiable, reference_of, require_own_link
-
-__all__ = ["CommOnly", "CommOnlyCollective", "ComputeOnly", "Sequential", "SlicesOnly", "collective_name", "exchanges"]
-
-
-def collective_name(device: torch.device) -> str:
-    """Who carries the group's own collectives."""
-    return "nccl" if device.type == "cuda" else "gloo"
+from commfuse_megatron.tools.bench.variant import Ready, Variant, WithContext, collective_name, differentiable
 
 
 def exchanges(work: Work) -> list[str]:
@@ -61,15 +54,14 @@ class ComputeOnly(Variant):
             else:
                 torch.mm(a, b, out=out)
 
+        x_full = o.x_full.detach()
         if work.pass_name == "fprop":
-            x_full = o.x_full.detach()
             y = work.pool.tensor("y", case.M, case.N)
 
             def call() -> None:
                 multiply(x_full, weight.t(), y)
 
         else:
-            x_full = o.x_full.detach()
             grad_x = work.pool.tensor("grad_x", case.M, case.K)
             grad_weight = work.pool.tensor("grad_weight", case.N, case.K)
 
@@ -101,30 +93,29 @@ class CommOnlyCollective(Variant):
         return Ready(call=call, path="transfers", transport=collective_name(work.pool.device), is_op=False)
 
 
-class CommOnly(Variant):
+def transfers_problem(work: Work) -> GemmProblem:
+    """Whose all-gather moves what a pass does: only M and the features that travel count."""
+    case = work.case
+    rows, features = case.M // case.batch, case.shard_shape[1]
+    return GemmProblem("all_gather_linear", "fprop", rows, case.batch, 1, features, work.dtype_name, case.group_size)
+
+
+class CommOnly(WithContext):
     """One transport's transfers of the pass: to every other rank a shard, from every other rank a shard."""
 
     is_basic = True
 
     def __init__(self, backend: str) -> None:
+        forced = {"path": "sliced", "algorithm": "direct", "chunks_per_shard": 1}
+        super().__init__(
+            OverlapConfig.from_dict({"linear": {"fprop": forced}, "transport": {"backend": backend}}), backend
+        )
         self.name = f"comm_only {backend}"
-        self._backend = backend
-        self._context: OverlapContext | None = None
 
     @override
     def build(self, work: Work) -> Ready:
-        if self._context is None:
-            forced = {"path": "sliced", "algorithm": "direct", "chunks_per_shard": 1}
-            require_own_link(work.pool.device, self._backend)
-            settings = {"linear": {"fprop": forced}, "transport": {"backend": self._backend}}
-            self._context = OverlapContext(work.group, OverlapConfig.from_dict(settings))
-        context, case, shard = self._context, work.case, work.operands.wire_shard
-        # Only its all-gather is used, so only M and the features that travel count.
-        rows, features = case.M // case.batch, case.shard_shape[1]
-        problem = GemmProblem(
-            "all_gather_linear", "fprop", rows, case.batch, 1, features, work.dtype_name, case.group_size
-        )
-        prepared = context.prepare(problem)
+        context = self.context_for(work)
+        prepared = context.prepare(transfers_problem(work))
         if prepared.plan.path != "sliced":
             raise UnsupportedError(prepared.plan.reason)
         repeats = len(exchanges(work))
@@ -132,15 +123,9 @@ class CommOnly(Variant):
         def call() -> None:
             for _ in range(repeats):
                 with prepared as link:
-                    prepared.run_transfers(link, shard, "transfers alone")
+                    prepared.run_transfers(link, work.operands.wire_shard, "transfers alone")
 
         return Ready(call=call, path="transfers", transport=context.transport_name, is_op=False)
-
-    @override
-    def close(self) -> None:
-        if self._context is not None:
-            self._context.close()
-            self._context = None
 
 
 class Sequential(Variant):
@@ -151,7 +136,8 @@ class Sequential(Variant):
 
     @override
     def build(self, work: Work) -> Ready:
-        ready = differentiable(work, reference_of(work))
+        reference, o = getattr(ops.reference, work.case.op), work.operands
+        ready = differentiable(work, lambda: reference(o.x, o.weight, group=work.group))
         ready.transport = collective_name(work.pool.device)
         return ready
 

@@ -16,14 +16,12 @@ from commfuse_megatron.tools.bench.emulate import (
     EmulatedSliced,
     EmulatedTransfers,
 )
-from commfuse_megatron.tools.bench.ours import Ours, Way, forced_ways, planned
+from commfuse_megatron.tools.bench.ours import Ours, Way, forced_ways
 from commfuse_megatron.tools.bench.rows import has_word_prefix
 from commfuse_megatron.tools.bench.slicing import DataSlicing
 from commfuse_megatron.tools.bench.stock import Megatron
 from commfuse_megatron.tools.bench.userbuffers import Userbuffers
-from commfuse_megatron.tools.bench.variant import Variant
-
-__all__ = ["BOUNDS", "choose", "for_large", "make_emulated_variants", "make_variants"]
+from commfuse_megatron.tools.bench.variant import Variant, backends_of
 
 #: Without these (or what begins so) a case has no rows.
 BOUNDS = ("compute_only", "comm_only collective", "sequential")
@@ -38,15 +36,15 @@ def make_variants(
 
     Raises ConfigError for a file with mistakes, or named like another variant.
     """
-    gemms: tuple[Literal["torch", "persistent"], ...] = ("torch", "persistent") if device.type == "cuda" else ("torch",)
+    gemms = _gemms(device)
     files = [Ours(Way(path="auto"), OverlapConfig.from_file(file), Path(file).stem) for file in config_files]
     variants: list[Variant] = [
         *(ComputeOnly(gemm) for gemm in gemms),
         CommOnlyCollective(),
-        *(CommOnly(backend) for backend in _backends(device)),
+        *(CommOnly(backend) for backend in backends_of(device)),
         Sequential(),
         Megatron(),
-        planned(),
+        Ours(Way(path="auto")),
         *files,
         *(SlicesOnly(m, gemm) for m in chunks for gemm in gemms),
         *(DataSlicing(pieces) for pieces in _PIECES),
@@ -65,14 +63,14 @@ def make_variants(
 
 def make_emulated_variants(device: torch.device) -> list[Variant]:
     """The same for groups that are emulated."""
-    gemms: tuple[Literal["torch", "persistent"], ...] = ("torch", "persistent") if device.type == "cuda" else ("torch",)
+    gemms = _gemms(device)
     return [
         *(ComputeOnly(gemm) for gemm in gemms),
         EmulatedCollective(),
-        *(EmulatedTransfers(backend) for backend in _backends(device)),
+        *(EmulatedTransfers(backend) for backend in backends_of(device)),
         EmulatedSequential(),
         *(SlicesOnly(1, gemm) for gemm in gemms),
-        *(EmulatedSliced(backend) for backend in _backends(device)),
+        *(EmulatedSliced(backend) for backend in backends_of(device)),
     ]
 
 
@@ -90,8 +88,8 @@ def choose(
 
 def for_large(variants: Iterable[Variant]) -> list[Variant]:
     """Without those of ours that only differ in the number of chunks: every context keeps buffers of its own."""
-    return [v for v in variants if not isinstance(v, Ours) or v.way.chunks_per_shard == 1]
+    return [v for v in variants if not isinstance(v, Ours) or v.way.is_attention or v.way.chunks_per_shard == 1]
 
 
-def _backends(device: torch.device) -> tuple[str, ...]:
-    return ("nccl", "copy_engine") if device.type == "cuda" else ("gloo",)
+def _gemms(device: torch.device) -> tuple[Literal["torch", "persistent"], ...]:
+    return ("torch", "persistent") if device.type == "cuda" else ("torch",)

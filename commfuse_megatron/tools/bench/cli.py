@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
 from commfuse_megatron.config import CONFIG_VARIABLE, config_file_from_environment
-from commfuse_megatron.tools.bench.report_cli import run_report
 from commfuse_megatron.tools.bench.write_plans import require_plans_alone, run_write_plans
+from commfuse_megatron.tools.common.cases import CPU_SHRINK
 from commfuse_megatron.tools.common.launch import launch
+from commfuse_megatron.tools.common.options import for_ranks
 from commfuse_megatron.tools.common.output import each_once, make_progress, results, say_count
 from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_num_ranks, is_speaker
 
@@ -23,21 +24,9 @@ if TYPE_CHECKING:
     from commfuse_megatron.tools.bench.rows import Row
     from commfuse_megatron.tools.bench.run import Outcome, Piece, Settings
 
-__all__ = ["add_bench_options", "run_bench"]
 
-# On the CPU nothing is timed for its own sake: sizes at which everything runs in seconds.
-CPU_SHRINK = 64
 MAX_ROWS_SHOWN = 200
 MAX_OFFENDERS_SHOWN = 10
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    settings: Settings
-    json: str | None
-    figure: str | None
-    bounds: dict[str, float]
-    resumes: bool
 
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
@@ -53,29 +42,15 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS), metavar="L", help=f"of {', '.join(LINEARS)}")
     add("--tokens", nargs="+", type=int, metavar="M", help="of the whole sequence; the paper's cases have their own")
     add("--passes", nargs="+", choices=PASSES, default=list(PASSES), metavar="P", help="fprop, backward (default both)")
-    add(
-        "--variants",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="only variants whose names begin with such words, and the bounds",
+    what = "only variants whose names begin with such words, and the bounds"
+    add("--variants", nargs="+", default=[], metavar="NAME", help=what)
+    what = (
+        "chunks or splits per shard, forced, with all variants in every case (default 1 2 4; of linears at M"
+        f" {' and '.join(map(str, FULL_M))} only)"
     )
-    add(
-        "--chunks",
-        nargs="+",
-        type=int,
-        default=[],
-        metavar="m",
-        help=f"chunks or splits per shard, forced, with all variants in every case (default 1 2 4; of linears at M"
-        f" {' and '.join(map(str, FULL_M))} only)",
-    )
-    add(
-        "--config",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="configurations of yours, each one more variant (default: $COMMFUSE_CONFIG)",
-    )
+    add("--chunks", nargs="+", type=int, default=[], metavar="m", help=what)
+    what = "configurations of yours, each one more variant (default: $COMMFUSE_CONFIG)"
+    add("--config", nargs="+", default=[], metavar="FILE", help=what)
     add("--virtual-ranks", nargs="+", type=int, default=[], metavar="V", help="emulate groups of V on two ranks")
     add("--rounds", type=int, default=9, help="samples of every variant (default 9)")
     add("--case-s", type=float, default=1.5, help="about how long the rounds of a case may take (default 1.5)")
@@ -84,24 +59,21 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     add("--figure", metavar="FILE", help="draw the rows into FILE (.png or .svg); missing folders are made")
     add("--resume", action="store_true", help="keep the rows of --json FILE and run what is not in there")
     add("--check", nargs="+", default=[], metavar="NAME=MOST", help="exit 1 if a figure is larger, e.g. ideal=1.1")
-    add(
-        "--write-plans",
-        metavar="FILE",
-        help="time nothing else: plan both passes of every case and keep the plans in FILE, for jobs with `plan.file`;"
-        " missing folders are made",
+    what = (
+        "time nothing else: plan both passes of every case and keep the plans in FILE, for jobs with `plan.file`;"
+        " missing folders are made"
     )
-    add(
-        "--report",
-        nargs="+",
-        metavar="FILE",
-        help="measure nothing: make the tables of these Markdown files anew, each from the file of rows that it names",
-    )
+    add("--write-plans", metavar="FILE", help=what)
+    what = "measure nothing: make the tables of these Markdown files anew, each from the file of rows that it names"
+    add("--report", nargs="+", metavar="FILE", help=what)
     add("--commit", help="recorded in the rows (default: asked from git)")
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
     """Run the grid. 0: all that ran was right; 1: a result was wrong, a path not taken, a bound missed; 2: none ran."""
     if arguments.report:
+        from commfuse_megatron.tools.bench.report import run_report
+
         return run_report(arguments)
 
     import torch
@@ -140,7 +112,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         return run_write_plans(arguments, settings, num_ranks)
     if arguments.resume and is_speaker() and Path(arguments.json).exists():
         _require_same_columns(settings, load_report(Path(arguments.json))[0], arguments.json)
-    options = _Options(settings, arguments.json, arguments.figure, bounds, arguments.resume)
+    options = for_ranks(arguments, settings=settings, bounds=bounds)
     return launch(_bench_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
 
 
@@ -223,8 +195,7 @@ def _require_same_columns(settings: Settings, header: dict[str, Any], file: str)
             )
 
 
-def _bench_on_rank(rank: Rank, options: _Options) -> int:
-    import torch
+def _bench_on_rank(rank: Rank, options: argparse.Namespace) -> int:
     from torch import distributed as dist
 
     from commfuse_megatron.tools.bench.assemble import run_header, this_commit
@@ -232,14 +203,11 @@ def _bench_on_rank(rank: Rank, options: _Options) -> int:
     from commfuse_megatron.tools.bench.run import grid, run_grid
     from commfuse_megatron.tools.bench.variant import link_name
 
-    device = torch.device("cuda", torch.cuda.current_device()) if rank.device_type == "cuda" else torch.device("cpu")
-    group = dist.group.WORLD
-    assert group is not None
-    settings = options.settings
+    device, settings = rank.device, options.settings
     path = None if options.json is None else Path(options.json)
     # All ranks must skip the same pieces, but only the first one's file counts.
     kept: list[Any] = [[], {}]  # rows and header
-    if rank.is_first and options.resumes and path is not None and path.exists():
+    if rank.is_first and options.resume and path is not None and path.exists():
         kept[1], kept[0] = load_report(path)
     dist.broadcast_object_list(kept)
     header = run_header(device, rank.world_size, settings.commit or this_commit())
@@ -272,7 +240,7 @@ def _bench_on_rank(rank: Rank, options: _Options) -> int:
             if rank.is_first:
                 progress.console.print(escape(text))
 
-        outcome = run_grid(pieces, group, device, settings, on_rows=add_rows, on_note=note)
+        outcome = run_grid(pieces, rank.group, device, settings, on_rows=add_rows, on_note=note)
     failures: list[list[str] | None] = [None] * rank.world_size
     dist.all_gather_object(failures, outcome.failures)
     outcome.failures = list(dict.fromkeys(failure for own in [header["failures"], *failures] for failure in own or []))
@@ -304,7 +272,7 @@ def configurations_without_rows(config_files: Iterable[str], rows: Iterable[Row]
     return [name for name in (Path(file).stem for file in config_files) if name not in found]
 
 
-def _conclude(rows: list[Row], outcome: Outcome, options: _Options, *, is_first: bool) -> int:
+def _conclude(rows: list[Row], outcome: Outcome, options: argparse.Namespace, *, is_first: bool) -> int:
     from commfuse_megatron.tools.bench.figure import draw_rows
     from commfuse_megatron.tools.bench.summary import check_bounds, summarize
 
@@ -320,9 +288,14 @@ def _conclude(rows: list[Row], outcome: Outcome, options: _Options, *, is_first:
 
 
 def _print(rows: list[Row], outcome: Outcome) -> None:
-    from commfuse_megatron.tools.bench.attention_table import attention_table
     from commfuse_megatron.tools.bench.summary import summarize
-    from commfuse_megatron.tools.bench.table import checked_table, overview_table, rows_table, summary_table
+    from commfuse_megatron.tools.bench.tables import (
+        attention_table,
+        checked_table,
+        overview_table,
+        rows_table,
+        summary_table,
+    )
 
     console = results()
     timed = [row for row in rows if row.is_comparable]

@@ -24,31 +24,29 @@ from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels import sum_partials
 from commfuse_megatron.ops.all_gather_linear import gather_forward
+from commfuse_megatron.ops.attention_passes import AttentionCall, attention_forward
 from commfuse_megatron.ops.linear_reduce_scatter import scatter_forward
 from commfuse_megatron.plan.pass_plan import PassPlan
-from commfuse_megatron.problem import GemmProblem, Problem
+from commfuse_megatron.problem import Problem
 from commfuse_megatron.runtime.prepared import Lower, PreparedPass
 from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Issue, Program
-from commfuse_megatron.tools.bench.bounds import collective_name
+from commfuse_megatron.tools.bench.attention import (
+    PIECES,
+    AttentionComputeOnly,
+    Pieces,
+    attention_case_of,
+    exact_attention,
+    heads_of,
+    split_attention,
+)
+from commfuse_megatron.tools.bench.bounds import transfers_problem
 from commfuse_megatron.tools.bench.graphs import as_graph
 from commfuse_megatron.tools.bench.operands import Pool, Work, draw
-from commfuse_megatron.tools.bench.variant import Ready, Variant, require_own_link
+from commfuse_megatron.tools.bench.variant import Ready, Variant, WithContext, backends_of, collective_name
+from commfuse_megatron.tools.common.attention_cases import AttentionCase
 from commfuse_megatron.tools.common.cases import LinearCase
-
-__all__ = [
-    "REAL_RANKS",
-    "EmulatedCollective",
-    "EmulatedPass",
-    "EmulatedSequential",
-    "EmulatedSliced",
-    "EmulatedTransfers",
-    "OverTransport",
-    "emulated_collective",
-    "make_emulated_work",
-    "sum_of_peers",
-]
 
 #: On how many ranks larger groups are emulated.
 REAL_RANKS = 2
@@ -67,6 +65,8 @@ def make_emulated_work(case: LinearCase, group: dist.ProcessGroup, pool: Pool) -
         rows[rank_played(case.group_size)] = x
         work.expected = {"y": torch.cat(rows) @ weight.t()}
     else:
+        if isinstance(case, AttentionCase):
+            x = exact_attention(work)[0].flatten(0, 1)
         work.expected = {"y": sum_of_peers((x @ weight.t()).chunk(case.group_size), group)}
     return work
 
@@ -121,37 +121,18 @@ class EmulatedPass(PreparedPass):
         return emulate(super().lower(lower, policy, asked), self._peer)
 
 
-class OverTransport(Variant):
+class OverTransport(WithContext):
     """What needs a context of the real group over one transport."""
 
     is_basic = True
 
     def __init__(self, backend: str) -> None:
-        self._backend = backend
-        self._context: OverlapContext | None = None
+        super().__init__(OverlapConfig.from_dict({"transport": {"backend": backend}}), backend)
 
     def prepare(self, work: Work, problem: Problem, plan: PassPlan | None = None) -> EmulatedPass:
         """The pass of a problem of the larger group; by default sliced, with one chunk per shard."""
-        if self._context is None:
-            require_own_link(work.pool.device, self._backend)
-            settings = {"transport": {"backend": self._backend}}
-            self._context = OverlapContext(work.group, OverlapConfig.from_dict(settings))
         plan = plan or PassPlan("sliced", "emulated", Algorithm.DIRECT, 1, keep_gathered_input=False)
-        return EmulatedPass(self._context, problem, plan)
-
-    @override
-    def close(self) -> None:
-        if self._context is not None:
-            self._context.close()
-            self._context = None
-
-
-def problem_of(work: Work) -> GemmProblem:
-    """The forward pass of the linear of a work."""
-    case = work.case
-    op = "all_gather_linear" if case.gathers else "linear_reduce_scatter"
-    rows = case.M // case.batch
-    return GemmProblem(op, "fprop", rows, case.batch, case.N, case.K, work.dtype_name, case.group_size)
+        return EmulatedPass(self.context_for(work), problem, plan)
 
 
 class EmulatedTransfers(OverTransport):
@@ -163,11 +144,7 @@ class EmulatedTransfers(OverTransport):
 
     @override
     def build(self, work: Work) -> Ready:
-        rows, features = work.case.M // work.case.batch, work.case.shard_shape[1]
-        problem = GemmProblem(
-            "all_gather_linear", "fprop", rows, work.case.batch, 1, features, work.dtype_name, work.case.group_size
-        )
-        prepared = self.prepare(work, problem)
+        prepared = self.prepare(work, transfers_problem(work))
 
         def call() -> None:
             with prepared as link:
@@ -186,7 +163,7 @@ class EmulatedSliced(OverTransport):
 
     @override
     def build(self, work: Work) -> Ready:
-        prepared = self.prepare(work, problem_of(work))
+        prepared = self.prepare(work, work.case.problem("fprop", work.dtype_name))
         x, weight = work.operands.x.detach(), work.operands.weight.detach()
 
         def run() -> torch.Tensor:
@@ -256,3 +233,98 @@ def emulated_collective(work: Work, parts: int = 1) -> Callable[[], dist.Work]:
         return dist.reduce_scatter_tensor(shard, full, group=group, async_op=True)
 
     return gather if work.case.gathers else scatter
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+class EmulatedAttention(OverTransport):
+    """The direct reduce-scatter of V ranks: under the projection alone (splits None), or with so many splits of every
+    shard's queries."""
+
+    def __init__(self, backend: str, splits: int | None) -> None:
+        super().__init__(backend)
+        self._splits = splits
+        self.name = f"row_parallel {backend}" if splits is None else f"query_split m={splits} {backend}"
+
+    @override
+    def build(self, work: Work) -> Ready:
+        case, splits = attention_case_of(work), self._splits
+        if (case.rows // case.group_size) % (splits or 1):
+            raise UnsupportedError(f"{case.rows // case.group_size} rows of a shard cannot be cut into {splits}")
+        run = self._split_queries(work, splits) if splits is not None else self._at_once(work)
+        replay = as_graph(run, work.pool.device)
+        return Ready(
+            call=replay,
+            results=lambda: {"y": replay()},
+            path="row_parallel" if splits is None else "query_split",
+            transport=self._backend,
+            algorithm="direct",
+            chunks_per_shard=splits or 1,
+        )
+
+    def _split_queries(self, work: Work, splits: int) -> Callable[[], torch.Tensor]:
+        case, heads, weight = attention_case_of(work), heads_of(work), work.operands.weight.detach()
+        problem = case.attention(work.dtype_name)
+        plan = PassPlan("query_split", "emulated", Algorithm.DIRECT, splits, keep_gathered_input=False)
+        prepared = self.prepare(work, problem, plan)
+        prepared.attention = prepared.context.attention_kernels.choose(problem, "auto")
+        call = AttentionCall(prepared, None, case.head_dim**-0.5, None, None)
+        return lambda: attention_forward(call, heads, weight, None)[0].flatten(0, -2)
+
+    def _at_once(self, work: Work) -> Callable[[], torch.Tensor]:
+        case, heads, weight = attention_case_of(work), heads_of(work), work.operands.weight.detach()
+        attention, projection = split_attention(work, None), case.attention(work.dtype_name).projection
+        prepared: PreparedPass = self.prepare(work, projection)
+        attended = torch.empty_like(heads.q)
+
+        def run() -> torch.Tensor:
+            attention.forward(0, heads, attended)
+            return scatter_forward(prepared, attended.flatten(2), weight, None).flatten(0, -2)
+
+        return run
+
+
+class EmulatedAttentionSlicing(Variant):
+    """Pieces of the block, each followed by a collective; one piece: the sequential program.
+
+    The collectives move as much as those of V, but not what was computed: nothing is compared. Owners come in the order
+    that the planner would take for the machine of our measurements.
+    """
+
+    is_basic = True
+
+    def __init__(self, num_pieces: int) -> None:
+        self.name = "sequential" if num_pieces == 1 else f"slicing C={num_pieces}"
+        self._num_pieces = num_pieces
+
+    @override
+    def build(self, work: Work) -> Ready:
+        pieces, move = Pieces(work, self._num_pieces), emulated_collective(work, self._num_pieces)
+
+        def call() -> None:
+            arriving = []
+            for piece in range(self._num_pieces):
+                pieces.partial(piece)
+                arriving.append(move())
+            for done in arriving:
+                done.wait()
+
+        path = "sequential" if self._num_pieces == 1 else "slicing"
+        return Ready(call=as_graph(call, work.pool.device), path=path, transport=collective_name(work.pool.device))
+
+
+def emulated_attention_variants(device: torch.device, splits: tuple[int, ...]) -> list[Variant]:
+    """Everything that is emulated. splits: of one shard's queries, for query_split over the copy engine."""
+    backends = backends_of(device)
+    return [
+        AttentionComputeOnly(),
+        EmulatedCollective(),
+        *(EmulatedTransfers(backend) for backend in backends),
+        *(EmulatedAttentionSlicing(pieces) for pieces in (1, *PIECES)),
+        *(
+            EmulatedAttention(backend, count)
+            for backend in backends
+            for count in (None, *(splits if backend == "copy_engine" else (1,)))
+        ),
+    ]

@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.tools.bench.ours import PLANNED
 from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
 from commfuse_megatron.tools.common.cases import HEADLINE_M, HEADLINE_MODELS
+from commfuse_megatron.tools.common.pictures import drawn
 from commfuse_megatron.tools.simulate.predict import Prediction
-from commfuse_megatron.tools.trace.figure import missing_matplotlib
-
-__all__ = ["draw_predictions", "draw_rows"]
 
 _COLORS = {
     "sequential": "#8d99ae",
@@ -27,12 +26,6 @@ def draw_rows(path: str | Path, rows: Sequence[Row]) -> Path:
 
     Raises UnsupportedError without matplotlib, or when there is nothing to compare.
     """
-    reason = missing_matplotlib()
-    if reason is not None:
-        raise UnsupportedError(reason)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     comparable = [row for row in rows if row.is_comparable]
     wanted = [r for r in comparable if r.case.split(".")[0] in HEADLINE_MODELS and r.M == HEADLINE_M and not r.emulated]
     wanted = wanted or comparable
@@ -42,30 +35,23 @@ def draw_rows(path: str | Path, rows: Sequence[Row]) -> Path:
     if not problems:
         raise UnsupportedError("no rows to compare: times from a CPU are not drawn")
     passes = sorted({row.pass_name for row in wanted}, reverse=True)
-    figure = Figure(figsize=(12, 3.6 * len(passes)), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    all_axes = figure.subplots(len(passes), 1, squeeze=False)[:, 0]
-    for axes, pass_name in zip(all_axes, passes, strict=True):
-        groups = [members for members in problems.values() if members[0].pass_name == pass_name]
-        width = 0.8 / len(_COLORS)
-        for offset, (prefix, color) in enumerate(_COLORS.items()):
-            bars = [(at, ratio) for at, members in enumerate(groups) if (ratio := _ratio(members, prefix)) is not None]
-            if bars:
-                label = f"best {prefix}" if prefix == "slicing" else prefix
-                places = [at + (offset + 0.5) * width - 0.4 for at, _ in bars]
-                axes.bar(places, [ratio for _, ratio in bars], width, color=color, label=label)
-        axes.axhline(1.0, color="black", linewidth=0.8)
-        axes.set_xticks(range(len(groups)), [_label(members[0]) for members in groups], fontsize=8)
-        axes.set_ylabel("time / max(compute, comm)")
-        axes.set_title(pass_name, loc="left", fontsize=10)
-        axes.set_ylim(bottom=0.8)
-    all_axes[0].legend(ncols=len(_COLORS), fontsize=8, loc="upper left")
-    first = wanted[0]
-    figure.suptitle(f"{first.group_size} x {first.device}, link {first.link}: smaller is better", fontsize=10)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    with drawn(path, len(passes), (12, 3.6 * len(passes))) as (figure, all_axes):
+        for axes, pass_name in zip(all_axes, passes, strict=True):
+            groups = [members for members in problems.values() if members[0].pass_name == pass_name]
+            width = 0.8 / len(_COLORS)
+            for offset, (prefix, color) in enumerate(_COLORS.items()):
+                bars = [(at, found) for at, rows in enumerate(groups) if (found := _ratio(rows, prefix)) is not None]
+                if bars:
+                    label = f"best {prefix}" if prefix == "slicing" else prefix
+                    places = [at + (offset + 0.5) * width - 0.4 for at, _ in bars]
+                    axes.bar(places, [ratio for _, ratio in bars], width, color=color, label=label)
+            axes.set_xticks(range(len(groups)), [_label(members[0]) for members in groups], fontsize=8)
+            axes.set_ylim(bottom=0.8)
+            _label_axes(axes, pass_name)
+        all_axes[0].legend(ncols=len(_COLORS), fontsize=8, loc="upper left")
+        first = wanted[0]
+        figure.suptitle(f"{first.group_size} x {first.device}, link {first.link}: smaller is better", fontsize=10)
+    return Path(path)
 
 
 def draw_predictions(path: str | Path, predictions: Sequence[Sequence[Prediction]], device: str) -> Path:
@@ -74,41 +60,32 @@ def draw_predictions(path: str | Path, predictions: Sequence[Sequence[Prediction
     predictions: forward passes, per case the ways, the fastest first. device: whose GEMMs were measured. Raises
     UnsupportedError without matplotlib.
     """
-    reason = missing_matplotlib()
-    if reason is not None:
-        raise UnsupportedError(reason)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     panels: dict[int, list[Prediction]] = {}
     for ways in predictions:
         panels.setdefault(ways[0].group_size, []).append(ways[0])
     widest = max(map(len, panels.values()))
-    figure = Figure(figsize=(max(8.0, 0.45 * widest), 3.2 * len(panels)), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    for axes, (group_size, best) in zip(all_axes, panels.items(), strict=True):
-        for offset, (label, color, times) in enumerate(
-            (
-                ("sequential", _COLORS["sequential"], [way.sequential_ms for way in best]),
-                ("fastest way", _COLORS[PLANNED], [way.ms for way in best]),
-            )
-        ):
-            heights = [ms / max(way.compute_ms, way.comm_ms) for ms, way in zip(times, best, strict=True)]
-            axes.bar([at + 0.4 * offset - 0.2 for at in range(len(best))], heights, 0.4, color=color, label=label)
-        axes.axhline(1.0, color="black", linewidth=0.8)
-        axes.set_xticks(
-            range(len(best)), [f"{way.case}\nM {way.M}" for way in best], fontsize=7, rotation=45, ha="right"
-        )
-        axes.set_ylabel("time / max(compute, comm)")
-        axes.set_title(f"{group_size} ranks", loc="left", fontsize=10)
-    all_axes[0].legend(fontsize=8)
-    link = next(iter(panels.values()))[0].link
-    figure.suptitle(f"forward, predicted and not measured: {device}, link {link}; smaller is better", fontsize=10)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    with drawn(path, len(panels), (max(8.0, 0.45 * widest), 3.2 * len(panels))) as (figure, all_axes):
+        for axes, (group_size, best) in zip(all_axes, panels.items(), strict=True):
+            ideals_ms = [max(way.compute_ms, way.comm_ms) for way in best]
+            for offset, label, color, times_ms in (
+                (0, "sequential", _COLORS["sequential"], [way.sequential_ms for way in best]),
+                (1, "fastest way", _COLORS[PLANNED], [way.ms for way in best]),
+            ):
+                heights = [ms / ideal_ms for ms, ideal_ms in zip(times_ms, ideals_ms, strict=True)]
+                axes.bar([at + 0.4 * offset - 0.2 for at in range(len(best))], heights, 0.4, color=color, label=label)
+            labels = [f"{way.case}\nM {way.M}" for way in best]
+            axes.set_xticks(range(len(best)), labels, fontsize=7, rotation=45, ha="right")
+            _label_axes(axes, f"{group_size} ranks")
+        all_axes[0].legend(fontsize=8)
+        link = next(iter(panels.values()))[0].link
+        figure.suptitle(f"forward, predicted and not measured: {device}, link {link}; smaller is better", fontsize=10)
+    return Path(path)
+
+
+def _label_axes(axes: Any, title: str) -> None:
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_ylabel("time / max(compute, comm)")
+    axes.set_title(title, loc="left", fontsize=10)
 
 
 def _ratio(rows: Sequence[Row], prefix: str) -> float | None:

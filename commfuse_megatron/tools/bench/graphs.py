@@ -4,8 +4,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["as_graph"]
-
 _WARM_UPS = 3
 
 

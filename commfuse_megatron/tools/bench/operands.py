@@ -5,11 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron import ops
+from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.errors import VerificationError
+from commfuse_megatron.tools.common.attention_cases import AttentionCase
 from commfuse_megatron.tools.common.cases import LinearCase
-
-__all__ = ["Operands", "Pool", "Work", "check_results", "draw", "make_work"]
 
 # Two results in 16 bits of fp32 sums differ by about 3e-3 (bf16); a crossed or missing partial by order 1.
 _TOLERANCE = 1e-2
@@ -41,7 +40,7 @@ class Operands:
 
     x, weight, grad_y: arguments of the operation and the gradient of its result. x_full, grad_full: stand for the
     gathered input and the complete gradient where a bound needs them. wire_shard, wire_full: to send from and receive
-    in, for bounds that compute nothing.
+    in, for bounds that compute nothing. k, v: of attention, whose queries are x [S, B, H * D].
     """
 
     x: torch.Tensor  # [S_r or S, B, K]
@@ -51,6 +50,14 @@ class Operands:
     grad_full: torch.Tensor  # [M, N]
     wire_shard: torch.Tensor  # [M_r, features that travel]
     wire_full: torch.Tensor  # [M, features that travel]
+    k: torch.Tensor | None = None  # [S, B, H_kv, D]
+    v: torch.Tensor | None = None
+
+    @property
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """What gets gradients, by name."""
+        named = {"x": self.x, "k": self.k, "v": self.v, "weight": self.weight}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 @dataclass(slots=True)
@@ -76,6 +83,10 @@ def draw(case: LinearCase, pool: Pool) -> Operands:
     x = pool.tensor("x", shard_rows if case.gathers else rows, case.batch, case.K)
     grad_y = pool.tensor("grad_y", rows if case.gathers else shard_rows, case.batch, case.N)
     features = case.shard_shape[1]
+    keys: dict[str, torch.Tensor] = {}
+    if isinstance(case, AttentionCase):
+        shape = (case.rows, case.batch, case.kv_heads, case.head_dim)
+        keys = {name: pool.tensor(name, *shape).detach().requires_grad_() for name in ("k", "v")}
     return Operands(
         x=x.detach().requires_grad_(),
         weight=pool.tensor("weight", case.N, case.K).detach().requires_grad_(),
@@ -84,7 +95,18 @@ def draw(case: LinearCase, pool: Pool) -> Operands:
         grad_full=grad_y.flatten(0, -2) if case.gathers else pool.tensor("grad_full", case.M, case.N),
         wire_shard=pool.tensor("wire_shard", case.M // case.group_size, features),
         wire_full=pool.tensor("wire_full", case.M, features),
+        **keys,
     )
+
+
+def our_result(case: LinearCase, o: Operands, context: OverlapContext) -> torch.Tensor:
+    """What our operation gives of these operands."""
+    if isinstance(case, AttentionCase):
+        queries = o.x.view(case.rows, case.batch, case.heads, case.head_dim)
+        assert o.k is not None
+        assert o.v is not None
+        return ops.query_split_attention(queries, o.k, o.v, o.weight, context=context)
+    return getattr(ops, case.op)(o.x, o.weight, context=context)
 
 
 def make_work(case: LinearCase, pass_name: str, group: dist.ProcessGroup, pool: Pool) -> Work:

@@ -6,17 +6,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron import OverlapConfig, OverlapContext, ops
+from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import Problem
-from commfuse_megatron.tools.bench.attention import draw_attention
-from commfuse_megatron.tools.bench.operands import Pool, draw
+from commfuse_megatron.tools.bench.operands import Pool, draw, our_result
 from commfuse_megatron.tools.bench.run import Piece, Settings, dtype_of, grid, make_case
-from commfuse_megatron.tools.common.attention_cases import AttentionCase
 from commfuse_megatron.tools.common.cases import LinearCase
-
-__all__ = ["Planned", "cases_to_plan", "plan_cases"]
 
 
 @dataclass(slots=True)
@@ -59,12 +55,6 @@ def plan_cases(
 
 
 def _run_once(case: LinearCase, pool: Pool, context: OverlapContext) -> None:
-    if isinstance(case, AttentionCase):
-        o = draw_attention(case, pool)
-        queries = o.x.view(case.rows, case.batch, case.heads, case.head_dim)
-        y = ops.query_split_attention(queries, o.k, o.v, o.weight, context=context)
-        torch.autograd.grad(y, [o.x, o.k, o.v, o.weight], o.grad_y)
-    else:
-        operands = draw(case, pool)
-        y = getattr(ops, case.op)(operands.x, operands.weight, context=context)
-        torch.autograd.grad(y, [operands.x, operands.weight], operands.grad_y)
+    operands = draw(case, pool)
+    y = our_result(case, operands, context)
+    torch.autograd.grad(y, list(operands.leaves.values()), operands.grad_y)

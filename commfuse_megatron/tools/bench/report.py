@@ -1,4 +1,4 @@
-"""Tables of documents, made of rows: what was measured is never typed by hand.
+"""`commfuse bench --report`: tables of documents, made of rows: what was measured is never typed by hand.
 
 A document says where a table belongs, and what it is made of:
 
@@ -10,6 +10,7 @@ A document says where a table belongs, and what it is made of:
 "runs" of such documents, or both; what a header says counts for all rows below it.
 """
 
+import argparse
 import fnmatch
 import json
 import math
@@ -21,16 +22,36 @@ from typing import Any
 
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.tools.bench.ours import PLANNED
-from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
+from commfuse_megatron.tools.bench.rows import Row, by_problem, has_word_prefix
 from commfuse_megatron.tools.bench.summary import stock_times, summarize
-
-__all__ = ["KINDS", "count_tables", "read_rows", "render"]
+from commfuse_megatron.tools.common.options import refuse_given
+from commfuse_megatron.tools.common.output import results, say_count
+from commfuse_megatron.tools.common.ranks import UsageError, is_speaker
 
 # At the beginning of a line: what is indented is an example.
 _MARKED = re.compile(r"^(<!-- table: (\S+) (\S+)((?: [^\s=]+=\S+)*) -->\n).*?(<!-- end -->)$", re.S | re.M)
 _BEGIN = re.compile("^<!-- table:", re.M)
 _BOUNDS = ("compute", "transfers", "slices")
 _PEERS = {"sequential": "sequential", "megatron": "Megatron", "async_tp": "async-TP", "userbuffers": "userbuffers"}
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    """Render all documents, then write those that changed; 0. Needs no ranks and no GPU."""
+    others = sorted(set(vars(arguments)) - {"report", "run", "parser", "command", "verbose"})
+    refuse_given(arguments, others, "{}: of rows, which --report does not make")
+    texts = {}
+    for file in map(Path, arguments.report):
+        try:
+            before = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--report {file}: {getattr(error, 'strerror', None) or error}") from None
+        texts[file] = before, render(before, file.parent)
+    for file, (before, after) in texts.items():
+        if after != before and is_speaker():
+            file.write_text(after, encoding="utf-8")
+        said = "written" if after != before else "as it was"
+        results().print(f"{file}: {say_count(count_tables(after), 'table')}, {said}", soft_wrap=True)
+    return 0
 
 
 def render(text: str, folder: Path) -> str:
@@ -115,12 +136,7 @@ def _ms(value: float | None) -> str:
 
 
 def _by_problem(rows: Iterable[dict[str, Any]]) -> list[dict[str, Row]]:
-    """The variants of each problem by name, in the order of the file."""
-    problems: dict[tuple[object, ...], dict[str, Row]] = {}
-    for data in rows:
-        row = Row.from_json(data)
-        problems.setdefault(row.problem, {})[row.variant] = row
-    return list(problems.values())
+    return by_problem(map(Row.from_json, rows))
 
 
 def _ours(variants: dict[str, Row]) -> Row | None:

@@ -23,8 +23,6 @@ from typing import Any, Self
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.problem import DTYPE_BYTES
 
-__all__ = ["Report", "Row", "has_word_prefix", "load_report"]
-
 _TIMES = ("median_ms", "p95_ms", "compute_only_ms", "comm_only_ms", "comm_only_collective_ms", "sequential_ms")
 _DERIVED = ("exposed_ms", "overlap_efficiency", "ideal_fraction", "schedule_fraction")
 
@@ -220,3 +218,11 @@ def load_report(path: Path) -> tuple[dict[str, Any], list[Row]]:
 def has_word_prefix(name: str, prefix: str) -> bool:
     """Whether the first words of a variant's name are `prefix`; "sequential_mine" is no "sequential"."""
     return f"{name} ".startswith(f"{prefix} ")
+
+
+def by_problem(rows: Iterable[Row]) -> list[dict[str, Row]]:
+    """The variants of each problem by name, in the order of the rows."""
+    problems: dict[tuple[object, ...], dict[str, Row]] = {}
+    for row in rows:
+        problems.setdefault(row.problem, {})[row.variant] = row
+    return list(problems.values())

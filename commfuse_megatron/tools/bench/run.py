@@ -16,7 +16,6 @@ from torch import distributed as dist
 from commfuse_megatron.errors import CommFuseError, ConfigError, UnsupportedError, VerificationError
 from commfuse_megatron.tools.bench.assemble import Measured, make_rows, this_commit
 from commfuse_megatron.tools.bench.attention import attention_variants, attention_work
-from commfuse_megatron.tools.bench.attention_emulate import emulated_attention_variants, emulated_attention_work
 from commfuse_megatron.tools.bench.catalog import (
     BOUNDS,
     choose,
@@ -24,7 +23,7 @@ from commfuse_megatron.tools.bench.catalog import (
     make_emulated_variants,
     make_variants,
 )
-from commfuse_megatron.tools.bench.emulate import make_emulated_work
+from commfuse_megatron.tools.bench.emulate import emulated_attention_variants, make_emulated_work
 from commfuse_megatron.tools.bench.operands import Pool, Work, check_results, make_work
 from commfuse_megatron.tools.bench.ours import Ours
 from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
@@ -47,8 +46,6 @@ from commfuse_megatron.tools.common.cases import (
     linear_case,
     tokens_of,
 )
-
-__all__ = ["Outcome", "Piece", "Settings", "dtype_of", "grid", "make_case", "require_work", "run_grid"]
 
 # Host time is measured where 30 calls take no longer than about 0.1 s.
 _LONGEST_CALL_FOR_HOST_MS = 3.0
@@ -325,13 +322,10 @@ class _Runner:
             torch.cuda.empty_cache()
 
     def _work(self, case: LinearCase, piece: Piece) -> Work:
-        if isinstance(case, AttentionCase) and piece.is_emulated:
-            return emulated_attention_work(case, self._group, self._pool)
-        if isinstance(case, AttentionCase):
-            return attention_work(case, piece.pass_name, self._group, self._pool)
         if piece.is_emulated:
             return make_emulated_work(case, self._group, self._pool)
-        return make_work(case, piece.pass_name, self._group, self._pool)
+        make = attention_work if isinstance(case, AttentionCase) else make_work
+        return make(case, piece.pass_name, self._group, self._pool)
 
     def _build(self, variant: Variant, work: Work) -> Measured | None:
         """The variant, built and found right on all ranks; None when it is left out, with the reason noted once."""

@@ -15,11 +15,8 @@ import torch
 from torch import distributed as dist
 
 from commfuse_megatron.errors import UnsupportedError
-from commfuse_megatron.tools.bench.bounds import collective_name
 from commfuse_megatron.tools.bench.operands import Work
-from commfuse_megatron.tools.bench.variant import Ready, Results, Variant
-
-__all__ = ["DataSlicing"]
+from commfuse_megatron.tools.bench.variant import Ready, Results, Variant, collective_name
 
 
 class DataSlicing(Variant):

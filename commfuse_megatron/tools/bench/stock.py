@@ -13,11 +13,8 @@ from typing import override
 import torch
 
 from commfuse_megatron.errors import UnsupportedError
-from commfuse_megatron.tools.bench.bounds import collective_name
 from commfuse_megatron.tools.bench.operands import Work
-from commfuse_megatron.tools.bench.variant import Ready, Variant, differentiable
-
-__all__ = ["Megatron"]
+from commfuse_megatron.tools.bench.variant import Ready, Variant, collective_name, differentiable
 
 
 class Megatron(Variant):

@@ -10,8 +10,6 @@ from commfuse_megatron.tools.bench.ours import PLANNED
 from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
 from commfuse_megatron.tools.common.cases import HEADLINE_M, HEADLINE_MODELS, LINEARS
 
-__all__ = ["METRICS", "Metric", "Summary", "check_bounds", "parse_bounds", "stock_times", "summarize"]
-
 #: Name -> what it says; all are ratios of times, smaller is better.
 METRICS = {
     "ideal": "geometric mean of planned / max(compute_only, comm_only), headline cases",

@@ -10,14 +10,12 @@ import statistics
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron import OverlapContext, ops
+from commfuse_megatron import OverlapContext
 from commfuse_megatron.runtime.recorder import Interval
-from commfuse_megatron.tools.bench.operands import Work
+from commfuse_megatron.tools.bench.operands import Work, our_result
 from commfuse_megatron.tools.bench.ours import Way
 from commfuse_megatron.tools.bench.variant import Ready, differentiable
 from commfuse_megatron.tools.trace.summary import tail_us
-
-__all__ = ["TailMeter"]
 
 _CALLS = 6
 
@@ -40,9 +38,8 @@ class TailMeter:
         )
         if way not in self._contexts:
             self._contexts[way] = OverlapContext(work.group, way.config(record=True))
-        context, operands = self._contexts[way], work.operands
-        operation = getattr(ops, work.case.op)
-        recorded = differentiable(work, lambda: operation(operands.x, operands.weight, context=context))
+        context = self._contexts[way]
+        recorded = differentiable(work, lambda: our_result(work.case, work.operands, context))
         recorder = context.recorder
         assert recorder is not None
         recorded.call()

@@ -16,8 +16,6 @@ from torch import distributed as dist
 
 from commfuse_megatron.runtime.head_start import start_together
 
-__all__ = ["Sample", "Timed", "measure", "measure_host_us"]
-
 Call = Callable[[], object]
 
 # One burst is about this long, so that launch gaps at its ends do not count.

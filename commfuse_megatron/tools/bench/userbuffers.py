@@ -18,8 +18,6 @@ from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.tools.bench.operands import Work
 from commfuse_megatron.tools.bench.variant import Ready, Results, Variant, require_own_link
 
-__all__ = ["Userbuffers", "close_userbuffers", "missing_userbuffers", "open_userbuffers"]
-
 
 class Userbuffers(Variant):
     """`transformer_engine.pytorch.Linear` over userbuffers."""

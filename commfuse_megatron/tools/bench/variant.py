@@ -9,14 +9,13 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import override
 
 import torch
 
-from commfuse_megatron import ops
+from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.tools.bench.operands import Work
-
-__all__ = ["Ready", "Variant", "differentiable", "link_name", "reference_of", "require_own_link"]
 
 Results = dict[str, torch.Tensor]
 
@@ -68,9 +67,34 @@ class Variant(ABC):
         """Free what was kept between cases."""
 
 
+class WithContext(Variant):
+    """What needs a context of ours under one configuration, made when it is first needed and kept for all cases.
+
+    backend: who must carry its messages, over the link that the rows will name.
+    """
+
+    _context: OverlapContext | None = None
+
+    def __init__(self, config: OverlapConfig, backend: str) -> None:
+        self._config, self._backend = config, backend
+
+    def context_for(self, work: Work) -> OverlapContext:
+        """Collective the first time."""
+        if self._context is None:
+            require_own_link(work.pool.device, self._backend)
+            self._context = OverlapContext(work.group, self._config)
+        return self._context
+
+    @override
+    def close(self) -> None:
+        if self._context is not None:
+            self._context.close()
+            self._context = None
+
+
 def differentiable(work: Work, forward: Callable[[], torch.Tensor]) -> Ready:
     """`forward` in a fprop pass, its backward pass (dgrad and wgrad) in a backward pass."""
-    inputs, grad_y = [work.operands.x, work.operands.weight], work.operands.grad_y
+    leaves, grad_y = work.operands.leaves, work.operands.grad_y
     if work.pass_name == "fprop":
 
         def call() -> torch.Tensor:
@@ -81,16 +105,20 @@ def differentiable(work: Work, forward: Callable[[], torch.Tensor]) -> Ready:
     y = forward()
 
     def backward() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(y, inputs, grad_y, retain_graph=True)
+        return torch.autograd.grad(y, list(leaves.values()), grad_y, retain_graph=True)
 
-    return Ready(call=backward, results=lambda: dict(zip(("x.grad", "weight.grad"), backward(), strict=True)))
+    names = [f"{name}.grad" for name in leaves]
+    return Ready(call=backward, results=lambda: dict(zip(names, backward(), strict=True)))
 
 
-def reference_of(work: Work) -> Callable[[], torch.Tensor]:
-    """The sequential program on the operands of `work`."""
-    function = getattr(ops.reference, work.case.op)
-    operands = work.operands
-    return lambda: function(operands.x, operands.weight, group=work.group)
+def backends_of(device: torch.device) -> tuple[str, ...]:
+    """The transports of ours that carry its tensors."""
+    return ("nccl", "copy_engine") if device.type == "cuda" else ("gloo",)
+
+
+def collective_name(device: torch.device) -> str:
+    """Who carries the group's own collectives."""
+    return backends_of(device)[0]
 
 
 def link_name(device: torch.device) -> str:

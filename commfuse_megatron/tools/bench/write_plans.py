@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,41 +12,22 @@ from rich.markup import escape
 from commfuse_megatron.config import OverlapConfig, config_file_from_environment
 from commfuse_megatron.plan.store import STORED, read_sections
 from commfuse_megatron.tools.common.launch import launch
+from commfuse_megatron.tools.common.options import for_ranks, refuse_given
 from commfuse_megatron.tools.common.output import make_progress, results, say_count, write_json
 from commfuse_megatron.tools.common.ranks import Rank, UsageError
 
 if TYPE_CHECKING:
     from commfuse_megatron.tools.bench.run import Piece, Settings
 
-__all__ = ["require_plans_alone", "run_write_plans"]
 
 _OF_ROWS = (
-    "variants",
-    "passes",
-    "chunks",
-    "virtual_ranks",
-    "rounds",
-    "case_s",
-    "budget_s",
-    "figure",
-    "resume",
-    "check",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    settings: Settings
-    config: OverlapConfig
-    json: str | None
+    "variants", "passes", "chunks", "virtual_ranks", "rounds", "case_s", "budget_s", "figure", "resume", "check",
+)  # fmt: skip
 
 
 def require_plans_alone(arguments: argparse.Namespace) -> None:
     """Raise UsageError for options that would do nothing, and for a file of something else."""
-    default = arguments.parser.get_default
-    given = [f"--{name.replace('_', '-')}" for name in _OF_ROWS if getattr(arguments, name) != default(name)]
-    if given:
-        raise UsageError(f"{', '.join(given)}: of rows, which --write-plans does not make")
+    refuse_given(arguments, _OF_ROWS, "{}: of rows, which --write-plans does not make")
     if len(arguments.config) > 1:
         raise UsageError(f"--config: plans are of one configuration, not of {len(arguments.config)}")
     try:
@@ -60,25 +41,20 @@ def run_write_plans(arguments: argparse.Namespace, settings: Settings, num_ranks
     file = arguments.config[0] if arguments.config else config_file_from_environment()
     config = OverlapConfig.from_file(file) if file else OverlapConfig()
     config = replace(config, plan=replace(config.plan, file=arguments.write_plans))
-    options = _Options(settings, config, arguments.json)
+    options = for_ranks(arguments, settings=settings, config=config)
     return launch(_write_plans_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
 
 
-def _write_plans_on_rank(rank: Rank, options: _Options) -> int:
-    import torch
-    from torch import distributed as dist
-
+def _write_plans_on_rank(rank: Rank, options: argparse.Namespace) -> int:
     from commfuse_megatron.tools.bench.plans import cases_to_plan, plan_cases
 
-    device = torch.device("cuda", torch.cuda.current_device()) if rank.device_type == "cuda" else torch.device("cpu")
-    assert dist.group.WORLD is not None
     with make_progress(is_shown=rank.is_first) as progress:
         task = progress.add_task("planning", total=len(cases_to_plan(options.settings, rank.world_size)))
 
         def step(piece: Piece) -> None:
             progress.update(task, advance=1, description=f"{piece.name} M={piece.M}")
 
-        found = plan_cases(options.settings, dist.group.WORLD, device, options.config, step)
+        found = plan_cases(options.settings, rank.group, rank.device, options.config, step)
     if not rank.is_first:
         return 0
     kinds = [

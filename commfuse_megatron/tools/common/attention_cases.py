@@ -12,17 +12,6 @@ from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Compute
 from commfuse_megatron.tools.common.cases import LinearCase, too_small
 
-__all__ = [
-    "ATTENTION_CASE_NAMES",
-    "ATTENTION_MODELS",
-    "ATTENTION_TOKENS",
-    "PAPER_MS",
-    "AttentionCase",
-    "attention_bound_ms",
-    "attention_case",
-    "attention_tokens",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class _Model:

@@ -5,22 +5,6 @@ from dataclasses import dataclass
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.problem import GemmProblem
 
-__all__ = [
-    "CASE_NAMES",
-    "HEADLINE_M",
-    "HEADLINE_MODELS",
-    "FULL_M",
-    "LINEARS",
-    "MODELS",
-    "STEP_LAYERS",
-    "PASSES",
-    "TOKENS",
-    "LinearCase",
-    "linear_case",
-    "tokens_of",
-    "too_small",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class _Model:
@@ -53,6 +37,8 @@ FULL_M = (2048, 8192)
 PASSES = ("fprop", "backward")
 #: What a run that is cut short should have measured comes first.
 TOKENS = (8192, 2048, 16384, 4096, 1024)
+#: On the CPU nothing is timed for its own sake: sizes at which everything runs in seconds.
+CPU_SHRINK = 64
 HEADLINE_MODELS = ("llama-8b", "llama-70b")
 HEADLINE_M = 8192
 

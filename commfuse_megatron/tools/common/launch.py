@@ -11,8 +11,6 @@ from typing import Any
 from commfuse_megatron.tools.common.local_ranks import launch_local
 from commfuse_megatron.tools.common.ranks import Body, CannotRunError, Rank, process_group, read_launcher
 
-__all__ = ["launch", "why_device_cannot_run"]
-
 
 def why_device_cannot_run(device_type: str, num_ranks: int) -> str | None:
     """Why `num_ranks` ranks cannot run on this machine's `device_type`, None if they can."""

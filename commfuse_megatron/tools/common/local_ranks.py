@@ -23,8 +23,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from commfuse_megatron.tools.common.ranks import Body, CannotRunError, Rank, RankFailedError, UsageError, process_group
 
-__all__ = ["launch_local"]
-
 _GRACE_S = 5.0
 _CONSEQUENCES_S = 1.0
 

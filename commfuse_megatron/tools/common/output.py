@@ -19,20 +19,6 @@ from rich.text import Text
 
 from commfuse_megatron.tools.common.ranks import UsageError
 
-__all__ = [
-    "configure_logging",
-    "make_progress",
-    "require_files",
-    "require_names_for_files",
-    "results",
-    "say_count",
-    "silence_foreign_warnings",
-    "status",
-    "why_file_cannot_be_written",
-    "why_folder_cannot_be_written",
-    "write_json",
-]
-
 # A file or a pipe has no width of its own; no line is as long.
 _WIDTH_WITHOUT_TERMINAL = 100_000
 # In a narrow table texts are folded to no less than this; below it, rows are written as sentences.
@@ -114,6 +100,16 @@ def say_count(count: int, what: str) -> str:
 def each_once[T](values: Iterable[T]) -> tuple[T, ...]:
     """In the order in which they come first."""
     return tuple(dict.fromkeys(values))
+
+
+def make_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """A table; columns whose heading begins with ">" hold values, which are never folded."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def results() -> Console:

@@ -13,21 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import util
 from typing import Any
-
-__all__ = [
-    "Body",
-    "CannotRunError",
-    "Rank",
-    "RankFailedError",
-    "UsageError",
-    "choose_num_ranks",
-    "is_speaker",
-    "leave_it_to_the_first_rank",
-    "process_group",
-    "read_launcher",
-    "require_launcher",
-]
 
 DEFAULT_RANKS = 2
 #: Each is a process with a PyTorch of its own.
@@ -65,6 +52,28 @@ class Rank:
     def is_first(self) -> bool:
         """Whether this rank speaks for all."""
         return self.global_rank == 0
+
+    @property
+    def device(self) -> Any:
+        """This rank's `torch.device`."""
+        import torch
+
+        return torch.device("cuda", torch.cuda.current_device()) if self.device_type == "cuda" else torch.device("cpu")
+
+    @property
+    def device_name(self) -> str:
+        """E.g. "NVIDIA H200"; "cpu" without one."""
+        import torch
+
+        return torch.cuda.get_device_name() if self.device_type == "cuda" else "cpu"
+
+    @property
+    def group(self) -> Any:
+        """The process group of all ranks."""
+        from torch import distributed as dist
+
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
 
 
 def read_launcher() -> dict[str, int] | None:
@@ -125,6 +134,12 @@ def leave_it_to_the_first_rank() -> None:
     """
     if not is_speaker():
         time.sleep(_FIRST_RANK_SPEAKS_S)
+
+
+def require_megatron() -> None:
+    """Raise CannotRunError where Megatron-Core is not installed. Imports nothing."""
+    if util.find_spec("megatron") is None:
+        raise CannotRunError("Megatron-Core is not installed: pip install megatron-core")
 
 
 def choose_num_ranks(requested: int | None) -> int:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["batch_of", "standard_library_text"]
-
 
 def standard_library_text(max_bytes: int = 2_000_000) -> bytes:
     """The Python sources of the running interpreter's standard library, in the order of their names.

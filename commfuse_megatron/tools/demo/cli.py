@@ -6,8 +6,7 @@ Prints and writes; what is trained and what counts as passed is in `tools/demo/t
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, dataclass
-from importlib import util
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,27 +14,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from commfuse_megatron.tools.common.launch import launch
-from commfuse_megatron.tools.common.output import make_progress, require_files, results, write_json
-from commfuse_megatron.tools.common.ranks import CannotRunError, Rank, UsageError, choose_num_ranks
+from commfuse_megatron.tools.common.options import for_ranks
+from commfuse_megatron.tools.common.output import make_progress, make_table, require_files, results, write_json
+from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_num_ranks, require_megatron
 
 if TYPE_CHECKING:
     from commfuse_megatron.tools.demo.training import Comparison, Recipe
 
-__all__ = ["run_demo"]
 
 RANKS = (2, 4, 8)
 LEAST_TEXT_BYTES = 10_000
 #: Every rank gets a copy. Some 2000 steps on the CPU see as many bytes.
 MOST_TEXT_BYTES = 2_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    num_steps: int
-    dtype: str
-    text: bytes
-    output: str
-    json: str | None
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
@@ -45,16 +35,9 @@ def run_demo(arguments: argparse.Namespace) -> int:
     num_ranks = choose_num_ranks(arguments.ranks)
     if num_ranks not in RANKS:
         raise UsageError(f"the demo's model can be cut for {', '.join(map(str, RANKS))} ranks, not {num_ranks}")
-    if util.find_spec("megatron") is None:
-        raise CannotRunError("Megatron-Core is not installed: pip install megatron-core")
+    require_megatron()
     require_files(arguments.output, ("timeline.json", "timeline.png"))
-    options = _Options(
-        num_steps=arguments.steps,
-        dtype=arguments.dtype,
-        text=_read_text(arguments.text),
-        output=arguments.output,
-        json=arguments.json,
-    )
+    options = for_ranks(arguments, text=_read_text(arguments.text))
     return launch(_demo_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
 
 
@@ -74,17 +57,18 @@ def _read_text(file: str | None) -> bytes:
     return text
 
 
-def _demo_on_rank(rank: Rank, options: _Options) -> int:
+def _demo_on_rank(rank: Rank, options: argparse.Namespace) -> int:
     import torch
     from torch import distributed as dist
 
     from commfuse_megatron.tools.demo.training import Recipe, bounds_of, complaints_of, gradient_limit, train_both
+    from commfuse_megatron.tools.trace.output import write_files
 
     # Under torchrun every rank has read its own file; the first one's counts.
     texts = [options.text]
     dist.broadcast_object_list(texts)
     dtype = getattr(torch, options.dtype)
-    recipe = Recipe.for_device(rank.device_type, dtype=dtype, num_steps=options.num_steps, text=texts[0])
+    recipe = Recipe.for_device(rank.device_type, dtype=dtype, num_steps=options.steps, text=texts[0])
     with make_progress(is_shown=rank.is_first) as progress:
         task = progress.add_task("training stock and overlapped", total=recipe.num_steps)
         comparison = train_both(recipe, on_step=lambda *_: progress.advance(task))
@@ -98,7 +82,8 @@ def _demo_on_rank(rank: Rank, options: _Options) -> int:
         if options.json:
             write_json(options.json, _to_dict(comparison, recipe, rank))
         _print(comparison, recipe, rank, complaints)
-        _write_files(comparison, recipe, rank, options)
+        place = Path(options.output) / "timeline"
+        write_files(place, comparison.recording, lambda path: _draw(path, comparison, recipe, rank))
     return 1 if complaints else 0
 
 
@@ -115,17 +100,16 @@ def _print(comparison: Comparison, recipe: Recipe, rank: Rank, complaints: list[
         f" {recipe.batch}, {recipe.dtype_name}; tensor and sequence parallel over {rank.world_size} ranks"
         f" ({rank.device_type}); text of {len(recipe.text):,} bytes\n"
     )
-    losses = Table(title="loss before each step (difference 0: bit-equal)", title_justify="left")
     labels = ["plugin"] if len(comparison.runs) == 1 else list(comparison.runs)
-    for column in ("step", "stock", *(name for label in labels for name in (label, "difference"))):
-        losses.add_column(column, justify="right")
+    rows = []
     for number, stock in enumerate(comparison.stock_loss):
         cells = [str(number + 1), f"{stock:.9f}"]
         for mode, run in comparison.runs.items():
             difference = comparison.differences(mode)[number]
             cells += [f"{run.loss[number]:.9f}", f"{difference:.1e}" if difference else "0"]
-        losses.add_row(*cells)
-    console.print(losses)
+        rows.append(cells)
+    columns = (">step", ">stock", *(name for label in labels for name in (f">{label}", ">difference")))
+    console.print(make_table("loss before each step (difference 0: bit-equal)", columns, rows))
     limits = "; ".join(
         f"steps {b.first}-{b.last} at most {b.limit:g}"
         for b in bounds_of(recipe.dtype, recipe.num_steps, rank.world_size)
@@ -165,52 +149,29 @@ def _grids(comparison: Comparison, group_size: int) -> list[str]:
 
 
 def _op_table(comparison: Comparison) -> Table:
-    table = Table(title="operations of the recorded run, this rank; exposed: last step, per call", title_justify="left")
-    for column in ("op", "pass"):
-        table.add_column(column, no_wrap=True)
-    for column in ("M", "N", "K", "calls"):
-        table.add_column(column, justify="right")
-    for column in ("path", "algorithm", "chunks/shard", "transport", "GEMM"):
-        table.add_column(column)
-    table.add_column("exposed us", justify="right")
-    for op in comparison.recorded.ops:
-        exposed = op["exposed_comm_us"]
-        table.add_row(
-            op["op"],
-            op["pass_name"],
-            *(str(op[name]) for name in ("M", "N", "K", "calls")),
-            op["path"],
-            op["algorithm"],
-            str(op["chunks_per_shard"]),
-            op["transport"],
-            op["gemm"],
-            "" if exposed is None else f"{exposed:.0f}",
-        )
-    return table
+    title = "operations of the recorded run, this rank; exposed: last step, per call"
+    sizes, way = ("M", "N", "K", "calls"), ("path", "algorithm", "chunks_per_shard", "transport", "gemm")
+    columns = ("op", "pass", *(f">{size}" for size in sizes), "path", "algorithm", "chunks/shard", "transport", "GEMM")
+    rows = [
+        [str(op[name]) for name in ("op", "pass_name", *sizes, *way)]
+        + ["" if op["exposed_comm_us"] is None else f"{op['exposed_comm_us']:.0f}"]
+        for op in comparison.recorded.ops
+    ]
+    return make_table(title, (*columns, ">exposed us"), rows)
 
 
-def _write_files(comparison: Comparison, recipe: Recipe, rank: Rank, options: _Options) -> None:
-    from commfuse_megatron.tools.trace.figure import densest_calls, draw_timeline, missing_matplotlib
-    from commfuse_megatron.tools.trace.perfetto import write_perfetto
+def _draw(path: Path, comparison: Comparison, recipe: Recipe, rank: Rank) -> Path:
+    from commfuse_megatron.tools.trace.figure import densest_calls, draw_timeline
 
-    console = results()
-    folder = Path(options.output)
-    trace = write_perfetto(folder / "timeline.json", comparison.recording)
-    console.print(f"trace     {escape(str(trace))} (open it in ui.perfetto.dev)", soft_wrap=True)
-    reason = missing_matplotlib()
-    if reason is None:
-        zoom = densest_calls(comparison.recording)
-        picture = draw_timeline(
-            folder / "timeline.png",
-            comparison.recording,
-            title=f"Step {recipe.num_steps} of a small Megatron GPT on {rank.world_size} ranks, with the plugin",
-            caption=f"{rank.device_type}, {comparison.recorded.ops[0]['transport'] if comparison.recorded.ops else ''},"
-            f" {recipe.dtype_name}",
-            zooms={} if zoom is None else {"two linears in a row, larger": zoom},
-        )
-        console.print(f"picture   {escape(str(picture))}", soft_wrap=True)
-    else:
-        console.print(f"no picture: {escape(reason)}", soft_wrap=True)
+    zoom = densest_calls(comparison.recording)
+    transport = comparison.recorded.ops[0]["transport"] if comparison.recorded.ops else ""
+    return draw_timeline(
+        path,
+        comparison.recording,
+        title=f"Step {recipe.num_steps} of a small Megatron GPT on {rank.world_size} ranks, with the plugin",
+        caption=f"{rank.device_type}, {transport}, {recipe.dtype_name}",
+        zooms={} if zoom is None else {"two linears in a row, larger": zoom},
+    )
 
 
 def _to_dict(comparison: Comparison, recipe: Recipe, rank: Rank) -> dict[str, Any]:

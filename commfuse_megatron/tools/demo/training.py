@@ -27,8 +27,6 @@ from commfuse_megatron.tools.verify.cases import MODES, Mode, with_mode
 from commfuse_megatron.tools.verify.convergence import OVERLAPPED, tensor_parallel_megatron
 from commfuse_megatron.tools.verify.ops import badness, describe_modes
 
-__all__ = ["Bound", "Comparison", "Recipe", "Run", "bounds_of", "complaints_of", "gradient_limit", "train_both"]
-
 # From how many steps on graphs must have been made: in the first one the optimizer takes its memory, the fifth call
 # with the same addresses is a graph.
 _STEPS_FOR_GRAPHS = 8

@@ -16,8 +16,6 @@ from commfuse_megatron.tools.common.output import results, status, write_json
 from commfuse_megatron.tools.common.ranks import is_speaker
 from commfuse_megatron.tools.doctor.machine import Machine, inspect_machine
 
-__all__ = ["run_doctor"]
-
 # Tokens of a sequence (times batch) that the buffers are worked out for.
 _TOKENS = 8192
 

@@ -11,8 +11,6 @@ from typing import Any
 import pynvml
 import torch
 
-__all__ = ["Gpu", "GpuLink", "inspect_gpus"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:

@@ -26,8 +26,6 @@ from commfuse_megatron.kernels.attention_cudnn import cudnn_attention_unavailabl
 from commfuse_megatron.problem import AttentionProblem
 from commfuse_megatron.tools.doctor.gpus import Gpu, GpuLink, inspect_gpus
 
-__all__ = ["Ability", "Machine", "Setting", "inspect_machine"]
-
 DISTRIBUTIONS = (
     "commfuse-megatron",
     "torch",

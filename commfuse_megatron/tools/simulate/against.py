@@ -8,8 +8,6 @@ from commfuse_megatron.tools.bench.rows import Row
 from commfuse_megatron.tools.simulate.fit import Machines
 from commfuse_megatron.tools.simulate.predict import key_of_way, name_of_way, predicted_ms, rows_of_ways
 
-__all__ = ["Comparison", "compare", "median_size"]
-
 
 @dataclass(frozen=True, slots=True)
 class Comparison:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from commfuse_megatron.tools.simulate.fit import Machines
     from commfuse_megatron.tools.simulate.predict import Deviation, Prediction
 
-__all__ = ["add_simulate_options", "run_simulate"]
 
 RANKS_OF_A_NODE = 8
 _RANKS, _RANKS_OF_STEPS = (8, 16, 64), (2, 4, 8, 16)

@@ -22,8 +22,6 @@ from commfuse_megatron.tools.bench.rows import Row
 from commfuse_megatron.tools.common.cases import LinearCase
 from commfuse_megatron.transport.select import DIRECT, THROUGH_HOST_MEMORY
 
-__all__ = ["DTYPE", "SEQUENTIAL", "Fit", "Machines", "fit_channel_to", "fit_machines", "way_of"]
-
 #: Of all that is fitted and predicted.
 DTYPE = "bfloat16"
 

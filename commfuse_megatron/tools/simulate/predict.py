@@ -19,20 +19,6 @@ from commfuse_megatron.tools.bench.rows import Row
 from commfuse_megatron.tools.common.cases import LinearCase, linear_case
 from commfuse_megatron.tools.simulate.fit import DTYPE, SEQUENTIAL, Machines, way_of
 
-__all__ = [
-    "LIMITS",
-    "Deviation",
-    "Prediction",
-    "cases_of",
-    "deviations",
-    "key_of_way",
-    "median_error",
-    "name_of_way",
-    "predict",
-    "predicted_ms",
-    "rows_of_ways",
-]
-
 #: What decides a predicted time, and what that means.
 LIMITS = {
     "GEMMs": "those of the slices, which take longer than one un-split GEMM; the transfers are hidden under them",

@@ -24,8 +24,6 @@ from commfuse_megatron.tools.bench.report import read_rows
 from commfuse_megatron.tools.simulate.fit import DTYPE, SEQUENTIAL
 from commfuse_megatron.tools.trace.whole_step import FREE, MODELS, STOCK
 
-__all__ = ["PLANNED", "MeasuredStep", "StepPrediction", "measured_steps", "predict_step"]
-
 _HEAD_DIM = 128
 _ITEMSIZE = 2
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from commfuse_megatron.plan.machine import MachineModel
     from commfuse_megatron.tools.simulate.predict_step import MeasuredStep, StepPrediction
 
-__all__ = ["run_simulate_step"]
 
 _HOST_BOUND = "host-bound: the host is likely to take longer than the device; by how much is not predicted"
 

@@ -4,60 +4,29 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from commfuse_megatron.config import OverlapConfig
-from commfuse_megatron.tools.bench.cli import CPU_SHRINK
+from commfuse_megatron.tools.common.cases import CPU_SHRINK
 from commfuse_megatron.tools.common.launch import launch
 from commfuse_megatron.tools.common.options import refuse_given, require_positive
-from commfuse_megatron.tools.common.output import (
-    make_progress,
-    require_files,
-    results,
-    say_count,
-    write_json,
-)
+from commfuse_megatron.tools.common.output import make_progress, make_table, results, say_count, write_json
 from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_num_ranks
-from commfuse_megatron.tools.trace.options import (
-    ATTENTION_PATHS,
-    OF_STEPS,
-    config_of,
-    hardware,
-    machine_line,
-    shown_ranks,
-)
+from commfuse_megatron.tools.trace.options import ATTENTION_PATHS, OF_STEPS, config_of, ready
 
 if TYPE_CHECKING:
     from commfuse_megatron.tools.common.attention_cases import AttentionCase
-    from commfuse_megatron.tools.trace.attention import BlockTrace
+    from commfuse_megatron.tools.trace.operation import BlockTrace
 
-__all__ = ["run_trace_attention"]
 
 DEFAULT_CASE = "llama-8b.attention"
 DEFAULT_ROWS = 8192
 
 _OF_LINEARS = ("op", "tokens", "N", "K")
 _OF_PROJECTIONS = ("path", "algorithm", "chunks")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    case: AttentionCase
-    pass_name: str
-    dtype: str
-    configs: dict[str, OverlapConfig]
-    calls: int
-    is_profiled: bool
-    forces_projection: bool
-    output: str
-    name: str
-    json: str | None
 
 
 def run_trace_attention(arguments: argparse.Namespace) -> int:
@@ -82,20 +51,7 @@ def run_trace_attention(arguments: argparse.Namespace) -> int:
         shrunk = f" (sizes are divided by {case.shrink}: --shrink)" if case.shrink > 1 else ""
         given = "--splits" if arguments.splits is not None else "attention.splits_per_shard"
         raise UsageError(f"{given} {splits}: a shard has {rows} rows{shrunk}")
-    name = arguments.name or f"{case.name}_{arguments.pass_name}"
-    require_files(arguments.output, (f"{name}.json", f"{name}.png"))
-    options = _Options(
-        case=case,
-        pass_name=arguments.pass_name,
-        dtype=arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32"),
-        configs=configs,
-        calls=arguments.calls,
-        is_profiled=arguments.profiler,
-        forces_projection=arguments.path not in (None, "auto"),
-        output=arguments.output,
-        name=name,
-        json=arguments.json,
-    )
+    options = ready(arguments, f"{case.name}_{arguments.pass_name}", case=case, configs=configs)
     return launch(_trace_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
 
 
@@ -127,18 +83,16 @@ def _config(arguments: argparse.Namespace, path: str) -> OverlapConfig:
     return OverlapConfig.from_dict(data, source="these options")
 
 
-def _trace_on_rank(rank: Rank, options: _Options) -> int:
+def _trace_on_rank(rank: Rank, options: argparse.Namespace) -> int:
     import torch
-    from torch import distributed as dist
 
-    from commfuse_megatron.tools.trace.attention import BlockToTrace, trace_block
+    from commfuse_megatron.tools.trace.figure import draw_runs
+    from commfuse_megatron.tools.trace.operation import BlockToTrace, trace_block
+    from commfuse_megatron.tools.trace.output import caption, shown_ranks, write_files
 
-    device = torch.device("cuda", torch.cuda.current_device()) if rank.device_type == "cuda" else torch.device("cpu")
-    group = dist.group.WORLD
-    assert group is not None
     case = options.case
     wanted = BlockToTrace(
-        pass_name=options.pass_name,  # type: ignore[arg-type]
+        pass_name=options.pass_name,
         rows=case.rows,
         batch=case.batch,
         heads=case.heads,
@@ -147,41 +101,48 @@ def _trace_on_rank(rank: Rank, options: _Options) -> int:
         N=case.N,
         dtype=getattr(torch, options.dtype),
         calls=options.calls,
-        is_profiled=options.is_profiled,
-        forces_projection=options.forces_projection,
+        is_profiled=options.profiler,
+        forces_projection=options.path not in (None, "auto"),
     )
     traced: dict[str, BlockTrace] = {}
     with make_progress(is_shown=rank.is_first) as progress:
         task = progress.add_task("tracing", total=len(options.configs) * (wanted.warm_up + wanted.calls))
         for path, config in options.configs.items():
-            traced[path] = trace_block(wanted, config, group, device, on_call=lambda: progress.advance(task))
-    if rank.is_first:
-        if options.json:
-            write_json(options.json, _to_dict(traced, rank, options))
-        _print(traced, rank, options)
-        _write_files(traced, rank, options)
+            traced[path] = trace_block(wanted, config, rank.group, rank.device, on_call=lambda: progress.advance(task))
+    if not rank.is_first:
+        return 0
+    if options.json:
+        write_json(options.json, _to_dict(traced, rank, options))
+    _print(traced, rank, options)
+    recordings = {path: trace.typical for path, trace in traced.items()}
+
+    def draw(file: Path) -> Path:
+        runs = {
+            f"{_way(path, trace)}: {trace.duration_us / 1e3:.2f} ms": shown_ranks(recordings[path])
+            for path, trace in traced.items()
+        }
+        line = caption(rank, _transport(traced, rank), options.dtype)
+        return draw_runs(file, runs, title=_what(options), caption=line)
+
+    write_files(Path(options.output) / options.name, recordings, draw)
     return 0
 
 
-# --- results ----------------------------------------------------------------------------------------------------------
-
-
-def _print(traced: dict[str, BlockTrace], rank: Rank, options: _Options) -> None:
-    from commfuse_megatron.tools.trace.attention import attention_us
+def _print(traced: dict[str, BlockTrace], rank: Rank, options: argparse.Namespace) -> None:
+    from commfuse_megatron.tools.trace.operation import attention_us
+    from commfuse_megatron.tools.trace.output import machine_line
     from commfuse_megatron.tools.trace.summary import worst_of
 
     console = results()
-    source = "kernels seen by the profiler" if options.is_profiled else "recorded by the runtime"
-    console.print(f"{_what(options)}; {_machine_line(traced, rank, options)}", soft_wrap=True)
+    source = "kernels seen by the profiler" if options.profiler else "recorded by the runtime"
+    machine = machine_line(rank, _transport(traced, rank), options.dtype)
+    console.print(f"{_what(options)}; {machine}", soft_wrap=True)
     console.print(
         f"{source}; milliseconds of the call of median duration among {say_count(options.calls, 'call')}, the worst"
         " of all ranks",
         soft_wrap=True,
     )
-    table = Table(title=f"one attention block, {options.pass_name}", title_justify="left")
-    table.add_column("", no_wrap=True)
-    for column in ("duration", "shortest", "longest", "attention", "GEMM", "transfers", "exposed", "hidden"):
-        table.add_column(column, justify="right")
+    rows = []
     for path, trace in traced.items():
         worst = worst_of(list(trace.summaries.values()))
         attention = max(map(attention_us, trace.typical.values()))
@@ -189,10 +150,10 @@ def _print(traced: dict[str, BlockTrace], rank: Rank, options: _Options) -> None
             trace.duration_us, min(trace.durations_us), max(trace.durations_us), attention, worst.gemm_us,
             worst.transfer_us, worst.exposed_us,
         )  # fmt: skip
-        table.add_row(
-            _label(path, trace), *(f"{us / 1e3:.3f}" for us in times_us), f"{100 * worst.hidden_fraction:.0f} %"
-        )
-    console.print(table)
+        hidden = f"{100 * worst.hidden_fraction:.0f} %"
+        rows.append((_label(path, trace), *(f"{us / 1e3:.3f}" for us in times_us), hidden))
+    columns = (">duration", ">shortest", ">longest", ">attention", ">GEMM", ">transfers", ">exposed", ">hidden")
+    console.print(make_table(f"one attention block, {options.pass_name}", ("", *columns), rows))
     for path, trace in traced.items():
         way = f"{_way(path, trace)}: {trace.record.reason}; kernel {trace.record.attention}"
         if trace.projection is not None:
@@ -200,32 +161,7 @@ def _print(traced: dict[str, BlockTrace], rank: Rank, options: _Options) -> None
         console.print(f"    {escape(way)}", soft_wrap=True)
 
 
-def _write_files(traced: dict[str, BlockTrace], rank: Rank, options: _Options) -> None:
-    from commfuse_megatron.tools.trace.figure import draw_runs, missing_matplotlib
-    from commfuse_megatron.tools.trace.perfetto import write_perfetto
-
-    console = results()
-    folder = Path(options.output)
-    recordings = {path: trace.typical for path, trace in traced.items()}
-    file = write_perfetto(folder / f"{options.name}.json", recordings)
-    console.print(f"trace     {escape(str(file))} (open it in ui.perfetto.dev)", soft_wrap=True)
-    reason = missing_matplotlib()
-    if reason is None:
-        picture = draw_runs(
-            folder / f"{options.name}.png",
-            {
-                f"{_way(path, trace)}: {trace.duration_us / 1e3:.2f} ms": shown_ranks(recordings[path])
-                for path, trace in traced.items()
-            },
-            title=_what(options),
-            caption=f"{_machine_line(traced, rank, options)}, {time.strftime('%B %Y')}",
-        )
-        console.print(f"picture   {escape(str(picture))}", soft_wrap=True)
-    else:
-        console.print(f"no picture: {escape(reason)}", soft_wrap=True)
-
-
-def _what(options: _Options) -> str:
+def _what(options: argparse.Namespace) -> str:
     case = options.case
     shrink = f" / {case.shrink}" if case.shrink > 1 else ""
     return (
@@ -250,22 +186,23 @@ def _way(path: str, trace: BlockTrace) -> str:
     return f"{label}, projection {projection.path}{pieces}"
 
 
-def _machine_line(traced: dict[str, BlockTrace], rank: Rank, options: _Options) -> str:
-    """Of the transports that carried something: the sequential way has the collective of PyTorch's."""
+def _transport(traced: dict[str, BlockTrace], rank: Rank) -> str:
+    """Those that carried something: the sequential way has the collective of PyTorch's."""
     own = [trace.record.transport for path, trace in traced.items() if path != "sequential"]
     plain = "nccl" if rank.device_type == "cuda" else "gloo"
-    return machine_line(rank, " and ".join(dict.fromkeys(own or [plain])), options.dtype)
+    return " and ".join(dict.fromkeys(own or [plain]))
 
 
-def _to_dict(traced: dict[str, BlockTrace], rank: Rank, options: _Options) -> dict[str, Any]:
-    from commfuse_megatron.tools.trace.attention import attention_us
+def _to_dict(traced: dict[str, BlockTrace], rank: Rank, options: argparse.Namespace) -> dict[str, Any]:
+    from commfuse_megatron.tools.trace.operation import attention_us
+    from commfuse_megatron.tools.trace.output import hardware
 
     return {
         "case": dataclasses.asdict(options.case),
         "pass": options.pass_name,
         "dtype": options.dtype,
         "calls": options.calls,
-        "source": "profiler" if options.is_profiled else "recorder",
+        "source": "profiler" if options.profiler else "recorder",
         "paths": {
             path: {
                 "duration_us": trace.duration_us,

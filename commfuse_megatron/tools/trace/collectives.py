@@ -20,8 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.transport.base import Transfer
 
-__all__ = ["local_copies", "recorded_calls", "replaced_collectives"]
-
 _NAMES = {
     "all_gather_into_tensor": "all-gather",
     "reduce_scatter_tensor": "reduce-scatter",

@@ -1,6 +1,6 @@
 """Recordings as a picture: per rank a lane of computations and a lane of transfers, exposed time in red.
 
-Needs matplotlib, which is an extra; imported when a picture is asked for. Draws to a file, never to a window.
+How pictures are made at all is in `tools/common/pictures.py`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER, Span, exposed_spans, measure_overlap
-from commfuse_megatron.tools.trace.arrivals import sender_of
-from commfuse_megatron.tools.trace.lanes import assign_lanes, lanes_by_label
+from commfuse_megatron.tools.common.pictures import drawn
+from commfuse_megatron.tools.trace.layout import assign_lanes, lanes_by_label, sender_of
 
 if TYPE_CHECKING:
     from commfuse_megatron.runtime.recorder import Interval
 
-__all__ = ["densest_calls", "draw_runs", "draw_timeline", "missing_matplotlib"]
+
+Recording = Mapping[int, Sequence["Interval"]]
 
 COMPUTE_COLORS = ("#2b6cb0", "#2f9e8f", "#6b5bb5", "#5a7a2c", "#8a8f98", "#8c5a3c")
 TRANSFER_COLOR = "#f0a63a"
@@ -34,18 +34,9 @@ MOST_LABELLED_ROWS = 3  # of one rank's track; more would be too thin to look at
 MOST_ARRIVALS = 60  # marks of one rank in one panel; more would be a smear
 
 
-def missing_matplotlib() -> str | None:
-    """Why no picture can be drawn here, None if one can."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return "drawing a timeline needs matplotlib: pip install 'commfuse-megatron[plot]'"
-    return None
-
-
 def draw_timeline(
     path: str | Path,
-    recording: Mapping[int, Sequence[Interval]],
+    recording: Recording,
     *,
     title: str = "",
     caption: str = "",
@@ -62,72 +53,47 @@ def draw_timeline(
         UnsupportedError: matplotlib is not installed; names the extra to install.
         ValueError: no interval lies in the recording, or in a window.
     """
-    reason = missing_matplotlib()
-    if reason is not None:
-        raise UnsupportedError(reason)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    everything = [i for intervals in recording.values() for i in intervals]
-    if not everything:
-        raise ValueError(f"no interval to draw in the recording of {len(recording)} ranks")
-    whole = (min(i.start_us for i in everything), max(i.end_us for i in everything))
-    panels = {"\n".join(line for line in (title, _overlap_line(recording)) if line): whole, **(zooms or {})}
-    colors = _compute_colors(everything)
-    figure = Figure(
-        figsize=(WIDTH_IN, 0.7 + len(panels) * (0.7 + 0.95 * len(recording))), dpi=130, layout="constrained"
-    )
-    FigureCanvasAgg(figure)
-    all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    for axes, (panel_title, window_us) in zip(all_axes, panels.items(), strict=True):
-        _draw_panel(axes, recording, window_us, colors)
-        axes.set_title(panel_title, loc="left", fontsize=10)
-    all_axes[-1].set_xlabel("ms" + (f"      {caption}" if caption else ""))
-    _add_legend(figure, colors, has_arrivals=any(sender_of(i) is not None for i in everything))
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    whole = _span_of(recording)
+    heading = "\n".join(line for line in (title, _overlap_line(recording)) if line)
+    panels = [(heading, recording, whole), *((name, recording, window) for name, window in (zooms or {}).items())]
+    return _draw(path, panels, caption)
 
 
-def draw_runs(
-    path: str | Path, runs: Mapping[str, Mapping[int, Sequence[Interval]]], *, title: str = "", caption: str = ""
-) -> Path:
+def draw_runs(path: str | Path, runs: Mapping[str, Recording], *, title: str = "", caption: str = "") -> Path:
     """Draw recordings of the same work below each other, e.g. "stock" and "plugin", on one scale; returns the path.
 
     Every run starts at zero. Raises as `draw_timeline` does.
     """
-    reason = missing_matplotlib()
-    if reason is not None:
-        raise UnsupportedError(reason)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    spans = {name: _span_of(recording, f" of {name}") for name, recording in runs.items()}
+    length_us = max(end_us - start_us for start_us, end_us in spans.values())
+    panels = [
+        (f"{name}; {_overlap_line(recording)}", recording, (spans[name][0], spans[name][0] + length_us))
+        for name, recording in runs.items()
+    ]
+    return _draw(path, panels, caption, title)
 
-    windows = {}
-    for name, recording in runs.items():
-        everything = [i for intervals in recording.values() for i in intervals]
-        if not everything:
-            raise ValueError(f"no interval to draw in the recording of {len(recording)} ranks of {name}")
-        windows[name] = (min(i.start_us for i in everything), max(i.end_us for i in everything))
-    length_us = max(end_us - start_us for start_us, end_us in windows.values())
-    intervals = [i for recording in runs.values() for members in recording.values() for i in members]
-    colors = _compute_colors(intervals)
-    num_rows = sum(len(recording) for recording in runs.values())
-    figure = Figure(figsize=(WIDTH_IN, 1.0 + 0.9 * len(runs) + 0.95 * num_rows), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    if title:
-        figure.suptitle(_broken(title), x=0.01, ha="left", fontsize=10)
-    all_axes = figure.subplots(len(runs), 1, squeeze=False)[:, 0]
-    for axes, (name, recording) in zip(all_axes, runs.items(), strict=True):
-        start_us = windows[name][0]
-        _draw_panel(axes, recording, (start_us, start_us + length_us), colors)
-        axes.set_title(_broken(f"{name}; {_overlap_line(recording)}"), loc="left", fontsize=10)
-    all_axes[-1].set_xlabel(_broken("ms" + (f"      {caption}" if caption else "")))
-    _add_legend(figure, colors, has_arrivals=any(sender_of(i) is not None for i in intervals))
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+
+def _span_of(recording: Recording, of_what: str = "") -> Span:
+    everything = [i for intervals in recording.values() for i in intervals]
+    if not everything:
+        raise ValueError(f"no interval to draw in the recording of {len(recording)} ranks{of_what}")
+    return min(i.start_us for i in everything), max(i.end_us for i in everything)
+
+
+def _draw(path: str | Path, panels: list[tuple[str, Recording, Span]], caption: str, title: str = "") -> Path:
+    """Draw panels (heading, what, window) below each other."""
+    everything = [i for _, recording, _ in panels for intervals in recording.values() for i in intervals]
+    colors = _compute_colors(everything)
+    height_in = 1.0 + sum(0.9 + 0.95 * len(recording) for _, recording, _ in panels)
+    with drawn(path, len(panels), (WIDTH_IN, height_in)) as (figure, all_axes):
+        if title:
+            figure.suptitle(_broken(title), x=0.01, ha="left", fontsize=10)
+        for axes, (heading, recording, window_us) in zip(all_axes, panels, strict=True):
+            _draw_panel(axes, recording, window_us, colors)
+            axes.set_title(_broken(heading), loc="left", fontsize=10)
+        all_axes[-1].set_xlabel(_broken("ms" + (f"      {caption}" if caption else "")))
+        _add_legend(figure, colors, has_arrivals=any(sender_of(i) is not None for i in everything))
+    return Path(path)
 
 
 def _broken(text: str) -> str:
@@ -136,7 +102,7 @@ def _broken(text: str) -> str:
     return "\n".join(line for wrapped in lines for line in wrapped)
 
 
-def densest_calls(recording: Mapping[int, Sequence[Interval]], num_calls: int = 2) -> Span | None:
+def densest_calls(recording: Recording, num_calls: int = 2) -> Span | None:
     """The window of `num_calls` calls in a row that compute for the largest share of it, for a zoom.
 
     None if no rank has so many. Calls are compared on the first rank; the window spans them on all ranks.
@@ -157,9 +123,7 @@ def densest_calls(recording: Mapping[int, Sequence[Interval]], num_calls: int = 
     return None if best is None else best[1]
 
 
-def _draw_panel(
-    axes: Any, recording: Mapping[int, Sequence[Interval]], window_us: Span, colors: dict[str, str]
-) -> None:
+def _draw_panel(axes: Any, recording: Recording, window_us: Span, colors: dict[str, str]) -> None:
     """Draw what lies in a window: two lanes per rank, the exposed time below them."""
     start_us, end_us = window_us
     shown = {rank: _clip(intervals, window_us) for rank, intervals in sorted(recording.items())}
@@ -226,7 +190,7 @@ def _draw_lane(axes: Any, intervals: list[Interval], y: float, window_us: Span, 
             axes.broken_barh(spans, (top - height, height), facecolor=color, edgecolor="white", linewidth=edge)
 
 
-def _overlap_line(shown: Mapping[int, Sequence[Interval]]) -> str:
+def _overlap_line(shown: Recording) -> str:
     parts = []
     for rank, intervals in shown.items():
         overlap = measure_overlap(intervals)

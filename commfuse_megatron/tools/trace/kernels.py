@@ -34,8 +34,6 @@ from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER
 from commfuse_megatron.runtime.recorder import Interval
 
-__all__ = ["HEAD_START_US", "Profile", "gather_profile", "intervals_of_trace", "profile_calls", "split_calls"]
-
 #: Longer than a host under the profiler needs to submit a call.
 HEAD_START_US = 4000.0
 

@@ -1,32 +1,16 @@
-"""The options of `commfuse trace`: what all its kinds read from them and say of ranks and machine. Imports no torch."""
+"""The options of `commfuse trace`, and what all its kinds read from them. Imports no torch."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commfuse_megatron.config import OverlapConfig, config_file_from_environment
-from commfuse_megatron.tools.common.output import say_count
-from commfuse_megatron.tools.common.ranks import Rank
-
-if TYPE_CHECKING:
-    from commfuse_megatron.runtime.recorder import Interval
-
-__all__ = [
-    "ATTENTION_PATHS",
-    "OF_STEPS",
-    "add_trace_options",
-    "config_of",
-    "hardware",
-    "machine_line",
-    "shown_ranks",
-]
+from commfuse_megatron.tools.common.options import for_ranks
+from commfuse_megatron.tools.common.output import require_files
 
 ATTENTION_PATHS = ("sequential", "row_parallel", "query_split")
 OF_STEPS = ("model", "layers", "batch", "transformer_impl", "fusions", "rounds", "runs")
-MOST_RANKS_DRAWN = 4
 
 
 def add_trace_options(parser: argparse.ArgumentParser) -> None:
@@ -119,28 +103,9 @@ def config_of(arguments: argparse.Namespace) -> OverlapConfig:
     return OverlapConfig.from_dict(data, source="these options")
 
 
-def shown_ranks(recording: dict[int, list[Interval]]) -> dict[int, list[Interval]]:
-    """The first ranks, as many as a picture has room for; the trace holds all."""
-    return {rank: recording[rank] for rank in sorted(recording)[:MOST_RANKS_DRAWN]}
-
-
-def hardware(rank: Rank) -> dict[str, Any]:
-    """What a result was measured on, for JSON."""
-    import torch
-
-    return {
-        "group_size": rank.world_size,
-        "device": torch.cuda.get_device_name() if rank.device_type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "cuda_device_max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
-        "month": time.strftime("%Y-%m"),
-    }
-
-
-def machine_line(rank: Rank, transport: str, dtype: str) -> str:
-    """The same for people: ranks, device, transport, dtype."""
-    import torch
-
-    if rank.device_type == "cpu":
-        return f"{say_count(rank.world_size, 'rank')} on the CPU, {transport}, {dtype}"
-    return f"{rank.world_size} x {torch.cuda.get_device_name()}, {transport}, {dtype}"
+def ready(arguments: argparse.Namespace, name: str, **worked_out: Any) -> argparse.Namespace:
+    """What the ranks get: the options, with name, dtype and configuration. Files that cannot be are refused."""
+    name = arguments.name or name
+    require_files(arguments.output, (f"{name}.json", f"{name}.png"))
+    dtype = arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32")
+    return for_ranks(arguments, **{"name": name, "dtype": dtype, "config": config_of(arguments)} | worked_out)

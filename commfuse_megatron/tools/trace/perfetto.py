@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER, measure_overlap
-from commfuse_megatron.tools.trace.arrivals import find_arrivals
-from commfuse_megatron.tools.trace.lanes import lanes_by_label
+from commfuse_megatron.tools.trace.layout import find_arrivals, lanes_by_label
 
 if TYPE_CHECKING:
     from commfuse_megatron.runtime.recorder import Interval
 
-__all__ = ["chrome_trace", "chrome_trace_of_runs", "write_perfetto"]
 
 Recording = Mapping[int, Sequence["Interval"]]
 

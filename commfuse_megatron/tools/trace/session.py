@@ -25,10 +25,9 @@ from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.runtime.recorder import Interval, Recorder
-from commfuse_megatron.tools.trace.figure import draw_timeline, missing_matplotlib
+from commfuse_megatron.tools.common.pictures import missing_matplotlib
+from commfuse_megatron.tools.trace.figure import draw_timeline
 from commfuse_megatron.tools.trace.perfetto import write_perfetto
-
-__all__ = ["Recorded", "Session", "export", "gather_recording", "meet", "record", "require_path", "require_work"]
 
 
 class Session:

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Builders", "warm_up"]
-
 #: What builds a variant's model; None: it is that of the first variant.
 Builders = dict[str, Callable[[], Any] | None]
 

@@ -13,8 +13,6 @@ from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER, Overlap, measure_
 if TYPE_CHECKING:
     from commfuse_megatron.runtime.recorder import Interval
 
-__all__ = ["Summary", "drop_nested", "is_attention", "is_gemm", "summarize", "tail_us", "worst_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:

@@ -35,19 +35,6 @@ from commfuse_megatron.tools.trace.session import Session, gather_recording, mee
 from commfuse_megatron.tools.trace.step_memory import Builders, warm_up
 from commfuse_megatron.tools.trace.summary import Summary, drop_nested, summarize, worst_of
 
-__all__ = [
-    "FREE",
-    "MODELS",
-    "STOCK",
-    "USERBUFFERS",
-    "StepToTrace",
-    "StepTimes",
-    "StepTrace",
-    "count_steps",
-    "trace_step",
-    "userbuffers_left_out",
-]
-
 STOCK, FREE = "stock", "no_communication"
 USERBUFFERS = "stock with tp_comm_overlap"
 MEGATRONS = "Megatron's GEMMs"

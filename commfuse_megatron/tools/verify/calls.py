@@ -18,21 +18,6 @@ from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.ops.attention_arguments import AttentionInputs, state_attention_problem
 from commfuse_megatron.problem import AttentionProblem, shard_range
 
-__all__ = [
-    "OPS",
-    "AttentionCall",
-    "Call",
-    "EmbeddingCall",
-    "LinearCall",
-    "Operands",
-    "Results",
-    "overlapped",
-    "reference",
-    "run",
-    "run_on",
-    "tolerance",
-]
-
 #: The linears.
 OPS = ("all_gather_linear", "linear_reduce_scatter")
 

@@ -27,8 +27,6 @@ from commfuse_megatron.kernels.attention_cudnn import cudnn_attention_unavailabl
 from commfuse_megatron.problem import chunk_ranges
 from commfuse_megatron.tools.verify.calls import OPS, AttentionCall, Call, EmbeddingCall, LinearCall
 
-__all__ = ["MODES", "Case", "Mode", "TransportName", "make_cases", "modes_of", "with_mode"]
-
 TransportName = Literal["auto", "gloo", "nccl", "copy_engine"]
 Mode = Literal["stepped", "tape", "graph"]
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from commfuse_megatron.tools.verify.cases import TransportName
     from commfuse_megatron.tools.verify.ops import CaseResult
 
-__all__ = ["run_verify"]
 
 TENSORS = ("y", "x.grad", "weight.grad", "bias.grad")
 MAX_FAILURES_SHOWN = 20

@@ -27,20 +27,6 @@ from torch import distributed as dist
 from commfuse_megatron.config import AttentionConfig, LinearConfig, OverlapConfig, PassConfig
 from commfuse_megatron.tools.common.text import batch_of
 
-__all__ = [
-    "ALLOWED_RATIO",
-    "OVERLAPPED",
-    "Convergence",
-    "Curve",
-    "Task",
-    "build_model",
-    "compare_runs",
-    "complaints_of",
-    "ratios_of",
-    "stock_reasons",
-    "tensor_parallel_megatron",
-]
-
 #: The plugin's mean distance from the reference over stock's. Two equally good roundings have a ratio near 1.
 ALLOWED_RATIO = 2.0
 

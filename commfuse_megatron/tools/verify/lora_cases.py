@@ -22,8 +22,6 @@ from commfuse_megatron.tools.verify.megatron_cases import (
     by_name,
 )
 
-__all__ = ["OPTIONS", "choose_lora", "cover_pairs", "lora_configurations", "options_of"]
-
 #: Option -> its words.
 #:
 #: order: the stock model gets adapters and is converted; or is converted, or built from a mapped spec, and gets

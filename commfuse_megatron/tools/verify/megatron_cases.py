@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 from commfuse_megatron.errors import ConfigError
 
-__all__ = ["CONFIGURATIONS", "RANKS", "Adapters", "Configuration", "by_name", "choose_configurations"]
-
 #: Group sizes that configurations are made for.
 RANKS = (2, 4)
 

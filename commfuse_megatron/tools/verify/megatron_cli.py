@@ -19,8 +19,6 @@ from commfuse_megatron.tools.verify.lora_cases import choose_lora, options_of
 from commfuse_megatron.tools.verify.megatron_cases import Configuration, choose_configurations
 from commfuse_megatron.tools.verify.megatron_models import TOLERANCE, ModelResult, verify_models
 
-__all__ = ["run_verify_megatron"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Options:

@@ -20,8 +20,6 @@ from commfuse_megatron.tools.verify.convergence import OVERLAPPED
 from commfuse_megatron.tools.verify.megatron_cases import Configuration
 from commfuse_megatron.tools.verify.ops import badness
 
-__all__ = ["TOLERANCE", "ModelResult", "verify_models"]
-
 #: Two right programs differ in the order of sums: by a few units of 2.2e-16, times the cancellation in a gradient.
 TOLERANCE = 1e-13
 #: After two steps of Adam, which divides by the root of what it has averaged.

@@ -28,8 +28,6 @@ from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.tools.verify.calls import Operands, Results, reference, run_on
 from commfuse_megatron.tools.verify.cases import MODES, Case, Mode, modes_of, with_mode
 
-__all__ = ["CaseResult", "Deviation", "badness", "compare", "describe_modes", "run_cases", "verify_ops", "worst_of"]
-
 # How often a call is made with the same addresses before others come between: a graph is made at the fourth time, and
 # an allocator may need a call or two to repeat itself.
 _CALLS_IN_A_ROW = 6

@@ -26,8 +26,6 @@ from commfuse_megatron.tools.common.text import batch_of
 from commfuse_megatron.tools.trace.session import meet
 from commfuse_megatron.tools.verify.convergence import Task, build_model, stock_reasons, tensor_parallel_megatron
 
-__all__ = ["WARM_UP", "StepCosts", "measure_steps"]
-
 WARM_UP = 3
 
 

@@ -1,4 +1,4 @@
-"""Which transfer of one rank is the arrival at another: pairs the two ends of every message in a recording.
+"""What trace and picture make of a recording alike: rows of intervals, and the two ends of every message.
 
 Reads the peers from the names that the runtime gives its transfers ("to rank 1 from rank 3"); kernels seen by a
 profiler carry no peers and have no arrivals. A rank's n-th batch of a call and step pairs with its peer's n-th.
@@ -7,7 +7,7 @@ profiler carry no peers and have no arrivals. A rank's n-th batch of a call and 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ from commfuse_megatron.runtime.meter import TRANSFER
 if TYPE_CHECKING:
     from commfuse_megatron.runtime.recorder import Interval
 
-__all__ = ["Arrival", "find_arrivals", "sender_of"]
 
 _TO = re.compile(r"\bto rank (\d+)")
 _FROM = re.compile(r"\bfrom rank (\d+)")
@@ -65,3 +64,25 @@ def find_arrivals(recording: Mapping[int, Sequence[Interval]]) -> list[Arrival]:
 
 def _key(interval: Interval, from_rank: int, to_rank: int) -> _Key:
     return interval.op, interval.call, interval.step, from_rank, to_rank
+
+
+def assign_lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:
+    """Intervals dealt to as few rows as possible, so that none overlap within a row; each row in order of time."""
+    lanes: list[list[Interval]] = []
+    for interval in sorted(intervals, key=lambda i: (i.start_us, i.end_us)):
+        for lane in lanes:
+            if lane[-1].end_us <= interval.start_us:
+                lane.append(interval)
+                break
+        else:
+            lanes.append([interval])
+    return lanes
+
+
+def lanes_by_label(intervals: Iterable[Interval]) -> list[tuple[str, list[list[Interval]]]]:
+    """(label, rows) of every lane or stream that the intervals name, each in rows of its own."""
+    by_label: dict[str, list[Interval]] = {}
+    for interval in intervals:
+        by_label.setdefault(interval.lane, []).append(interval)
+    # "stream 7" before "stream 20"
+    return [(label, assign_lanes(by_label[label])) for label in sorted(by_label, key=lambda label: (len(label), label))]
