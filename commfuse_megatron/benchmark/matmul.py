@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _orders(rounds: int, burst: int) -> list[Row]:
-    """The large shapes in every layout, both tile orders, every SM budget, and accumulation in fp32."""
+    """The large shapes in every layout, every SM budget, and accumulation in fp32."""
     rows = []
     for pass_name in PASSES:
         for sizes in LARGE:
@@ -126,10 +126,6 @@ def _orders(rounds: int, burst: int) -> list[Row]:
             variants: Variants = {BASELINE: functools.partial(torch.mm, a, b, out=out)}
             for num_sms in SM_BUDGETS:
                 variants[f"static {num_sms}"] = functools.partial(persistent_matmul, a, b, out=out, num_sms=num_sms)
-            for num_sms in (132, 116):
-                variants[f"stealing {num_sms}"] = functools.partial(
-                    persistent_matmul, a, b, out=out, num_sms=num_sms, tile_order="stealing"
-                )
             _check(variants)
             if pass_name == "wgrad":
                 total = torch.zeros(out.shape, device="cuda")
@@ -188,11 +184,9 @@ def _host(rounds: int, burst: int) -> list[Row]:
     calls: Variants = {
         BASELINE: functools.partial(torch.mm, a, b, out=out),
         "static": functools.partial(persistent_matmul, a, b, out=out),
-        "static, new out": functools.partial(persistent_matmul, a, b),
         "static, addend": functools.partial(persistent_matmul, a, b, out=out, addend=addend),
         "static, accumulate": functools.partial(persistent_matmul, a, b, out=out, addend=out),
         "static, pointers": functools.partial(persistent_matmul, unaligned, b, out=out),
-        "stealing": functools.partial(persistent_matmul, a, b, out=out, tile_order="stealing"),
     }
     own, partials = torch.randn(64, 256, device="cuda"), torch.randn(3, 64, 256, device="cuda").to(a.dtype)
     sum_out = torch.empty(64, 256, device="cuda", dtype=a.dtype)
