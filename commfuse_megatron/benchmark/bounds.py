@@ -131,8 +131,8 @@ class CommOnly(Variant):
 
         def call() -> None:
             for _ in range(repeats):
-                with prepared as link:
-                    prepared.run_transfers(link, shard, "transfers alone")
+                with prepared:
+                    prepared.run_transfers(shard, "transfers alone")
 
         return Ready(call=call, path="transfers", transport=context.transport_name, is_op=False)
 
