@@ -193,14 +193,12 @@ class KernelConfig(_Checked):
 
     gemm: "auto" takes the persistent Triton GEMM beside NCCL (whose kernels need SMs of their own) and cuBLAS
     elsewhere; "persistent" and "torch" force one.
-    tile_order: "static" deals tiles out beforehand, "stealing" lets blocks fetch the next tile when they are free.
     reserved_sms: SMs that a slice leaves to the transfers; None reserves one for each channel of each lane.
     regain_sms: give those SMs back to a large slice once the transfer beside it is done; None: unless messages go
     through host memory. Where transfers take longer than slices nothing is left to regain, and slices would wait.
     """
 
     gemm: Literal["auto", "persistent", "torch"] = "auto"
-    tile_order: Literal["static", "stealing"] = "static"
     reserved_sms: int | None = None
     regain_sms: bool | None = None
 

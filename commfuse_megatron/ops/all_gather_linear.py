@@ -214,7 +214,7 @@ def gather_forward(
     x_rows, weight_rows = x.contiguous(), with_unit_stride(weight)
     y = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
     gathered = None
-    with p as link:
+    with p:
         if p.plan.is_scheduled:
             tensors = {"shard": x_rows, "weight": weight_rows, "out": y}
             if bias is not None:
@@ -222,7 +222,7 @@ def gather_forward(
             if returns_gathered:
                 gathered = x.new_empty(problem.rows, *x.shape[1:])
                 tensors |= p.context.memory_for_gathered(gathered)
-            p.run(link, _lower_forward, _ask_forward(bias is not None, returns_gathered), tensors)
+            p.run(_lower_forward, _ask_forward(bias is not None, returns_gathered), tensors)
         else:
             rows = _start_gather(p, x_rows.flatten(0, -2)).wait()
             out = y.flatten(0, -2)
@@ -270,8 +270,8 @@ def _backward(
         elif kept is not None:
             tensors["x_full"] = kept
     asked = ask_backward(due, weight is not None, p.is_bulk, kept is not None, "addend" in tensors)
-    with p as link:
-        p.run(link, _lower_backward, asked, tensors)
+    with p:
+        p.run(_lower_backward, asked, tensors)
     if due is None:
         return grad_x, None
     if due.when == "now":

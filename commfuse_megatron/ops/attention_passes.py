@@ -125,8 +125,8 @@ def projection_weight_gradient(
     due = DueWeightGrad(p, grad_shard, call.weight_grad, is_gathered=True)
     x = attended.view(p.problem.M, p.problem.K)
     asked = ask_backward(due, has_product=False)
-    with p as link:
-        p.run(link, lower_scatter_backward, asked, {"shard": grad_shard, "x": x, **due.memory})
+    with p:
+        p.run(lower_scatter_backward, asked, {"shard": grad_shard, "x": x, **due.memory})
     return _finish(due, x)
 
 
@@ -199,19 +199,19 @@ def _query_split_forward(
         tensors["bias"] = bias
     has_bias = bias is not None
     states: list[tuple[torch.Tensor, ...]] = [()] * len(attention.splits)
-    with p as link:
+    with p:
         if attention.is_plain and p.can_replay:
             for all_states in _memory_for_states(p, attention, heads.q):
                 on_tape = tensors | heads._asdict() | {"states": all_states}
                 layout = (*_layout(attention, heads), all_states.dim())
                 kernels = attend_kernels(p, attention.scale)
-                if p.run_from_tape(link, _lower_forward, has_bias, on_tape, kernels=kernels, layout=layout):
+                if p.run_from_tape(_lower_forward, has_bias, on_tape, kernels=kernels, layout=layout):
                     return y, Saved(heads, attended, all_states)
 
         def attend(split: int, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
             states[split] = attention.forward(split, heads, attended)
 
-        p.run_on_tensors(link, _lower_forward, has_bias, tensors, kernels={ATTEND: attend})
+        p.run_on_tensors(_lower_forward, has_bias, tensors, kernels={ATTEND: attend})
     return y, Saved(heads, attended, states)
 
 
@@ -316,8 +316,8 @@ def _from_tape(
     }
     asked = ask_backward(due, is_bulk=owner.is_bulk)
     layout = (*_layout(attention, saved.heads), p.problem, p.attention, torch.are_deterministic_algorithms_enabled())
-    with owner as link:
-        if not owner.run_from_tape(link, lower, asked, tensors, kernels=kernels, layout=layout):
+    with owner:
+        if not owner.run_from_tape(lower, asked, tensors, kernels=kernels, layout=layout):
             return None
     return gradients, _finish(due, attended)
 
@@ -359,8 +359,8 @@ def _query_split_backward(
         **({} if due is None else due.memory),
     }
     kernels = {ATTEND_BACKWARD: attend, ADD_GRADIENTS: add}
-    with p as link:
-        p.run_on_tensors(link, _lower_backward, ask_backward(due), tensors, kernels=kernels)
+    with p:
+        p.run_on_tensors(_lower_backward, ask_backward(due), tensors, kernels=kernels)
     return gradients.result(), _finish(due, attended)
 
 

@@ -113,11 +113,11 @@ def _localize(ids: torch.Tensor, weight: torch.Tensor, first_id: int) -> tuple[t
 
 def _forward(p: PreparedPass, rows: torch.Tensor, is_foreign: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     problem = p.problem
-    with p as link:
+    with p:
         if p.plan.is_scheduled:
             y = weight.new_empty(p.own_rows, problem.batch, problem.N)
             look_up = functools.partial(_look_up, p, rows, is_foreign, weight)
-            p.run(link, _lower_forward, None, {"out": y}, kernels={LOOK_UP: look_up})
+            p.run(_lower_forward, None, {"out": y}, kernels={LOOK_UP: look_up})
             return y
         partial = weight.index_select(0, rows).masked_fill_(is_foreign, 0)
         return reduce_scatter_rows(partial.view(problem.rows, problem.batch, problem.N), p.context.group)
@@ -155,13 +155,13 @@ def _look_up(
 def _gather(p: PreparedPass, grad_shard: torch.Tensor) -> torch.Tensor:
     """[M_r, N] of every rank -> [M, N]."""
     problem = p.problem
-    with p as link:
+    with p:
         if not p.plan.is_scheduled:
             rows = grad_shard.view(p.own_rows, problem.batch * problem.N)
             return gather_rows(rows, problem.rows, p.context.group).view(problem.M, problem.N)
         gathered = grad_shard.new_empty(problem.M, problem.N)
         tensors = {"shard": grad_shard, **p.context.memory_for_gathered(gathered)}
-        p.run(link, _lower_backward, None, tensors)
+        p.run(_lower_backward, None, tensors)
         return gathered
 
 

@@ -145,13 +145,13 @@ def scatter_forward(p: PreparedPass, x: torch.Tensor, weight: torch.Tensor, bias
     """The forward pass of an operation that was prepared."""
     problem = p.problem
     x_rows, weight_rows = x.contiguous(), with_unit_stride(weight)
-    with p as link:
+    with p:
         if p.plan.is_scheduled:
             y = x.new_empty(p.own_rows, *x.shape[1:-1], problem.N)
             tensors = {"a": x_rows, "weight": weight_rows, "out": y}
             if bias is not None:
                 tensors["bias"] = bias.contiguous()
-            p.run(link, _lower_forward, _WITHOUT_BIAS if bias is None else _WITH_BIAS, tensors)
+            p.run(_lower_forward, _WITHOUT_BIAS if bias is None else _WITH_BIAS, tensors)
             return y
         partial = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
         p.gemm.multiply(x_rows.flatten(0, -2), weight_rows.t(), partial.flatten(0, -2))
@@ -192,8 +192,8 @@ def scatter_backward(
         due = DueWeightGrad(p, grad_shard, weight_grad, is_gathered=True)
         tensors["x"] = x
         tensors |= due.memory
-    with p as link:
-        p.run(link, lower_scatter_backward, ask_backward(due, weight is not None, p.is_bulk), tensors)
+    with p:
+        p.run(lower_scatter_backward, ask_backward(due, weight is not None, p.is_bulk), tensors)
     if due is None:
         return grad_x, None
     if due.when == "now":

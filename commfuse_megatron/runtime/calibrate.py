@@ -117,8 +117,8 @@ class _Scratch:
         shard = self._shard[:elements].view(1, elements)
 
         def gather() -> None:
-            with prepared as link:
-                prepared.run_transfers(link, shard, "calibration")
+            with prepared:
+                prepared.run_transfers(shard, "calibration")
 
         return gather
 

@@ -26,7 +26,7 @@ from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.runtime.stored_plans import StoredPlans
 from commfuse_megatron.runtime.tape_program import TapeKernel, Tapes
-from commfuse_megatron.runtime.tensor_program import Kernel, TensorProgram
+from commfuse_megatron.runtime.tensor_program import Kernel, Means, TensorProgram
 from commfuse_megatron.runtime.tensor_tape import TensorTape
 from commfuse_megatron.schedule import Algorithm, Collective
 from commfuse_megatron.schedule.binding import BoundSchedule
@@ -51,7 +51,7 @@ Lower = Callable[["PreparedPass", Policy, Any], Program]
 class PreparedPass:
     """What one pass of one operation works with.
 
-    `with prepared as link:` surrounds one use of the context's buffers. Leaving that block through an exception marks
+    `with prepared:` surrounds one use of the context's buffers. Leaving that block through an exception marks
     the context failed: the peers have been sent part of an operation.
     """
 
@@ -72,13 +72,13 @@ class PreparedPass:
         self.dtype: torch.dtype = getattr(torch, problem.dtype)
         #: What an operation works out once for this pass.
         self.memo: dict[Any, Any] = {}
-        self._buffers = PassBuffers(context.slots, self.wire_features, self.dtype, gemm.own_dtype)
-        self._tapes = Tapes(self._lower_for_tape, self._buffers, context.lanes, context.hardware)
+        buffers = PassBuffers(context.slots, self.wire_features, self.dtype, gemm.own_dtype)
+        self._means = Means(buffers, context.link, gemm, context.lanes, context.hardware)
+        self._tapes = Tapes(self._lower_for_tape, self._means)
         self._programs: dict[Hashable, TensorProgram | TensorTape] = {}
 
     def run(
         self,
-        link: Link,
         lower: Lower,
         asked: Hashable,
         tensors: Mapping[str, torch.Tensor],
@@ -90,8 +90,8 @@ class PreparedPass:
         tensors: operands by name, in an order that follows from `asked`; see `TensorProgram.run`. kernels: by the kind
         of `Compute`; a program with such ops is run on tensors.
         """
-        if not self.run_from_tape(link, lower, asked, tensors):
-            self.run_on_tensors(link, lower, asked, tensors, kernels=kernels)
+        if not self.run_from_tape(lower, asked, tensors):
+            self.run_on_tensors(lower, asked, tensors, kernels=kernels)
 
     def lower(self, lower: Lower, policy: Policy, asked: Any) -> Program:
         """The program of this rank."""
@@ -99,7 +99,6 @@ class PreparedPass:
 
     def run_on_tensors(
         self,
-        link: Link,
         lower: Lower,
         asked: Hashable,
         tensors: Mapping[str, torch.Tensor],
@@ -109,24 +108,21 @@ class PreparedPass:
         """The same, not from a tape."""
         key = (lower, asked)
         program = self._programs.get(key)
-        if program is None or program.generation != self._buffers.generation:
+        if program is None or program.generation != self._means.buffers.generation:
             lowered = self.lower(lower, self._tensor_policy, asked)
-            context, buffers, gemm = self.context, self._buffers, self.gemm
-            if link.transport.is_one_sided and lowered.schedules:  # who sends nothing has nothing on a tape
-                program = TensorTape(lowered, buffers, link, gemm, context.lanes, context.hardware, tensors)
-            else:
-                program = TensorProgram(lowered, buffers, link, gemm, context.lanes, tensors)
+            # Who sends nothing has nothing on a tape.
+            is_on_tape = self.context.link.transport.is_one_sided and lowered.schedules
+            program = (TensorTape if is_on_tape else TensorProgram)(lowered, self._means, tensors)
             self._programs[key] = program
         program.run(tensors, kernels or {})
         self.modes["stepped"] += 1
 
-    def run_transfers(self, link: Link, shard: torch.Tensor, label: str) -> None:
+    def run_transfers(self, shard: torch.Tensor, label: str) -> None:
         """The messages of the all-gather of `shard` [own rows, features] alone: what arrives is left in the buffer."""
-        self.run_on_tensors(link, _lower_transfers, label, {"shard": shard})
+        self.run_on_tensors(_lower_transfers, label, {"shard": shard})
 
     def run_from_tape(
         self,
-        link: Link,
         lower: Lower,
         asked: Hashable,
         tensors: Mapping[str, torch.Tensor],
@@ -140,7 +136,7 @@ class PreparedPass:
         """
         if not self.can_replay:
             return False
-        mode = self._tapes.run(lower, asked, link, tensors, kernels, layout)
+        mode = self._tapes.run(lower, asked, tensors, kernels, layout)
         if mode is None:
             return False
         self.modes[mode] += 1
@@ -224,8 +220,8 @@ class PreparedPass:
         self.context.latest_pass = self
         self.calls += 1
 
-    def __enter__(self) -> Link:
-        return self.context.enter(self.problem)
+    def __enter__(self) -> None:
+        self.context.enter(self.problem)
 
     def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if error is not None:
@@ -385,7 +381,7 @@ class PassContext:
         finally:
             self.link.recorder = recorder
 
-    def enter(self, problem: Problem) -> Link:
+    def enter(self, problem: Problem) -> None:
         """Start one operation's use of the buffers, ordered after the one before, whatever stream that ran on."""
         link = self.link
         if link.last_done is not None:
@@ -397,7 +393,6 @@ class PassContext:
                 self._last_stream = stream
         if link.recorder is not None:
             link.recorder.begin_call(problem)
-        return link
 
     def leave(self) -> None:
         """End what `enter` began."""

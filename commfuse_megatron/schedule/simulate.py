@@ -17,32 +17,14 @@ from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 from commfuse_megatron.errors import ScheduleError
-from commfuse_megatron.schedule.program import (
-    COPIES,
-    After,
-    Batch,
-    Channel,
-    Compute,
-    Copy,
-    Finish,
-    Fork,
-    Gemm,
-    Issue,
-    Join,
-    Message,
-    On,
-    Program,
-    Sum,
-    Wait,
-    WeightGrad,
-)
+from commfuse_megatron.schedule import program as prog
 from commfuse_megatron.schedule.program_text import render_program, say_batch
 from commfuse_megatron.schedule.timeline import Activity, Interval, Simulation, Timeline
 
 __all__ = ["Costs", "Work", "simulate"]
 
 #: What runs on the device.
-Work = Gemm | Sum | WeightGrad | Compute | Copy
+Work = prog.Computation | prog.Copy
 
 # Of a program, in a message.
 _MAX_OPS = 40
@@ -57,11 +39,11 @@ class Costs(NamedTuple):
     """
 
     work_us: Callable[[int, Work, float], tuple[float, float]]
-    transfer_us: Callable[[int, int, Channel, int], float]
+    transfer_us: Callable[[int, int, prog.Channel, int], float]
     is_beside: bool = True
 
 
-def simulate(programs: Sequence[Program], costs: Costs) -> Simulation:
+def simulate(programs: Sequence[prog.Program], costs: Costs) -> Simulation:
     """Return when every rank computes, sends, receives and waits.
 
     Args:
@@ -78,7 +60,7 @@ def simulate(programs: Sequence[Program], costs: Costs) -> Simulation:
     return Simulation([rank.timeline() for rank in ranks])
 
 
-def _rank_of(program: Program, number: int) -> int:
+def _rank_of(program: prog.Program, number: int) -> int:
     return next((bound.group_rank for bound in program.schedules.values()), number)
 
 
@@ -86,7 +68,7 @@ def _rank_of(program: Program, number: int) -> int:
 class _Queued:
     """A batch, or a copy beside what is computed, that has been issued."""
 
-    op: Issue | Copy
+    op: prog.Issue | prog.Copy
     number: int
     ready_us: float
     begin_us: float = -1.0
@@ -97,16 +79,16 @@ class _Queued:
 class _Rank:
     """How far a rank is: its lanes, its device, its batches."""
 
-    def __init__(self, program: Program, rank: int, costs: Costs) -> None:
+    def __init__(self, program: prog.Program, rank: int, costs: Costs) -> None:
         self.program, self.rank, self._costs = program, rank, costs
         self.position = 0
         self._lane: int | None = None
         self._lanes: dict[int | None, float] = {None: 0.0}
         self._device_us = 0.0
-        self._beside: dict[Batch, float] = {}  # issued since the op before, and not waited for: their own times
+        self._beside: dict[prog.Batch, float] = {}  # issued since the op before, and not waited for: their own times
         self.queue: deque[_Queued] = deque()
         self.batches_us = 0.0  # when the batches that have left the queue are over
-        self.arrivals: dict[Batch, float] = {}
+        self.arrivals: dict[prog.Batch, float] = {}
         self.intervals: list[Interval] = []
 
     def timeline(self) -> Timeline:
@@ -123,49 +105,49 @@ class _Rank:
         while self.position < len(ops):
             op = ops[self.position]
             match op:
-                case Issue():
+                case prog.Issue():
                     self._beside[op.channel, op.step] = self._batch_us(op)
                     self._enqueue(op)
                     has_issued = True
-                case Copy() if op.is_beside:
+                case prog.Copy() if op.is_beside:
                     self._enqueue(op)
                     has_issued = True
-                case Gemm() | Sum() | WeightGrad() | Compute() | Copy():
+                case prog.Gemm() | prog.Sum() | prog.WeightGrad() | prog.Compute() | prog.Copy():
                     if not self._costs.is_beside and self.queue:
                         return has_issued
                     self._work(op)
-                case Wait():
+                case prog.Wait():
                     if any(batch not in self.arrivals for batch in op.batches):
                         return has_issued
                     for batch in op.batches:
                         self._beside.pop(batch, None)
                     self._wait(max(self.arrivals[batch] for batch in op.batches))
-                case Finish():
+                case prog.Finish():
                     if self.queue:
                         return has_issued
                     self._wait(max(self.batches_us, *self.arrivals.values(), 0.0))
-                case Fork():
+                case prog.Fork():
                     for lane in range(op.lanes):
                         self._lanes[lane] = max(self._lanes.get(lane, 0.0), self._lanes[None])
-                case On():
+                case prog.On():
                     self._lane = op.lane
-                case After():
+                case prog.After():
                     self._lanes[self._lane] = max(self._lanes[self._lane], self._lanes[op.lane])
-                case Join():
+                case prog.Join():
                     self._lanes[None] = max(self._lanes[None], *(self._lanes.pop(lane) for lane in range(op.lanes)))
                     self._lane = None
             self.position += 1
         return has_issued
 
-    def _batch_us(self, op: Issue) -> float:
+    def _batch_us(self, op: prog.Issue) -> float:
         """A batch's own time: its messages go both ways at once."""
         return max(self.transfer_us(op, end, end is op.send) for end in (op.send, op.receive) if end is not None)
 
-    def transfer_us(self, op: Issue, message: Message, is_send: bool) -> float:
+    def transfer_us(self, op: prog.Issue, message: prog.Message, is_send: bool) -> float:
         pair = (self.rank, message.peer) if is_send else (message.peer, self.rank)
         return _check(self._costs.transfer_us(*pair, op.channel, message.rows.count), self, self.position)
 
-    def _enqueue(self, op: Issue | Copy) -> None:
+    def _enqueue(self, op: prog.Issue | prog.Copy) -> None:
         self.queue.append(_Queued(op, self.position, self._lanes[self._lane]))
 
     def work_us(self, number: int, op: Work) -> tuple[float, float]:
@@ -196,7 +178,7 @@ class _Run:
         self.ranks = {rank.rank: rank for rank in ranks}
         self.costs = costs
         #: Messages of which one end's batch has begun: (from rank, to rank, batch).
-        self.begun: dict[tuple[int, int, Batch], tuple[_Queued, Message]] = {}
+        self.begun: dict[tuple[int, int, prog.Batch], tuple[_Queued, prog.Message]] = {}
 
     def run(self) -> None:
         awake = deque(self.ranks.values())
@@ -226,9 +208,9 @@ class _Run:
         """Begin a batch; its messages whose other ends wait take place at once. The ranks whose batches end so."""
         queued.begin_us = max(rank.batches_us, queued.ready_us)
         op = queued.op
-        if isinstance(op, Copy):
+        if isinstance(op, prog.Copy):
             queued.end_us = queued.begin_us + rank.work_us(queued.number, op)[0]
-            rank.arrivals[COPIES, op.number] = queued.end_us
+            rank.arrivals[prog.COPIES, op.number] = queued.end_us
             rank.intervals.append(Interval(Activity.COPY, queued.number, queued.begin_us, queued.end_us))
             return self._end(rank, queued)
         ended: list[_Rank] = []
@@ -253,10 +235,10 @@ class _Run:
                 ended += self._carry(peer, theirs, other, start_us)
         return ended
 
-    def _carry(self, rank: _Rank, queued: _Queued, message: Message, start_us: float) -> list[_Rank]:
+    def _carry(self, rank: _Rank, queued: _Queued, message: prog.Message, start_us: float) -> list[_Rank]:
         """One end of a message that begins now."""
         op = queued.op
-        assert isinstance(op, Issue)
+        assert isinstance(op, prog.Issue)
         is_send = message is op.send
         end_us = start_us + rank.transfer_us(op, message, is_send)
         activity = Activity.SEND if is_send else Activity.RECEIVE
@@ -284,10 +266,10 @@ class _Run:
         hanging.fail(number, f"deadlock: this batch waits for {others}, which does not come to it.")
 
 
-def _peers_of(rank: _Rank, begun: dict[tuple[int, int, Batch], tuple[_Queued, Message]]) -> list[int]:
+def _peers_of(rank: _Rank, begun: dict[tuple[int, int, prog.Batch], tuple[_Queued, prog.Message]]) -> list[int]:
     """Whom the first batch of a rank waits for."""
     op = rank.queue[0].op
-    assert isinstance(op, Issue)
+    assert isinstance(op, prog.Issue)
     batch = (op.channel, op.step)
     peers = set()
     if op.send is not None and (rank.rank, op.send.peer, batch) in begun:

@@ -66,12 +66,10 @@ def _copy_engine_configurations():
 def _configurations():
     """(dtype, configuration): every path of the executor in bf16, the main ones in the other dtypes."""
     no_regain = KernelConfig(regain_sms=False)
-    stealing = KernelConfig(tile_order="stealing", regain_sms=False)
     lanes = TransportConfig(nccl_lanes=2, nccl_channels=4)
     for algorithm, m in (("direct", 1), ("direct", 2), ("direct", 3), ("ring", 1), ("ring", 2)):
         yield torch.bfloat16, linear_config("nccl", algorithm, m)
         yield torch.bfloat16, linear_config("nccl", algorithm, m, kernel=no_regain, transport=lanes)
-    yield torch.bfloat16, linear_config("nccl", m=2, kernel=stealing)
     yield torch.bfloat16, linear_config("nccl", path="bulk")
     yield torch.float16, linear_config("nccl", m=2)
     yield torch.float32, linear_config("nccl", m=2)

@@ -122,8 +122,8 @@ class CommOnly(WithContext):
 
         def call() -> None:
             for _ in range(repeats):
-                with prepared as link:
-                    prepared.run_transfers(link, work.operands.wire_shard, "transfers alone")
+                with prepared:
+                    prepared.run_transfers(work.operands.wire_shard, "transfers alone")
 
         return Ready(call=call, path="transfers", transport=context.transport_name, is_op=False)
 

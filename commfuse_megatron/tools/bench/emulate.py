@@ -147,8 +147,8 @@ class EmulatedTransfers(OverTransport):
         prepared = self.prepare(work, transfers_problem(work))
 
         def call() -> None:
-            with prepared as link:
-                prepared.run_transfers(link, work.operands.wire_shard, "transfers alone")
+            with prepared:
+                prepared.run_transfers(work.operands.wire_shard, "transfers alone")
 
         replay = as_graph(call, work.pool.device)
         return Ready(call=replay, path="transfers", transport=prepared.context.transport_name, is_op=False)
