@@ -16,10 +16,9 @@ from commfuse_megatron.tools.bench.emulate import (
     EmulatedTransfers,
 )
 from commfuse_megatron.tools.bench.ours import Ours, Way, forced_ways
-from commfuse_megatron.tools.bench.peers import AsyncTP, Megatron
+from commfuse_megatron.tools.bench.peers import AsyncTP, Megatron, Userbuffers
 from commfuse_megatron.tools.bench.rows import begins_so
 from commfuse_megatron.tools.bench.slicing import DataSlicing
-from commfuse_megatron.tools.bench.userbuffers import Userbuffers
 from commfuse_megatron.tools.bench.variant import Variant, backends_of
 
 #: Without these (or what begins so) a case has no rows.

@@ -1,9 +1,9 @@
-"""What a user has without us: Megatron-Core's own linears, and PyTorch's asynchronous tensor parallelism."""
+"""What a user has without us: linears of Megatron-Core and Transformer Engine, and PyTorch's asynchronous ones."""
 
 import importlib.util
 import warnings
 from contextlib import ExitStack
-from typing import override
+from typing import Any, override
 
 import torch
 from torch import distributed as dist
@@ -18,6 +18,7 @@ from commfuse_megatron.tools.bench.variant import (
     differentiable,
     require_own_link,
 )
+from commfuse_megatron.tools.common.userbuffers import close_userbuffers, missing_userbuffers, open_userbuffers
 
 
 class Megatron(Variant):
@@ -120,3 +121,87 @@ class AsyncTP(Variant):
             return {"y": call().view(shape)}
 
         return Ready(call=call, results=results, path="async_tp", transport="symmetric memory")
+
+
+class Userbuffers(Variant):
+    """Transformer Engine's linear over userbuffers, with the overlaps that Megatron's `--tp-comm-overlap` turns on.
+
+    Column: ring-exchange all-gather in fprop, bulk all-gather and reduce-scatter in backward. Row: pipelined
+    reduce-scatter in fprop, ring-exchange all-gather in backward. Its buffers have one shape, [M, hidden], so they are
+    made anew when that changes. A layer's backward pass frees what it needs, so one forward pass per timed backward
+    runs before the clock does.
+    """
+
+    name = "userbuffers"
+    is_foreign = True
+
+    def __init__(self) -> None:
+        self._shape: tuple[int, int] | None = None
+
+    @override
+    def build(self, work: Work) -> Ready:
+        reason = missing_userbuffers(work.pool.device)
+        if reason is not None:
+            raise UnsupportedError(reason)
+        require_own_link(work.pool.device, "userbuffers")
+        shape = (work.case.M, work.case.shard_shape[1])
+        if shape != self._shape:
+            self.close()
+            open_userbuffers(shape, work.case.group_size, work.pool.dtype)
+            self._shape = shape
+        o = work.operands
+        layer = _make_layer(work)
+        if work.pass_name == "fprop":
+
+            def call() -> torch.Tensor:
+                with torch.no_grad():
+                    return layer(o.x)
+
+            return Ready(call=call, results=lambda: {"y": call()}, path="userbuffers", transport="userbuffers")
+        ahead: list[torch.Tensor] = []
+
+        def run_ahead(calls: int) -> None:
+            ahead[:] = [layer(o.x) for _ in range(calls)]
+
+        def backward() -> tuple[torch.Tensor, ...]:
+            return torch.autograd.grad(ahead.pop(), [o.x, layer.weight], o.grad_y)
+
+        def results() -> Results:
+            run_ahead(1)
+            # What it returns may lie in its communication buffer.
+            return {name: grad.clone() for name, grad in zip(("x.grad", "weight.grad"), backward(), strict=True)}
+
+        return Ready(
+            call=backward, results=results, before_burst=run_ahead, path="userbuffers", transport="userbuffers"
+        )
+
+    @override
+    def close(self) -> None:
+        if self._shape is not None:
+            close_userbuffers()
+            self._shape = None
+
+
+def _make_layer(work: Work) -> Any:
+    from transformer_engine import pytorch as te
+
+    case, is_column = work.case, work.case.gathers
+    layer = te.Linear(
+        in_features=case.K if is_column else case.K * case.group_size,
+        out_features=case.N * case.group_size if is_column else case.N,
+        sequence_parallel=True,
+        tp_group=work.group,
+        tp_size=case.group_size,
+        bias=False,
+        params_dtype=work.pool.dtype,
+        parallel_mode="column" if is_column else "row",
+        device="meta",
+        ub_overlap_ag=True,
+        ub_overlap_rs=not is_column,
+        ub_bulk_dgrad=is_column,
+        ub_bulk_wgrad=is_column,
+        ub_name=case.name.split(".")[1],
+    )
+    # The same weight as everyone else's, not a copy; on "meta" nothing was allocated for its own.
+    layer.weight = torch.nn.Parameter(work.operands.weight.detach())
+    return layer
