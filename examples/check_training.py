@@ -28,6 +28,7 @@ from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.errors import ConfigError
+from commfuse_megatron.tools.common.models import OVERLAPPED
 from commfuse_megatron.tools.common.output import (
     make_progress,
     results,
@@ -39,9 +40,8 @@ from commfuse_megatron.tools.common.ranks import require_launcher
 from commfuse_megatron.tools.common.text import standard_library_text
 from commfuse_megatron.tools.verify.convergence import (
     ALLOWED_RATIO,
-    OVERLAPPED,
     Convergence,
-    Task,
+    ConvergenceTask,
     compare_runs,
     complaints_of,
     ratios_of,
@@ -99,7 +99,7 @@ def main() -> int:
     return 1 if any(complaints.values()) else 0
 
 
-def train(tasks: dict[str, Task], json: str | None) -> dict[str, list[str]]:
+def train(tasks: dict[str, ConvergenceTask], json: str | None) -> dict[str, list[str]]:
     """Train all tasks, write and print what was found; complaints by task."""
     is_first = dist.get_rank() == 0
     start_s = time.perf_counter()
@@ -116,7 +116,7 @@ def train(tasks: dict[str, Task], json: str | None) -> dict[str, list[str]]:
     return complaints
 
 
-def measure(tasks: dict[str, Task], json: str | None) -> dict[str, list[str]]:
+def measure(tasks: dict[str, ConvergenceTask], json: str | None) -> dict[str, list[str]]:
     """Measure steps of the one task, write and print them; complaints by task."""
     ((name, task),) = tasks.items()
     is_first = dist.get_rank() == 0
@@ -137,7 +137,7 @@ def measure(tasks: dict[str, Task], json: str | None) -> dict[str, list[str]]:
     return {name: complaints}
 
 
-def tasks_of(chosen: argparse.Namespace, config: OverlapConfig) -> dict[str, Task]:
+def tasks_of(chosen: argparse.Namespace, config: OverlapConfig) -> dict[str, ConvergenceTask]:
     """What is trained, by name."""
     dtype, reference = DTYPES[chosen.device]
     impl = chosen.transformer_impl or ("transformer_engine" if chosen.device == "cuda" else "local")
@@ -154,11 +154,11 @@ def tasks_of(chosen: argparse.Namespace, config: OverlapConfig) -> dict[str, Tas
         **(SIZES_OF_MEMORY if chosen.memory else SIZES)[chosen.device],
     }
     patterns = {"gpt": None, "hybrid": chosen.pattern}
-    return {name: Task(pattern=patterns[name], **common) for name in chosen.models}
+    return {name: ConvergenceTask(pattern=patterns[name], **common) for name in chosen.models}
 
 
 def print_tables(
-    tasks: dict[str, Task], found: dict[str, Convergence], complaints: dict[str, list[str]], seconds: float
+    tasks: dict[str, ConvergenceTask], found: dict[str, Convergence], complaints: dict[str, list[str]], seconds: float
 ) -> None:
     """What was not overlapped, what failed, and last one row per run and quantity."""
     console = results()
@@ -186,7 +186,7 @@ def print_tables(
     console.print(table)
 
 
-def print_costs(task: Task, found: dict[tuple[str, str], StepCosts], complaints: list[str]) -> None:
+def print_costs(task: ConvergenceTask, found: dict[tuple[str, str], StepCosts], complaints: list[str]) -> None:
     """What was not overlapped, and one row per model."""
     console = results()
     for failure in complaints:
@@ -211,7 +211,7 @@ def count_overlapped(layers: dict[str, str | None] | None) -> str:
     return "stock" if layers is None else f"{list(layers.values()).count(None)} of {len(layers)}"
 
 
-def describe(task: Task) -> dict[str, Any]:
+def describe(task: ConvergenceTask) -> dict[str, Any]:
     """The task for JSON."""
     described = {
         key: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
@@ -222,7 +222,7 @@ def describe(task: Task) -> dict[str, Any]:
 
 
 def to_dict(
-    tasks: dict[str, Task], found: dict[str, Convergence], complaints: dict[str, list[str]]
+    tasks: dict[str, ConvergenceTask], found: dict[str, Convergence], complaints: dict[str, list[str]]
 ) -> dict[str, dict[str, Any]]:
     """Everything for JSON."""
     report = {}

@@ -13,10 +13,11 @@ from commfuse_megatron.kernels.attention import MathAttention
 from commfuse_megatron.problem import AttentionProblem, RowRange, VisibleKeys
 from commfuse_megatron.runtime import hardware
 from commfuse_megatron.runtime.tape_program import Tapes
+from commfuse_megatron.tools.common.modes import MODES
 from commfuse_megatron.tools.verify import cases as cases_of_verify
 from commfuse_megatron.tools.verify import ops as verify
 from commfuse_megatron.tools.verify.calls import OPS, tolerance
-from commfuse_megatron.tools.verify.cases import MODES, Case, make_cases, modes_of
+from commfuse_megatron.tools.verify.cases import Case, make_cases, modes_of
 from commfuse_megatron.tools.verify.ops import CaseResult, Deviation, compare, run_cases, worst_of
 from commfuse_megatron.transport import tape_graphs
 from tests.harness import run_threads

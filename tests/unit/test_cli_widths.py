@@ -23,12 +23,11 @@ from commfuse_megatron import OpRecord, OverlapConfig
 from commfuse_megatron.runtime.recorder import Interval
 from commfuse_megatron.tools import main as cli
 from commfuse_megatron.tools.bench import cli as bench
-from commfuse_megatron.tools.bench.ours import PLANNED
 from commfuse_megatron.tools.bench.rows import Report, Row
 from commfuse_megatron.tools.bench.run import Outcome, Settings
 from commfuse_megatron.tools.common import output
 from commfuse_megatron.tools.common.attention_cases import attention_case
-from commfuse_megatron.tools.common.cases import linear_case
+from commfuse_megatron.tools.common.cases import FREE, PLANNED, STOCK, linear_case
 from commfuse_megatron.tools.common.ranks import Rank
 from commfuse_megatron.tools.demo import cli as demo
 from commfuse_megatron.tools.demo.training import Comparison, Run
@@ -38,7 +37,7 @@ from commfuse_megatron.tools.trace import attention_cli as trace_attention
 from commfuse_megatron.tools.trace import cli as trace
 from commfuse_megatron.tools.trace import step_cli as trace_step
 from commfuse_megatron.tools.trace.operation import BlockTrace, LinearTrace
-from commfuse_megatron.tools.trace.whole_step import FREE, STOCK, StepTimes, StepTrace
+from commfuse_megatron.tools.trace.whole_step import StepTimes, StepTrace
 from commfuse_megatron.tools.verify import cli as verify
 from commfuse_megatron.tools.verify import megatron_cli as verify_megatron
 from commfuse_megatron.tools.verify.cases import make_cases
@@ -87,7 +86,8 @@ def run_verify(place: Path, put: Set) -> int:
             )
         )
     put("commfuse_megatron.tools.verify.ops.verify_ops", lambda *_, **__: found)
-    return verify._verify_on_rank(FIRST, verify._Options(str(place / "out.json"), None, "auto"))
+    options = argparse.Namespace(json=str(place / "out.json"), dtype=None, transport="auto")
+    return verify._verify_on_rank(FIRST, options)
 
 
 def run_verify_megatron(place: Path, put: Set) -> int:
@@ -101,9 +101,8 @@ def run_verify_megatron(place: Path, put: Set) -> int:
     put("commfuse_megatron.testing.cpu_megatron", contextlib.nullcontext)
     put("commfuse_megatron.tools.verify.megatron_cli.choose_configurations", lambda *_: ["dense"])
     put("commfuse_megatron.tools.verify.megatron_cli.verify_models", lambda *_, **__: found)
-    return verify_megatron._verify_on_rank(
-        FIRST, verify_megatron._Options(str(place / "out.json"), ["dense"], has_adapters=False, is_verbose=True)
-    )
+    options = argparse.Namespace(json=str(place / "out.json"), only=["dense"], lora=False, verbose=True)
+    return verify_megatron._verify_on_rank(FIRST, options)
 
 
 def run_demo(place: Path, put: Set) -> int:

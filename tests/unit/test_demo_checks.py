@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from commfuse_megatron.tools import main as cli
+from commfuse_megatron.tools.common.modes import Mode
 from commfuse_megatron.tools.common.text import batch_of, standard_library_text
 from commfuse_megatron.tools.demo import cli as demo
-from commfuse_megatron.tools.demo.training import Comparison, Recipe, Run, bounds_of, complaints_of, gradient_limit
-from commfuse_megatron.tools.verify.cases import Mode
+from commfuse_megatron.tools.demo.training import Comparison, Run, bounds_of, complaints_of, gradient_limit, task_for
 
 STEPS = 20
 
@@ -168,9 +168,8 @@ def demo_help() -> str:
     return " ".join(commands.choices["demo"].format_help().split())
 
 
-def test_a_recipe_names_its_dtype() -> None:
-    recipe = Recipe.for_device("cuda", dtype=torch.bfloat16, num_steps=1, text=b"")
-    assert recipe.dtype_name == "bfloat16"
+def test_a_task_names_its_dtype() -> None:
+    assert task_for("cuda", dtype=torch.bfloat16, num_steps=1, text=b"").dtype_name == "bfloat16"
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,9 @@ from commfuse_megatron.plan.attention import AttentionCosts
 from commfuse_megatron.plan.machine import Traits, assumed_machine
 from commfuse_megatron.problem import AttentionProblem
 from commfuse_megatron.tools import main as cli
-from commfuse_megatron.tools.bench.ours import PLANNED
 from commfuse_megatron.tools.bench.report import read_rows
-from commfuse_megatron.tools.common.cases import STEP_LAYERS
+from commfuse_megatron.tools.common.cases import FREE, PLANNED, STEP_LAYERS, STOCK
 from commfuse_megatron.tools.simulate.predict_step import MeasuredStep, measured_steps, predict_step
-from commfuse_megatron.tools.trace.whole_step import FREE, STOCK
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 MACHINE = assumed_machine(Traits(transport="copy_engine", replays=True), "bfloat16")

@@ -8,7 +8,6 @@ import torch
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.tools.bench.async_tp import AsyncTP
 from commfuse_megatron.tools.bench.bounds import CommOnly, CommOnlyCollective, ComputeOnly, Sequential, SlicesOnly
 from commfuse_megatron.tools.bench.emulate import (
     EmulatedCollective,
@@ -17,10 +16,9 @@ from commfuse_megatron.tools.bench.emulate import (
     EmulatedTransfers,
 )
 from commfuse_megatron.tools.bench.ours import Ours, Way, forced_ways
+from commfuse_megatron.tools.bench.peers import AsyncTP, Megatron, Userbuffers
 from commfuse_megatron.tools.bench.rows import has_word_prefix
 from commfuse_megatron.tools.bench.slicing import DataSlicing
-from commfuse_megatron.tools.bench.stock import Megatron
-from commfuse_megatron.tools.bench.userbuffers import Userbuffers
 from commfuse_megatron.tools.bench.variant import Variant, backends_of
 
 #: Without these (or what begins so) a case has no rows.

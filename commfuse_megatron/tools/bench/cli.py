@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from commfuse_megatron.config import CONFIG_VARIABLE, config_file_from_environment
-from commfuse_megatron.tools.bench.write_plans import require_plans_alone, run_write_plans
+from commfuse_megatron.tools.bench.plans import require_plans_alone, run_write_plans
 from commfuse_megatron.tools.common.cases import CPU_SHRINK
 from commfuse_megatron.tools.common.launch import launch
 from commfuse_megatron.tools.common.options import for_ranks

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_megatron.errors import UnsupportedError
-from commfuse_megatron.tools.bench.ours import PLANNED
 from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
-from commfuse_megatron.tools.common.cases import HEADLINE_M, HEADLINE_MODELS
+from commfuse_megatron.tools.common.cases import HEADLINE_M, HEADLINE_MODELS, PLANNED
 from commfuse_megatron.tools.common.pictures import drawn
 from commfuse_megatron.tools.simulate.predict import Prediction
 

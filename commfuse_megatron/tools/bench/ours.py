@@ -15,8 +15,7 @@ from commfuse_megatron.errors import VerificationError
 from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.tools.bench.operands import Work, our_result
 from commfuse_megatron.tools.bench.variant import Ready, WithContext, backends_of, differentiable
-
-PLANNED = "planned"
+from commfuse_megatron.tools.common.cases import PLANNED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.tools.bench.ours import PLANNED
 from commfuse_megatron.tools.bench.rows import Row, by_problem, has_word_prefix
 from commfuse_megatron.tools.bench.summary import stock_times, summarize
+from commfuse_megatron.tools.common.cases import PLANNED
 from commfuse_megatron.tools.common.options import refuse_given
 from commfuse_megatron.tools.common.output import results, say_count
 from commfuse_megatron.tools.common.ranks import UsageError, is_speaker

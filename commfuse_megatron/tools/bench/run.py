@@ -46,6 +46,7 @@ from commfuse_megatron.tools.common.cases import (
     linear_case,
     tokens_of,
 )
+from commfuse_megatron.tools.common.turns import largest_of_ranks
 
 # Host time is measured where 30 calls take no longer than about 0.1 s.
 _LONGEST_CALL_FOR_HOST_MS = 3.0
@@ -298,9 +299,7 @@ class _Runner:
 
     def any_rank(self, claim: bool) -> bool:
         """Whether any rank claims it."""
-        claims = torch.tensor([float(claim)], device=self._device)
-        dist.all_reduce(claims, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(claims.item())
+        return bool(largest_of_ranks([float(claim)], self._device, self._group)[0])
 
     def close(self) -> None:
         self._tails.close()

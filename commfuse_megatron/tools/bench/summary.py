@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.tools.bench.ours import PLANNED
 from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
-from commfuse_megatron.tools.common.cases import HEADLINE_M, HEADLINE_MODELS, LINEARS
+from commfuse_megatron.tools.common.cases import HEADLINE_M, HEADLINE_MODELS, LINEARS, PLANNED
 
 #: Name -> what it says; all are ratios of times, smaller is better.
 METRICS = {

@@ -7,14 +7,12 @@ a bound list of calls. Where launches take longer than GEMMs, the tail is theirs
 
 import statistics
 
-import torch
-from torch import distributed as dist
-
 from commfuse_megatron import OverlapContext
 from commfuse_megatron.runtime.recorder import Interval
 from commfuse_megatron.tools.bench.operands import Work, our_result
 from commfuse_megatron.tools.bench.ours import Way
 from commfuse_megatron.tools.bench.variant import Ready, differentiable
+from commfuse_megatron.tools.common.turns import largest_of_ranks
 from commfuse_megatron.tools.trace.summary import tail_us
 
 _CALLS = 6
@@ -53,9 +51,8 @@ class TailMeter:
         recorder.clear()
         tails = [tail for tail in map(tail_us, by_call.values()) if tail is not None]
         own_us = statistics.median(tails) if tails else -1.0
-        slowest = torch.tensor([own_us], device=work.pool.device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=work.group)
-        return slowest.item() / 1e3 if slowest.item() >= 0 else None
+        (slowest_us,) = largest_of_ranks([own_us], work.pool.device, work.group)
+        return slowest_us / 1e3 if slowest_us >= 0 else None
 
     def close(self) -> None:
         """Close all contexts."""

@@ -5,7 +5,7 @@ every variant, in an order that all ranks shuffle alike; the sample of a group i
 all ranks at a time, when the host is a call ahead. Clocks drift: only compare within one `measure`.
 """
 
-import random
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +15,7 @@ import torch
 from torch import distributed as dist
 
 from commfuse_megatron.runtime.head_start import start_together
+from commfuse_megatron.tools.common.turns import largest_of_ranks, take_turns
 
 Call = Callable[[], object]
 
@@ -65,21 +66,20 @@ def measure(
     for name in names:
         _burst(timed[name], group, device, _WARM_UP_CALLS)
     first = [_burst(timed[name], group, device, 2) for name in names]
-    first_ms = _max_over_ranks([[burst.device_ms for burst in first]], group, device)[0]
+    first_ms = largest_of_ranks([burst.device_ms for burst in first], device, group)
     head_starts_us = {name: _head_start_us(burst) for name, burst in zip(names, first, strict=True)}
     most_calls = 1 if device.type == "cpu" else _MOST_CALLS
     calls = [max(1, min(most_calls, round(_BURST_MS / max(ms, 1e-3)))) for ms in first_ms]
     if limit_s is not None:
         round_s = sum(number * ms for number, ms in zip(calls, first_ms, strict=True)) / 1e3
         rounds = max(min(_FEWEST_ROUNDS, rounds), min(rounds, int(limit_s / max(round_s, 1e-6))))
-    shuffle = random.Random(0)
-    times: dict[str, list[float]] = {name: [] for name in names}
     calls_of = dict(zip(names, calls, strict=True))
-    for _ in range(rounds):
-        for name in shuffle.sample(names, len(names)):
-            burst = _burst(timed[name], group, device, calls_of[name], head_starts_us[name])
-            times[name].append(burst.device_ms)
-    slowest = _max_over_ranks([times[name] for name in names], group, device)
+
+    def sample(name: str) -> float:
+        return _burst(timed[name], group, device, calls_of[name], head_starts_us[name]).device_ms
+
+    times_ms = take_turns({name: functools.partial(sample, name) for name in names}, rounds)
+    slowest = largest_of_ranks(list(times_ms.values()), device, group)
     return {name: _summary(row) for name, row in zip(names, slowest, strict=True)}
 
 
@@ -99,7 +99,7 @@ def measure_host_us(timed: Timed, group: dist.ProcessGroup, device: torch.device
             timed.call()
         times.append((time.perf_counter_ns() - start_ns) / 1e3 / _HOST_RUN)
     _synchronize(device)
-    return _max_over_ranks([[statistics.median(times)]], group, device)[0][0]
+    return largest_of_ranks([statistics.median(times)], device, group)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def _burst(
     if timed.before_burst is not None:
         timed.before_burst(calls)
     _synchronize(device)
-    _max_over_ranks([[0.0]], group, device)  # a barrier
+    largest_of_ranks([0.0], device, group)  # a barrier
     if device.type == "cpu":
         start_s = time.perf_counter()
         for _ in range(calls):
@@ -147,12 +147,6 @@ def _burst(
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def _max_over_ranks(values: list[list[float]], group: dist.ProcessGroup, device: torch.device) -> list[list[float]]:
-    largest = torch.tensor(values, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return largest.tolist()
 
 
 def _summary(times: list[float]) -> Sample:

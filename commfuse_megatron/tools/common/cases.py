@@ -35,6 +35,8 @@ LINEARS = ("qkv", "proj", "fc1", "fc2")
 #: Tokens of the cases in which all variants are measured.
 FULL_M = (2048, 8192)
 PASSES = ("fprop", "backward")
+#: The variant in which the planner chooses; Megatron's own step, and that step without communication.
+PLANNED, STOCK, FREE = "planned", "stock", "no_communication"
 #: What a run that is cut short should have measured comes first.
 TOKENS = (8192, 2048, 16384, 4096, 1024)
 #: On the CPU nothing is timed for its own sake: sizes at which everything runs in seconds.

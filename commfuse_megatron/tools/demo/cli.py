@@ -19,7 +19,8 @@ from commfuse_megatron.tools.common.output import make_progress, make_table, req
 from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_num_ranks, require_megatron
 
 if TYPE_CHECKING:
-    from commfuse_megatron.tools.demo.training import Comparison, Recipe
+    from commfuse_megatron.tools.common.models import Task
+    from commfuse_megatron.tools.demo.training import Comparison
 
 
 RANKS = (2, 4, 8)
@@ -61,18 +62,18 @@ def _demo_on_rank(rank: Rank, options: argparse.Namespace) -> int:
     import torch
     from torch import distributed as dist
 
-    from commfuse_megatron.tools.demo.training import Recipe, bounds_of, complaints_of, gradient_limit, train_both
+    from commfuse_megatron.tools.demo.training import bounds_of, complaints_of, gradient_limit, task_for, train_both
     from commfuse_megatron.tools.trace.output import write_files
 
     # Under torchrun every rank has read its own file; the first one's counts.
     texts = [options.text]
     dist.broadcast_object_list(texts)
     dtype = getattr(torch, options.dtype)
-    recipe = Recipe.for_device(rank.device_type, dtype=dtype, num_steps=options.steps, text=texts[0])
+    task = task_for(rank.device_type, dtype=dtype, num_steps=options.steps, text=texts[0])
     with make_progress(is_shown=rank.is_first) as progress:
-        task = progress.add_task("training stock and overlapped", total=recipe.num_steps)
-        comparison = train_both(recipe, on_step=lambda *_: progress.advance(task))
-    bounds = bounds_of(dtype, recipe.num_steps, rank.world_size)
+        bar = progress.add_task("training stock and overlapped", total=task.num_steps)
+        comparison = train_both(task, on_step=lambda *_: progress.advance(bar))
+    bounds = bounds_of(dtype, task.num_steps, rank.world_size)
     complaints = complaints_of(comparison, bounds, gradient_limit(dtype))
     # The losses are equal on all ranks, but what each rank's layers did is its own.
     everyones: list[list[str]] = [[] for _ in range(rank.world_size)]
@@ -80,25 +81,25 @@ def _demo_on_rank(rank: Rank, options: argparse.Namespace) -> int:
     complaints = list(dict.fromkeys(complaint for own in everyones for complaint in own))
     if rank.is_first:
         if options.json:
-            write_json(options.json, _to_dict(comparison, recipe, rank))
-        _print(comparison, recipe, rank, complaints)
+            write_json(options.json, _to_dict(comparison, task, rank))
+        _print(comparison, task, rank, complaints)
         place = Path(options.output) / "timeline"
-        write_files(place, comparison.recording, lambda path: _draw(path, comparison, recipe, rank))
+        write_files(place, comparison.recording, lambda path: _draw(path, comparison, task, rank))
     return 1 if complaints else 0
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def _print(comparison: Comparison, recipe: Recipe, rank: Rank, complaints: list[str]) -> None:
+def _print(comparison: Comparison, task: Task, rank: Rank, complaints: list[str]) -> None:
+    from commfuse_megatron.tools.common.modes import describe_modes
     from commfuse_megatron.tools.demo.training import bounds_of, gradient_limit
-    from commfuse_megatron.tools.verify.ops import describe_modes
 
     console = results()
     console.print(
-        f"Megatron GPT, {recipe.num_layers} layers, hidden {recipe.hidden_size}, sequence {recipe.sequence}, batch"
-        f" {recipe.batch}, {recipe.dtype_name}; tensor and sequence parallel over {rank.world_size} ranks"
-        f" ({rank.device_type}); text of {len(recipe.text):,} bytes\n"
+        f"Megatron GPT, {task.num_layers} layers, hidden {task.hidden_size}, sequence {task.sequence}, batch"
+        f" {task.batch}, {task.dtype_name}; tensor and sequence parallel over {rank.world_size} ranks"
+        f" ({rank.device_type}); text of {len(task.text):,} bytes\n"
     )
     labels = ["plugin"] if len(comparison.runs) == 1 else list(comparison.runs)
     rows = []
@@ -111,14 +112,13 @@ def _print(comparison: Comparison, recipe: Recipe, rank: Rank, complaints: list[
     columns = (">step", ">stock", *(name for label in labels for name in (f">{label}", ">difference")))
     console.print(make_table("loss before each step (difference 0: bit-equal)", columns, rows))
     limits = "; ".join(
-        f"steps {b.first}-{b.last} at most {b.limit:g}"
-        for b in bounds_of(recipe.dtype, recipe.num_steps, rank.world_size)
+        f"steps {b.first}-{b.last} at most {b.limit:g}" for b in bounds_of(task.dtype, task.num_steps, rank.world_size)
     )
     console.print(f"largest difference {comparison.max_loss_difference:.1e} (allowed: {limits})")
     for mode, run in comparison.runs.items():
         console.print(
             f"{mode}: passes of this rank {describe_modes(run.modes)}; gradients by stock's weights differ by at most"
-            f" {run.gradient_error:.1e} (allowed: {gradient_limit(recipe.dtype):g}), {escape(run.gradient)}"
+            f" {run.gradient_error:.1e} (allowed: {gradient_limit(task.dtype):g}), {escape(run.gradient)}"
         )
     console.print()
     for grid in _grids(comparison, rank.world_size):
@@ -160,7 +160,7 @@ def _op_table(comparison: Comparison) -> Table:
     return make_table(title, (*columns, ">exposed us"), rows)
 
 
-def _draw(path: Path, comparison: Comparison, recipe: Recipe, rank: Rank) -> Path:
+def _draw(path: Path, comparison: Comparison, task: Task, rank: Rank) -> Path:
     from commfuse_megatron.tools.trace.figure import densest_calls, draw_timeline
 
     zoom = densest_calls(comparison.recording)
@@ -168,15 +168,15 @@ def _draw(path: Path, comparison: Comparison, recipe: Recipe, rank: Rank) -> Pat
     return draw_timeline(
         path,
         comparison.recording,
-        title=f"Step {recipe.num_steps} of a small Megatron GPT on {rank.world_size} ranks, with the plugin",
-        caption=f"{rank.device_type}, {transport}, {recipe.dtype_name}",
+        title=f"Step {task.num_steps} of a small Megatron GPT on {rank.world_size} ranks, with the plugin",
+        caption=f"{rank.device_type}, {transport}, {task.dtype_name}",
         zooms={} if zoom is None else {"two linears in a row, larger": zoom},
     )
 
 
-def _to_dict(comparison: Comparison, recipe: Recipe, rank: Rank) -> dict[str, Any]:
+def _to_dict(comparison: Comparison, task: Task, rank: Rank) -> dict[str, Any]:
     return {
-        "steps": recipe.num_steps,
+        "steps": task.num_steps,
         "stock_loss": list(comparison.stock_loss),
         "plugin_loss": list(comparison.recorded.loss),
         "max_loss_difference": comparison.max_loss_difference,
@@ -185,5 +185,5 @@ def _to_dict(comparison: Comparison, recipe: Recipe, rank: Rank) -> dict[str, An
         "runs": {mode: asdict(run) | {"modes": run.modes} for mode, run in comparison.runs.items()},
         "ranks": rank.world_size,
         "device": rank.device_type,
-        "dtype": recipe.dtype_name,
+        "dtype": task.dtype_name,
     }

@@ -17,55 +17,30 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import distributed as dist
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.runtime.recorder import Interval
-from commfuse_megatron.tools.common.text import batch_of
+from commfuse_megatron.tools.common.models import OVERLAPPED, Task, build_model, tensor_parallel_megatron
+from commfuse_megatron.tools.common.modes import MODES, Mode, badness, describe_modes, with_mode
 from commfuse_megatron.tools.trace.session import record
-from commfuse_megatron.tools.verify.cases import MODES, Mode, with_mode
-from commfuse_megatron.tools.verify.convergence import OVERLAPPED, tensor_parallel_megatron
-from commfuse_megatron.tools.verify.ops import badness, describe_modes
 
 # From how many steps on graphs must have been made: in the first one the optimizer takes its memory, the fifth call
 # with the same addresses is a graph.
 _STEPS_FOR_GRAPHS = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """What is trained. The model is a small Llama over bytes; sizes per device, since a GPU idles on a CPU's.
+def task_for(device_type: str, *, dtype: torch.dtype, num_steps: int, text: bytes) -> Task:
+    """A small Llama over bytes; sizes per device, since a GPU idles on a CPU's.
 
-    lr: Adam's. At 1e-3 the loss of the wider model jumps between 3.9 and 8.3 in the first steps, which amplifies
-    rounding twice as much as the bounds allow (2 x H200, float32).
+    At a rate of 1e-3 the loss of the wider model jumps between 3.9 and 8.3 in the first steps, which amplifies rounding
+    twice as much as the bounds allow (2 x H200, float32).
     """
-
-    device_type: str
-    dtype: torch.dtype
-    num_steps: int
-    text: bytes
-    hidden_size: int
-    ffn_hidden_size: int
-    sequence: int
-    batch: int
-    lr: float
-    num_layers: int = 2
-    seed: int = 7
-
-    @property
-    def dtype_name(self) -> str:
-        """E.g. "float32"."""
-        return str(self.dtype).removeprefix("torch.")
-
-    @classmethod
-    def for_device(cls, device_type: str, *, dtype: torch.dtype, num_steps: int, text: bytes) -> Recipe:
-        """The sizes that suit a device type."""
-        sizes: dict[str, Any] = (
-            {"hidden_size": 256, "ffn_hidden_size": 512, "sequence": 256, "batch": 4, "lr": 1e-3}
-            if device_type == "cpu"
-            else {"hidden_size": 1024, "ffn_hidden_size": 4096, "sequence": 1024, "batch": 4, "lr": 3e-4}
-        )
-        return cls(device_type=device_type, dtype=dtype, num_steps=num_steps, text=text, **sizes)
+    sizes: dict[str, Any] = (
+        {"hidden_size": 256, "ffn_hidden_size": 512, "sequence": 256, "batch": 4, "lr": 1e-3}
+        if device_type == "cpu"
+        else {"hidden_size": 1024, "ffn_hidden_size": 4096, "sequence": 1024, "batch": 4, "lr": 3e-4}
+    )
+    return Task(device_type=device_type, dtype=dtype, num_steps=num_steps, text=text, **sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,37 +192,32 @@ def _complaints_about_modes(run: Run, mode: Mode) -> Iterator[str]:
             yield f"{what}: no call became a graph"
 
 
-def train_both(recipe: Recipe, *, on_step: Callable[[int, float, float], None] = lambda *_: None) -> Comparison:
+def train_both(task: Task, *, on_step: Callable[[int, float, float], None] = lambda *_: None) -> Comparison:
     """Train on all ranks of the default group, which is the tensor-parallel group. Collective; losses are equal on all
     ranks.
 
     Args:
         on_step: called after each step with its number (from 1), the stock loss and the last run's.
     """
-    with tensor_parallel_megatron(recipe.device_type):
-        return _train_all(recipe, on_step)
+    with tensor_parallel_megatron(task.device_type):
+        return _train_all(task, on_step)
 
 
-def _train_all(recipe: Recipe, on_step: Callable[[int, float, float], None]) -> Comparison:
+def _train_all(task: Task, on_step: Callable[[int, float, float], None]) -> Comparison:
     from commfuse_megatron.plugin import model_report
     from commfuse_megatron.plugin.contexts import open_contexts
 
-    device = torch.device("cpu") if recipe.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
-    stock = _build(recipe, device, overlap=False)
-    runs = {mode: _build(recipe, device, overlap=config) for mode, config in _configs_of(recipe).items()}
+    stock = _build(task, overlap=False)
+    runs = {mode: _build(task, overlap=config) for mode, config in _configs_of(task).items()}
     losses: dict[str, list[float]] = {"stock": [], **{mode: [] for mode in runs}}
     # Always in the same place, so that graphs find their addresses again.
-    tokens = torch.empty(recipe.batch, recipe.sequence + 1, dtype=torch.int64, device=device)
-
-    def take_batch(step: int) -> None:
-        tokens.copy_(batch_of(recipe.text, step=step, batch=recipe.batch, length=recipe.sequence + 1))
-
-    for step in range(recipe.num_steps):
-        take_batch(step)
+    tokens = task.batch_of(0).to(task.device)
+    for step in range(task.num_steps):
+        tokens.copy_(task.batch_of(step))
         losses["stock"].append(stock.step(tokens))
         with ExitStack() as stack:
-            if step == recipe.num_steps - 1:
-                recorded = stack.enter_context(record(open_contexts, device=device))
+            if step == task.num_steps - 1:
+                recorded = stack.enter_context(record(open_contexts, device=task.device))
             else:
                 for context in open_contexts():
                     stack.enter_context(context.unrecorded())
@@ -255,7 +225,7 @@ def _train_all(recipe: Recipe, on_step: Callable[[int, float, float], None]) -> 
                 losses[mode].append(run.step(tokens))
         on_step(step + 1, losses["stock"][-1], losses[mode][-1])
     reports = {mode: model_report(run.wrapped) for mode, run in runs.items()}
-    take_batch(recipe.num_steps)
+    tokens.copy_(task.batch_of(task.num_steps))
     stock.backward(tokens)
     gradients = {mode: _worst_gradient(stock, run, tokens) for mode, run in runs.items()}
     return Comparison(
@@ -274,7 +244,7 @@ def _train_all(recipe: Recipe, on_step: Callable[[int, float, float], None]) -> 
     )
 
 
-def _configs_of(recipe: Recipe) -> dict[Mode, OverlapConfig]:
+def _configs_of(task: Task) -> dict[Mode, OverlapConfig]:
     """Of the overlapped models, by the fastest mode of their calls. The last one's context, which is made here, can
     record."""
     from megatron.core import parallel_state
@@ -282,26 +252,16 @@ def _configs_of(recipe: Recipe) -> dict[Mode, OverlapConfig]:
     from commfuse_megatron.plugin.contexts import context_for
 
     group, recording = parallel_state.get_tensor_model_parallel_group(), dataclasses.replace(OVERLAPPED, record=True)
-    if context_for(group, recording).transport_name != "copy_engine" or recipe.dtype.itemsize != 2:
+    if context_for(group, recording).transport_name != "copy_engine" or task.dtype.itemsize != 2:
         return {"stepped": recording}
     return {mode: recording if mode == MODES[-1] else with_mode(OVERLAPPED, mode) for mode in MODES}
 
 
-def _build(recipe: Recipe, device: torch.device, *, overlap: OverlapConfig | Literal[False]) -> Any:
-    from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, transformer_config
+def _build(task: Task, *, overlap: OverlapConfig | Literal[False]) -> Any:
     from commfuse_megatron.testing.training import Training
 
-    group_size = dist.get_world_size()
-    gpt = SmallGPT(
-        num_layers=recipe.num_layers,
-        hidden_size=recipe.hidden_size,
-        ffn_hidden_size=recipe.ffn_hidden_size,
-        num_query_groups=max(4, group_size),
-        max_sequence_length=recipe.sequence,
-        dtype=recipe.dtype,
-    )
-    config = transformer_config(gpt, group_size)
-    return Training(build_gpt(gpt, config, overlap=overlap, device=device, seed=recipe.seed), lr=recipe.lr)
+    # Drawn on the CPU a seed gives all of them the same weights.
+    return Training(build_model(task, overlap=overlap, use_cpu_initialization=True), lr=task.lr)
 
 
 def _worst_gradient(stock: Any, run: Any, tokens: torch.Tensor) -> tuple[str, float]:

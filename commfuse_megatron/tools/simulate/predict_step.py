@@ -19,10 +19,10 @@ from commfuse_megatron.plan.machine import Channel, MachineModel
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import AttentionProblem, GemmProblem
 from commfuse_megatron.schedule import Algorithm
-from commfuse_megatron.tools.bench.ours import PLANNED
 from commfuse_megatron.tools.bench.report import read_rows
+from commfuse_megatron.tools.common.cases import FREE, PLANNED, STOCK
+from commfuse_megatron.tools.common.models import MODELS
 from commfuse_megatron.tools.simulate.fit import DTYPE, SEQUENTIAL
-from commfuse_megatron.tools.trace.whole_step import FREE, MODELS, STOCK
 
 _HEAD_DIM = 128
 _ITEMSIZE = 2

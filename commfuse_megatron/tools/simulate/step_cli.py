@@ -65,8 +65,8 @@ def _compared(measured: MeasuredStep, prediction: StepPrediction) -> dict[str, o
 
 
 def _print_predictions(predictions: Sequence[StepPrediction], machine: MachineModel) -> None:
+    from commfuse_megatron.tools.common.cases import FREE, STOCK
     from commfuse_megatron.tools.simulate.predict_step import PLANNED
-    from commfuse_megatron.tools.trace.whole_step import FREE, STOCK
 
     first = predictions[0]
     title = f"predicted, not measured: step of {first.model}, {first.layers} layers, ms, machine as {machine.source}"

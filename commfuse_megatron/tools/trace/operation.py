@@ -26,9 +26,10 @@ from commfuse_megatron.runtime.head_start import start_together
 from commfuse_megatron.runtime.meter import COMPUTE, union_spans
 from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.runtime.recorder import Interval, Recorder
+from commfuse_megatron.tools.common.turns import meet
 from commfuse_megatron.tools.trace.collectives import recorded_calls
 from commfuse_megatron.tools.trace.kernels import HEAD_START_US, gather_profile, profile_calls, split_calls
-from commfuse_megatron.tools.trace.session import Session, gather_recording, meet, require_path, require_work
+from commfuse_megatron.tools.trace.session import Session, gather_recording, require_path, require_work
 from commfuse_megatron.tools.trace.summary import Summary, drop_nested, is_attention, is_gemm, summarize
 
 _BLOCK = "query_split_attention"

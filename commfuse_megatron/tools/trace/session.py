@@ -26,6 +26,7 @@ from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.runtime.recorder import Interval, Recorder
 from commfuse_megatron.tools.common.pictures import missing_matplotlib
+from commfuse_megatron.tools.common.turns import meet
 from commfuse_megatron.tools.trace.figure import draw_timeline
 from commfuse_megatron.tools.trace.perfetto import write_perfetto
 
@@ -60,15 +61,6 @@ class Session:
                 ]
             )
         return found
-
-
-def meet(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Wait until all ranks are here and, on a GPU, done with what they had begun."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def gather_recording(own: Sequence[Interval], group: dist.ProcessGroup | None = None) -> dict[int, list[Interval]]:

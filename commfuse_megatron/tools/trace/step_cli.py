@@ -44,12 +44,13 @@ def run_trace_step(arguments: argparse.Namespace) -> int:
 def _trace_on_rank(rank: Rank, options: argparse.Namespace) -> int:
     import torch
 
+    from commfuse_megatron.tools.common.models import MODELS
     from commfuse_megatron.tools.trace.figure import draw_runs
     from commfuse_megatron.tools.trace.output import caption, shown_ranks, write_files
     from commfuse_megatron.tools.trace.whole_step import StepToTrace, count_steps, trace_step
 
     wanted = StepToTrace(
-        model=options.model,
+        **MODELS[options.model],
         num_layers=options.layers,
         sequence=options.seq,
         batch=options.batch,
@@ -80,8 +81,9 @@ def _trace_on_rank(rank: Rank, options: argparse.Namespace) -> int:
 
 
 def _print(traced: StepTrace, wanted: StepToTrace, rank: Rank, options: argparse.Namespace) -> None:
+    from commfuse_megatron.tools.common.cases import FREE
     from commfuse_megatron.tools.trace.output import machine_line
-    from commfuse_megatron.tools.trace.whole_step import FREE, USERBUFFERS, userbuffers_left_out
+    from commfuse_megatron.tools.trace.whole_step import USERBUFFERS, userbuffers_left_out
 
     console = results()
     console.print(f"{_what(options, rank)}; {machine_line(rank, traced.transport, options.dtype)}")
@@ -132,8 +134,8 @@ def _what(options: argparse.Namespace, rank: Rank) -> str:
 
 
 def _to_dict(traced: StepTrace, rank: Rank, options: argparse.Namespace) -> dict[str, Any]:
+    from commfuse_megatron.tools.common.cases import FREE
     from commfuse_megatron.tools.trace.output import hardware
-    from commfuse_megatron.tools.trace.whole_step import FREE
 
     return {
         "model": options.model,

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -27,15 +27,16 @@ from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.runtime.head_start import start_together
 from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.runtime.recorder import Interval, Recorder
-from commfuse_megatron.tools.bench.ours import PLANNED
-from commfuse_megatron.tools.bench.userbuffers import close_userbuffers, missing_userbuffers, open_userbuffers
+from commfuse_megatron.tools.common.cases import FREE, PLANNED, STOCK
+from commfuse_megatron.tools.common.models import Task, build_model, tensor_parallel_megatron
+from commfuse_megatron.tools.common.turns import largest_of_ranks, meet, take_turns
+from commfuse_megatron.tools.common.userbuffers import close_userbuffers, missing_userbuffers, open_userbuffers
 from commfuse_megatron.tools.trace.collectives import local_copies, recorded_calls
 from commfuse_megatron.tools.trace.kernels import gather_profile, profile_calls, split_calls
-from commfuse_megatron.tools.trace.session import Session, gather_recording, meet, require_work
+from commfuse_megatron.tools.trace.session import Session, gather_recording, require_work
 from commfuse_megatron.tools.trace.step_memory import Builders, warm_up
 from commfuse_megatron.tools.trace.summary import Summary, drop_nested, summarize, worst_of
 
-STOCK, FREE = "stock", "no_communication"
 USERBUFFERS = "stock with tp_comm_overlap"
 MEGATRONS = "Megatron's GEMMs"
 
@@ -43,44 +44,12 @@ MEGATRONS = "Megatron's GEMMs"
 # gaps between small kernels (8B, 2 x H200), of every variant, and counted as exposed ones.
 _HEAD_START_US = 10_000.0
 
-#: Sizes by name, from the models' published configurations; the layers are as many as asked for.
-MODELS: dict[str, dict[str, int]] = {
-    "demo": {
-        "hidden_size": 256,
-        "num_attention_heads": 8,
-        "num_query_groups": 8,
-        "ffn_hidden_size": 512,
-        "vocab_size": 256,
-    },
-    "llama-8b": {
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_query_groups": 8,
-        "ffn_hidden_size": 14336,
-        "vocab_size": 128256,
-    },
-    "llama-70b": {
-        "hidden_size": 8192,
-        "num_attention_heads": 64,
-        "num_query_groups": 8,
-        "ffn_hidden_size": 28672,
-        "vocab_size": 128256,
-    },
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepToTrace:
+class StepToTrace(Task):
     """What is traced. rounds: timed steps of each variant in a run, in random order, after `warm_up` steps of each."""
 
-    model: str
-    num_layers: int
-    sequence: int
-    batch: int
-    dtype: torch.dtype
-    device_type: str
     config: OverlapConfig
-    transformer_impl: Literal["local", "transformer_engine"] = "local"
     has_fusions: bool = False
     warm_up: int = 2
     rounds: int = 9
@@ -143,37 +112,27 @@ def trace_step(wanted: StepToTrace, *, on_step: Callable[[], object] = lambda: N
     Raises UnsupportedError where Transformer Engine is asked for and missing, where the plugin overlapped nothing, and
     where nothing was seen to run in a traced step.
     """
-    with ExitStack() as stack:
-        if wanted.device_type == "cpu":
-            from commfuse_megatron.testing import cpu_megatron
-
-            stack.enter_context(cpu_megatron())
-        from commfuse_megatron.plugin import reset_contexts
-        from commfuse_megatron.testing.gpt import tensor_parallel
-
-        stack.enter_context(tensor_parallel(dist.get_world_size()))
-        traced = _trace(wanted, on_step)
-        reset_contexts()
-        return traced
+    with tensor_parallel_megatron(wanted.device_type):
+        return _trace(wanted, on_step)
 
 
 def _trace(wanted: StepToTrace, on_step: Callable[[], object]) -> StepTrace:
     from commfuse_megatron.plugin.contexts import open_contexts
 
-    device = torch.device("cpu") if wanted.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    device = wanted.device
     with ExitStack() as stack:
-        tokens = _tokens(wanted, device)
-        with_mask = wanted.transformer_impl == "local"
+        shape, generator = (wanted.batch, wanted.sequence + 1), torch.Generator().manual_seed(11)
+        tokens = torch.randint(wanted.vocab_size, shape, generator=generator).to(device)
         steps: dict[str, _Step] = {}
 
         def run(name: str, model: Any) -> None:
             around = local_copies if name == FREE else contextlib.nullcontext
-            steps[name] = _Step(model, tokens, with_mask, is_overlapped=name == PLANNED, around=around)
+            steps[name] = _Step(model, tokens, wanted.with_mask, is_overlapped=name == PLANNED, around=around)
             with steps[name].prepared():
                 steps[name]()
             on_step()
 
-        memory = warm_up(_builders(wanted, device, stack), run, wanted.warm_up, device)
+        memory = warm_up(_builders(wanted, stack), run, wanted.warm_up, device)
         layers = _layers(steps[PLANNED].model)
         if all(reason is not None for reason in layers.values()):
             raise UnsupportedError(
@@ -183,7 +142,7 @@ def _trace(wanted: StepToTrace, on_step: Callable[[], object]) -> StepTrace:
         times = {}
         for name in steps:
             of_runs = tuple(each[name] for each in runs_ms)
-            times[name] = StepTimes(*_medians(of_runs), of_runs, *_largest(memory[name], device))
+            times[name] = StepTimes(*_medians(of_runs), of_runs, *map(int, largest_of_ranks(memory[name], device)))
         del steps[FREE]
         runs = _profiled(steps, device) if device.type == "cuda" else _recorded(steps, device)
         for name, recording in runs.items():
@@ -212,50 +171,33 @@ def _layers(model: Any) -> dict[str, str | None]:
 # --- the models -------------------------------------------------------------------------------------------------------
 
 
-def _builders(wanted: StepToTrace, device: torch.device, stack: ExitStack) -> Builders:
+def _builders(wanted: StepToTrace, stack: ExitStack) -> Builders:
     """What builds each variant's model, stock's first; None: it is stock's. What must be closed enters `stack`."""
-    overlap = dataclasses.replace(wanted.config, record=device.type == "cpu")  # on GPUs the profiler looks instead
-    from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, missing_transformer_engine, transformer_config
+    from commfuse_megatron.testing.gpt import missing_transformer_engine
 
-    group_size = dist.get_world_size()
-    sizes: dict[str, Any] = dict(MODELS[wanted.model])
-    # Megatron wants as many query groups as ranks, or more.
-    sizes["num_query_groups"] = max(group_size, sizes["num_query_groups"])
-    gpt = SmallGPT(num_layers=wanted.num_layers, max_sequence_length=wanted.sequence, dtype=wanted.dtype, **sizes)
+    overlap = dataclasses.replace(wanted.config, record=wanted.device_type == "cpu")  # on GPUs the profiler looks
+    why_no_te = missing_transformer_engine()
     options: dict[str, Any] = {}
-    if device.type == "cuda":
-        options["use_cpu_initialization"] = False  # billions of weights are drawn faster where they lie
     if wanted.has_fusions:
-        has_te = missing_transformer_engine() is None
-        options |= {"bias_activation_fusion": True, "bias_dropout_fusion": True, "apply_rope_fusion": has_te}
+        options = dict.fromkeys(("bias_activation_fusion", "bias_dropout_fusion"), True)
+        options["apply_rope_fusion"] = why_no_te is None
     if wanted.transformer_impl == "local":
-        config = transformer_config(gpt, group_size, **options)
-        return {STOCK: lambda: build_gpt(gpt, config, overlap=overlap, device=device), PLANNED: None, FREE: None}
-    reason = missing_transformer_engine()
-    if reason is not None:
-        raise UnsupportedError(reason)
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    def build(overlap: OverlapConfig | bool, **more: Any) -> Any:
-        config = transformer_config(gpt, group_size, transformer_impl="transformer_engine", **options, **more)
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
-        return build_gpt(gpt, config, overlap=overlap, device=device, spec=spec)
+        return {STOCK: lambda: build_model(wanted, overlap=overlap, **options), PLANNED: None, FREE: None}
+    if why_no_te is not None:
+        raise UnsupportedError(why_no_te)
 
     def build_over_userbuffers() -> Any:
-        open_userbuffers((wanted.sequence * wanted.batch, gpt.hidden_size), group_size, wanted.dtype)
+        open_userbuffers((wanted.sequence * wanted.batch, wanted.hidden_size), dist.get_world_size(), wanted.dtype)
         stack.callback(close_userbuffers)
-        return build(False, tp_comm_overlap=True)
+        return build_model(wanted, overlap=False, tp_comm_overlap=True, **options)
 
-    builders: Builders = {STOCK: lambda: build(False), PLANNED: lambda: build(overlap)}
+    builders: Builders = {
+        STOCK: lambda: build_model(wanted, overlap=False, **options),
+        PLANNED: lambda: build_model(wanted, overlap=overlap, **options),
+    }
     if userbuffers_left_out(wanted) is None:
         builders[USERBUFFERS] = build_over_userbuffers
     return builders | {FREE: None}
-
-
-def _tokens(wanted: StepToTrace, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(11)
-    vocab_size = MODELS[wanted.model]["vocab_size"]
-    return torch.randint(vocab_size, (wanted.batch, wanted.sequence + 1), generator=generator).to(device)
 
 
 class _Step:
@@ -303,22 +245,16 @@ def _time(
     steps: dict[str, _Step], rounds: int, device: torch.device, on_step: Callable[[], object], seed: int
 ) -> dict[str, tuple[float, float]]:
     """A run: (forward, step), medians over rounds of the slowest rank; turns are shuffled, by all ranks alike."""
-    shuffle = random.Random(seed)
-    samples: dict[str, list[list[float]]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name in shuffle.sample(list(steps), len(steps)):
-            with steps[name].prepared():
-                meet(None, device)
-                samples[name].append(_one_step_ms(steps[name], device))
-            on_step()
-    return {name: _medians(_largest(torch.tensor(rows, dtype=torch.float64), device)) for name, rows in samples.items()}
 
+    def sample(step: _Step) -> list[float]:
+        with step.prepared():
+            meet(None, device)
+            found_ms = _one_step_ms(step, device)
+        on_step()
+        return found_ms
 
-def _largest(values: torch.Tensor, device: torch.device) -> list[Any]:
-    """Of all ranks."""
-    largest = values.to(device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest.tolist()
+    samples = take_turns({name: partial(sample, step) for name, step in steps.items()}, rounds, seed)
+    return {name: _medians(largest_of_ranks(rows, device)) for name, rows in samples.items()}
 
 
 def _medians(samples: Sequence[Sequence[float]]) -> tuple[float, float]:

@@ -16,7 +16,6 @@ import torch
 
 from commfuse_megatron.config import (
     AttentionConfig,
-    KernelConfig,
     LinearConfig,
     OverlapConfig,
     PassConfig,
@@ -25,13 +24,10 @@ from commfuse_megatron.config import (
 )
 from commfuse_megatron.kernels.attention_cudnn import cudnn_attention_unavailable_reason
 from commfuse_megatron.problem import chunk_ranges
+from commfuse_megatron.tools.common.modes import MODES, Mode
 from commfuse_megatron.tools.verify.calls import OPS, AttentionCall, Call, EmbeddingCall, LinearCall
 
 TransportName = Literal["auto", "gloo", "nccl", "copy_engine"]
-Mode = Literal["stepped", "tape", "graph"]
-
-#: How the copy engine may run a call, each faster than the one before: on tensors, from a tape, as a CUDA graph of one.
-MODES: tuple[Mode, ...] = ("stepped", "tape", "graph")
 
 TIMEOUT_S = 60.0
 
@@ -145,15 +141,6 @@ def _is_cudnns(case: Case, call: AttentionCall, rows: int, device: torch.device)
     splits = [split for shard in shards for split in shard]
     has_one_key = any(split.size == problem.visible_keys(split).keys.size == 1 for split in splits)
     return not has_one_key and cudnn_attention_unavailable_reason(problem, device) is None
-
-
-def with_mode(config: OverlapConfig, mode: Mode) -> OverlapConfig:
-    """`config`, under which no call runs in a faster mode."""
-    if mode == "stepped":
-        return dataclasses.replace(config, kernel=KernelConfig(gemm="torch"))
-    if mode == "tape":
-        return dataclasses.replace(config, transport=dataclasses.replace(config.transport, graph_memory_mib=0))
-    return config
 
 
 def make_cases(

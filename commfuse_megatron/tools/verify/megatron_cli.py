@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import argparse
 import logging
-from dataclasses import dataclass
-from importlib import util
-from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.tools.common.launch import launch
-from commfuse_megatron.tools.common.output import make_progress, results, write_json
-from commfuse_megatron.tools.common.ranks import CannotRunError, Rank, UsageError, choose_num_ranks
+from commfuse_megatron.tools.common.options import for_ranks
+from commfuse_megatron.tools.common.output import make_progress, make_table, results, write_json
+from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_num_ranks, require_megatron
 from commfuse_megatron.tools.verify.lora_cases import choose_lora, options_of
 from commfuse_megatron.tools.verify.megatron_cases import Configuration, choose_configurations
 from commfuse_megatron.tools.verify.megatron_models import TOLERANCE, ModelResult, verify_models
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    json: str | None
-    names: list[str] | None
-    has_adapters: bool
-    is_verbose: bool
-
-    def choose(self, num_ranks: int) -> list[Configuration]:
-        """The configurations to run. Raises ConfigError for names that there is nothing for."""
-        return (choose_lora if self.has_adapters else choose_configurations)(num_ranks, self.names)
 
 
 def run_verify_megatron(arguments: argparse.Namespace) -> int:
@@ -39,23 +24,26 @@ def run_verify_megatron(arguments: argparse.Namespace) -> int:
     if arguments.dtype is not None or arguments.transport not in ("auto", "gloo"):
         raise UsageError("--megatron compares in float64 over gloo: leave --dtype and --transport out")
     num_ranks = choose_num_ranks(arguments.ranks)
-    if util.find_spec("megatron") is None:
-        raise CannotRunError("Megatron-Core is not installed: pip install megatron-core")
-    options = _Options(arguments.json, arguments.only, arguments.lora, arguments.verbose)
+    require_megatron()
     try:
-        options.choose(num_ranks)
+        _choose(arguments, num_ranks)
     except ConfigError as error:
         raise UsageError(f"--megatron: {error}") from None
-    return launch(_verify_on_rank, options, num_ranks=num_ranks, device_type="cpu")
+    return launch(_verify_on_rank, for_ranks(arguments), num_ranks=num_ranks, device_type="cpu")
 
 
-def _verify_on_rank(rank: Rank, options: _Options) -> int:
-    if not options.is_verbose:
+def _choose(options: argparse.Namespace, num_ranks: int) -> list[Configuration]:
+    """The configurations to run. Raises ConfigError for names that there is nothing for."""
+    return (choose_lora if options.lora else choose_configurations)(num_ranks, options.only)
+
+
+def _verify_on_rank(rank: Rank, options: argparse.Namespace) -> int:
+    if not options.verbose:
         # The reasons stand in the table.
         logging.getLogger("commfuse_megatron.plugin").setLevel(logging.ERROR)
     from commfuse_megatron.testing import cpu_megatron
 
-    configurations = options.choose(rank.world_size)
+    configurations = _choose(options, rank.world_size)
     with cpu_megatron(), make_progress(is_shown=rank.is_first) as progress:
         task = progress.add_task("verifying models", total=len(configurations))
         found = verify_models(configurations, on_done=lambda _: progress.advance(task))
@@ -68,32 +56,23 @@ def _verify_on_rank(rank: Rank, options: _Options) -> int:
                 "tolerance": TOLERANCE,
                 "passed": len(found) - len(failed),
                 "failed": len(failed),
-                "configurations": [_to_dict(result, has_adapters=options.has_adapters) for result in found],
+                "configurations": [
+                    result.to_dict() | ({"options": options_of(result.name)} if options.lora else {})
+                    for result in found
+                ],
             }
             write_json(options.json, data)
-        _print(found, failed, rank, has_adapters=options.has_adapters)
+        _print(found, failed, rank, has_adapters=options.lora)
     return 1 if failed else 0
-
-
-def _to_dict(result: ModelResult, *, has_adapters: bool) -> dict[str, Any]:
-    return result.to_dict() | ({"options": options_of(result.name)} if has_adapters else {})
 
 
 def _print(found: list[ModelResult], failed: list[ModelResult], rank: Rank, *, has_adapters: bool = False) -> None:
     console = results()
     title = f"{rank.world_size} ranks, cpu, float64: relative errors against stock Megatron at the same layout"
     title += " with the same adapters" if has_adapters else ""
-    table = Table(title=f"{title} (allowed {TOLERANCE:g}; 0 = bit-equal)", title_justify="left")
-    table.add_column("configuration", no_wrap=not has_adapters)
-    table.add_column("ranks", no_wrap=True)
-    for column in ("loss error", "worst gradient"):
-        table.add_column(column, justify="right")
-    table.add_column("of", overflow="fold")
-    for column in ("overlapped", "stock"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("verdict")
-    for result in found:
-        table.add_row(
+    columns = ("configuration", "ranks", ">loss error", ">worst gradient", "of", ">overlapped", ">stock", "verdict")
+    rows = [
+        (
             result.name,
             result.layout,
             _error(result.loss_error),
@@ -103,7 +82,9 @@ def _print(found: list[ModelResult], failed: list[ModelResult], rank: Rank, *, h
             str(sum(result.stock.values())),
             "[green]equal[/]" if result.passed else "[red]FAILED[/]",
         )
-    console.print(table)
+        for result in found
+    ]
+    console.print(make_table(f"{title} (allowed {TOLERANCE:g}; 0 = bit-equal)", columns, rows))
     reasons = list(dict.fromkeys(reason for result in found for reason in result.stock))
     legend = "overlapped: calls in forward + backward passes; stock: forward calls on Megatron's own path"
     console.print(f"{legend}, because" if reasons else f"{legend}.")

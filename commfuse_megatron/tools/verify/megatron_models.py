@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.tools.verify.convergence import OVERLAPPED
+from commfuse_megatron.tools.common.models import OVERLAPPED
+from commfuse_megatron.tools.common.modes import badness
 from commfuse_megatron.tools.verify.megatron_cases import Configuration
-from commfuse_megatron.tools.verify.ops import badness
 
 #: Two right programs differ in the order of sums: by a few units of 2.2e-16, times the cancellation in a gradient.
 TOLERANCE = 1e-13

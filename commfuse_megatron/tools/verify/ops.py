@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +25,9 @@ from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.runtime import hardware
 from commfuse_megatron.runtime.op_record import OpRecord
+from commfuse_megatron.tools.common.modes import MODES, Mode, badness, describe_modes, with_mode
 from commfuse_megatron.tools.verify.calls import Operands, Results, reference, run_on
-from commfuse_megatron.tools.verify.cases import MODES, Case, Mode, modes_of, with_mode
+from commfuse_megatron.tools.verify.cases import Case, modes_of
 
 # How often a call is made with the same addresses before others come between: a graph is made at the fourth time, and
 # an allocator may need a call or two to repeat itself.
@@ -124,11 +125,6 @@ def run_cases(
                 own.append(_CaseOnRank(case, contexts).run())
                 on_case_done()
     return own
-
-
-def badness(error: float) -> tuple[bool, float]:
-    """What errors are compared by: NaN is worse than all."""
-    return (math.isnan(error), error)
 
 
 def compare(name: str, found: torch.Tensor | None, expected: torch.Tensor | None, allowed: float) -> Deviation:
@@ -301,11 +297,6 @@ def _complain(ran: Counter[str], due: Counter[str], last: Counter[str], last_due
     if last_due == "graph" and not last["graph"]:
         return f"ran {describe_modes(ran)}; the last call, whose addresses had come before, was no graph"
     return None
-
-
-def describe_modes(modes: Mapping[str, int]) -> str:
-    """E.g. "stepped 12, tape 8, graph 24"."""
-    return ", ".join(f"{mode} {modes[mode]}" for mode in MODES if modes.get(mode)) or "none"
 
 
 def _key(record: OpRecord) -> tuple:

@@ -10,7 +10,6 @@ models have run before anything is measured, and are there together.
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 import weakref
@@ -20,11 +19,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed as dist
 
-from commfuse_megatron.tools.common.text import batch_of
-from commfuse_megatron.tools.trace.session import meet
-from commfuse_megatron.tools.verify.convergence import Task, build_model, stock_reasons, tensor_parallel_megatron
+from commfuse_megatron.tools.common.models import build_model, stock_reasons, tensor_parallel_megatron
+from commfuse_megatron.tools.common.turns import largest_of_ranks, meet, take_turns
+from commfuse_megatron.tools.verify.convergence import ConvergenceTask
 
 WARM_UP = 3
 
@@ -39,7 +37,9 @@ class StepCosts:
     layers: dict[str, str | None] | None
 
 
-def measure_steps(task: Task, *, on_step: Callable[[], object] = lambda: None) -> dict[tuple[str, str], StepCosts]:
+def measure_steps(
+    task: ConvergenceTask, *, on_step: Callable[[], object] = lambda: None
+) -> dict[tuple[str, str], StepCosts]:
     """By (weights, run): `task.num_steps` steps of each after `WARM_UP` more, on one batch. Collective.
 
     Adapters have the form of the task, else "rows", in stock as well: no result is compared.
@@ -50,12 +50,11 @@ def measure_steps(task: Task, *, on_step: Callable[[], object] = lambda: None) -
 
         forms = {"trained": None, "frozen, adapters": task.lora or "rows"}
         models = {
-            (weights, run): build_model(task, task.dtype, overlap=run == "plugin", lora=lora)
+            (weights, run): build_model(task, overlap=run == "plugin" and task.config, lora=lora)
             for weights, lora in forms.items()
             for run in ("stock", "plugin")
         }
-        tokens = batch_of(task.text, step=1, batch=task.batch, length=task.sequence + 1).to(task.device)
-        with_mask = task.transformer_impl == "local"
+        tokens, with_mask = task.batch_of(1).to(task.device), task.with_mask
         trainings = {name: Training(model, lr=task.lr, with_mask=with_mask) for name, model in models.items()}
         for training in trainings.values():
             for _ in range(WARM_UP):
@@ -65,17 +64,16 @@ def measure_steps(task: Task, *, on_step: Callable[[], object] = lambda: None) -
             name: _saved_bytes(model, partial(loss_of, model, tokens, with_mask=with_mask))
             for name, model in models.items()
         }
-        samples: dict[tuple[str, str], list[list[float]]] = {name: [] for name in models}
-        shuffle = random.Random(0)  # alike on all ranks
-        for _ in range(task.num_steps):
-            for name in shuffle.sample(list(models), len(models)):
-                samples[name].append(_one_step(trainings[name], tokens))
-                on_step()
+
+        def sample(name: tuple[str, str]) -> list[float]:
+            one = _one_step(trainings[name], tokens)
+            on_step()
+            return [saved[name], *one]
+
+        samples = take_turns({name: partial(sample, name) for name in models}, task.num_steps)
         found = {}
         for name, model in models.items():
-            rows = torch.tensor([[saved[name], *row] for row in samples[name]], dtype=torch.float64, device=task.device)
-            dist.all_reduce(rows, op=dist.ReduceOp.MAX)
-            saved_bytes, peak_bytes, step_ms = rows.T.tolist()
+            saved_bytes, peak_bytes, step_ms = zip(*largest_of_ranks(samples[name], task.device), strict=True)
             found[name] = StepCosts(
                 saved_bytes=int(saved_bytes[0]),
                 peak_bytes=int(max(peak_bytes)) if task.device_type == "cuda" else None,
