@@ -1,7 +1,7 @@
-"""Which ways there are to run attention with its output projection, and what each is predicted to take.
+"""Which plans there are for attention with its output projection, and what each is predicted to take.
 
 As in `candidates`, the list depends on what all ranks share only. The prediction ranks the candidates for a trial, and
-decides nothing alone: of two ranks' blocks it is right to 2 to 5 %, of which ways differ by as much.
+decides nothing alone: of two ranks' blocks it is right to 2 to 5 %, of which plans differ by as much.
 """
 
 import dataclasses

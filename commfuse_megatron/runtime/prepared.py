@@ -418,7 +418,7 @@ class PassContext:
                 self._gemms[key] = SliceGemm(
                     self.config.kernel,
                     self.transport_name if is_beside_transfers else "none",
-                    self.nccl.channels * self.nccl.lanes,
+                    self.nccl.channels * self.nccl.communicators,
                     self.device,
                     dtype,
                     regains_sms=self.nccl.regains_sms,
