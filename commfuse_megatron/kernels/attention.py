@@ -64,7 +64,7 @@ class BoundAttention(NamedTuple):
 
 
 class AttentionKernel(ABC):
-    """One way to compute attention. Kernels run on the current stream and block nothing."""
+    """What computes attention. Kernels run on the current stream and block nothing."""
 
     name: ClassVar[str]
     #: Whether `bind_forward` and `bind_backward` may give something.

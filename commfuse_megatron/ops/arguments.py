@@ -1,9 +1,8 @@
 """Checks of what a user passes to an operation, and the problem it states.
 
 Every check that could fail on one rank alone ends in `context.consensus.refuse`, so that the other ranks raise too.
-Arguments are looked up first: like some seen before, they need no check. The contract that bites: whatever a wrong kind
-of argument raises there counts as "not seen before", and what a key cannot tell from a good one must not be used after
-it.
+Arguments are looked up first: like some seen before, they need no check. Beware: whatever a wrong kind of argument
+raises there counts as "not seen before", and what a key cannot tell from a good one must not be used after it.
 """
 
 import dataclasses
@@ -48,7 +47,7 @@ _MOST_KNOWN_CALLS = 1024
 
 
 class Operation(NamedTuple):
-    """An operation's name, how to try out ways of running it, and what users call, whose annotations are checked."""
+    """An operation's name, how to try out plans for it, and what users call, whose annotations are checked."""
 
     name: str
     rehearse: Rehearse

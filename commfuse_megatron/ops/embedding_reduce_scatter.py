@@ -28,11 +28,11 @@ from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
-from commfuse_megatron.schedule.lower_linear import LOOK_UP, lower_embedding, lower_gather_alone
-from commfuse_megatron.schedule.lowering import Policy
-from commfuse_megatron.schedule.program import Program
+from commfuse_megatron.schedule.lower_linear import LOOK_UP, Asked
 
 __all__ = ["embedding_reduce_scatter", "state_look_up"]
+
+_FORWARD, _BACKWARD = Asked(), Asked(is_backward=True, has_product=False, keeps_gathered=True)
 
 
 @torch.compiler.disable
@@ -117,18 +117,10 @@ def _forward(p: PreparedPass, rows: torch.Tensor, is_foreign: torch.Tensor, weig
         if p.plan.is_scheduled:
             y = weight.new_empty(p.own_rows, problem.batch, problem.N)
             look_up = functools.partial(_look_up, p, rows, is_foreign, weight)
-            p.run(_lower_forward, None, {"out": y}, kernels={LOOK_UP: look_up})
+            p.run(_FORWARD, {"out": y}, kernels={LOOK_UP: look_up})
             return y
         partial = weight.index_select(0, rows).masked_fill_(is_foreign, 0)
         return reduce_scatter_rows(partial.view(problem.rows, problem.batch, problem.N), p.context.group)
-
-
-def _lower_forward(p: PreparedPass, policy: Policy, asked: None) -> Program:
-    return lower_embedding(p.scatter, policy)
-
-
-def _lower_backward(p: PreparedPass, policy: Policy, asked: None) -> Program:
-    return lower_gather_alone(p.gather, policy, "all-gather of the output gradient", keeps_gathered=True)
 
 
 def _look_up(
@@ -161,7 +153,7 @@ def _gather(p: PreparedPass, grad_shard: torch.Tensor) -> torch.Tensor:
             return gather_rows(rows, problem.rows, p.context.group).view(problem.M, problem.N)
         gathered = grad_shard.new_empty(problem.M, problem.N)
         tensors = {"shard": grad_shard, **p.context.memory_for_gathered(gathered)}
-        p.run(_lower_backward, None, tensors)
+        p.run(_BACKWARD, tensors)
         return gathered
 
 

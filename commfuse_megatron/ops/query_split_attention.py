@@ -5,7 +5,7 @@ Forward:    compute   [attend 1][project 1][attend 2][project 2]...[attend own][
 Backward:   transfer  [dy 1                       ][dy 2 ...
             compute   [dgrad own][attention bwd own][dgrad 1][attention bwd 1]...[wgrad, un-split]
 
-On GPUs the pieces take turns on several streams (`runtime/lanes.py`). The two other ways are made of whole attention
+On GPUs the pieces take turns on several streams (`runtime/lanes.py`). The two other paths are made of whole attention
 and `linear_reduce_scatter`, the one planned as any linear, the other sequential.
 """
 
@@ -84,7 +84,7 @@ def query_split_attention(
     causal: a query sees no later key. window (left, right): nor one farther than that before or after it; -1 is
     unlimited. mask: booleans instead of both; the score of a key that it hides (True) becomes -10000, as in Megatron.
 
-    Which way it is computed `context.config.attention` says, by default what a trial found to be the fastest.
+    Which path is taken `context.config.attention` says, by default what a trial found to be the fastest.
 
     Rounding: that of `linear_reduce_scatter`; attended values are rounded to the dtype of q before the projection.
     Gradients of keys and values are summed over splits in fp32 (fp64 for fp64) and rounded once; "cudnn" and "flash"

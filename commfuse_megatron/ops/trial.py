@@ -1,7 +1,7 @@
 """Times the candidates for one problem against each other, on scratch operands, as they would run.
 
-Collective over the context's group. The contract that bites: every rank gets the same times (the slowest rank's), so
-every rank chooses the same plan; and nothing is left behind but buffers that only a losing candidate needed.
+Collective over the context's group. Every rank gets the same times (the slowest rank's), so every rank chooses the same
+plan; and nothing is left behind but buffers that only a losing candidate needed.
 
 Warm-up apart, every round takes one burst of every candidate, each round starting with another one; after a few
 rounds only those go on that may still win, since what differs by 3 % needs more rounds than what differs by 30:
@@ -61,7 +61,7 @@ def run_trial(
         bursts = _Bursts(calls, [_burst_length(plan) for plan in plans], make_stopwatch(context.device))
         fitting = [index for index, plan in enumerate(plans) if bursts.warm_up(index, plan, context)]
         if not fitting:
-            return "every way ran out of memory"
+            return "every plan ran out of memory"
         times = [math.inf] * len(plans)
         for index, time_us in zip(fitting, _slowest(bursts.medians_us(fitting, _ROUNDS), context), strict=True):
             times[index] = time_us
@@ -132,7 +132,7 @@ class _Bursts:
         complaints = [text for text in context.consensus.exchange(complaint, topic="memory for a trial") if text]
         if 0 < len(complaints) < context.group_size:  # the others may wait for what it has not sent
             found = f"{plan.name} was tried, and ran out of memory on some ranks only: {'; '.join(complaints)}"
-            raise context.link.fail(TransportError(f"{found}; force another way, or leave more memory"))
+            raise context.link.fail(TransportError(f"{found}; force another path, or leave more memory"))
         return not complaints
 
     def medians_us(self, of: Sequence[int], rounds: int) -> list[float]:

@@ -1,7 +1,7 @@
-"""Which ways there are to run one problem: what the sizes, the configuration and the memory allow.
+"""Which plans there are for one problem: what the sizes, the configuration and the memory allow.
 
-Knows nothing of costs, but for one hint. The contract that bites: it depends on what all ranks share only, so ranks
-that bring the same problem get the same list in the same order.
+Knows nothing of costs, but for one hint. It depends on what all ranks share only, so ranks that bring the same problem
+get the same list in the same order.
 """
 
 from collections.abc import Mapping
@@ -125,7 +125,7 @@ def merge_needs(held: Mapping[str, int], needs: Mapping[str, int]) -> dict[str, 
 def _paths(problem: GemmProblem, chosen: PassConfig) -> tuple[list[str], str]:
     """Paths in the order in which ties are decided, and what became of a forced one.
 
-    From the simplest on, except that Megatron's way comes last: a collective beside cuBLAS shares SMs as the moment has
+    From the simplest on, except that Megatron's comes last: a collective beside cuBLAS shares SMs as the moment has
     it, and where it came within a percent of bulk in trials it was up to 6 % slower later (2 x H200, 160 passes).
     """
     is_backward = problem.pass_name == "backward"

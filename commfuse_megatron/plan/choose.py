@@ -1,7 +1,7 @@
 """Chooses among candidates by what was predicted or measured of them, and says why.
 
-The contract that bites: the choice must be the same on every rank, so it may depend only on what all ranks share: the
-problem, the configuration, and numbers that they have exchanged.
+Beware: the choice must be the same on every rank, so it may depend only on what all ranks share: the problem, the
+configuration, and numbers that they have exchanged.
 """
 
 import dataclasses

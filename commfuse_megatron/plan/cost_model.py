@@ -1,4 +1,4 @@
-"""Predicts what every way of running a problem takes, from a `MachineModel`: good enough to tell clear cases apart.
+"""Predicts what every plan for a problem takes, from a `MachineModel`: good enough to tell clear cases apart.
 
 A prediction is the longer of two times: what the GPU needs (the program that would run is lowered and dry-run by
 `schedule.simulate`) and what the host needs to issue it. Where predictions are close, `ops.trial` measures.

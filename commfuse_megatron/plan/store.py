@@ -1,7 +1,7 @@
 """`PlanStore`: a file of plans, in JSON, from which later runs take theirs. Knows no ranks.
 
-Groups and jobs may share a file. The contract that bites: `add` keeps what others have written, and of two plans of one
-problem the one that was written first, which it gives to both.
+Groups and jobs may share a file: `add` keeps what others have written, and of two plans of one problem the one that was
+written first, which it gives to both.
 """
 
 import dataclasses

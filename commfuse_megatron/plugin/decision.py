@@ -1,8 +1,8 @@
 """What one layer remembers, and its choice at every call between the overlapped op and Megatron's own path.
 
 Kept apart from the layer classes because `convert_model` turns built layers into ours without running a constructor:
-the state appears on first use. The contract that bites: the state is no part of the module for copying, pickling and
-checkpoints; only what was asked for survives a copy, never a context.
+the state appears on first use. The state is no part of the module for copying, pickling and checkpoints; only what was
+asked for survives a copy, never a context.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """What the ranks of one context ask each other, so that all do the same: agree, raise, or give up together.
 
-Collective, each: every rank must ask the same, in the same order. The contract that bites: where ranks may have stopped
-at different calls, the context fails, for its next call could meet another rank's present one and give wrong numbers.
+Collective, each: every rank must ask the same, in the same order. Where ranks may have stopped at different calls, the
+context fails, for its next call could meet another rank's present one and give wrong numbers.
 """
 
 from collections.abc import Callable, Hashable

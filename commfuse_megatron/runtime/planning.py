@@ -1,8 +1,7 @@
 """`Planner`: chooses a context's plans, asking the cost model and, where that cannot tell, a trial.
 
-Everything that makes it collective is here. The contract that bites: ranks must take the same turns, so it asks the
-other ranks whether they plan the same problem before it measures anything, and measures nothing while a CUDA graph is
-captured.
+Everything that makes it collective is here. Ranks must take the same turns, so it asks the other ranks whether they
+plan the same problem before it measures anything, and measures nothing while a CUDA graph is captured.
 """
 
 import dataclasses
@@ -209,7 +208,7 @@ class Planner:
         context, config = self._context, self._context.config
         gemm = context.slice_gemm(dtype)
         uses_nccl = context.transport_name == "nccl"
-        channels = context.nccl.channels * context.nccl.lanes
+        channels = context.nccl.channels * context.nccl.communicators
         reserved = channels if config.kernel.reserved_sms is None else config.kernel.reserved_sms
         num_sms = 132
         if context.device.type == "cuda":

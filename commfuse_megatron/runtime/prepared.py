@@ -16,12 +16,13 @@ from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels.attention import AttentionKernel
 from commfuse_megatron.plan.pass_plan import PassPlan
-from commfuse_megatron.plan.passes import bind_plan, tape_policy, tensor_policy
-from commfuse_megatron.problem import Problem, shard_range
+from commfuse_megatron.plan.passes import bind_plan, lower_pass, tape_policy, tensor_policy
+from commfuse_megatron.problem import AttentionProblem, Problem, shard_range
 from commfuse_megatron.runtime import hardware
 from commfuse_megatron.runtime.buffers import PassBuffers
 from commfuse_megatron.runtime.consensus import Consensus, Guard
 from commfuse_megatron.runtime.gemm import SliceGemm
+from commfuse_megatron.runtime.lanes import choose_num_lanes
 from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.runtime.stored_plans import StoredPlans
@@ -30,22 +31,19 @@ from commfuse_megatron.runtime.tensor_program import Kernel, Means, TensorProgra
 from commfuse_megatron.runtime.tensor_tape import TensorTape
 from commfuse_megatron.schedule import Algorithm, Collective
 from commfuse_megatron.schedule.binding import BoundSchedule
-from commfuse_megatron.schedule.lower_linear import lower_transfers
+from commfuse_megatron.schedule.lower_linear import Asked, lower_transfers
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Program
 from commfuse_megatron.transport.copy_tape import BoundOperation
 from commfuse_megatron.transport.select import NcclSettings
 
-__all__ = ["Lower", "PassContext", "PreparedPass", "TryOut"]
+__all__ = ["PassContext", "PreparedPass", "TryOut"]
 
 # The guard of a group of one.
 _ALONE = nullcontext()
 
 #: Times some plans of one problem, collectively: microseconds by plan, equal on all ranks; or why there are none.
 TryOut = Callable[[Sequence[PassPlan]], Sequence[float] | str]
-
-#: Makes the program of a pass, for what a call asks of it.
-Lower = Callable[["PreparedPass", Policy, Any], Program]
 
 
 class PreparedPass:
@@ -74,57 +72,62 @@ class PreparedPass:
         self.memo: dict[Any, Any] = {}
         buffers = PassBuffers(context.slots, self.wire_features, self.dtype, gemm.own_dtype)
         self._means = Means(buffers, context.link, gemm, context.lanes, context.hardware)
-        self._tapes = Tapes(self._lower_for_tape, self._means)
+        self._tapes = Tapes(lambda asked: self.lower(tape_policy(problem, plan), asked), self._means)
         self._programs: dict[Hashable, TensorProgram | TensorTape] = {}
 
     def run(
         self,
-        lower: Lower,
-        asked: Hashable,
+        asked: Asked,
         tensors: Mapping[str, torch.Tensor],
         *,
         kernels: Mapping[str, Kernel] | None = None,
     ) -> None:
-        """Run the program that `lower` makes for what is asked, inside the with-block: from a tape where there is one.
+        """Run the program for what is asked, inside the with-block: from a tape where there is one.
 
         tensors: operands by name, in an order that follows from `asked`; see `TensorProgram.run`. kernels: by the kind
         of `Compute`; a program with such ops is run on tensors.
         """
-        if not self.run_from_tape(lower, asked, tensors):
-            self.run_on_tensors(lower, asked, tensors, kernels=kernels)
+        if not self.run_from_tape(asked, tensors):
+            self.run_on_tensors(asked, tensors, kernels=kernels)
 
-    def lower(self, lower: Lower, policy: Policy, asked: Any) -> Program:
+    def lower(self, policy: Policy, asked: Asked) -> Program:
         """The program of this rank."""
-        return lower(self, policy, asked)
+        if isinstance(self.problem, AttentionProblem):
+            policy = dataclasses.replace(policy, lanes=self.num_attention_lanes)
+        return lower_pass(self.problem, self.plan, policy, asked, self.group_rank)
 
     def run_on_tensors(
-        self,
-        lower: Lower,
-        asked: Hashable,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        kernels: Mapping[str, Kernel] | None = None,
+        self, asked: Asked, tensors: Mapping[str, torch.Tensor], *, kernels: Mapping[str, Kernel] | None = None
     ) -> None:
         """The same, not from a tape."""
-        key = (lower, asked)
+        self._run_on_tensors(asked, lambda: self.lower(self._tensor_policy, asked), tensors, kernels or {})
+
+    def run_transfers(self, shard: torch.Tensor, label: str) -> None:
+        """The messages of the all-gather of `shard` [own rows, features] alone: what arrives is left in the buffer."""
+        self._run_on_tensors(
+            label, lambda: lower_transfers(self.gather, self._tensor_policy, label), {"shard": shard}, {}
+        )
+
+    def _run_on_tensors(
+        self,
+        key: Hashable,
+        lower: Callable[[], Program],
+        tensors: Mapping[str, torch.Tensor],
+        kernels: Mapping[str, Kernel],
+    ) -> None:
         program = self._programs.get(key)
         if program is None or program.generation != self._means.buffers.generation:
-            lowered = self.lower(lower, self._tensor_policy, asked)
+            lowered = lower()
             # Who sends nothing has nothing on a tape.
             is_on_tape = self.context.link.transport.is_one_sided and lowered.schedules
             program = (TensorTape if is_on_tape else TensorProgram)(lowered, self._means, tensors)
             self._programs[key] = program
-        program.run(tensors, kernels or {})
+        program.run(tensors, kernels)
         self.modes["stepped"] += 1
-
-    def run_transfers(self, shard: torch.Tensor, label: str) -> None:
-        """The messages of the all-gather of `shard` [own rows, features] alone: what arrives is left in the buffer."""
-        self.run_on_tensors(_lower_transfers, label, {"shard": shard})
 
     def run_from_tape(
         self,
-        lower: Lower,
-        asked: Hashable,
+        asked: Asked,
         tensors: Mapping[str, torch.Tensor],
         *,
         kernels: Mapping[str, TapeKernel] | None = None,
@@ -136,7 +139,7 @@ class PreparedPass:
         """
         if not self.can_replay:
             return False
-        mode = self._tapes.run(lower, asked, tensors, kernels, layout)
+        mode = self._tapes.run(asked, tensors, kernels, layout)
         if mode is None:
             return False
         self.modes[mode] += 1
@@ -162,6 +165,16 @@ class PreparedPass:
         """The reduce-scatter of this problem's rows."""
         return self._bind(Collective.REDUCE_SCATTER)
 
+    @functools.cached_property
+    def num_attention_lanes(self) -> int:
+        """How many splits of an attention are to run at a time; 0 where there are no lanes."""
+        problem, context = self.problem, self.context
+        assert isinstance(problem, AttentionProblem)
+        queries = -(-problem.rows // problem.group_size)
+        largest = -(-queries // self.plan.chunks_per_shard)
+        found = choose_num_lanes(largest, problem.batch * problem.heads, context.device)
+        return found if context.lanes.handles(found) else 0
+
     @property
     def is_bulk(self) -> bool:
         """Whether the pass runs as few GEMMs as possible."""
@@ -174,10 +187,6 @@ class PreparedPass:
             folds=self.gemm.can_fold,
             keeps_own_apart=self.gemm.own_dtype != self.dtype,
         )
-
-    @functools.cached_property
-    def _tape_policy(self) -> Policy:
-        return tape_policy(self.problem, self.plan)
 
     @functools.cached_property
     def can_replay(self) -> bool:
@@ -202,9 +211,6 @@ class PreparedPass:
         """What multiplied; before any call, what will on tensors."""
         names = [self.gemm.name] if self.modes["stepped"] or not any(self.modes.values()) else []
         return ", ".join([*names, *(["cuBLASLt"] if self.modes["tape"] or self.modes["graph"] else [])])
-
-    def _lower_for_tape(self, lower: Lower, asked: Hashable) -> Program:
-        return self.lower(lower, self._tape_policy, asked)
 
     def forget_programs(self) -> None:
         """Free the programs; the next call makes them anew."""
@@ -412,7 +418,7 @@ class PassContext:
                 self._gemms[key] = SliceGemm(
                     self.config.kernel,
                     self.transport_name if is_beside_transfers else "none",
-                    self.nccl.channels * self.nccl.lanes,
+                    self.nccl.channels * self.nccl.communicators,
                     self.device,
                     dtype,
                     regains_sms=self.nccl.regains_sms,
@@ -420,7 +426,3 @@ class PassContext:
             except UnsupportedError as error:  # alike on all ranks, before anything is sent
                 raise self.link.mark_raised_on_all_ranks(error) from None
         return self._gemms[key]
-
-
-def _lower_transfers(p: PreparedPass, policy: Policy, label: str) -> Program:
-    return lower_transfers(p.gather, policy, label)

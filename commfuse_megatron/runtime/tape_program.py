@@ -17,6 +17,7 @@ from commfuse_megatron.runtime.buffers import buffers_of
 from commfuse_megatron.runtime.link import Link, Watched, name_of_batch
 from commfuse_megatron.runtime.tensor_program import Means, name_of
 from commfuse_megatron.schedule import program as prog
+from commfuse_megatron.schedule.lower_linear import Asked
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.copy_flags import Key
 from commfuse_megatron.transport.copy_tape import BoundOperation, CopyTape, Ref, Step
@@ -54,25 +55,21 @@ def addresses_of(tensors: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
 
 
 class Tapes:
-    """The tapes of one pass.
+    """The tapes of one pass. lower: makes the program for what is asked."""
 
-    lower: makes a program from a lowering and what is asked of it.
-    """
-
-    def __init__(self, lower: Callable[[Any, Hashable], prog.Program], means: Means) -> None:
+    def __init__(self, lower: Callable[[Asked], prog.Program], means: Means) -> None:
         self._lower, self._means, self._buffers = lower, means, means.buffers
         self._known: dict[Hashable, _Bound] = {}
 
     def run(
         self,
-        lower: Hashable,
-        asked: Hashable,
+        asked: Asked,
         tensors: Mapping[str, torch.Tensor],
         kernels: "Mapping[str, TapeKernel] | None",
         layout: Hashable,
     ) -> Literal["tape", "graph"] | None:
-        """Run the program of a lowering on these operands, as what it says; None, and nothing done, where that is not
-        for a tape.
+        """Run the program for what is asked on these operands, as what it says; None, and nothing done, where that is
+        not for a tape.
 
         tensors: as for `TensorProgram.run`, and what kernels use. layout: what else the tape depends on.
         """
@@ -81,12 +78,12 @@ class Tapes:
         weight, grad_weight = tensors.get("weight"), tensors.get("grad_weight")
         strides = None if weight is None else weight.stride()
         target = None if grad_weight is None else (grad_weight.dtype, grad_weight.shape, grad_weight.stride())
-        key = (lower, asked, layout, alignment, strides, target)
+        key = (asked, layout, alignment, strides, target)
         bound = self._known.get(key, _UNKNOWN)
         if bound.generation != self._buffers.generation:
             if bound.operation is None and bound is not _UNKNOWN:
                 return None
-            bound = self._bind(key, tensors, kernels or {}, alignment)
+            bound = self._bind(key, asked, tensors, kernels or {}, alignment)
         operation, _, scratch = bound
         if operation is None:
             return None
@@ -108,14 +105,15 @@ class Tapes:
 
     def _bind(
         self,
-        key: tuple[Hashable, ...],
+        key: Hashable,
+        asked: Asked,
         tensors: Mapping[str, torch.Tensor],
         kernels: "Mapping[str, TapeKernel]",
         alignment: int,
     ) -> _Bound:
         bound = _Bound(None, _NEVER)
         try:
-            binder = TapeBinder(self._lower(key[0], key[1]), self._means, tensors, alignment)
+            binder = TapeBinder(self._lower(asked), self._means, tensors, alignment)
             bound = _Bound(binder.bind(kernels), self._buffers.generation, binder.scratch)
         except Unservable:
             pass

@@ -38,7 +38,7 @@ class Asked(NamedTuple):
     weight_grad: "now", "later" (leave the caller what it is made of), or not at all. accumulates: that gradient is
     added to what is there. is_bulk: as few GEMMs as possible. has_x: the rows that an all-gather linear's weight
     gradient needs are at hand. keeps_gathered: leave what was gathered to the caller. has_bias, has_addend: what is
-    added, to the result and to every partial.
+    added, to the result and to every partial. attends: an attention's backward pass in one piece belongs to it.
     """
 
     is_backward: bool = False
@@ -50,6 +50,7 @@ class Asked(NamedTuple):
     keeps_gathered: bool = False
     has_bias: bool = False
     has_addend: bool = False
+    attends: bool = False
 
 
 def lower_gather_pass(

@@ -1,6 +1,6 @@
 """What all lowerings share: from bound schedules to the ops of a program, in the order of submission.
 
-A lowering calls these parts one after the other; each appends ops. What two ways of running a pass differ in is a
+A lowering calls these parts one after the other; each appends ops. What two transports differ in for a pass is a
 `Policy`, so that the order of a pass is written once.
 """
 

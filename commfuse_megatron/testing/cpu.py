@@ -1,9 +1,8 @@
 """Lets unmodified Megatron-Core run on CPU tensors and gloo, for tests and for the demo without a GPU.
 
 Megatron names CUDA in many places where any device would do. Each shim below removes one such wall, is named after it,
-and puts everything back when it ends; nothing is active outside `cpu_megatron`. The contract that bites: what Megatron
-decided *at import* stays decided, so enter `cpu_megatron` before the first `import megatron` where Transformer Engine
-is installed.
+and puts everything back when it ends; nothing is active outside `cpu_megatron`. What Megatron decided *at import* stays
+decided, so enter `cpu_megatron` before the first `import megatron` where Transformer Engine is installed.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """A GPT of Megatron-Core small enough for a CPU: configuration, model, batch, loss.
 
 The same code builds the stock model and the overlapped one, on CPU (inside `cpu_megatron`) and on CUDA. Local layers
-only: neither Transformer Engine nor Apex is needed. The contract that bites: both models carry CommFuseNorm, since
-Megatron's own torch norm refuses sequence parallelism; everything else of the stock model is Megatron's.
+only: neither Transformer Engine nor Apex is needed. Both models carry CommFuseNorm, since Megatron's own torch norm
+refuses sequence parallelism; everything else of the stock model is Megatron's.
 """
 
 import warnings

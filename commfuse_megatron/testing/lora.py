@@ -1,9 +1,8 @@
 """Low-rank adapters on Megatron's linears, as adapter libraries put them there: a wrapper around each linear.
 
-Owns a wrapper to compare models with, no training recipe. The contract that bites: a linear with the norm before it in
-the same module is asked for the norm's output by attribute (`return_layernorm_output`), since the adapter must see
-what the linear sees; a class that does not know the attribute leaves the adapter with the input of the norm, which no
-shape tells apart.
+Owns a wrapper to compare models with, no training recipe. A linear with the norm before it in the same module is asked
+for the norm's output by attribute (`return_layernorm_output`), since the adapter must see what the linear sees; a class
+that does not know the attribute leaves the adapter with the input of the norm, which no shape tells apart.
 """
 
 import copy

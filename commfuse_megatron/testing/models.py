@@ -1,9 +1,9 @@
 """Small models of every kind that the plugin serves, stock and overlapped, from Megatron's own builders and specs.
 
-The contract that bites: Megatron's local layers lack some parts that its Transformer Engine layers have, and without
-them there is no stock model to compare with. Both models get the same stand-ins: CommFuseNorm for norms that refuse
-sequence parallelism, `_LatentCoreAttention` for a core attention that knows no head sizes of its own,
-`_PackedCoreAttention` for one that takes no packed sequences.
+Megatron's local layers lack some parts that its Transformer Engine layers have, and without them there is no stock
+model to compare with. Both models get the same stand-ins: CommFuseNorm for norms that refuse sequence parallelism,
+`_LatentCoreAttention` for a core attention that knows no head sizes of its own, `_PackedCoreAttention` for one that
+takes no packed sequences.
 """
 
 import copy

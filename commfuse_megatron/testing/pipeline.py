@@ -1,7 +1,7 @@
 """One training step by Megatron's own schedules: micro-batches, pipeline stages, data-parallel buckets.
 
 Unlike `training.Training` it takes several model chunks and micro-batches, and keeps losses and gradients apart for
-comparison. The contract that bites: every rank must build its chunks and call `step` in the same order.
+comparison. Every rank must build its chunks and call `step` in the same order.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """Lets Megatron's whole training program run on CPU ranks: what `cpu_megatron` does, and the walls of `pretrain`.
 
 For tests and for examples that are asked to (`--cpu`). As there, every shim removes one wall, is named after it, and
-nothing is active outside `cpu_pretraining`. The contract that bites: enter it before anything imports
-`megatron.training`, and give the script the flags of `CPU_FLAGS`, since fused kernels and NCCL need a GPU.
+nothing is active outside `cpu_pretraining`. Enter it before anything imports `megatron.training`, and give the script
+the flags of `CPU_FLAGS`, since fused kernels and NCCL need a GPU.
 """
 
 from collections.abc import Callable, Iterator

@@ -10,11 +10,11 @@ device-to-device copy on a stream of our own, between stream memory operations o
 sender, one per message. They are set once and cleared once per operation, by values that do not change from call to
 call, so a captured CUDA graph replays them. A wait changes nothing, so it may be repeated, on any stream.
 
-The contract that bites: between two releases all messages to a peer go out under one grant, which the peer gives anew
-in every release. So a rank must release each operation, also one that sends and receives nothing, in the same order as
-the others. A grant says that the peer has read all that arrived, whoever sent it: the next operation may lay its
-windows out differently. Therefore a rank without a message for a peer takes the grant, too, and says so by a flag of
-its own, for which the peer waits before it grants again: else a grant of an earlier operation would be left over.
+Beware: between two releases all messages to a peer go out under one grant, which the peer gives anew in every release.
+So a rank must release each operation, also one that sends and receives nothing, in the same order as the others. A
+grant says that the peer has read all that arrived, whoever sent it: the next operation may lay its windows out
+differently. Therefore a rank without a message for a peer takes the grant, too, and says so by a flag of its own, for
+which the peer waits before it grants again: else a grant of an earlier operation would be left over.
 """
 
 import functools

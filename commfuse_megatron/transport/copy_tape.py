@@ -5,9 +5,9 @@ addresses, which steps index. Knows no GEMM: the runtime puts its own steps betw
 
 With CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron sets it, all streams share one hardware queue: whatever waits at its
 head, on whichever stream, holds up the kernels behind it. So what the copy stream does is submitted behind the next
-kernel of the current stream, beside which it is to run: measured, a first GEMM otherwise starts when the first
-transfer is over. The contract that bites: a wait must not be submitted before the push of its own batch, else two
-ranks wait for each other's pushes, which are behind the waits.
+kernel of the current stream, beside which it is to run: measured, a first GEMM otherwise starts when the first transfer
+is over. Beware: a wait must not be submitted before the push of its own batch, else two ranks wait for each other's
+pushes, which are behind the waits.
 
 In a CUDA graph, ours or one that somebody else captures, it is the driver who orders what is independent. So a tape
 keeps its steps a second time, in which each wait depends on the push of its own batch; see `transport.tape_graphs`. The

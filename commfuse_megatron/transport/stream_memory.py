@@ -1,8 +1,8 @@
 """Waits for and writes of 32-bit flags in a stream's order, without a kernel; copies; and a stream of our own.
 
 Thin over the driver (cuda-bindings). Parameters are built once and replayed: building them costs more host time than
-the call. The contract that bites: such a wait is invisible to CUDA, so nothing but the flag ends it, and what writes
-the flag must never be submitted behind the wait.
+the call. Beware: such a wait is invisible to CUDA, so nothing but the flag ends it, and what writes the flag must never
+be submitted behind the wait.
 """
 
 import gc

@@ -9,7 +9,7 @@ import torch
 from commfuse_megatron import ops
 from commfuse_megatron.errors import ConfigError, VerificationError
 from commfuse_megatron.kernels import attention_choice
-from commfuse_megatron.ops import attention_tapes
+from commfuse_megatron.runtime import prepared
 from commfuse_megatron.schedule import schedule_bound_us
 from commfuse_megatron.tools.bench.attention import attention_work, heads_of
 from commfuse_megatron.tools.bench.emulate import EmulatedAttention, make_emulated_work
@@ -123,7 +123,7 @@ def test_emulated_programs_on_tapes_give_what_they_should_in_every_order(size, s
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(attention_choice, "cudnn_attention_unavailable_reason", lambda problem, device: None)
     monkeypatch.setattr(tape_graphs, "_STEPWISE", -1)  # every call is one
-    monkeypatch.setattr(attention_tapes, "choose_num_lanes", lambda *arguments: 3)
+    monkeypatch.setattr(prepared, "choose_num_lanes", lambda *arguments: 3)
 
     def body(group, device):
         sizes = {"M": 64, "N": 16, "K": 32, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}

@@ -304,7 +304,7 @@ def test_a_way_that_runs_out_of_memory_is_left_out_or_named(monkeypatch, ranks):
             assert not context.is_usable
             return None
         plans, found = try_three_ways(context, rehearse)
-        assert try_three_ways(context, rehearse, m=(4,))[1] == "every way ran out of memory"
+        assert try_three_ways(context, rehearse, m=(4,))[1] == "every plan ran out of memory"
         context.close()
         return found, choose_measured(plans, found).reason
 

@@ -111,7 +111,7 @@ def test_kernels_are_sorted_by_name(name: str, track: str, short: str, op: str) 
     (interval,) = intervals_of_trace(trace_of(work(name, 110, 5, launched=25)), 2)
     assert (interval.track, interval.name) == (track, short)
     assert interval.op.startswith(op)
-    assert (interval.detail, interval.lane, interval.call) == (name, "stream 7", 1)
+    assert (interval.detail, interval.row, interval.call) == (name, "stream 7", 1)
 
 
 def test_copies_are_transfers_between_devices_and_on_streams_without_kernels() -> None:

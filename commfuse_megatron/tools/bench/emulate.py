@@ -15,7 +15,7 @@ Results are checked: every slice against the product of the rows that were reall
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, override
+from typing import override
 
 import torch
 from torch import distributed as dist
@@ -28,8 +28,9 @@ from commfuse_megatron.ops.attention_passes import AttentionCall, attention_forw
 from commfuse_megatron.ops.linear_reduce_scatter import scatter_forward
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import Problem
-from commfuse_megatron.runtime.prepared import Lower, PreparedPass
+from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.schedule import Algorithm
+from commfuse_megatron.schedule.lower_linear import Asked
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Issue, Program
 from commfuse_megatron.tools.bench.attention import (
@@ -117,8 +118,8 @@ class EmulatedPass(PreparedPass):
         self._peer = 1 - context.group_rank
 
     @override
-    def lower(self, lower: Lower, policy: Policy, asked: Any) -> Program:
-        return emulate(super().lower(lower, policy, asked), self._peer)
+    def lower(self, policy: Policy, asked: Asked) -> Program:
+        return emulate(super().lower(policy, asked), self._peer)
 
 
 class OverTransport(WithContext):

@@ -140,7 +140,7 @@ def _traits(backend: str, link: str, sms: int) -> Traits:
     if backend == "copy_engine":
         return Traits(transport=backend, num_sms=sms, adds_in_epilogue=True, replays=True)
     settings = THROUGH_HOST_MEMORY if link == "host" else DIRECT
-    transfer_sms = settings.channels * settings.lanes
+    transfer_sms = settings.channels * settings.communicators
     return Traits(transport=backend, num_sms=sms, transfer_sms=transfer_sms, regains_sms=settings.regains_sms)
 
 

@@ -83,6 +83,6 @@ def lanes_by_label(intervals: Iterable[Interval]) -> list[tuple[str, list[list[I
     """(label, rows) of every lane or stream that the intervals name, each in rows of its own."""
     by_label: dict[str, list[Interval]] = {}
     for interval in intervals:
-        by_label.setdefault(interval.lane, []).append(interval)
+        by_label.setdefault(interval.row, []).append(interval)
     # "stream 7" before "stream 20"
     return [(label, assign_lanes(by_label[label])) for label in sorted(by_label, key=lambda label: (len(label), label))]

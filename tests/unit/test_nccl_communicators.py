@@ -1,4 +1,4 @@
-"""How the NCCL transport spreads messages over its lanes, checked without GPUs: both ends must agree on every lane."""
+"""How the NCCL transport spreads messages over its communicators, checked without GPUs: both ends must agree."""
 
 import itertools
 from collections import deque
@@ -22,7 +22,7 @@ class FakeWork:
 
 
 class FakeBackend:
-    """Records one lane's batches of one rank as (sent, received), each (peer, elements, values)."""
+    """Records one communicator's batches of one rank as (sent, received), each (peer, elements, values)."""
 
     def __init__(self):
         self.batches = []
@@ -41,22 +41,22 @@ class FakeBackend:
         return FakeWork()
 
 
-def make_transport(lanes):
+def make_transport(communicators):
     transport = NcclTransport.__new__(NcclTransport)
-    transport._lanes = [FakeBackend() for _ in range(lanes)]
+    transport._communicators = [FakeBackend() for _ in range(communicators)]
     return transport
 
 
 def deliver(transports):
-    """Move the bytes as NCCL would: per lane and pair of ranks first in, first out; sizes must match."""
-    for lane in range(len(transports[0]._lanes)):
+    """Move the bytes as NCCL would: per communicator and pair of ranks first in, first out; sizes must match."""
+    for communicator in range(len(transports[0]._communicators)):
         queues = {}
         for rank, transport in enumerate(transports):
-            for sent, _ in transport._lanes[lane].batches:
+            for sent, _ in transport._communicators[communicator].batches:
                 if sent is not None:
                     queues.setdefault((rank, sent[0]), deque()).append(sent[1])
         for rank, transport in enumerate(transports):
-            for _, received in transport._lanes[lane].batches:
+            for _, received in transport._communicators[communicator].batches:
                 if received is not None:
                     tensor = queues[received[0], rank].popleft()
                     assert tensor.numel() == received[1].numel()
@@ -64,13 +64,13 @@ def deliver(transports):
         assert not any(queues.values())
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3])
+@pytest.mark.parametrize("communicators", [1, 2, 3])
 @pytest.mark.parametrize("least_bytes", [0, 30, 10**9])
 @pytest.mark.parametrize("algorithm", list(Algorithm))
-def test_uneven_schedules_deliver_every_chunk_whatever_is_cut(lanes, least_bytes, algorithm, monkeypatch):
+def test_uneven_schedules_deliver_every_chunk_whatever_is_cut(communicators, least_bytes, algorithm, monkeypatch):
     monkeypatch.setattr(nccl, "_LEAST_BYTES_TO_CUT", least_bytes)
     for group_size, m, rows in itertools.product([2, 3, 4], [1, 2, 3], [1, 5, 11, 24]):
-        transports = [make_transport(lanes) for _ in range(group_size)]
+        transports = [make_transport(communicators) for _ in range(group_size)]
         expected = []
         for rank, transport in enumerate(transports):
             bound = bind(Collective.ALL_GATHER, algorithm, group_size, rank, m, rows, 1)
@@ -89,11 +89,11 @@ def test_uneven_schedules_deliver_every_chunk_whatever_is_cut(lanes, least_bytes
         assert all(bool((tensor == chunk).all()) for tensor, chunk in expected)
 
 
-def test_small_messages_take_turns_and_large_ones_use_every_lane(monkeypatch):
+def test_small_messages_take_turns_and_large_ones_use_every_communicator(monkeypatch):
     monkeypatch.setattr(nccl, "_LEAST_BYTES_TO_CUT", 64)
     transport = make_transport(2)
     for turn in range(4):
         transport.exchange(Message(torch.zeros(4), 1, 0), None, turn)
     transport.exchange(Message(torch.zeros(17), 1, 0), None, 0)
-    sizes = [[sent[1].numel() for sent, _ in lane.batches] for lane in transport._lanes]
+    sizes = [[sent[1].numel() for sent, _ in communicator.batches] for communicator in transport._communicators]
     assert sizes == [[4, 4, 9], [4, 4, 8]]
