@@ -17,6 +17,7 @@ from commfuse_megatron.plan.store import STORED, read_sections
 
 if TYPE_CHECKING:
     from commfuse_megatron.benchmark.run import Piece, Settings
+    from commfuse_megatron.plan.linear_plan import LinearPlan
 
 __all__ = ["require_plans_alone", "run_write_plans"]
 
@@ -81,12 +82,8 @@ def _write_plans_on_rank(rank: Rank, options: _Options) -> int:
         found = plan_cases(options.settings, dist.group.WORLD, device, options.config, step)
     if not rank.is_first:
         return 0
-    kinds = [
-        "already there" if plan.reason.startswith(STORED)
-        else "chosen by the model" if plan.measured_us is None else "measured"
-        for plan in found.plans.values()
-    ]  # fmt: skip
-    counts = {kind: kinds.count(kind) for kind in ("measured", "chosen by the model", "already there")}
+    kinds = [_kind_of(plan) for plan in found.plans.values()]
+    counts = {kind: kinds.count(kind) for kind in ("measured", "chosen by the model", "neither", "already there")}
     if options.json:
         plans = [{"problem": str(problem), **asdict(plan)} for problem, plan in found.plans.items()]
         write_json(options.json, counts | {"missing": found.missing, "failures": found.complaints, "plans": plans})
@@ -96,3 +93,12 @@ def _write_plans_on_rank(rank: Rank, options: _Options) -> int:
     said = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     results().print(f"{escape(str(options.config.plan.file))}: {say_count(len(kinds), 'plan')}, {said}", soft_wrap=True)
     return 1 if found.complaints else 0
+
+
+def _kind_of(plan: LinearPlan) -> str:
+    """How it was come by. Neither measured nor chosen by the model: forced, a default, or as for another length."""
+    if plan.reason.startswith(STORED):
+        return "already there"
+    if plan.measured_us is not None:
+        return "measured"
+    return "neither" if plan.predicted_us is None else "chosen by the model"
