@@ -80,7 +80,7 @@ def _write_plans_on_rank(rank: Rank, options: argparse.Namespace) -> int:
                 complaints += [] if stored.store is None else stored.store.complaints
     if not rank.is_first:
         return 0
-    kinds = [_kind_of(plan) for plan in found.plans.values()]
+    kinds = [_kind_of(plan) for plan in plans.values()]
     counts = {kind: kinds.count(kind) for kind in ("measured", "chosen by the model", "neither", "already there")}
     if options.json:
         listed = [{"problem": str(problem), **asdict(plan)} for problem, plan in plans.items()]
