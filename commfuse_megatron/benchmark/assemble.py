@@ -14,7 +14,7 @@ from commfuse_megatron.benchmark.operands import Work
 from commfuse_megatron.benchmark.rows import Row, has_word_prefix
 from commfuse_megatron.benchmark.timing import Sample
 from commfuse_megatron.benchmark.variant import Ready, link_name
-from commfuse_megatron.schedule import schedule_bound_us
+from commfuse_megatron.schedule import closed_form_us
 
 __all__ = ["Measured", "make_rows", "run_header", "this_commit"]
 
@@ -56,7 +56,7 @@ def make_rows(
             if work.pass_name == "fprop":
                 own_comm = samples.get(f"comm_only {ready.transport}")
                 own_ms = comm_ms if own_comm is None else own_comm.median_ms
-                bound_ms = schedule_bound_us(compute_ms, own_ms, case.group_size, chunks)
+                bound_ms = closed_form_us(compute_ms, own_ms, case.group_size, chunks)
         if isinstance(case, AttentionCase) and work.pass_name == "fprop" and ready.path == "query_split":
             own_comm = samples.get(f"comm_only {ready.transport}")
             own_ms = comm_ms if own_comm is None else own_comm.median_ms

@@ -39,7 +39,6 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
-from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
 from commfuse_megatron.errors import UnsupportedError
 
@@ -81,10 +80,8 @@ __all__ = [
     "reason_in_functions",
     "reason_in_precision",
     "set_scalar_writer",
-    "tensor_parallel_group",
     "training_arguments",
     "transformer_engine_class",
-    "weight_rematerialisation_size",
 ]
 
 #: Without Transformer Engine its classes exist too, but cannot be built.
@@ -239,19 +236,6 @@ _debug_state = _find_debug_state()
 def is_transformer_engine_linear(module: torch.nn.Module) -> bool:
     """Whether `module` is a linear of Transformer Engine, or one derived from it, grouped ones included."""
     return any("Linear" in cls.__name__ and cls.__module__ == _te.__name__ for cls in type(module).__mro__)
-
-
-def tensor_parallel_group(group: dist.ProcessGroup | None, is_expert: bool) -> dist.ProcessGroup | None:
-    """The group that Megatron's linears take when they are given `group`; None while Megatron has no groups."""
-    return get_tensor_model_parallel_group_if_none(group, is_expert=is_expert, check_initialized=False)
-
-
-def weight_rematerialisation_size(is_expert: bool) -> int:
-    """Over how many ranks Megatron shards each weight itself (generalized tensor parallelism); 1 where it does not."""
-    name = "get_expert_gtp_weight_remat_group" if is_expert else "get_gtp_weight_remat_group"
-    get_group = getattr(parallel_state, name, None)
-    group = None if get_group is None else get_group(check_initialized=False)
-    return 1 if group is None else group.size()
 
 
 def final_norm_class() -> type:

@@ -34,7 +34,7 @@ from commfuse_megatron.schedule.binding import BoundSchedule
 from commfuse_megatron.schedule.lower_linear import Asked, lower_transfers
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Program
-from commfuse_megatron.transport.copy_tape import BoundOperation
+from commfuse_megatron.transport.copy_steps import BoundOperation
 from commfuse_megatron.transport.select import NcclSettings
 
 __all__ = ["PassContext", "PreparedPass", "TryOut"]
