@@ -184,7 +184,7 @@ class PreparedPass:
     def _tensor_policy(self) -> Policy:
         return tensor_policy(
             has_windows=self.context.link.transport.is_one_sided,
-            folds=self.gemm.can_fold,
+            adds_in_epilogue=self.gemm.adds_in_epilogue,
             keeps_own_apart=self.gemm.own_dtype != self.dtype,
         )
 

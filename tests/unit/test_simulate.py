@@ -187,7 +187,7 @@ def test_lanes_share_a_device_that_one_op_does_not_fill():
 
 
 def test_what_is_issued_before_an_op_runs_beside_it():
-    """Its own batches' time is what a GEMM that gives SMs to transfers reckons with."""
+    """Its own batches' time is what a GEMM that gives SMs to transfers is modelled with."""
     seen = []
 
     def work_us(rank: int, op: Work, beside_us: float) -> tuple[float, float]:
