@@ -250,7 +250,7 @@ class OverlapConfig(_Checked):
     check_decisions: compare at every call of a Megatron layer whether all ranks overlap it or take Megatron's own path,
     and why. Ranks that differ would hang; with this, all of them raise ShapeError. For debugging: also costs a host
     round trip per call.
-    record: keep one interval per slice and transfer of the latest calls, for `tracing` and the exposed time of
+    record: keep one interval per slice and transfer of the latest calls, for `tools.trace` and the exposed time of
     `OverlapContext.report()`.
     """
 

@@ -75,19 +75,12 @@ def predict(schedule: Schedule) -> None:
 
 def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     """The parser, for its errors, and what the command line chooses."""
-    parser = argparse.ArgumentParser(
-        description="Print a schedule as a step-by-rank grid, and predicted times.",
-        epilog="example:\n  python examples/look_at_a_schedule.py all-gather ring --ranks 3 --chunks 2",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "collective", nargs="?", choices=list(BUILDERS), default="reduce-scatter", help="default: reduce-scatter"
-    )
-    parser.add_argument(
-        "algorithm", nargs="?", choices=[str(name) for name in Algorithm], default="direct", help="default: direct"
-    )
-    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="default: 4")
-    parser.add_argument("--chunks", type=int, default=1, metavar="M", help="chunks per shard (default: 1)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add, algorithms = parser.add_argument, [str(name) for name in Algorithm]
+    add("collective", nargs="?", choices=list(BUILDERS), default="reduce-scatter", help="default: reduce-scatter")
+    add("algorithm", nargs="?", choices=algorithms, default="direct", help="default: direct")
+    add("--ranks", type=int, default=4, metavar="N", help="default: 4")
+    add("--chunks", type=int, default=1, metavar="M", help="chunks per shard (default: 1)")
     return parser, parser.parse_args()
 
 

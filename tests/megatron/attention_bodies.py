@@ -16,7 +16,7 @@ from commfuse_megatron.testing import models
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, transformer_config
 from commfuse_megatron.testing.models import Recipe, build_chunks, make_config
 from commfuse_megatron.testing.training import Training
-from commfuse_megatron.verify.megatron_cases import choose_configurations
+from commfuse_megatron.tools.verify.megatron_cases import choose_configurations
 
 Llama = functools.partial(SmallGPT, dtype=torch.float64)
 

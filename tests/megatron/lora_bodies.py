@@ -16,8 +16,8 @@ from commfuse_megatron.testing.gpt import SmallGPT, loss_of, tensor_parallel
 from commfuse_megatron.testing.lora import add_lora
 from commfuse_megatron.testing.models import Recipe, build_chunks, make_config, name_with_separate_norm
 from commfuse_megatron.testing.training import Training
-from commfuse_megatron.verify.lora_cases import lora_configurations
-from commfuse_megatron.verify.megatron_models import ModelResult, verify_models
+from commfuse_megatron.tools.verify.lora_cases import lora_configurations
+from commfuse_megatron.tools.verify.megatron_models import ModelResult, verify_models
 from tests.megatron.checkpoint_checks import folders, save_entries
 
 TOLERANCE = 1e-13

@@ -9,8 +9,8 @@ from torch import distributed as dist
 
 from commfuse_megatron.ops.weight_grad import DueWeightGrad
 from commfuse_megatron.testing import cpu_megatron
-from commfuse_megatron.verify.megatron_cases import choose_configurations
-from commfuse_megatron.verify.megatron_models import ModelResult, verify_models
+from commfuse_megatron.tools.verify.megatron_cases import choose_configurations
+from commfuse_megatron.tools.verify.megatron_models import ModelResult, verify_models
 
 
 def verify(_: dist.ProcessGroup, __: torch.device, names: list[str] | None) -> list[ModelResult]:

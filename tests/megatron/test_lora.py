@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.verify.lora_cases import OPTIONS, choose_lora, cover_pairs, lora_configurations, options_of
+from commfuse_megatron.tools.verify.lora_cases import OPTIONS, choose_lora, cover_pairs, lora_configurations, options_of
 from tests.harness import run_spawned
 from tests.megatron import lora_bodies
 

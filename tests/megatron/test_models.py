@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.verify.megatron_cases import CONFIGURATIONS, choose_configurations
-from commfuse_megatron.verify.megatron_models import ModelResult
+from commfuse_megatron.tools.verify.megatron_cases import CONFIGURATIONS, choose_configurations
+from commfuse_megatron.tools.verify.megatron_models import ModelResult
 from tests.harness import run_spawned
 from tests.megatron import model_bodies
 

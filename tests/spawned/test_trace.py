@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron import OverlapConfig, OverlapContext, ops, tracing
+from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.runtime.recorder import Recorder
-from commfuse_megatron.tracing.collectives import local_copies, recorded_calls
+from commfuse_megatron.tools import trace
+from commfuse_megatron.tools.trace.collectives import local_copies, recorded_calls
 from tests.harness import run_on_ranks, run_spawned
 from tests.spawned.test_commands import run_commfuse
 
@@ -168,8 +169,8 @@ def test_a_step_of_which_nothing_is_overlapped_is_refused_in_one_line(tmp_path: 
 SEES_NOTHING = """
 import sys
 
-from commfuse_megatron.cli.main import main
-from commfuse_megatron.tracing.session import Session
+from commfuse_megatron.tools.main import main
+from commfuse_megatron.tools.trace.session import Session
 
 finish = Session.finish
 Session.finish = lambda session: [[] for _ in finish(session)]
@@ -242,7 +243,7 @@ def check_record(group: dist.ProcessGroup, device: torch.device) -> None:
     x, weight = torch.randn(8, 1, 6), torch.randn(4, 6)
     with OverlapContext(group, OverlapConfig(record=True)) as context:
         ops.all_gather_linear(x, weight, context=context)  # not part of the recording
-        with tracing.record(context) as recorded:
+        with trace.record(context) as recorded:
             for _ in range(2):
                 ops.all_gather_linear(x, weight, context=context)
         assert recorded.by_rank.keys() == set(range(group.size()))
@@ -254,7 +255,7 @@ def check_record(group: dist.ProcessGroup, device: torch.device) -> None:
         dist.all_gather_object(everyones, recorded.by_rank)
         assert everyones == [recorded.by_rank] * group.size()
     silent = OverlapContext(group, OverlapConfig())
-    with pytest.raises(ConfigError, match="record=True"), tracing.record(silent):
+    with pytest.raises(ConfigError, match="record=True"), trace.record(silent):
         pass
     silent.close()
 

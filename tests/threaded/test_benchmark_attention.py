@@ -7,24 +7,24 @@ import pytest
 import torch
 
 from commfuse_megatron import ops
-from commfuse_megatron.benchmark.attention import attention_work, heads_of
-from commfuse_megatron.benchmark.attention_cases import (
+from commfuse_megatron.errors import ConfigError, VerificationError
+from commfuse_megatron.kernels import attention_choice
+from commfuse_megatron.runtime import prepared
+from commfuse_megatron.schedule import closed_form_us
+from commfuse_megatron.tools.bench.attention import attention_work, heads_of
+from commfuse_megatron.tools.bench.emulate import EmulatedAttention, make_emulated_work
+from commfuse_megatron.tools.bench.operands import Pool, check_results
+from commfuse_megatron.tools.bench.run import Settings
+from commfuse_megatron.tools.bench.summary import summarize
+from commfuse_megatron.tools.bench.tables import attention_table
+from commfuse_megatron.tools.common.attention_cases import (
     ATTENTION_CASE_NAMES,
     AttentionCase,
     attention_bound_ms,
     attention_case,
     attention_tokens,
 )
-from commfuse_megatron.benchmark.attention_emulate import EmulatedAttention, emulated_attention_work
-from commfuse_megatron.benchmark.attention_table import attention_table
-from commfuse_megatron.benchmark.cases import HEADLINE_M
-from commfuse_megatron.benchmark.operands import Pool, check_results
-from commfuse_megatron.benchmark.run import Settings
-from commfuse_megatron.benchmark.summary import summarize
-from commfuse_megatron.errors import ConfigError, VerificationError
-from commfuse_megatron.kernels import attention_choice
-from commfuse_megatron.runtime import prepared
-from commfuse_megatron.schedule import closed_form_us
+from commfuse_megatron.tools.common.cases import HEADLINE_M
 from commfuse_megatron.transport import tape_graphs
 from tests.harness.emulated_cudnn import emulate_cudnn
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
@@ -104,7 +104,7 @@ def test_emulated_groups(group_size):
 
 def test_a_wrong_emulated_result_is_noticed():
     def body(group, device):
-        work = emulated_attention_work(attention_case(*SMALL, 4, 64), group, Pool(CPU, torch.float32, group.rank()))
+        work = make_emulated_work(attention_case(*SMALL, 4, 64), group, Pool(CPU, torch.float32, group.rank()))
         variant = EmulatedAttention("gloo", 1)
         ready = variant.build(work)
         check_results(work, variant.name, ready.results())
@@ -128,7 +128,7 @@ def test_emulated_programs_on_tapes_give_what_they_should_in_every_order(size, s
     def body(group, device):
         sizes = {"M": 64, "N": 16, "K": 32, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
         case = AttentionCase("some", "query_split_attention", group_size=size, **sizes)
-        work = emulated_attention_work(case, group, Pool(CPU, torch.bfloat16, group.rank()))
+        work = make_emulated_work(case, group, Pool(CPU, torch.bfloat16, group.rank()))
         variant = EmulatedAttention("copy_engine", splits)
         with take_part(group):
             ready = variant.build(work)

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from commfuse_megatron.benchmark import run as run_module
-from commfuse_megatron.benchmark.bounds import Sequential
-from commfuse_megatron.benchmark.cases import linear_case
-from commfuse_megatron.benchmark.emulate import EmulatedSliced, make_emulated_work
-from commfuse_megatron.benchmark.operands import Pool, check_results, make_work
-from commfuse_megatron.benchmark.ours import Ours, Way
-from commfuse_megatron.benchmark.run import Settings, grid, run_grid
-from commfuse_megatron.benchmark.slicing import DataSlicing
-from commfuse_megatron.benchmark.timing import Timed, measure, measure_host_us
 from commfuse_megatron.errors import UnsupportedError, VerificationError
+from commfuse_megatron.tools.bench import run as run_module
+from commfuse_megatron.tools.bench.bounds import Sequential
+from commfuse_megatron.tools.bench.emulate import EmulatedSliced, make_emulated_work
+from commfuse_megatron.tools.bench.operands import Pool, check_results, make_work
+from commfuse_megatron.tools.bench.ours import Ours, Way
+from commfuse_megatron.tools.bench.run import Settings, grid, run_grid
+from commfuse_megatron.tools.bench.slicing import DataSlicing
+from commfuse_megatron.tools.bench.timing import Timed, measure, measure_host_us
+from commfuse_megatron.tools.common.cases import linear_case
 from tests.harness.threads import run_threads
 
 CPU = torch.device("cpu")

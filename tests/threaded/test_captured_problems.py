@@ -117,9 +117,9 @@ class _Graph:
         self._calls: list = []
         replay = transport.replay
 
-        def record(tape, addresses, *, is_capturing):
+        def record(tape, addresses, *, is_capturing, may_launch):
             self._calls.append((tape, addresses))
-            return replay(tape, addresses, is_capturing=True)
+            return replay(tape, addresses, is_capturing=True, may_launch=False)
 
         context.slots.note_capture()  # buffers that are outgrown between replays must stay
         transport.replay = record

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import LinearConfig, PassConfig, TransportConfig
 from commfuse_megatron.errors import ConfigError, ShapeError, TransportError, TransportTimeoutError
-from commfuse_megatron.runtime import shutdown
+from commfuse_megatron.runtime import hardware, shutdown
 from commfuse_megatron.transport.gloo import GlooTransport
 from commfuse_megatron.transport.select import create_transport
 from tests.harness import make_groups, run_threads
@@ -150,7 +150,7 @@ def test_a_context_is_made_when_all_ranks_are_connected(monkeypatch):
         connected.add(group.rank())
         return transport
 
-    monkeypatch.setattr("commfuse_megatron.runtime.context.create_transport", create_slowly)
+    monkeypatch.setattr(hardware.current, "create_transport", create_slowly)
 
     def body(group, device):
         with OverlapContext(group):
@@ -165,7 +165,7 @@ def test_a_rank_that_cannot_connect_is_named_everywhere(monkeypatch):
             raise TransportError("no such interface")
         return GlooTransport(dist.HashStore(), 0, 1, 1.0)
 
-    monkeypatch.setattr("commfuse_megatron.runtime.context.create_transport", create_on_one)
+    monkeypatch.setattr(hardware.current, "create_transport", create_on_one)
     expect_everywhere(2, lambda group, device: OverlapContext(group, quick(5.0)), TransportError, "no such interface")
 
 

@@ -13,12 +13,13 @@ from commfuse_megatron.kernels.attention import MathAttention
 from commfuse_megatron.problem import AttentionProblem, RowRange, VisibleKeys
 from commfuse_megatron.runtime import hardware
 from commfuse_megatron.runtime.tape_program import Tapes
+from commfuse_megatron.tools.common.modes import MODES
+from commfuse_megatron.tools.verify import cases as cases_of_verify
+from commfuse_megatron.tools.verify import ops as verify
+from commfuse_megatron.tools.verify.calls import OPS, tolerance
+from commfuse_megatron.tools.verify.cases import Case, make_cases, modes_of
+from commfuse_megatron.tools.verify.ops import CaseResult, Deviation, compare, run_cases, worst_of
 from commfuse_megatron.transport import tape_graphs
-from commfuse_megatron.verify import cases as cases_of_verify
-from commfuse_megatron.verify import ops as verify
-from commfuse_megatron.verify.calls import OPS, tolerance
-from commfuse_megatron.verify.cases import MODES, Case, make_cases, modes_of
-from commfuse_megatron.verify.ops import CaseResult, Deviation, compare, run_cases, worst_of
 from tests.harness import run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
 

@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from commfuse_megatron.benchmark import step_memory
-from commfuse_megatron.benchmark.cases import CASE_NAMES, linear_case, tokens_of
-from commfuse_megatron.benchmark.catalog import choose, make_emulated_variants, make_variants
-from commfuse_megatron.benchmark.figure import draw_rows
-from commfuse_megatron.benchmark.ours import Way, forced_ways
-from commfuse_megatron.benchmark.rows import Report, Row, load_report
-from commfuse_megatron.benchmark.run import Settings, grid
-from commfuse_megatron.benchmark.summary import check_bounds, parse_bounds, summarize
-from commfuse_megatron.benchmark.table import overview_table, rows_table
-from commfuse_megatron.benchmark.timing import _summary
-from commfuse_megatron.benchmark.variant import link_name, require_own_link
-from commfuse_megatron.cli.bench import configurations_without_rows
 from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.runtime.recorder import Interval
-from commfuse_megatron.tracing.summary import tail_us
+from commfuse_megatron.tools.bench.catalog import choose, make_emulated_variants, make_variants
+from commfuse_megatron.tools.bench.cli import configurations_without_rows
+from commfuse_megatron.tools.bench.figure import draw_rows
+from commfuse_megatron.tools.bench.ours import Way, forced_ways
+from commfuse_megatron.tools.bench.rows import Report, Row, load_report
+from commfuse_megatron.tools.bench.run import Settings, grid
+from commfuse_megatron.tools.bench.summary import check_bounds, parse_bounds, summarize
+from commfuse_megatron.tools.bench.tables import overview_table, rows_table
+from commfuse_megatron.tools.bench.timing import _summary
+from commfuse_megatron.tools.bench.variant import link_name, require_own_link
+from commfuse_megatron.tools.common.cases import CASE_NAMES, linear_case, tokens_of
+from commfuse_megatron.tools.trace import step_memory
+from commfuse_megatron.tools.trace.summary import tail_us
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_megatron.cli import main as cli
-from commfuse_megatron.cli import verify_megatron
-from commfuse_megatron.cli.ranks import CannotRunError, Rank, RankFailedError, UsageError
 from commfuse_megatron.errors import ConfigError, UnsupportedError, VerificationError
-from commfuse_megatron.verify import machine as machine_module
-from commfuse_megatron.verify.machine import Ability, Machine, Setting
-from commfuse_megatron.verify.megatron_models import ModelResult
+from commfuse_megatron.tools import main as cli
+from commfuse_megatron.tools.common.ranks import CannotRunError, Rank, RankFailedError, UsageError
+from commfuse_megatron.tools.doctor import machine as machine_module
+from commfuse_megatron.tools.doctor.machine import Ability, Machine, Setting
+from commfuse_megatron.tools.verify import megatron_cli as verify_megatron
+from commfuse_megatron.tools.verify.megatron_models import ModelResult
 
 
 def subcommands() -> list[str]:
@@ -84,7 +84,7 @@ def test_errors_become_exit_codes(
     def fail(arguments: argparse.Namespace) -> int:
         raise error
 
-    monkeypatch.setattr("commfuse_megatron.cli.doctor.run_doctor", fail)
+    monkeypatch.setattr("commfuse_megatron.tools.doctor.cli.run_doctor", fail)
     assert cli.main(["doctor"]) == exit_code
     out, err = capsys.readouterr()
     assert words in err
@@ -196,7 +196,7 @@ def a_machine(*, has_gloo: bool = True, is_config_wrong: bool = False) -> Machin
 def test_exit_codes_of_the_doctor(
     machine: Machine, exit_code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("commfuse_megatron.cli.doctor.inspect_machine", lambda: machine)
+    monkeypatch.setattr("commfuse_megatron.tools.doctor.cli.inspect_machine", lambda: machine)
     assert cli.main(["doctor"]) == exit_code
     out, err = capsys.readouterr()
     assert "x[y]" in out, "brackets are text, not markup"
@@ -206,7 +206,7 @@ def test_exit_codes_of_the_doctor(
 
 def test_a_reader_that_leaves_changes_no_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails without the console's own answer: `commfuse doctor | head -1` said that a check had failed."""
-    monkeypatch.setattr("commfuse_megatron.cli.doctor.inspect_machine", a_machine)
+    monkeypatch.setattr("commfuse_megatron.tools.doctor.cli.inspect_machine", a_machine)
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as out:

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_megatron.benchmark.attention_cases import attention_case
-from commfuse_megatron.benchmark.cases import linear_case
-from commfuse_megatron.benchmark.fit import SEQUENTIAL, fit_channel_to, fit_machines
-from commfuse_megatron.benchmark.predict import LIMITS, deviations, predict
-from commfuse_megatron.benchmark.report import read_rows
-from commfuse_megatron.benchmark.rows import Report, Row, load_report
-from commfuse_megatron.cli import main as cli
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plan.cost_model import predict_parts_us, predict_us
 from commfuse_megatron.plan.machine import REPLAYED, Channel, MachineModel, Traits, assumed_machine
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.schedule import Algorithm
+from commfuse_megatron.tools import main as cli
+from commfuse_megatron.tools.bench.report import read_rows
+from commfuse_megatron.tools.bench.rows import Report, Row, load_report
+from commfuse_megatron.tools.common.attention_cases import attention_case
+from commfuse_megatron.tools.common.cases import linear_case
+from commfuse_megatron.tools.simulate.fit import SEQUENTIAL, fit_channel_to, fit_machines
+from commfuse_megatron.tools.simulate.predict import LIMITS, deviations, predict
 
 LATENCY_US, GB_S, COLLECTIVE_GB_S, HOST = 8.0, 300.0, 200.0, 0.5
 RATE = dataclasses.replace(assumed_machine(Traits(transport=""), "bfloat16").gemm, tflops=400.0, memory_gb_s=2000.0)

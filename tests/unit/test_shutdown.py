@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from commfuse_megatron.runtime import context, shutdown
+from commfuse_megatron.runtime import context, hardware, shutdown
 
 
 class Link:
@@ -93,10 +93,10 @@ def test_buffers_are_left_to_the_driver_when_the_process_ends(alarms):
         stop_watching=nothing, failure=None, transport=SimpleNamespace(close=nothing), last_done=None
     )
     lanes = SimpleNamespace(close=nothing)
-    context._release(link, lanes, slots, None)
+    context._release(link, lanes, slots, hardware.current.driver)
     assert freed == ["slots"]
     shutdown._limit_the_exit()
-    context._release(link, lanes, slots, None)
+    context._release(link, lanes, slots, hardware.current.driver)
     assert freed == ["slots"]
 
 

@@ -12,9 +12,9 @@ import torch
 
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.runtime.recorder import Interval
-from commfuse_megatron.tracing import kernels
-from commfuse_megatron.tracing.kernels import Profile, intervals_of_trace, profile_calls, split_calls
-from commfuse_megatron.tracing.summary import Summary, drop_nested, summarize, worst_of
+from commfuse_megatron.tools.trace import kernels
+from commfuse_megatron.tools.trace.kernels import Profile, intervals_of_trace, profile_calls, split_calls
+from commfuse_megatron.tools.trace.summary import Summary, drop_nested, summarize, worst_of
 
 PERSISTENT = "persistent_matmul_kernel"
 NCCL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
