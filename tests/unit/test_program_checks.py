@@ -43,7 +43,7 @@ TRANSFERS = Case("transfers", NCCL, Asked(has_product=False), DIRECT, 3, 1, 6)
 PAIR = Case("transfers", NCCL, Asked(has_product=False), DIRECT, 2, 2, 8)
 SCATTER = Case("linear_reduce_scatter", NCCL, WITH_BIAS, DIRECT, 3, 1, 10)
 RUNNING_SUM = Case("linear_reduce_scatter", NCCL, FORWARD, RING, 3, 2, 13)
-FOLDED = Case("linear_reduce_scatter", replace(WINDOWS, adds_bias_too=True), WITH_BIAS, DIRECT, 3, 2, 12)
+IN_EPILOGUE = Case("linear_reduce_scatter", replace(WINDOWS, adds_bias_too=True), WITH_BIAS, DIRECT, 3, 2, 12)
 BULK = Case("all_gather_linear backward", TAPE, BACKWARD._replace(is_bulk=True, has_addend=True), DIRECT, 3, 1, 10)
 LATER = Case("all_gather_linear backward", WINDOWS, Asked(True, weight_grad="later"), RING, 3, 1, 10)
 DY = Case("linear_reduce_scatter backward", WINDOWS, BACKWARD._replace(accumulates=True), DIRECT, 3, 1, 10)
@@ -63,7 +63,7 @@ CASES = {
     "scatter, ring": Case("linear_reduce_scatter", NCCL, WITH_BIAS, RING, 3, 1, 10),
     "scatter, ring of chunks": RUNNING_SUM,
     "scatter on lanes": Case("linear_reduce_scatter", LANES, WITH_BIAS, DIRECT, 2, 2, 10),
-    "folded": FOLDED,
+    "adding in the epilogue": IN_EPILOGUE,
     "scatter in bulk": BULK,
     "scatter, later": LATER,
     "embedding": EMBEDDING,
@@ -295,13 +295,13 @@ BROKEN: dict[str, tuple[Case, Break, str]] = {
         r"a tape copies beside other things only",
     ),
     "adds too many": (
-        replace(FOLDED, policy=replace(TAPE, most_adds=1)),
-        lambda p: FOLDED.programs(),
+        replace(IN_EPILOGUE, policy=replace(TAPE, most_adds=1)),
+        lambda p: IN_EPILOGUE.programs(),
         r"adds 2 partials, and a GEMM adds 1",
     ),
     "a bias beside partials": (
-        replace(FOLDED, policy=WINDOWS),
-        lambda p: FOLDED.programs(),
+        replace(IN_EPILOGUE, policy=WINDOWS),
+        lambda p: IN_EPILOGUE.programs(),
         r"adds a bias beside partials",
     ),
     "distances": (
