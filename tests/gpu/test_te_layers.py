@@ -4,7 +4,6 @@ Stock and ours get the same weights and the same batches. Ours is built from a s
 Transformer Engine takes long to import, so one group of processes makes all checks.
 """
 
-import functools
 import importlib.util
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,8 +13,7 @@ import torch
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.config import AttentionConfig, LinearConfig, PassConfig
-from tests.harness import run_spawned
-from tests.harness.outcomes import outcome_on_all_ranks
+from tests.harness.checks import make_test
 
 SLICED = PassConfig(path="sliced", algorithm="direct", chunks_per_shard=1)
 OVERLAP = OverlapConfig(linear=LinearConfig(fprop=SLICED, dgrad=SLICED), attention=AttentionConfig(path="row_parallel"))
@@ -138,7 +136,7 @@ def _compare(group, device, variant, dtype):
 
 
 def _checkpoints(group, device):
-    from tests.megatron.checkpoint_checks import assert_same, folders, load, save, values
+    from tests.megatron.models import assert_same, folders, load, save, values
 
     with _parallel(group), folders(2) as (of_stock, of_ours):
         gpt = _gpt("layer_norm_and_bias", torch.bfloat16)
@@ -160,6 +158,8 @@ def _fp8(group, device, recipe):
     from commfuse_megatron.plugin import convert_model, model_report
     from commfuse_megatron.testing.training import Training
 
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs compute capability 8.9")
     with _parallel(group):
         gpt = _gpt("swiglu", torch.bfloat16)
         stock, ours, converted = (
@@ -274,25 +274,13 @@ CHECKS = {
 }
 
 
-def _check_all(group, device):
-    """What went wrong in each check, by name; None where nothing did."""
-    found = {}
-    for name, (body, *arguments) in CHECKS.items():
-        if body is _fp8 and torch.cuda.get_device_capability() < (8, 9):
-            found[name] = "skip: FP8 needs compute capability 8.9"
-            continue
-        found[name] = outcome_on_all_ranks(name, functools.partial(body, group, device, *arguments))
-    return found
+@contextmanager
+def _enter(group, device):
+    def run(name):
+        body, *arguments = CHECKS[name]
+        body(group, device, *arguments)
+
+    yield run
 
 
-@pytest.fixture(scope="module")
-def outcomes():
-    return run_spawned(2, _check_all, backend="nccl")[0]
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_transformer_engines_layers(name, outcomes):
-    outcome = outcomes[name]
-    if outcome and outcome.startswith("skip: "):
-        pytest.skip(outcome)
-    assert outcome is None, outcome
+test_transformer_engines_layers = make_test(2, _enter, CHECKS, backend="nccl")

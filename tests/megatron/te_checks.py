@@ -34,9 +34,19 @@ from commfuse_megatron.plugin.decision import state_of
 from commfuse_megatron.plugin.spec import block_spec
 from commfuse_megatron.plugin.support import unsupported_reason
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, transformer_config
-from tests.megatron.gpt_bodies import differing_checkpoint_entries
-from tests.megatron.layers import IN, OUT, assert_equal, assert_overlapped, config, example_input, run
-from tests.megatron.norm_linear_checks import EPS, StockNormAndLinear, assert_norm_output
+from tests.megatron.layers import (
+    EPS,
+    IN,
+    OUT,
+    StockNormAndLinear,
+    assert_equal,
+    assert_norm_output,
+    assert_overlapped,
+    config,
+    example_input,
+    run,
+)
+from tests.megatron.models import differing_checkpoint_entries
 
 OURS = {
     te.TELayerNormColumnParallelLinear: CommFuseTELayerNormColumnParallelLinear,

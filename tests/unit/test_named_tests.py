@@ -27,9 +27,10 @@ def rows_of(file: Path, heading: str) -> list[list[str]]:
 
 
 def names_in(file: Path) -> set[str]:
-    """Functions of a test file; of the one that runs them, also the configurations of models."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    """Functions of a test file and what is made of checks; of the one that runs them, also configurations of models."""
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    found = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    found |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     if file.name == "test_models.py":
         found |= {configuration.name for configuration in CONFIGURATIONS}
     return found
