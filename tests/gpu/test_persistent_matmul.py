@@ -310,7 +310,7 @@ def test_graphs_replay_with_new_data(order, pass_name):
         assert_same(total, wanted_total)
 
 
-def test_two_graphs_of_one_capture_stream_steal_at_once_beside_an_eager_call():
+def test_two_graphs_of_a_stream_steal_at_once_beside_a_call():
     cases = [operands((2048, 1536, 512), seed=i) for i in range(3)]
     wanted = [exact(a, b) for a, b in cases]
     outs = [torch.empty_like(w) for w in wanted]

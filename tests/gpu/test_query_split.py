@@ -180,7 +180,7 @@ def test_strided_operands(name):
         torch.testing.assert_close(plain, strided, atol=2e-2, rtol=2e-2)
 
 
-def test_flash_drops_the_same_from_the_same_seed_and_leaves_the_programs_state_alone():
+def test_flash_drops_by_the_seed_and_leaves_the_programs_state():
     problem = dataclasses.replace(BASE, has_dropout=True)
     kernel, device = kernel_or_skip("flash", problem), torch.device("cuda", 0)
     q, k, v, grad = heads_of(problem, device)

@@ -257,7 +257,7 @@ def check_functions_replaced_on_classes_are_not_passed_by(group_size: int) -> No
             assert_equal(run(stock, x), run(ours, x))
 
 
-def check_autograd_functions_and_collectives_that_are_replaced_are_not_passed_by(group_size: int) -> None:
+def check_replaced_autograd_functions_and_collectives_count(group_size: int) -> None:
     """Fails without the look at them: quantisers of weights and compressors of messages were passed by in silence."""
 
     linear = megatron_layers.LinearWithGradAccumulationAndAsyncCommunication
@@ -479,7 +479,7 @@ def check_local_layers_pass_for_megatrons(group_size: int) -> None:
     assert_ours_pass_for(VocabParallelEmbedding, make_embedding(config(group_size)), known, by_spec=False)
 
 
-def check_the_fused_layer_has_what_is_read_of_transformer_engines(group_size: int) -> None:
+def check_the_fused_layer_has_what_is_read_of_the_stock_one(group_size: int) -> None:
     """Where that is not installed there is nothing to compare with: names and values as its documentation has them."""
     for is_zero_centered in (False, True):
         for normalization in ("RMSNorm", "LayerNorm"):

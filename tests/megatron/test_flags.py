@@ -58,7 +58,7 @@ def test_a_file_that_cannot_be_used_is_a_usage_error(text, message, tmp_path: Pa
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_help_is_printed_where_texts_of_other_options_hold_a_lone_percent_sign() -> None:
+def test_help_is_printed_though_other_texts_hold_a_lone_percent() -> None:
     """Fails without the correction: some of Megatron's do, and --help raised ValueError."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--share", default=7, help="a share (50%) of %(default)s%, not 5%% of it")

@@ -146,7 +146,7 @@ def test_a_checkpoint_of_one_resumes_in_the_other(runs: dict, name: str, overlap
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_data_parallel_with_the_distributed_optimizer_and_both_overlaps(folder: Path) -> None:
+def test_data_parallel_with_distributed_optimizer_and_overlaps(folder: Path) -> None:
     wanted = {"stock": Run(flags=DATA_PARALLEL), "plugin": Run(flags=["--commfuse", *DATA_PARALLEL])}
     runs = run_spawned(4, run_all, str(folder), wanted)[-1]
     assert {(layer["path"], layer["overlapped_calls"]) for layer in runs["plugin"]["layers"]} == {

@@ -56,7 +56,7 @@ RANKS = [script.stem for script in SCRIPTS if is_a_rank(script)]
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_a_rank_without_a_launcher_says_in_one_line_how_to_start_it(
+def test_a_rank_without_a_launcher_says_how_to_start_it(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fails without the check: a traceback of torch's rendezvous."""
@@ -170,6 +170,6 @@ def test_an_impossible_schedule_is_wrong_usage() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_the_linears_agree_with_the_sequential_program_on_three_ranks() -> None:
+def test_the_linears_agree_with_the_sequential_program() -> None:
     """Fails without scaled weights: outputs far from 1 differ by more than assert_close allows in fp32."""
     run_on_forked_ranks(3, "overlap_linears.py")

@@ -55,7 +55,7 @@ def test_a_rank_that_raises_shows_its_traceback() -> None:
     assert "ValueError: the reason is here" in str(caught.value)
 
 
-def test_a_rank_that_dies_ends_the_others_and_the_next_group_starts() -> None:
+def test_a_rank_that_dies_ends_the_others_and_a_new_group_starts() -> None:
     """Fails, for ever, if the others are waited for."""
     with pytest.raises(RuntimeError, match="rank 1 ended with exit code -9"):
         run_spawned(2, die_on_rank_1)

@@ -93,7 +93,7 @@ def test_the_largest_exit_code_is_returned() -> None:
     assert launch(return_own_rank, None, num_ranks=2, device_type="cpu") == 1
 
 
-def test_a_rank_that_raises_ends_the_others_and_shows_its_traceback() -> None:
+def test_a_rank_that_raises_ends_the_others_with_its_traceback() -> None:
     with pytest.raises(RankFailedError) as caught:
         launch(raise_on_rank_1, None, num_ranks=2, device_type="cpu")
     message = str(caught.value)
@@ -117,7 +117,7 @@ def test_what_is_no_consequence_of_a_refusal_is_said_with_it() -> None:
     ]
 
 
-def test_a_check_that_failed_counts_for_more_than_one_that_could_not_run() -> None:
+def test_a_failed_check_counts_for_more_than_one_that_cannot_run() -> None:
     assert launch(return_two_and_one, None, num_ranks=2, device_type="cpu") == 1
 
 
@@ -269,7 +269,7 @@ def test_under_torchrun_the_body_runs_in_place(tmp_path: Path) -> None:
     assert [(tmp_path / f"rank{rank}").read_text(encoding="utf-8") for rank in range(2)] == ["3.0 2 1"] * 2
 
 
-def test_an_error_under_a_launcher_is_raised_before_groups_are_destroyed(monkeypatch):
+def test_an_error_is_raised_before_groups_are_destroyed(monkeypatch):
     # NCCL destroys a group when all its ranks do: a rank that failed would wait for those that wait for it.
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")

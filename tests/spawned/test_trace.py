@@ -154,7 +154,7 @@ def test_a_whole_step_stock_and_planned(tmp_path: Path) -> None:
     assert 0 < len(gemms) < len([e for e in slices if e["pid"] == 0 and e["cat"] == "compute"]), "recorded twice"
 
 
-def test_a_step_of_which_nothing_is_overlapped_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_step_with_nothing_overlapped_is_refused_in_one_line(tmp_path: Path) -> None:
     config, folder = tmp_path / "sequential.yaml", tmp_path / "out"
     config.write_text("linear: {fprop: {path: sequential}, dgrad: {path: sequential}}\n", encoding="utf-8")
     asked = ("--step", "--seq", "32", "--layers", "1", "--rounds", "1", "--config", str(config))
@@ -180,7 +180,7 @@ sys.exit(main())
 @pytest.mark.parametrize(
     "asked", [("--path", "sequential", *SMALL), ("--step", "--seq", "32", "--layers", "1", "--rounds", "1")]
 )
-def test_a_recording_of_nothing_is_refused_before_anything_is_written(asked: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_recording_of_nothing_is_refused_before_a_file_is_made(asked: tuple[str, ...], tmp_path: Path) -> None:
     """Fails where the first rank is left to find that it has nothing to draw."""
     script, folder = tmp_path / "sees_nothing.py", tmp_path / "out"
     script.write_text(SEES_NOTHING, encoding="utf-8")

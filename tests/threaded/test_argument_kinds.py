@@ -276,7 +276,7 @@ def test_operands_of_inference_mode_cannot_be_trained_with(op: str) -> None:
     run_threads(2, body)
 
 
-def test_numbers_of_any_kind_and_size_that_mean_something_are_taken() -> None:
+def test_numbers_of_any_kind_that_mean_something_are_taken() -> None:
     def body(group: Any, device: torch.device) -> None:
         arguments = good(ATTENTION, group.rank(), group.size())
         with OverlapContext(group, config()) as context:
@@ -292,7 +292,7 @@ def test_numbers_of_any_kind_and_size_that_mean_something_are_taken() -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_lazily_negated_operand_is_refused_not_sent_with_the_wrong_sign(op: str) -> None:
+def test_a_lazily_negated_operand_is_refused(op: str) -> None:
     name = "out_weight" if op == ATTENTION else "weight"
 
     def body(group: Any, device: torch.device) -> None:

@@ -26,7 +26,7 @@ def test_a_bad_dropout_after_a_good_one_is_refused(good, bad):
     run_threads(2, body)
 
 
-def test_windows_that_are_no_integers_are_refused_and_lists_are_taken():
+def test_windows_that_are_no_integers_are_refused():
     def body(group, device):
         operands, _ = draw(Case(), group.rank(), group.size())
         with OverlapContext(group, attention_config()) as context:
@@ -83,7 +83,7 @@ def test_a_backward_pass_inside_autocast_is_that_outside(path):
     run_threads(2, body)
 
 
-def test_with_dropout_a_call_is_split_alike_with_and_without_gradients(monkeypatch):
+def test_with_dropout_a_call_is_split_alike_without_gradients(monkeypatch):
     """As a recomputed layer is called: splits draw masks of their own, so gradients would be those of other masks.
 
     Fails with a plan of its own for every set of gradients.

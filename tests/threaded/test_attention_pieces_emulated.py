@@ -175,7 +175,7 @@ def test_a_weight_by_columns_has_its_backward_pass_on_a_tape(backward, monkeypat
     assert replayed == [True] * 4
 
 
-def test_a_kernel_that_refuses_all_queries_at_once_is_passed_over(monkeypatch):
+def test_a_kernel_that_refuses_all_queries_is_passed_over(monkeypatch):
     cudnn, config = emulated(monkeypatch, path="query_split", backward="row_parallel", kernel="auto")
     cudnn.refused = {Launch("backward", "top left", 32, 32)}
 
@@ -214,7 +214,7 @@ class Allocator:
 
 
 @pytest.mark.parametrize("backward", ["query_split", "row_parallel"])
-def test_scratch_memory_is_free_after_a_call_and_graphs_serve_calls_that_get_it_again(backward, monkeypatch):
+def test_scratch_memory_is_free_after_a_call_and_graphs_go_on(backward, monkeypatch):
     _, config = emulated(monkeypatch, path="query_split", splits_per_shard=2, backward=backward)
     monkeypatch.setattr(tape_graphs, "_STEPWISE", 0)
     allocator = Allocator()

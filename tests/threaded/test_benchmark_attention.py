@@ -118,7 +118,7 @@ def test_a_wrong_emulated_result_is_noticed():
 
 @pytest.mark.parametrize("splits", [None, 1, 2])
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_emulated_programs_on_tapes_give_what_they_should_in_every_order(size, splits, monkeypatch):
+def test_emulated_tapes_give_what_they_should_in_every_order(size, splits, monkeypatch):
     emulate_cudnn(monkeypatch)
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(attention_choice, "cudnn_attention_unavailable_reason", lambda problem, device: None)
@@ -179,7 +179,7 @@ def test_cases():
             attention_case(name, M, size)
 
 
-def test_the_bound_lies_between_the_closed_form_and_no_overlap_at_all():
+def test_the_bound_is_between_the_closed_form_and_no_overlap():
     case = attention_case("llama-8b.attention", 8192, 8)
     for compute_ms, comm_ms in ((1.0, 0.1), (1.0, 0.9), (1.0, 3.0)):
         for splits in (1, 2, 4):

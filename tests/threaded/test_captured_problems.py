@@ -142,7 +142,7 @@ def _whole_numbers(*shape):
 
 @pytest.mark.parametrize("path", ["sliced", "bulk"])
 @pytest.mark.parametrize("group_size", [2, 3])
-def test_graphs_of_single_passes_are_replayed_between_eager_calls(group_size, path, monkeypatch):
+def test_graphs_of_single_passes_are_replayed_between_calls(group_size, path, monkeypatch):
     """As Megatron does with its layers: all forward graphs, something eager, the backward graphs in reverse."""
     emulate_copy_engine(monkeypatch)
     chosen = PassConfig(path=path, algorithm="direct", chunks_per_shard=1)

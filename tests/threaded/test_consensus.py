@@ -23,7 +23,7 @@ def gather(context, value, features=5):
     return (y[:, 0, 0] / 5).tolist()
 
 
-def test_ctrl_c_while_the_others_are_told_of_a_refusal_fails_the_context():
+def test_ctrl_c_while_a_refusal_is_told_fails_the_context():
     """Its next call took the others' present one for its own: gathered were values of two calls, on all ranks."""
     may_come = threading.Event()
 
@@ -94,7 +94,7 @@ def test_a_question_is_not_answered_by_a_call(asks):
     run_threads(2, body)
 
 
-def test_what_one_rank_cannot_make_is_an_error_of_all_and_all_go_on():
+def test_what_one_rank_cannot_make_is_an_error_of_all():
     def body(group, device):
         def make():
             if group.rank() == 1:

@@ -39,7 +39,7 @@ def expect_everywhere(group_size, body, error, match):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_ranks_with_different_shapes_raise_everywhere_before_anything_is_sent(op):
+def test_ranks_with_different_shapes_raise_before_they_send(op):
     def body(group, device):
         rows = 8 if group.rank() == 0 else 6
         with OverlapContext(group, quick()) as context:
@@ -74,7 +74,7 @@ def test_a_rank_that_comes_too_late_is_told_so():
     run_threads(2, leave)
 
 
-def test_one_rank_with_a_wrong_dtype_raises_everywhere_and_the_context_lives_on():
+def test_a_wrong_dtype_on_one_rank_raises_everywhere():
     def body(group, device):
         with OverlapContext(group, quick()) as context:
             x = torch.zeros(4, 2, 5, dtype=torch.float64 if group.rank() == 1 else torch.float32)
@@ -169,7 +169,7 @@ def test_a_rank_that_cannot_connect_is_named_everywhere(monkeypatch):
     expect_everywhere(2, lambda group, device: OverlapContext(group, quick(5.0)), TransportError, "no such interface")
 
 
-def test_after_giving_up_on_a_late_rank_the_next_call_does_not_meet_its_present_one():
+def test_after_giving_up_on_a_late_rank_its_call_is_not_met():
     gave_up = threading.Event()
 
     def body(group, device):
@@ -197,7 +197,7 @@ def test_after_giving_up_on_a_late_rank_the_next_call_does_not_meet_its_present_
     run_threads(2, body)
 
 
-def test_an_interrupt_while_waiting_for_the_others_fails_the_context():
+def test_an_interrupt_while_waiting_for_others_fails_the_context():
     def body(group, device):
         context = OverlapContext(group, quick(0.5))
         x, weight = torch.zeros(2, 1, 5), torch.zeros(4, 5)
@@ -216,7 +216,7 @@ def test_an_interrupt_while_waiting_for_the_others_fails_the_context():
     run_threads(2, body)
 
 
-def test_a_call_that_runs_out_of_memory_before_it_sends_anything_fails_its_context(monkeypatch):
+def test_a_call_out_of_memory_before_it_sends_fails_its_context(monkeypatch):
     def body(group, device):
         with OverlapContext(group, quick(5.0)) as context:
             operands = torch.ones(4, 1, 5), torch.ones(4, 5)
@@ -237,7 +237,7 @@ def test_a_call_that_runs_out_of_memory_before_it_sends_anything_fails_its_conte
     expect_everywhere(2, body, KeyError, "left with an error")
 
 
-def test_after_an_uncompared_refusal_the_next_call_does_not_meet_the_refused_one():
+def test_after_an_uncompared_refusal_its_call_is_not_met():
     refused_twice = threading.Event()
 
     def body(group, device):
@@ -267,7 +267,7 @@ def test_a_rank_that_never_makes_its_context_is_named():
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_missing_peer_times_out_naming_op_step_and_both_ranks_and_fails_the_context(op):
+def test_a_missing_peer_times_out_and_is_named(op):
     def body(group, device):
         context = OverlapContext(
             group, quick(2.0, check_agreement=False)
@@ -330,7 +330,7 @@ def test_ever_new_sizes_keep_a_bounded_number_of_programs(monkeypatch):
     run_threads(2, body)
 
 
-def test_an_unchecked_mismatch_of_sizes_times_out_instead_of_ending_the_process():
+def test_an_unchecked_mismatch_of_sizes_times_out():
     def body(group, device):
         context = OverlapContext(group, quick(2.0, check_agreement=False))
         weight = torch.zeros(4, 5)
@@ -358,7 +358,7 @@ def test_an_operation_that_breaks_halfway_fails_the_context():
     run_threads(2, body)
 
 
-def test_a_closed_context_refuses_and_closing_twice_is_closing_once():
+def test_a_closed_context_refuses_and_may_be_closed_again():
     def body(group, device):
         context = OverlapContext(group)
         context.close()
@@ -449,7 +449,7 @@ def test_the_report_counts_and_explains():
     run_threads(2, body)
 
 
-def test_a_context_that_is_not_closed_is_released_with_its_last_reference():
+def test_a_context_is_released_with_its_last_reference():
     def body(group, device):
         context = OverlapContext(group)
         link = context.link
@@ -488,7 +488,7 @@ def test_a_failed_context_that_is_dropped_is_released():
     assert [reference() for references in found for reference in references] == [None] * 4
 
 
-def test_a_failure_that_is_raised_again_has_no_frames_of_earlier_calls():
+def test_a_failure_raised_again_has_no_frames_of_earlier_calls():
     def body(group, device):
         context = OverlapContext(group)
         cause = ValueError("a cause")

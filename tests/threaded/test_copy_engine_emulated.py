@@ -87,7 +87,7 @@ def test_linears_with_new_data_at_every_call(group_size, path, algorithm, m, mon
 @pytest.mark.parametrize("group_size", [2, 4])
 @pytest.mark.parametrize("mib", [64, 0])
 @pytest.mark.parametrize(("path", "m"), [("sliced", 1), ("sliced", 2), ("bulk", 1)])
-def test_calls_with_the_same_addresses_become_graphs_and_see_new_data(group_size, mib, path, m, monkeypatch):
+def test_calls_of_the_same_addresses_become_graphs_of_new_data(group_size, mib, path, m, monkeypatch):
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(tape_graphs, "_STEPWISE", 0)  # malloc repeats itself less than the allocator for GPUs
     chosen = config_for(path, "direct", m)
@@ -127,7 +127,7 @@ def number_of_graphs(context) -> int:
 
 @pytest.mark.parametrize("group_size", [2, 3, 4])
 @pytest.mark.parametrize(("path", "m"), [("sliced", 1), ("sliced", 2), ("sliced", 3), ("bulk", 1)])
-def test_graphs_of_linears_are_right_in_every_order_that_they_allow(group_size, path, m, monkeypatch):
+def test_graphs_of_linears_are_right_in_every_order(group_size, path, m, monkeypatch):
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(tape_graphs, "_STEPWISE", -1)  # every call is one
 
@@ -155,7 +155,7 @@ def test_graphs_of_linears_are_right_in_every_order_that_they_allow(group_size, 
         (2, 2, "row_parallel"),
     ],
 )
-def test_graphs_of_attention_are_right_in_every_order_that_they_allow(group_size, m, num_lanes, backward, monkeypatch):
+def test_graphs_of_attention_are_right_in_every_order(group_size, m, num_lanes, backward, monkeypatch):
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(attention_tapes, "choose_num_lanes", lambda *arguments: num_lanes)
     monkeypatch.setattr(tape_graphs, "_STEPWISE", -1)
@@ -340,7 +340,7 @@ def test_windows_that_were_outgrown_or_closed_are_freed_at_once(monkeypatch):
     ("op", "path", "m"),
     [(op, "sliced", m) for op in OPS for m in (1, 2, 4)] + [("linear_reduce_scatter", "bulk", 1)],
 )
-def test_own_rows_are_copied_beside_the_last_gemm_before_the_weight_gradient(op, path, m, monkeypatch):
+def test_own_rows_are_copied_beside_the_last_gemm(op, path, m, monkeypatch):
     """With one hardware queue, GEMMs behind the copy would wait for all transfers before it."""
     emulate_copy_engine(monkeypatch)
     logs: dict[int, list[str]] = {}
@@ -394,7 +394,7 @@ def test_calls_of_other_shapes_follow_at_once(group_size, is_in_graphs, monkeypa
 
 @pytest.mark.parametrize("group_size", [2, 3, 4])
 @pytest.mark.parametrize("m", [1, 2])
-def test_calls_in_a_graph_of_the_program_are_right_in_every_order(group_size, m, monkeypatch):
+def test_calls_in_the_programs_graph_are_right_in_every_order(group_size, m, monkeypatch):
     """Megatron captures layers so. Also where some ranks have no rows, and with tapes that were not made before."""
     emulate_copy_engine(monkeypatch)
 

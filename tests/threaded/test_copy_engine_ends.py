@@ -26,7 +26,7 @@ from tests.threaded.test_copy_engine_emulated import config_for
 
 
 @pytest.mark.parametrize("how", ["by an exception", "with its last reference"])
-def test_a_context_that_is_given_up_is_released_when_its_transfers_are_done(how, monkeypatch):
+def test_a_context_given_up_is_released_when_transfers_are_done(how, monkeypatch):
     """What is in flight goes on, is still watched, and keeps its streams to itself."""
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(leaving, "_links", set())
@@ -73,7 +73,7 @@ def test_a_context_that_is_given_up_is_released_when_its_transfers_are_done(how,
     run_threads(2, body)
 
 
-def test_who_is_interrupted_while_closing_frees_nothing_that_is_in_flight(monkeypatch):
+def test_who_is_interrupted_while_closing_frees_nothing_in_use(monkeypatch):
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(leaving, "_links", set())
     monkeypatch.setattr(leaving, "_left", {})
@@ -101,7 +101,7 @@ def test_who_is_interrupted_while_closing_frees_nothing_that_is_in_flight(monkey
     run_threads(2, body)
 
 
-def test_a_failed_context_is_forgotten_when_its_streams_were_let_go(monkeypatch):
+def test_a_failed_context_is_forgotten_when_streams_are_let_go(monkeypatch):
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(leaving, "_links", set())
     monkeypatch.setattr(leaving, "_left", {})
@@ -127,7 +127,7 @@ def test_a_failed_context_is_forgotten_when_its_streams_were_let_go(monkeypatch)
     assert (leaving._links, leaving._left) == (set(), {})
 
 
-def test_a_call_that_is_interrupted_at_its_end_gives_no_other_call_its_messages(monkeypatch):
+def test_a_call_interrupted_at_its_end_keeps_its_messages(monkeypatch):
     """Its flags are set still: the next call took what arrived for this one, and went on with the rows before."""
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(leaving, "_links", set())
@@ -181,7 +181,7 @@ def test_a_released_transport_is_not_given_up(monkeypatch):
     assert aborted == []
 
 
-def test_the_end_of_a_call_is_recorded_before_others_may_ask_for_it(monkeypatch):
+def test_the_end_of_a_call_is_recorded_before_others_may_ask(monkeypatch):
     """An event says "reached" until it is recorded: the watchdog dropped the call, and windows were freed under it."""
     machine = emulate_copy_engine(monkeypatch)
     asked = []

@@ -139,7 +139,7 @@ def test_attention(config, over_copies, monkeypatch):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_only_what_a_backward_pass_was_asked_for_is_put_into_the_queue(op):
+def test_only_what_a_backward_pass_is_asked_for_is_queued(op):
     """As a schedule that sends dx on its way before it computes dw."""
 
     def body(group, device):
@@ -209,7 +209,7 @@ def test_an_empty_queue_and_queues_of_another_kind():
     run_threads(2, body)
 
 
-def test_a_deferred_gradient_of_half_precision_is_added_into_a_wider_tensor():
+def test_a_deferred_half_gradient_is_added_into_a_wider_tensor():
     def body(group, device):
         with OverlapContext(group) as context:
             for op in OPS:

@@ -21,7 +21,7 @@ def check(case: Case, group, device, context: OverlapContext) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_01_sequence_lengths_change_from_call_to_call_and_are_not_divisible(op):
+def test_01_sequence_lengths_change_and_are_not_divisible(op):
     def body(group, device):
         with OverlapContext(group, sliced()) as context:
             for seed, rows in enumerate((512, 384, 500, 7, 512)):
@@ -50,7 +50,7 @@ def test_02_two_ranks_do_not_cross_slices_of_equal_size(algorithm, m):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_03_large_payloads_pass_beside_a_collective_of_another_group(op):
+def test_03_large_payloads_pass_beside_another_groups_collective(op):
     # 4 MiB a message: far above what a socket or a transport buffers, so an order in which both sides send first hangs.
     of_rank = make_groups([[0, 1, 2], [0, 1, 2]])
 
@@ -76,7 +76,7 @@ def test_03_large_payloads_pass_beside_a_collective_of_another_group(op):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_10_inputs_overwritten_right_after_the_call_do_not_reach_other_ranks(op):
+def test_10_inputs_overwritten_after_the_call_reach_nobody(op):
     # A send that still reads its source after the call has returned would carry the NaNs.
     def body(group, device):
         case = Case(op=op, rows=64 * group.size(), batch=2, N=32, K=32)

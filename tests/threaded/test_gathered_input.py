@@ -138,7 +138,7 @@ def test_kept_input_over_the_copy_engine_and_not(over_copies, monkeypatch):
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_without_a_gradient_of_the_product_nothing_is_added_to_a_target(config):
+def test_without_a_gradient_nothing_is_added_to_a_target(config):
     """Fails where zeros count as a gradient: `main_grad` was said to hold one, and optimizers made a step of it."""
 
     def body(group, device):

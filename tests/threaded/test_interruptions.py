@@ -169,7 +169,7 @@ def test_planning_that_ends_early_on_one_rank_fails_its_context(where, monkeypat
     run_threads(2, body, timeout_s=6.0)
 
 
-def test_a_call_whose_context_is_closed_meanwhile_says_so_over_the_copy_engine(monkeypatch):
+def test_a_call_whose_context_is_closed_meanwhile_says_so(monkeypatch):
     emulate_copy_engine(monkeypatch)
 
     def body(group, device):
@@ -210,7 +210,7 @@ def test_a_closed_context_that_is_used_has_not_failed(name, monkeypatch):
     assert given_up == []
 
 
-def test_an_error_is_settled_for_the_context_whose_ranks_raise_it():
+def test_an_error_is_settled_for_the_context_that_raises_it():
     """Not for another one, in whose call it was raised: its ranks may go on with that."""
 
     def body(group, device):
@@ -232,7 +232,7 @@ def test_an_error_is_settled_for_the_context_whose_ranks_raise_it():
     run_threads(2, body)
 
 
-def test_a_dtype_that_the_gemm_does_not_take_leaves_the_context_to_others(monkeypatch):
+def test_a_dtype_the_gemm_refuses_leaves_the_context_to_others(monkeypatch):
     def make(config, transport, channels, device, dtype, **others):
         if dtype is torch.float64:
             raise UnsupportedError("the persistent GEMM takes no float64")
@@ -256,7 +256,7 @@ def test_a_dtype_that_the_gemm_does_not_take_leaves_the_context_to_others(monkey
 @pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("is_compared", [True, False])
 @pytest.mark.parametrize("name", ALL)
-def test_what_a_hook_of_saved_tensors_raises_fails_the_context_unless_every_call_is_compared(name, is_compared, error):
+def test_what_a_hook_of_saved_tensors_raises_fails_the_context(name, is_compared, error):
     """Memory runs out there on one rank, say: nobody would see that its next call meets the others' present one."""
     config = OverlapConfig(transport=TransportConfig(timeout_s=8.0), check_agreement=is_compared)
 

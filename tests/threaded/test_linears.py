@@ -222,7 +222,7 @@ def test_six_calls_in_a_row_with_new_data_and_sizes():
     run_threads(2, body)
 
 
-def test_two_operations_interleaved_on_one_context_and_two_contexts_at_once():
+def test_two_operations_interleaved_and_two_contexts_at_once():
     def body(group, device):
         with OverlapContext(group) as first, OverlapContext(group, linear_config("ring", 2)) as second:
             gather, scatter = Case(op=OPS[0], rows=8, seed=1), Case(op=OPS[1], rows=8, seed=2)

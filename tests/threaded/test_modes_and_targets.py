@@ -64,7 +64,7 @@ def test_one_tape_does_not_serve_gradients_of_another_layout(op, monkeypatch):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_gradient_of_another_shape_is_refused_before_anything_is_sent(op):
+def test_a_gradient_of_another_shape_is_refused_before_it_sends(op):
     def body(group, device):
         with OverlapContext(group, OverlapConfig()) as context:
             leaves = draw(Case(op=op, rows=16, N=8, K=8), group.rank(), group.size(), device).copies()
@@ -92,7 +92,7 @@ def test_weights_whose_rows_overlap_are_copied(weight, is_copied):
     assert torch.equal(taken, weight)
 
 
-def test_keys_that_are_all_hidden_count_alike_in_single_precision():
+def test_keys_that_are_all_hidden_count_alike_in_single():
     def body(group, device):
         q, k = torch.randn(8, 1, 2, 4), torch.randn(8, 1, 2, 4)
         hidden = torch.ones(1, 1, 8, 8, dtype=torch.bool)

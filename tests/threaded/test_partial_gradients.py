@@ -194,7 +194,7 @@ def test_attention(config):
 
 
 @pytest.mark.parametrize("keywords", [{"mask": torch.ones(12, 12).triu(1).bool().view(1, 1, 12, 12)}, {"dropout": 0.5}])
-def test_parts_of_masked_attention_and_of_dropout_are_those_of_the_whole(keywords):
+def test_parts_of_masked_attention_and_dropout_are_the_wholes(keywords):
     def body(group, device):
         case = attention.Case()
         operands, grad_y = attention.draw(case, group.rank(), group.size())

@@ -437,7 +437,7 @@ def test_gradients_under_dropout_are_those_of_the_forward_pass():
     run_threads(1, body)
 
 
-def test_complaints_reach_every_rank_and_leave_the_context_usable():
+def test_complaints_reach_every_rank_and_leave_the_context():
     def body(group, device):
         operands, _ = draw(Case(), group.rank(), group.size())
         q, k, v, weight, _ = operands.values()
@@ -460,7 +460,7 @@ def test_complaints_reach_every_rank_and_leave_the_context_usable():
     run_threads(2, body)
 
 
-def test_different_problems_raise_on_every_rank_and_fail_the_context():
+def test_different_problems_raise_on_all_and_fail_the_context():
     def body(group, device):
         operands, _ = draw(Case(), group.rank(), group.size())
         q, k, v, weight, _ = operands.values()

@@ -51,7 +51,7 @@ def test_a_cleared_recording_goes_on():
 
 @pytest.mark.parametrize("path", ["sequential", "async"])
 @pytest.mark.parametrize("op", [ops.all_gather_linear, ops.linear_reduce_scatter])
-def test_collectives_are_not_recorded_and_no_time_is_said_of_them(op, path):
+def test_collectives_are_not_recorded_nor_timed(op, path):
     """Their passes record GEMMs; a zero in the report would say that the whole collective was hidden."""
     config = {"linear": {"fprop": {"path": "sequential"}, "dgrad": {"path": path}}, "record": True}
 
@@ -169,7 +169,7 @@ def fake_device(monkeypatch):
     return FakeDevice(monkeypatch)
 
 
-def test_on_gpus_a_transfer_without_lanes_lasts_from_its_issue_to_its_end(fake_device):
+def test_a_transfer_without_lanes_lasts_from_issue_to_end(fake_device):
     """Fails with `max(start_us, *())`: a plain collective, seen from outside, has no lanes."""
     recorder = fake_device.recorder()
     fake_device.now_us = 125.0
@@ -181,7 +181,7 @@ def test_on_gpus_a_transfer_without_lanes_lasts_from_its_issue_to_its_end(fake_d
     assert found == [("all-gather", "transfer", 125, 250, ""), ("all-reduce", "transfer", 250, 375, "")]
 
 
-def test_on_gpus_a_transfer_begins_when_those_before_it_on_its_lanes_are_done(fake_device):
+def test_a_transfer_begins_when_those_before_it_are_done(fake_device):
     recorder = fake_device.recorder()
     for lanes, us in (((0,), 500), ((1,), 250), ((0, 1), 625), ((2,), 125)):
         fake_device.now_us = 125.0  # all issued at once
@@ -210,7 +210,7 @@ def test_on_gpus_times_stay_fine_long_after_the_first_mark(fake_device):
 
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_recording_changes_nothing_that_runs_over_the_copy_engine(dtype, m, monkeypatch):
+def test_recording_changes_nothing_over_the_copy_engine(dtype, m, monkeypatch):
     """The same programs in the same mode, and an interval for every computation and every batch of each call."""
     emulate_copy_engine(monkeypatch)
     sliced = PassConfig(path="sliced", algorithm="direct", chunks_per_shard=m)

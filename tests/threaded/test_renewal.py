@@ -81,7 +81,7 @@ def test_ranks_that_ended_in_one_operation_go_on_together(group_size, config):
     run_threads(group_size, body)
 
 
-def test_other_kinds_other_operations_and_other_problems_are_in_doubt(monkeypatch):
+def test_other_kinds_operations_and_problems_are_in_doubt(monkeypatch):
     """Another handler may catch another exception; a rank may be a call ahead: its values would be of another batch."""
     monkeypatch.setattr(renewal, "_LONGEST_WAIT_S", 4.0)
 
@@ -172,7 +172,7 @@ def test_a_closed_context_is_not_renewed():
 
 @pytest.mark.parametrize("config", [NOT_COMPARED, COMPARED])
 @pytest.mark.parametrize("stage", ["halfway", "between calls"])
-def test_peers_are_told_the_cause_and_not_only_that_the_connection_is_closed(config, stage):
+def test_peers_are_told_the_cause(config, stage):
     """Fails without: "Connection closed by peer" was all; where calls are compared, after the whole time limit."""
 
     def interrupt(*_):
@@ -198,7 +198,7 @@ def test_peers_are_told_the_cause_and_not_only_that_the_connection_is_closed(con
 
 
 @pytest.mark.parametrize("config", [NOT_COMPARED, COMPARED])
-def test_peers_are_told_of_an_error_beside_the_operations_that_leaves_the_context(config):
+def test_peers_are_told_of_an_error_beside_the_operations(config):
     def body(group, device):
         def leave():
             with OverlapContext(group, config) as context:
@@ -215,7 +215,7 @@ def test_peers_are_told_of_an_error_beside_the_operations_that_leaves_the_contex
     run_threads(2, body, timeout_s=5.0)
 
 
-def test_over_the_copy_engine_a_context_is_renewed_where_nothing_was_in_flight(monkeypatch):
+def test_over_the_copy_engine_a_context_is_renewed(monkeypatch):
     emulate_copy_engine(monkeypatch)
 
     def body(group, device):
@@ -249,7 +249,7 @@ def test_a_context_in_a_cuda_graph_is_not_renewed(monkeypatch):
     run_threads(2, body)
 
 
-def test_what_hooks_of_saved_tensors_raise_on_all_ranks_is_an_exception_like_others():
+def test_what_hooks_raise_on_all_ranks_is_an_exception():
     """Where calls are not compared, it fails the context."""
 
     def body(group, device):
@@ -287,7 +287,7 @@ class Watchdog:
 
 
 @pytest.mark.parametrize("looks", [3, 10**9])
-def test_transfers_of_earlier_operations_are_waited_for_and_not_given_up(looks, monkeypatch):
+def test_transfers_of_earlier_operations_are_waited_for(looks, monkeypatch):
     """What a stream still sends or receives for them would be lost with the transport: their results, too."""
     monkeypatch.setattr(link, "_LAST_TRANSFERS_S", 0.2)
 
@@ -306,7 +306,7 @@ def test_transfers_of_earlier_operations_are_waited_for_and_not_given_up(looks, 
     run_threads(2, body)
 
 
-def test_who_waits_for_transfers_learns_that_a_rank_goes_no_further():
+def test_who_waits_learns_that_a_rank_goes_no_further():
     """Fails without: closing waited for the whole time limit, 8 s here."""
 
     def body(group, device):
@@ -323,7 +323,7 @@ def test_who_waits_for_transfers_learns_that_a_rank_goes_no_further():
     run_threads(2, body, timeout_s=3.0)
 
 
-def test_the_watchdog_names_the_cause_that_the_missing_rank_has_told():
+def test_the_watchdog_names_what_the_missing_rank_has_told():
     told = threading.Event()
 
     def body(group, device):

@@ -132,7 +132,7 @@ def test_attention(path, masked):
 
 
 @pytest.mark.parametrize("path", ["query_split", "row_parallel", "sequential"])
-def test_a_view_into_a_fused_projection_keeps_the_rest_of_it_only_where_all_is_needed(path):
+def test_a_view_keeps_the_rest_only_where_all_is_needed(path):
     """As of values where queries and keys went through rotary embedding; stock makes all contiguous then."""
 
     def body(group, device):

@@ -249,9 +249,7 @@ def test_every_case_runs_in_every_mode_that_it_can_take(group_size: int, copy_en
 
 
 @pytest.mark.parametrize("group_size", [2, 4, 8])
-def test_most_cases_in_16_bits_are_served_by_tapes_and_some_are_not(
-    group_size: int, copy_engine: pytest.MonkeyPatch
-) -> None:
+def test_most_cases_in_16_bits_are_served_by_tapes(group_size: int, copy_engine: pytest.MonkeyPatch) -> None:
     cases = [case for case in make_cases(group_size, "cuda") if case.call.dtype.itemsize == 2]
     taped = [case for case in cases if is_taped(case)]
     assert len(taped) >= len(cases) / 2

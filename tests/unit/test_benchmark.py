@@ -75,7 +75,7 @@ def test_unknown_names_and_sizes_that_do_not_divide(name, M, group_size, match):
         linear_case(name, M, group_size)
 
 
-def test_the_grid_has_every_case_once_and_starts_with_the_headline():
+def test_the_grid_has_every_case_once_with_the_headline_first():
     models = ("llama-8b", "llama-70b", "llama-405b", "gpt3-175b", "paper-mlp")
     pieces = grid(Settings(models=models), 2)
     assert len(pieces) == len(set(pieces)) == 80 * 2 + 2 * 2

@@ -43,7 +43,7 @@ def test_every_help_has_an_example(command: str, capsys: pytest.CaptureFixture[s
         (["verify", "nonsense"], "commfuse verify [-h]"),
     ],
 )
-def test_wrong_usage_is_exit_code_2_with_the_usage_of_what_was_called(
+def test_wrong_usage_is_exit_code_2_with_usage(
     wrong: list[str], usage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fails without the subcommands' own parser class: unknown options are then the top-level parser's."""
@@ -127,7 +127,7 @@ def test_the_doctor_sees_this_machine(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(("transport", "device"), [("nccl", "cpu"), ("copy_engine", "cpu"), ("gloo", "cuda")])
-def test_a_transport_of_other_devices_is_refused_before_any_rank_starts(transport, device, capsys):
+def test_a_transport_of_other_devices_is_refused_before_start(transport, device, capsys):
     assert cli.main(["verify", "--transport", transport, "--device", device]) == 2
     require_usage_error(capsys, "verify", f"--transport {transport} carries tensors of")
 
@@ -145,7 +145,7 @@ def test_a_transport_of_other_devices_is_refused_before_any_rank_starts(transpor
         (("--megatron", "--lora", "--only", "sparse"), "no option of --lora has the word sparse. There are model: "),
     ],
 )
-def test_models_that_cannot_be_verified_are_refused_before_any_rank_starts(words, complaint, capsys):
+def test_models_that_cannot_be_verified_are_refused_before_start(words, complaint, capsys):
     assert cli.main(["verify", *words]) == 2
     require_usage_error(capsys, "verify", complaint)
 
@@ -251,7 +251,7 @@ def test_a_package_that_cannot_be_imported_says_why() -> None:
         (["demo", "--output", "{folder}"], "{folder}/timeline.png: is a folder; name a file"),
     ],
 )
-def test_results_that_cannot_be_written_are_refused_before_any_work(arguments, message, tmp_path, capsys):
+def test_results_that_cannot_be_written_are_refused_before_work(arguments, message, tmp_path, capsys):
     file = tmp_path / "file"
     file.write_text("")
     for taken in ("taken.png", "timeline.png"):

@@ -66,7 +66,7 @@ from tests.unit.test_cli import require_usage_error
         (["--ranks", "999"], "as many processes would start here; at most 64 do"),
     ],
 )
-def test_a_benchmark_that_makes_no_sense_is_refused_before_any_rank_starts(arguments, message, capsys):
+def test_a_senseless_benchmark_is_refused_before_ranks_start(arguments, message, capsys):
     assert cli.main(["bench", *arguments]) == 2
     require_usage_error(capsys, "bench", message, with_usage=False)
 
@@ -220,7 +220,7 @@ def test_the_environment_names_a_configuration(command, monkeypatch, tmp_path, c
     assert "missing.yaml: cannot be read" in capsys.readouterr().err
 
 
-def test_the_environments_configuration_is_the_one_that_options_change(monkeypatch, tmp_path):
+def test_options_change_the_environments_configuration(monkeypatch, tmp_path):
     own, other = tmp_path / "own.yaml", tmp_path / "other.yaml"
     own.write_text("{linear: {fprop: {path: sliced, chunks_per_shard: 4}}, check_agreement: false}", encoding="utf-8")
     other.write_text("{check_agreement: true}", encoding="utf-8")
@@ -235,13 +235,13 @@ def test_the_environments_configuration_is_the_one_that_options_change(monkeypat
 
 
 @pytest.mark.parametrize("path", ["bulk", "async"])
-def test_a_way_of_backward_passes_leaves_the_forward_ones_of_a_step_alone(path):
+def test_a_way_of_backward_passes_leaves_the_forward_ones_alone(path):
     forced = config_of(cli.build_parser().parse_args(["trace", "--step", "--path", path])).linear
     assert (forced.fprop.path, forced.dgrad.path) == ("auto", path)
 
 
 @pytest.mark.parametrize("option", [["--attention"], ["--virtual-ranks", "4"]], ids=" ".join)
-def test_a_configuration_of_the_environment_that_no_variant_takes_is_refused(option, monkeypatch, capsys):
+def test_a_configuration_that_no_variant_takes_is_refused(option, monkeypatch, capsys):
     monkeypatch.setenv("COMMFUSE_CONFIG", "some.yaml")
     assert cli.main(["bench", *option]) == 2
     assert f"COMMFUSE_CONFIG is some.yaml; {option[0]} has fixed variants" in capsys.readouterr().err

@@ -234,7 +234,7 @@ def test_importing_the_package_touches_neither_cuda_nor_megatron() -> None:
     )
 
 
-def test_importing_everything_below_the_plugin_touches_neither_cuda_nor_megatron() -> None:
+def test_importing_below_the_plugin_touches_no_cuda_nor_megatron() -> None:
     below = [
         ".".join([NAME, *file.relative_to(PACKAGE).with_suffix("").parts])
         for file in FILES

@@ -109,7 +109,7 @@ def test_the_exit_waits_for_what_is_done_in_time(alarms):
     assert alarms == []
 
 
-def test_links_are_released_once_and_forgotten_when_nothing_is_in_flight(alarms):
+def test_links_are_released_once_and_forgotten(alarms):
     released = []
     links = [Link(is_in_flight=True) for _ in range(3)]
     for link in links:
@@ -168,7 +168,7 @@ def test_a_context_may_be_found_by_garbage_collection_meanwhile(alarms):
 
 
 @pytest.mark.parametrize("is_first_to_fail", [False, True])
-def test_who_closes_a_context_waits_for_the_thread_that_releases_it_already(is_first_to_fail, alarms):
+def test_who_closes_waits_for_the_thread_that_releases(is_first_to_fail, alarms):
     """Else its buffers would be there still when close() returns."""
     own, released, is_at_it, may_go_on = Link(is_in_flight=False), [], threading.Event(), threading.Event()
 
@@ -204,7 +204,7 @@ def test_a_context_may_be_closed_while_this_thread_releases_it(alarms):
     assert released == [0]
 
 
-def test_many_threads_release_each_context_once_and_before_its_owner_goes_on(alarms):
+def test_many_threads_release_each_context_once(alarms):
     released = []
 
     class SlowLink(LinkUntil):
@@ -290,7 +290,7 @@ def test_ctrl_c_while_the_exit_waits_leaves_a_limit(alarms, monkeypatch, caplog)
     assert "KeyboardInterrupt" in caplog.text
 
 
-def test_ctrl_c_while_a_context_is_released_leaves_it_to_the_next_time(alarms):
+def test_ctrl_c_in_a_release_leaves_it_to_the_next_time(alarms):
     released = []
 
     def release():
@@ -309,7 +309,7 @@ def test_ctrl_c_while_a_context_is_released_leaves_it_to_the_next_time(alarms):
     assert (leaving._links, leaving._left) == (set(), {})
 
 
-def test_a_context_that_was_left_by_an_error_makes_the_exit_short(alarms, monkeypatch):
+def test_a_context_left_by_an_error_makes_the_exit_short(alarms, monkeypatch):
     monkeypatch.setattr(leaving, "_AFTER_AN_ERROR_S", 0.1)
     link = Link(is_in_flight=True)
     link.is_left_by_error = True

@@ -86,3 +86,9 @@ def test_every_reported_fault_names_its_tests(row: list[str]) -> None:
 
 def test_all_fifteen_faults_are_there() -> None:
     assert [row[0] for row in rows_of(ROOT / "docs" / "field_bugs.md", "# Faults")] == [str(n) for n in range(1, 16)]
+
+
+def test_names_of_tests_have_up_to_60_characters() -> None:
+    names = {name for file in TESTS.rglob("*.py") for name in names_in(file) if name.startswith(("test_", "check_"))}
+    assert len(names) > 500
+    assert [name for name in sorted(names) if len(name) > 60] == []

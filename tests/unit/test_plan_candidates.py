@@ -51,7 +51,7 @@ def test_with_one_gradient_alone_no_whole_gemm_hides_a_transfer(layer, expected)
         assert found == ["sequential", "sliced m=1"]
 
 
-def test_never_more_chunks_than_rows_and_eight_on_slow_links_only():
+def test_never_more_chunks_than_rows_eight_on_slow_links_only():
     assert names(layer_problem("70b.fc2", 6)) == ["sequential", "sliced m=1", "sliced m=2"]
     assert names(layer_problem("70b.fc2", 3)) == ["sequential", "sliced m=1"]
     assert "sliced m=8" not in names(layer_problem("70b.fc2", 8192))

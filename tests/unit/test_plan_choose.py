@@ -89,7 +89,7 @@ def test_whatever_is_chosen_is_within_a_tie_of_the_shortest(times_us):
     assert names == [] or chosen.name in names or min(times_us) * 1.01 >= chosen.predicted_us
 
 
-def test_where_speed_does_not_count_the_plainest_sliced_plan_is_taken():
+def test_where_speed_does_not_count_the_plainest_plan_is_taken():
     plan = choose_by_default(predicted(*range(1, 7)), "default on the CPU")
     assert (plan.name, plan.reason) == ("sliced m=1", "default on the CPU")
     alone = Candidates(PLANS[:1], "sliced would take too much")

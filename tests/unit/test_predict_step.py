@@ -41,7 +41,7 @@ def test_a_step_is_its_layers_and_its_ends(model):
     assert five.step_ms[PLANNED] < five.step_ms[STOCK]
 
 
-def test_with_more_ranks_a_step_is_shorter_until_the_host_decides():
+def test_with_more_ranks_a_step_is_shorter_until_hosts_decide():
     steps = [predict_step("llama-8b", 32, 8192, group_size, MACHINE) for group_size in (2, 4, 8)]
     for few, many in itertools.pairwise(steps):
         assert all(many.step_ms[variant] < few.step_ms[variant] for variant in few.step_ms)

@@ -161,7 +161,7 @@ def test_the_median_error_on_measured_rows(file, most):
     assert errors[len(errors) // 2] < most
 
 
-def test_a_larger_group_is_cut_into_more_slices_until_their_launches_decide():
+def test_a_larger_group_is_cut_finer_until_launches_decide():
     machines = fit_machines(measured_rows(), **HERE)
     small = predict(linear_case("llama-8b.proj", 1024, 64), machines)
     assert {way.limit for way in small if way.variant != "sequential"} == {"launches"}

@@ -37,7 +37,7 @@ def test_no_figure_is_typed_by_hand(document):
     assert not words, "\n".join(words)
 
 
-def test_every_file_of_rows_is_in_some_table_and_every_report_has_its_own():
+def test_files_of_rows_are_in_tables_each_report_has_its_own():
     texts = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
     file = re.compile(r"^<!-- table: \S+ (?:\S*/)?(\S+\.json)", re.M)
     used = {name for text in texts.values() for name in file.findall(text)}
@@ -131,7 +131,7 @@ def test_the_command_writes_documents_that_changed(tmp_path, capsys):
     assert "1 table, as it was" in capsys.readouterr().out
 
 
-def test_the_command_writes_nothing_if_one_document_cannot_be_rendered(tmp_path, capsys):
+def test_the_command_writes_nothing_if_a_document_fails(tmp_path, capsys):
     (tmp_path / "rows.json").write_text(json.dumps(STEPS))
     good, bad = tmp_path / "good.md", tmp_path / "bad.md"
     good.write_text("<!-- table: whole-step rows.json -->\n<!-- end -->\n")

@@ -150,7 +150,7 @@ def test_how_nccl_sends_follows_from_the_link(other_host, complaint, environment
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
-def test_auto_exchanges_on_all_ranks_and_takes_gloo_where_one_has_no_gpu(has_gpu, monkeypatch):
+def test_auto_takes_gloo_where_one_rank_has_no_gpu(has_gpu, monkeypatch):
     monkeypatch.setattr(select.torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(select.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(select.torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="gpu-0"))

@@ -88,7 +88,7 @@ def test_batches_of_one_step_pair_in_the_order_of_their_issue() -> None:
     assert pairs == [(0, 5, 5), (0, 9, 9), (1, 5, 5), (1, 9, 9)]
 
 
-def test_an_arrival_whose_sender_is_not_in_the_recording_has_no_arrow() -> None:
+def test_an_arrival_without_its_sender_has_no_arrow() -> None:
     recording = {0: [batch(1, 1, 0, 5)]}
     trace = chrome_trace(recording)
     check(trace, [recording])

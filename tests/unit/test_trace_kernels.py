@@ -114,7 +114,7 @@ def test_kernels_are_sorted_by_name(name: str, track: str, short: str, op: str) 
     assert (interval.detail, interval.lane, interval.call) == (name, "stream 7", 1)
 
 
-def test_copies_are_transfers_between_devices_and_on_streams_without_kernels() -> None:
+def test_copies_between_devices_are_transfers() -> None:
     intervals = intervals_of_trace(
         trace_of(
             work(PERSISTENT, 101, 5, launched=23),
@@ -131,7 +131,7 @@ def test_copies_are_transfers_between_devices_and_on_streams_without_kernels() -
     assert tracks == ["compute", "compute", "transfer", "transfer", "compute", "transfer", "transfer"]
 
 
-def test_copies_by_the_driver_are_transfers_also_where_a_graph_runs_them_among_kernels() -> None:
+def test_copies_by_the_driver_are_transfers_among_kernels_too() -> None:
     """Fails where streams alone are looked at: a graph's are the driver's choice."""
     found = calls_in(
         trace_of(
@@ -341,7 +341,7 @@ def test_a_tail_begins_where_products_and_attention_end(last: str, tail_us: floa
     assert summarize(call).tail_us == tail_us
 
 
-def test_what_was_recorded_a_second_time_closer_to_the_work_is_dropped() -> None:
+def test_what_was_recorded_again_closer_to_the_work_is_dropped() -> None:
     outer = [interval("multiply 0", "compute", 0, 10), interval("all-gather", "transfer", 10, 20)]
     inner = interval("GEMM 1x2x3", "compute", 1, 9)
     elsewhere = [interval("GEMM 1x2x3", "compute", 11, 19), interval("GEMM 1x2x3", "compute", 9, 11)]
