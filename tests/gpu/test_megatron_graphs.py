@@ -278,18 +278,10 @@ CHECKS = {
     "copy engine, local layers, fp32, bulk": (_compare, "local", FP32, _config("copy_engine", "bulk")),
     "copy engine, local layers, fp32, fused gradients": (_compare, "local", FP32, _config("copy_engine"), True),
     "copy engine, local layers, fp32, planned": (_compare, "local", FP32, _config("copy_engine", "auto")),
-    "copy engine, local layers, fp32, query-split": (
-        _compare,
-        "local",
-        FP32,
-        _config("copy_engine", attention="query_split"),
-    ),
-    "copy engine, local layers, bf16, query-split": (
-        _compare,
-        "local",
-        BF16,
-        _config("copy_engine", attention="query_split"),
-    ),
+    "copy engine, local layers, fp32, query-split": (_compare, "local", FP32, _config("copy_engine",
+     attention="query_split")),
+    "copy engine, local layers, bf16, query-split": (_compare, "local", BF16, _config("copy_engine",
+     attention="query_split")),
     "nccl, local layers, fp32, sliced": (_compare, "local", FP32, _config("nccl")),
     "nccl, local layers, fp32, query-split": (_compare, "local", FP32, _config("nccl", attention="query_split")),
     "copy engine, whole iteration": (_full_iteration, _config("copy_engine")),
@@ -297,13 +289,9 @@ CHECKS = {
     "stock, Transformer Engine, fp32": (_stock_graphs, "te", FP32),
     "copy engine, Transformer Engine, fp32": (_compare, "te", FP32, _config("copy_engine")),
     "copy engine, Transformer Engine, bf16": (_compare, "te", BF16, _config("copy_engine")),
-    "copy engine, Transformer Engine, bf16, query-split": (
-        _compare,
-        "te",
-        BF16,
-        _config("copy_engine", attention="query_split"),
-    ),
-}
+    "copy engine, Transformer Engine, bf16, query-split": (_compare, "te", BF16, _config("copy_engine",
+     attention="query_split")),
+}  # fmt: skip
 
 
 @contextmanager

@@ -20,14 +20,10 @@ OVERLAP = OverlapConfig(linear=LinearConfig(fprop=SLICED, dgrad=SLICED), attenti
 LENGTH, BATCH, NUM_STEPS, NUM_LINEARS = 128, 2, 4, 9  # and the embedding
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.multi_gpu(2),
-    pytest.mark.slow,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
-    ),
-]
+    pytest.mark.gpu, pytest.mark.multi_gpu(2), pytest.mark.slow, pytest.mark.timeout(400),
+    pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None,
+     reason="Transformer Engine is not installed"),
+]  # fmt: skip
 
 
 @contextmanager
@@ -262,16 +258,13 @@ def _main_grad(group, device):
 
 
 CHECKS = {
-    "main_grad of a converted layer": (_main_grad,),
-    "checkpoints both ways": (_checkpoints,),
-    "the norm's kernels": (_norms,),
-    "swiglu, bfloat16": (_compare, "swiglu", torch.bfloat16),
+    "main_grad of a converted layer": (_main_grad,), "checkpoints both ways": (_checkpoints,),
+    "the norm's kernels": (_norms,), "swiglu, bfloat16": (_compare, "swiglu", torch.bfloat16),
     "swiglu, float32": (_compare, "swiglu", torch.float32),
     "layer norm and bias, bfloat16": (_compare, "layer_norm_and_bias", torch.bfloat16),
     "zero-centered norm, bfloat16": (_compare, "zero_centered", torch.bfloat16),
-    "fp8 stays with a reason, delayed": (_fp8, "delayed"),
-    "fp8 stays with a reason, tensorwise": (_fp8, "tensorwise"),
-}
+    "fp8 stays with a reason, delayed": (_fp8, "delayed"), "fp8 stays with a reason, tensorwise": (_fp8, "tensorwise"),
+}  # fmt: skip
 
 
 @contextmanager

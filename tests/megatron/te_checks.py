@@ -75,13 +75,9 @@ def te_layer(leaf: Any, transformer: Any, **options: Any) -> Any:
     is_row = "Row" in (leaf.module if hasattr(leaf, "module") else leaf).__name__
     sides = {"input_is_parallel": True} if is_row else {"gather_output": False}
     arguments: dict[str, Any] = {
-        "config": transformer,
-        "init_method": torch.nn.init.normal_,
-        "bias": True,
-        "skip_bias_add": False,
-        "is_expert": False,
-        **sides,
-    }
+        "config": transformer, "init_method": torch.nn.init.normal_, "bias": True, "skip_bias_add": False,
+        "is_expert": False, **sides,
+    }  # fmt: skip
     with on_the_cpu():
         return build_module(leaf, IN, OUT, **{**arguments, **options})
 

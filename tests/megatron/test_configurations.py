@@ -317,14 +317,9 @@ def check_mamba_projections(group_size: int) -> None:
     }
     for projection, kind in (("in_proj", "column"), ("out_proj", "row")):
         options = {
-            "config": transformer,
-            "init_method": torch.nn.init.normal_,
-            "bias": False,
-            "is_expert": False,
-            "tp_group": group,
-            "name": f"decoder.layers.0.mixer.{projection}",
-            **special[projection],
-        }
+            "config": transformer, "init_method": torch.nn.init.normal_, "bias": False, "is_expert": False,
+            "tp_group": group, "name": f"decoder.layers.0.mixer.{projection}", **special[projection],
+        }  # fmt: skip
         assert set(options) == _keywords_of_the_mixer(projection), "MambaMixer passes other arguments now"
         layers = []
         for spec in (stock_spec, apply_to_spec(stock_spec, OverlapConfig())):

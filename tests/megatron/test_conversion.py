@@ -241,12 +241,9 @@ def check_functions_replaced_on_classes_are_not_passed_by(group_size: int) -> No
 
     places = {
         "column": [(ColumnParallelLinear, "_forward_impl"), (ColumnParallelLinear, "forward")],
-        "row": [
-            (RowParallelLinear, "forward"),
-            (RowParallelLinear, "_forward_impl"),
-            (megatron_layers, "reduce_scatter_to_sequence_parallel_region"),
-        ],
-    }
+        "row": [(RowParallelLinear, "forward"), (RowParallelLinear, "_forward_impl"), (megatron_layers,
+         "reduce_scatter_to_sequence_parallel_region")],
+    }  # fmt: skip
     for kind in KINDS:
         for holder, name in places[kind]:
             stock, ours, x = pair_and_input(kind, group_size)
@@ -491,19 +488,12 @@ def check_the_fused_layer_has_what_is_read_of_the_stock_one(group_size: int) -> 
             )
             layer = build("column", CommFuseLayerNormColumnParallelLinear, transformer, skip_bias_add=True)
             expected = {
-                "in_features": IN,
-                "out_features": OUT // group_size,
-                "tp_size": group_size,
-                "tp_rank": torch.distributed.get_rank(),
-                "use_bias": True,
-                "te_return_bias": True,
-                "fuse_wgrad_accumulation": False,
-                "eps": 3e-3,
-                "zero_centered_gamma": is_zero_centered,
-                "normalization": normalization,
-                "return_layernorm_output": False,
+                "in_features": IN, "out_features": OUT // group_size, "tp_size": group_size,
+                "tp_rank": torch.distributed.get_rank(), "use_bias": True, "te_return_bias": True,
+                "fuse_wgrad_accumulation": False, "eps": 3e-3, "zero_centered_gamma": is_zero_centered,
+                "normalization": normalization, "return_layernorm_output": False,
                 "return_layernorm_output_gathered": False,
-            }
+            }  # fmt: skip
             assert _values(layer, tuple(expected)) == expected
             assert type(layer).__name__ == "TELayerNormColumnParallelLinear"
             assert isinstance(layer, ColumnParallelLinear)

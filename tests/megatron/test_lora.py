@@ -166,14 +166,11 @@ def test_words_choose() -> None:
     assert len(chosen) == 2 * 2 * 3 * 2 * 2
 
 
-@pytest.mark.parametrize(
-    ("ranks", "words", "complaint"),
-    [
-        (3, None, "2 or 4 ranks, not for 3"),
-        (2, ["dense", "sparse"], "no option of --lora has the word sparse. There are model: dense, "),
-        (2, ["convert_first", "fused"], "there is nothing for convert_first fused. convert_first and fused: "),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "words", "complaint"), [
+    (3, None, "2 or 4 ranks, not for 3"),
+    (2, ["dense", "sparse"], "no option of --lora has the word sparse. There are model: dense, "),
+    (2, ["convert_first", "fused"], "there is nothing for convert_first fused. convert_first and fused: "),
+])  # fmt: skip
 def test_wrong_choices(ranks: int, words: list[str] | None, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         choose_lora(ranks, words)

@@ -79,14 +79,10 @@ def test_every_configuration_is_run_somewhere() -> None:
     assert {name for names in NAMES.values() for name in names} == {each.name for each in CONFIGURATIONS}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "names", "words"),
-    [
-        (3, None, "2 or 4 ranks, not for 3"),
-        (2, ["dense", "sparse"], "no configuration is called sparse"),
-        (2, ["dense", "pipeline"], "pipeline: needs 4 ranks, there are 2"),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "names", "words"), [
+    (3, None, "2 or 4 ranks, not for 3"), (2, ["dense", "sparse"], "no configuration is called sparse"),
+    (2, ["dense", "pipeline"], "pipeline: needs 4 ranks, there are 2"),
+])  # fmt: skip
 def test_wrong_choices(ranks: int, names: list[str] | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         choose_configurations(ranks, names)

@@ -92,20 +92,11 @@ def test_stock_is_stock_and_trains(runs: dict) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("name", "chunks", "reaches_all"),
-    [
-        ("flag", 1, True),
-        ("flag_and_file", 2, True),
-        ("callable", 1, False),
-        ("ready_object", 1, False),
-        ("variable", 3, False),
-        ("attributes", 4, False),
-        ("hybrid_flag", 1, True),
-        ("hybrid_callable", 1, False),
-        ("hybrid_ready_object", 3, False),
-    ],
-)
+@pytest.mark.parametrize(("name", "chunks", "reaches_all"), [
+    ("flag", 1, True), ("flag_and_file", 2, True), ("callable", 1, False), ("ready_object", 1, False),
+    ("variable", 3, False), ("attributes", 4, False), ("hybrid_flag", 1, True), ("hybrid_callable", 1, False),
+    ("hybrid_ready_object", 3, False),
+])  # fmt: skip
 def test_a_way_to_switch_on(runs: dict, name: str, chunks: int, reaches_all: bool) -> None:
     run = runs[name]
     calls = (SAVED_STEPS if name == "flag" else NUM_STEPS) * MICRO_BATCHES

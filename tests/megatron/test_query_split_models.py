@@ -43,26 +43,22 @@ SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["layern
 YARN = {"rope_type": "yarn", "rotary_scaling_factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
 BIASED = SmallGPT.layer_norm_and_bias(dtype=torch.float64)
 VARIANTS = {
-    "causal": Variant(),
-    "mask_given": Variant(with_mask=True),
+    "causal": Variant(), "mask_given": Variant(with_mask=True),
     "splits_of_a_shard": Variant(attention={"splits_per_shard": 2}),
     "layer_norm_and_bias": Variant(gpt=BIASED, fuses_gradients=True),
     "one_query_group": Variant(gpt=Llama(num_query_groups=1)),
     "tied_embeddings": Variant(gpt=Llama(has_tied_embeddings=True)),
-    "qk_layernorm": Variant(options={"qk_layernorm": True}),
-    "window": Variant(options={"window_size": (5, 0)}),
+    "qk_layernorm": Variant(options={"qk_layernorm": True}), "window": Variant(options={"window_size": (5, 0)}),
     "softmax_scale": Variant(options={"softmax_scale": 0.3}),
     # The shim for the mask that Megatron would make does not reach autograd's thread.
-    "recompute_full": Variant(options=FULL, with_mask=True),
-    "recompute_selective": Variant(options=SELECTIVE),
-    "hybrid": Variant(model="hybrid"),
-    "latent": Variant(model="latent"),
+    "recompute_full": Variant(options=FULL, with_mask=True), "recompute_selective": Variant(options=SELECTIVE),
+    "hybrid": Variant(model="hybrid"), "latent": Variant(model="latent"),
     "latent_yarn": Variant(model="latent", options=YARN, with_mask=True),
     "latent_plain_queries": Variant(model="latent", options={"q_lora_rank": None, "v_head_dim": 24}),
     "latent_recompute_full": Variant(model="latent", options=FULL, with_mask=True),
     "latent_fused": Variant(model="latent_fused"),
     "prediction_heads": Variant(model="mtp", options={"mtp_num_layers": 1}),
-}
+}  # fmt: skip
 
 
 def is_query_split_as_stock(group_size: int, name: str) -> None:

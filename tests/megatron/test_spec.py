@@ -164,14 +164,10 @@ def test_provider() -> None:
         provider.does_not_exist()
 
 
-@pytest.mark.parametrize(
-    ("cls", "weight", "bias"),
-    [
-        (CommFuseColumnParallelLinear, "column", "column"),
-        (CommFuseLayerNormColumnParallelLinear, "column", "column"),
-        (CommFuseRowParallelLinear, "row", "replicated"),
-    ],
-)
+@pytest.mark.parametrize(("cls", "weight", "bias"), [
+    (CommFuseColumnParallelLinear, "column", "column"), (CommFuseLayerNormColumnParallelLinear, "column", "column"),
+    (CommFuseRowParallelLinear, "row", "replicated"),
+])  # fmt: skip
 def test_fsdp_sees_how_weights_are_split(cls: type, weight: str, bias: str) -> None:
     from megatron.core.distributed import FullyShardedDataParallel
 

@@ -17,13 +17,10 @@ from tests.megatron.pretraining_runs import load_example
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 PROMISED = {
-    "measure_node.py": "passed",
-    "look_at_a_schedule.py": "chunks per shard 4",
-    "overlap_linears.py": "equal the sequential program's",
-    "trace_a_step.py": "rank 1: 4 operations",
-    "check_training.py": "stock after plugin",
-    "swap_layers_in_gpt.py": f"{'output_layer':43}  overlapped\n",
-}
+    "measure_node.py": "passed", "look_at_a_schedule.py": "chunks per shard 4",
+    "overlap_linears.py": "equal the sequential program's", "trace_a_step.py": "rank 1: 4 operations",
+    "check_training.py": "stock after plugin", "swap_layers_in_gpt.py": f"{'output_layer':43}  overlapped\n",
+}  # fmt: skip
 #: Run in ranks that torchrun need not start: others show that it can.
 IN_PLACE = {"check_training.py", "swap_layers_in_gpt.py", "trace_a_step.py"}
 #: Run by `test_pretraining_examples.py`: one needs what the other writes.

@@ -154,16 +154,13 @@ def test_ranks_must_not_contradict_the_launcher(monkeypatch: pytest.MonkeyPatch)
         choose_num_ranks(2)
 
 
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
-        ({"RANK": "1"}, "it has RANK, not WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start it with torchrun"),
-        ({"WORLD_SIZE": "two"}, "it has WORLD_SIZE, not RANK, MASTER_ADDR, MASTER_PORT"),
-        ({"RANK": "0", "WORLD_SIZE": "two", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "WORLD_SIZE='two', which is not"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": ""}, "MASTER_PORT='', which is not"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2 and WORLD_SIZE=2; ranks"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "words"), [
+    ({"RANK": "1"}, "it has RANK, not WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start it with torchrun"),
+    ({"WORLD_SIZE": "two"}, "it has WORLD_SIZE, not RANK, MASTER_ADDR, MASTER_PORT"),
+    ({"RANK": "0", "WORLD_SIZE": "two", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "WORLD_SIZE='two', which is not"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": ""}, "MASTER_PORT='', which is not"),
+    ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2 and WORLD_SIZE=2; ranks"),
+])  # fmt: skip
 def test_half_a_launcher_is_refused_by_name(
     variables: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

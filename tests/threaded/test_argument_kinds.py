@@ -61,33 +61,20 @@ ARRAY = np.zeros((TOKENS, 1, FEATURES), dtype=np.float32)
 TENSOR = torch.ones(FEATURES, FEATURES)
 with warnings.catch_warnings(action="ignore"):
     FOREIGN = [
-        torch.nested.nested_tensor([TENSOR, TENSOR]),
-        torch._efficientzerotensor((FEATURES, FEATURES)),
-        torch._to_functional_tensor(TENSOR),
-        FakeTensorMode().from_tensor(TENSOR),
-        Wrapper(TENSOR),
-    ]
+        torch.nested.nested_tensor([TENSOR, TENSOR]), torch._efficientzerotensor((FEATURES, FEATURES)),
+        torch._to_functional_tensor(TENSOR), FakeTensorMode().from_tensor(TENSOR), Wrapper(TENSOR),
+    ]  # fmt: skip
 #: By what a signature says.
 WRONG: dict[Any, list[Any]] = {
     torch.Tensor: [None, 5, "a", [TENSOR], ARRAY, object(), *FOREIGN],
-    torch.Tensor | None: [5, "b", [1], ARRAY, object()],
-    int: [None, float(FEATURES), "7", [7], TENSOR],
-    int | None: [float(TOKENS), "7", [7], TENSOR],
-    bool: [None, 2, "yes", [True], TENSOR],
-    float: [None, "a", 1j, [0.5], TENSOR],
-    float | None: ["a", 1j, [0.5], TENSOR],
+    torch.Tensor | None: [5, "b", [1], ARRAY, object()], int: [None, float(FEATURES), "7", [7], TENSOR],
+    int | None: [float(TOKENS), "7", [7], TENSOR], bool: [None, 2, "yes", [True], TENSOR],
+    float: [None, "a", 1j, [0.5], TENSOR], float | None: ["a", 1j, [0.5], TENSOR],
     tuple[int, int] | None: [5, "ab", {1, 2}, {1: 2}, TENSOR],
-    WeightGrad: [
-        TENSOR,
-        5,
-        WeightGradTarget(None, lambda: None),
-        WeightGradTarget(ARRAY, lambda: None),
-        WeightGradTarget(FOREIGN[1], lambda: None),
-        DeferredWeightGrad([]),
-        DeferredWeightGrad(WeightGradQueue(), TENSOR),
-        DeferredWeightGrad(WeightGradQueue(), WeightGradTarget(ARRAY, lambda: None)),
-    ],
-}
+    WeightGrad: [TENSOR, 5, WeightGradTarget(None, lambda: None), WeightGradTarget(ARRAY, lambda: None),
+     WeightGradTarget(FOREIGN[1], lambda: None), DeferredWeightGrad([]), DeferredWeightGrad(WeightGradQueue(),
+      TENSOR), DeferredWeightGrad(WeightGradQueue(), WeightGradTarget(ARRAY, lambda: None))],
+}  # fmt: skip
 
 
 def kinds_of(op: str) -> dict[str, Any]:
@@ -213,27 +200,19 @@ GATHER, ATTENTION, EMBEDDING = "all_gather_linear", "query_split_attention", "em
 
 
 @pytest.mark.parametrize("needs_gradients", [False, True])
-@pytest.mark.parametrize(
-    ("op", "name", "value"),
-    [
-        (GATHER, "weight_grad", WeightGradTarget(torch.zeros(FEATURES, FEATURES), None)),  # type: ignore[arg-type]
-        (GATHER, "weight_grad", types.SimpleNamespace(accumulate=torch.zeros(FEATURES, FEATURES))),
-        (GATHER, "weight_grad", target(dtype=torch.int64)),
-        (GATHER, "weight_grad", target(dtype=torch.bfloat16)),
-        (GATHER, "weight_grad", WeightGradTarget(torch.zeros(1, FEATURES).expand(FEATURES, FEATURES), lambda: None)),
-        (GATHER, "weight_grad", WeightGradTarget(made_in_inference_mode(FEATURES, FEATURES), lambda: None)),
-        (GATHER, "x", torch.zeros(TOKENS // 2, 1, FEATURES).to_sparse()),
-        (GATHER, "weight", torch.zeros(FEATURES, FEATURES).to_sparse()),
-        (ATTENTION, "weight_grad", WeightGradTarget(torch.zeros(3, FEATURES, dtype=torch.int64), lambda: None)),
-        (ATTENTION, "q", torch.zeros(TOKENS, 1, 2, FEATURES // 2).to_sparse()),
-        (ATTENTION, "scale", 10**400),
-        (ATTENTION, "scale", float("nan")),
-        (EMBEDDING, "first_id", 2**70),
-        (EMBEDDING, "first_id", -(2**63)),
-        (EMBEDDING, "weight", torch.ones(FEATURES, FEATURES).to_sparse()),
-    ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
-)
+@pytest.mark.parametrize(("op", "name", "value"), [
+    (GATHER, "weight_grad", WeightGradTarget(torch.zeros(FEATURES, FEATURES), None)),  # type: ignore[arg-type]
+    (GATHER, "weight_grad", types.SimpleNamespace(accumulate=torch.zeros(FEATURES, FEATURES))),
+    (GATHER, "weight_grad", target(dtype=torch.int64)), (GATHER, "weight_grad", target(dtype=torch.bfloat16)),
+    (GATHER, "weight_grad", WeightGradTarget(torch.zeros(1, FEATURES).expand(FEATURES, FEATURES), lambda: None)),
+    (GATHER, "weight_grad", WeightGradTarget(made_in_inference_mode(FEATURES, FEATURES), lambda: None)),
+    (GATHER, "x", torch.zeros(TOKENS // 2, 1, FEATURES).to_sparse()),
+    (GATHER, "weight", torch.zeros(FEATURES, FEATURES).to_sparse()),
+    (ATTENTION, "weight_grad", WeightGradTarget(torch.zeros(3, FEATURES, dtype=torch.int64), lambda: None)),
+    (ATTENTION, "q", torch.zeros(TOKENS, 1, 2, FEATURES // 2).to_sparse()), (ATTENTION, "scale", 10**400),
+    (ATTENTION, "scale", float("nan")), (EMBEDDING, "first_id", 2**70), (EMBEDDING, "first_id", -(2**63)),
+    (EMBEDDING, "weight", torch.ones(FEATURES, FEATURES).to_sparse()),
+], ids=lambda value: value if isinstance(value, str) else type(value).__name__)  # fmt: skip
 def test_values_that_could_not_be_computed_with(op: str, name: str, value: Any, needs_gradients: bool) -> None:
     """In new calls, and in calls like a good one before: each once raised on one rank alone, after all had agreed."""
 

@@ -31,16 +31,10 @@ CASE = Case(rows=24, heads=4, kv_heads=2, head_dim=16, value_dim=16, N=16, dtype
 
 @pytest.mark.parametrize("worth", [0, 1e30], ids=["pieces", "whole"])
 @pytest.mark.parametrize("stepwise", [-1, 1000], ids=["graphs", "tapes"])
-@pytest.mark.parametrize(
-    ("group_size", "m", "backward"),
-    [
-        (2, 1, "query_split"),
-        (2, 2, "query_split"),
-        (3, 2, "query_split"),
-        (2, 2, "row_parallel"),
-        (3, 1, "row_parallel"),
-    ],
-)
+@pytest.mark.parametrize(("group_size", "m", "backward"), [
+    (2, 1, "query_split"), (2, 2, "query_split"), (3, 2, "query_split"), (2, 2, "row_parallel"),
+    (3, 1, "row_parallel"),
+])  # fmt: skip
 def test_both_passes_equal_the_reference_in_every_order(group_size, m, backward, stepwise, worth, monkeypatch):
     cudnn = emulate_cudnn(monkeypatch)
     emulate_copy_engine(monkeypatch)

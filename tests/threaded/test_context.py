@@ -86,21 +86,17 @@ def test_a_wrong_dtype_on_one_rank_raises_everywhere():
     run_threads(3, body)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"x": torch.zeros(5)}, r"at least two dimensions"),
-        ({"weight": torch.zeros(4, 5, 1)}, r"weight must be \[N, K\]"),
-        ({"x": torch.zeros(4, 2, 6)}, r"x has 6 input features .* has 5"),
-        ({"bias": torch.zeros(5)}, r"bias must be \[4\]"),
-        ({"bias": torch.zeros(4, dtype=torch.float64)}, r"one dtype, got x float32, weight float32, bias float64"),
-        ({"x": torch.zeros(4, 2, 5, device="meta")}, r"x is on meta, but this context uses transport gloo"),
-        ({"total_rows": 9}, r"must bring [45] rows .*, x has 3"),
-        ({"total_rows": -1}, r"total_rows must not be negative"),
-        ({"total_rows": 6.0}, r"total_rows must be an integer or None, got 6\.0"),
-        ({"x": torch.zeros(3, 2, 5).int(), "weight": torch.zeros(4, 5).int()}, r"int32 is not supported"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "match"), [
+    ({"x": torch.zeros(5)}, r"at least two dimensions"),
+    ({"weight": torch.zeros(4, 5, 1)}, r"weight must be \[N, K\]"),
+    ({"x": torch.zeros(4, 2, 6)}, r"x has 6 input features .* has 5"),
+    ({"bias": torch.zeros(5)}, r"bias must be \[4\]"),
+    ({"bias": torch.zeros(4, dtype=torch.float64)}, r"one dtype, got x float32, weight float32, bias float64"),
+    ({"x": torch.zeros(4, 2, 5, device="meta")}, r"x is on meta, but this context uses transport gloo"),
+    ({"total_rows": 9}, r"must bring [45] rows .*, x has 3"), ({"total_rows": -1}, r"total_rows must not be negative"),
+    ({"total_rows": 6.0}, r"total_rows must be an integer or None, got 6\.0"),
+    ({"x": torch.zeros(3, 2, 5).int(), "weight": torch.zeros(4, 5).int()}, r"int32 is not supported"),
+])  # fmt: skip
 def test_bad_arguments_are_named(arguments, match):
     def body(group, device):
         given = {"x": torch.zeros(3, 2, 5), "weight": torch.zeros(4, 5)} | arguments

@@ -107,15 +107,12 @@ def test_two_calls_in_flight_keep_their_own_values():
     run_threads(2, body)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda ids, weight: (ids[0], weight), r"ids must be \[B, S\]"),
-        (lambda ids, weight: (ids.double(), weight), "ids must be int64 or int32"),
-        (lambda ids, weight: (ids, weight[0]), r"weight must be \[V, N\]"),
-        (lambda ids, weight: (ids, weight.long()), "dtype torch.int64 is not supported"),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda ids, weight: (ids[0], weight), r"ids must be \[B, S\]"),
+    (lambda ids, weight: (ids.double(), weight), "ids must be int64 or int32"),
+    (lambda ids, weight: (ids, weight[0]), r"weight must be \[V, N\]"),
+    (lambda ids, weight: (ids, weight.long()), "dtype torch.int64 is not supported"),
+])  # fmt: skip
 def test_bad_arguments_raise_on_all_ranks(change, words):
     def body(group, device):
         with OverlapContext(group, config()) as context:

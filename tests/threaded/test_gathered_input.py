@@ -18,16 +18,13 @@ from tests.threaded.test_copy_engine_emulated import PATHS, config_for, number_o
 from tests.threaded.test_linears import linear_config
 
 CONFIGS = {
-    "direct": linear_config(),
-    "direct 2": linear_config(m=2),
-    "ring": linear_config("ring"),
-    "ring 2": linear_config("ring", 2),
-    "kept": linear_config(keep_gathered_input=True),
+    "direct": linear_config(), "direct 2": linear_config(m=2), "ring": linear_config("ring"),
+    "ring 2": linear_config("ring", 2), "kept": linear_config(keep_gathered_input=True),
     "sequential": linear_config(path="sequential"),
     "sequential, kept": linear_config(path="sequential", keep_gathered_input=True),
     "async": OverlapConfig(linear=LinearConfig(dgrad=PassConfig(path="async"))),
     "bulk": OverlapConfig(linear=LinearConfig(dgrad=PassConfig(path="bulk", algorithm="direct", chunks_per_shard=1))),
-}
+}  # fmt: skip
 OUTPUTS = [("y", "gathered"), ("y",), ("gathered",)]
 
 

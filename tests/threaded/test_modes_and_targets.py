@@ -75,17 +75,11 @@ def test_a_gradient_of_another_shape_is_refused_before_it_sends(op):
     run_threads(2, body)
 
 
-@pytest.mark.parametrize(
-    ("weight", "is_copied"),
-    [
-        (torch.zeros(8, 16), False),
-        (torch.zeros(16, 8).t(), False),
-        (torch.zeros(8, 32)[:, :16], False),
-        (torch.zeros(1, 16).expand(8, 16), True),
-        (torch.zeros(64).as_strided((8, 16), (2, 1)), True),
-        (torch.zeros(8, 32)[:, ::2], True),
-    ],
-)
+@pytest.mark.parametrize(("weight", "is_copied"), [
+    (torch.zeros(8, 16), False), (torch.zeros(16, 8).t(), False), (torch.zeros(8, 32)[:, :16], False),
+    (torch.zeros(1, 16).expand(8, 16), True), (torch.zeros(64).as_strided((8, 16), (2, 1)), True),
+    (torch.zeros(8, 32)[:, ::2], True),
+])  # fmt: skip
 def test_weights_whose_rows_overlap_are_copied(weight, is_copied):
     taken = with_unit_stride(weight)
     assert (taken.data_ptr() != weight.data_ptr()) == is_copied

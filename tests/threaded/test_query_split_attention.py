@@ -88,15 +88,11 @@ def check(case: Case, group, context: OverlapContext, view=None) -> dict[str, to
 
 
 MASKS = {
-    "causal": {},
-    "full": {"causal": False},
-    "causal window": {"window": (3, 0)},
-    "causal window of one": {"window": (0, -1)},
-    "window": {"causal": False, "window": (2, 4)},
-    "window before": {"causal": False, "window": (3, -1)},
-    "window after": {"causal": False, "window": (-1, 2)},
+    "causal": {}, "full": {"causal": False}, "causal window": {"window": (3, 0)},
+    "causal window of one": {"window": (0, -1)}, "window": {"causal": False, "window": (2, 4)},
+    "window before": {"causal": False, "window": (3, -1)}, "window after": {"causal": False, "window": (-1, 2)},
     "scale": {"scale": 0.7},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
@@ -194,12 +190,9 @@ def test_exact_results_where_every_sum_is():
         generator = torch.Generator().manual_seed(group.rank())
         draw_integers = lambda *shape: torch.randint(-2, 3, shape, generator=generator).double()  # noqa: E731
         operands = {
-            "q": torch.zeros(rows, 2, 2, 3, dtype=torch.float64),
-            "k": draw_integers(rows, 2, 2, 3),
-            "v": draw_integers(rows, 2, 2, 3),
-            "out_weight": draw_integers(5, 6),
-            "out_bias": draw_integers(5),
-        }
+            "q": torch.zeros(rows, 2, 2, 3, dtype=torch.float64), "k": draw_integers(rows, 2, 2, 3),
+            "v": draw_integers(rows, 2, 2, 3), "out_weight": draw_integers(5, 6), "out_bias": draw_integers(5),
+        }  # fmt: skip
         grad_y = draw_integers(shard_range(rows, group.size(), group.rank()).size, 2, 5)
         with OverlapContext(group, attention_config(m=2)) as context:
             found = run(operands, grad_y, ops.query_split_attention, causal=False, scale=1.0, context=context)

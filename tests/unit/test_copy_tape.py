@@ -143,16 +143,8 @@ def test_in_a_graph_a_batch_without_push_depends_on_earlier_ones(tape, transport
     tape.wait(ARRIVED)
     tape.compute(transport.step("kernel"))
     expected = [
-        "mark",
-        "kernel",
-        "follow",
-        "take 1",
-        "push 1",
-        "mark copies",
-        "follow copies",
-        "wait arrived",
-        "kernel",
-    ]
+        "mark", "kernel", "follow", "take 1", "push 1", "mark copies", "follow copies", "wait arrived", "kernel",
+    ]  # fmt: skip
     assert captured(tape, transport) == expected
 
 

@@ -16,20 +16,10 @@ NAME = "commfuse_megatron"
 
 # From the bottom up. Parts on one line may not import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "version"),
-    ("config", "problem"),
-    ("schedule",),
-    ("transport", "kernels"),
-    ("plan",),
-    ("runtime",),
-    ("ops",),
-    ("__init__",),  # the public names; it may import nothing above itself
-    ("plugin",),
-    ("tracing", "testing"),
-    ("verify", "benchmark"),
-    ("cli",),
-    ("__main__",),
-)
+    ("errors", "version"), ("config", "problem"), ("schedule",), ("transport", "kernels"), ("plan",), ("runtime",),
+    ("ops",), ("__init__",),  # the public names; it may import nothing above itself
+    ("plugin",), ("tracing", "testing"), ("verify", "benchmark"), ("cli",), ("__main__",),
+)  # fmt: skip
 HEIGHT = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 MAY_IMPORT_MEGATRON = {"plugin", "testing", "verify", "benchmark", "cli"}
 NO_DEVICE_WIDE_SYNC = {"ops", "runtime", "plugin", "transport"}
@@ -184,16 +174,10 @@ def is_device_wide_sync(call: str) -> bool:
     }
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("torch.cuda.synchronize()", True),
-        ("cuda.synchronize(device)", True),
-        ("cudart.cudaDeviceSynchronize()", True),
-        ("event.synchronize()", False),
-        ("context.synchronize(timeout_s)", False),
-    ],
-)
+@pytest.mark.parametrize(("source", "found"), [
+    ("torch.cuda.synchronize()", True), ("cuda.synchronize(device)", True), ("cudart.cudaDeviceSynchronize()", True),
+    ("event.synchronize()", False), ("context.synchronize(timeout_s)", False),
+])  # fmt: skip
 def test_the_search_for_device_wide_syncs_finds_them(source: str, found: bool) -> None:
     (call,) = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     assert is_device_wide_sync(dotted_call(call)) is found

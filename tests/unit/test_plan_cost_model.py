@@ -143,17 +143,10 @@ def test_a_slow_link_wants_fine_chunks():
     assert predict_us(problem, plan("sequential"), SLOW_LINK) == pytest.approx(5175, rel=0.15)
 
 
-@pytest.mark.parametrize(
-    ("layer", "path", "measured_us"),
-    [
-        ("70b.qkv", "sliced", 895),
-        ("70b.qkv", "sequential", 1167),
-        ("70b.proj", "sliced", 764),
-        ("70b.proj", "sequential", 1027),
-        ("70b.fc2", "sliced", 2670),
-        ("70b.fc2", "sequential", 2910),
-    ],
-)
+@pytest.mark.parametrize(("layer", "path", "measured_us"), [
+    ("70b.qkv", "sliced", 895), ("70b.qkv", "sequential", 1167), ("70b.proj", "sliced", 764),
+    ("70b.proj", "sequential", 1027), ("70b.fc2", "sliced", 2670), ("70b.fc2", "sequential", 2910),
+])  # fmt: skip
 def test_assumed_figures_come_near_what_was_measured(layer, path, measured_us):
     # 2 x H200, copy engine, November 2026; the assumed rate lies between that of H100 and H200.
     assert predict_us(layer_problem(layer, 8192), plan(path), COPY_ENGINE) == pytest.approx(measured_us, rel=0.2)

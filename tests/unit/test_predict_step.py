@@ -104,19 +104,15 @@ def test_rows_of_this_version_are_read_like_those_before(tmp_path):
         measured_steps(file)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["llama-8b", "--ranks", "3"], "llama-8b: 8192 tokens cannot be cut for 3 ranks"),
-        (["llama-8b", "--models", "llama-70b"], "--step predicts a whole model; leave out --models"),
-        (["llama-8b", "--figure", "x.png"], "--step predicts a whole model; leave out --figure"),
-        (["llama-8b", "--layers", "0"], "--layers"),
-        (["llama-8b", "--tokens", "0"], "--tokens must be at least 1"),
-        (["llama-8b", "--link", "25"], "of a bandwidth only --rows tells the rest"),
-        (["llama-8b", "--against", "{none}"], "none.json cannot be read"),
-        (["llama-8b", "--against", "{steps}"], "it has no steps of llama-8b"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (["llama-8b", "--ranks", "3"], "llama-8b: 8192 tokens cannot be cut for 3 ranks"),
+    (["llama-8b", "--models", "llama-70b"], "--step predicts a whole model; leave out --models"),
+    (["llama-8b", "--figure", "x.png"], "--step predicts a whole model; leave out --figure"),
+    (["llama-8b", "--layers", "0"], "--layers"), (["llama-8b", "--tokens", "0"], "--tokens must be at least 1"),
+    (["llama-8b", "--link", "25"], "of a bandwidth only --rows tells the rest"),
+    (["llama-8b", "--against", "{none}"], "none.json cannot be read"),
+    (["llama-8b", "--against", "{steps}"], "it has no steps of llama-8b"),
+])  # fmt: skip
 def test_what_cannot_be_predicted_is_refused(options, message, tmp_path, capsys):
     steps = tmp_path / "steps.json"
     variants = {"stock": {"step_ms": 5.0}}

@@ -14,14 +14,10 @@ from commfuse_megatron.transport import select
 from tests.harness import run_threads
 
 
-@pytest.mark.parametrize(
-    ("hosts", "gpus", "expected"),
-    [
-        (["a", "a"], ["0", None], "group rank 1 has no CUDA device"),
-        (["a", "b"], ["0", "1"], "the ranks are on 2 hosts"),
-        (["a", "a", "a"], ["0", "1", "0"], "several ranks share a GPU"),
-    ],
-)
+@pytest.mark.parametrize(("hosts", "gpus", "expected"), [
+    (["a", "a"], ["0", None], "group rank 1 has no CUDA device"), (["a", "b"], ["0", "1"], "the ranks are on 2 hosts"),
+    (["a", "a", "a"], ["0", "1", "0"], "several ranks share a GPU"),
+])  # fmt: skip
 def test_what_keeps_the_copy_engine_from_serving_is_said(hosts, gpus, expected, monkeypatch):
     monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
     assert select._find_obstacle(hosts, gpus, gpus[0]).startswith(expected)
@@ -38,19 +34,16 @@ def test_a_copy_engine_that_cannot_serve_is_refused_on_all_ranks(monkeypatch):
     run_threads(3, body)
 
 
-@pytest.mark.parametrize(
-    ("backend", "gpus", "hosts", "has_nccl", "mapping", "advice"),
-    [
-        ("nccl", [None, None], ["a", "a"], True, "", ["gloo", "auto"]),
-        ("nccl", ["0", "1"], ["a", "a"], False, "", ["gloo", "auto"]),
-        ("copy_engine", [None, None], ["a", "a"], True, "", ["gloo", "auto"]),
-        ("copy_engine", ["0", None], ["a", "a"], True, "", ["gloo", "auto"]),
-        ("copy_engine", ["0", "1"], ["a", "b"], False, "", ["gloo", "auto"]),
-        ("copy_engine", ["0", "0"], ["a", "a"], True, "", ["gloo"]),
-        ("copy_engine", ["0", "1"], ["a", "b"], True, "", ["nccl", "auto"]),
-        ("copy_engine", ["0", "1"], ["a", "a"], True, "group rank 0 cannot share memory", ["nccl", "auto"]),
-    ],
-)
+@pytest.mark.parametrize(("backend", "gpus", "hosts", "has_nccl", "mapping", "advice"), [
+    ("nccl", [None, None], ["a", "a"], True, "", ["gloo", "auto"]),
+    ("nccl", ["0", "1"], ["a", "a"], False, "", ["gloo", "auto"]),
+    ("copy_engine", [None, None], ["a", "a"], True, "", ["gloo", "auto"]),
+    ("copy_engine", ["0", None], ["a", "a"], True, "", ["gloo", "auto"]),
+    ("copy_engine", ["0", "1"], ["a", "b"], False, "", ["gloo", "auto"]),
+    ("copy_engine", ["0", "0"], ["a", "a"], True, "", ["gloo"]),
+    ("copy_engine", ["0", "1"], ["a", "b"], True, "", ["nccl", "auto"]),
+    ("copy_engine", ["0", "1"], ["a", "a"], True, "group rank 0 cannot share memory", ["nccl", "auto"]),
+])  # fmt: skip
 def test_what_a_refusal_advises_is_not_refused(backend, gpus, hosts, has_nccl, mapping, advice, monkeypatch):
     """Fails where nccl is advised to whom has no GPU, no NCCL, or a GPU of which other ranks are, too."""
     monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
@@ -97,17 +90,12 @@ class CudaGroup:
         return 2
 
 
-@pytest.mark.parametrize(
-    ("others", "mapping", "environment", "expected"),
-    [
-        ("", "", {}, "copy_engine"),
-        ("", "", {"NCCL_P2P_DISABLE": "0"}, "copy_engine"),
-        ("device 1 cannot address the memory of device 0", "", {}, "nccl"),
-        ("", "", {"NCCL_P2P_DISABLE": "1"}, "nccl"),
-        ("NCCL_P2P_DISABLE is set", "", {}, "nccl"),
-        ("", "group rank 0 cannot share memory with the others: no pidfd_getfd", {}, "nccl"),
-    ],
-)
+@pytest.mark.parametrize(("others", "mapping", "environment", "expected"), [
+    ("", "", {}, "copy_engine"), ("", "", {"NCCL_P2P_DISABLE": "0"}, "copy_engine"),
+    ("device 1 cannot address the memory of device 0", "", {}, "nccl"), ("", "", {"NCCL_P2P_DISABLE": "1"}, "nccl"),
+    ("NCCL_P2P_DISABLE is set", "", {}, "nccl"),
+    ("", "group rank 0 cannot share memory with the others: no pidfd_getfd", {}, "nccl"),
+])  # fmt: skip
 def test_auto_takes_the_copy_engine_where_no_rank_objects(others, mapping, environment, expected, monkeypatch):
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     for name, value in environment.items():
@@ -126,15 +114,11 @@ def test_auto_takes_the_copy_engine_where_no_rank_objects(others, mapping, envir
     assert select.choose_backend(CudaGroup(), TransportConfig(), exchange) == expected
 
 
-@pytest.mark.parametrize(
-    ("other_host", "complaint", "environment", "expected"),
-    [
-        ("here", "", {}, select.DIRECT),
-        ("here", "", {"NCCL_P2P_DISABLE": "1"}, select.THROUGH_HOST_MEMORY),
-        ("here", "device 1 cannot address the memory of device 0", {}, select.THROUGH_HOST_MEMORY),
-        ("there", "device 1 cannot address the memory of device 0", {"NCCL_P2P_DISABLE": "1"}, select.DIRECT),
-    ],
-)
+@pytest.mark.parametrize(("other_host", "complaint", "environment", "expected"), [
+    ("here", "", {}, select.DIRECT), ("here", "", {"NCCL_P2P_DISABLE": "1"}, select.THROUGH_HOST_MEMORY),
+    ("here", "device 1 cannot address the memory of device 0", {}, select.THROUGH_HOST_MEMORY),
+    ("there", "device 1 cannot address the memory of device 0", {"NCCL_P2P_DISABLE": "1"}, select.DIRECT),
+])  # fmt: skip
 def test_how_nccl_sends_follows_from_the_link(other_host, complaint, environment, expected, monkeypatch):
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     for name, value in environment.items():

@@ -289,16 +289,11 @@ def test_lanes_are_given_back_once_when_a_context_closes(monkeypatch):
     assert len(set(map(id, given_back))) == len(given_back) == 4
 
 
-@pytest.mark.parametrize(
-    ("queries", "heads", "num_lanes"),
-    [
-        (4096, 16, 2),  # 8B, two ranks, 8192 tokens: 512 blocks
-        (2048, 8, 3),  # four ranks: 128, a few fewer than an H200 runs at a time
-        (1024, 4, 4),  # eight: 32
-        (512, 1024, 2),
-        (1, 1, 4),
-        (0, 4, 4),
-    ],
-)
+@pytest.mark.parametrize(("queries", "heads", "num_lanes"), [
+    (4096, 16, 2),  # 8B, two ranks, 8192 tokens: 512 blocks
+    (2048, 8, 3),  # four ranks: 128, a few fewer than an H200 runs at a time
+    (1024, 4, 4),  # eight: 32
+    (512, 1024, 2), (1, 1, 4), (0, 4, 4),
+])  # fmt: skip
 def test_as_many_lanes_as_small_pieces_need_to_fill_a_gpu(queries, heads, num_lanes):
     assert lanes.choose_num_lanes(queries, heads, torch.device("cpu")) == num_lanes

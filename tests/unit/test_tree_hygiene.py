@@ -13,21 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SKIPPED_DIRS = {".git", "__pycache__", "demo_output", "trace_output", "build", "dist"}
 FIGURE_SUFFIXES = {".png", ".svg"}
 BINARY_SUFFIXES = {
-    ".whl",
-    ".so",
-    ".o",
-    ".a",
-    ".pt",
-    ".pth",
-    ".npy",
-    ".npz",
-    ".pkl",
-    ".zip",
-    ".gz",
-    ".tar",
-    ".cubin",
-    ".exe",
-}
+    ".whl", ".so", ".o", ".a", ".pt", ".pth", ".npy", ".npz", ".pkl", ".zip", ".gz", ".tar", ".cubin", ".exe",
+}  # fmt: skip
 MAX_SIZE_BYTES = 1 << 20
 
 MACHINE_PATH = re.compile(
