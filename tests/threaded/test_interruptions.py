@@ -17,7 +17,7 @@ from commfuse_megatron.errors import ShapeError, TransportError, TransportTimeou
 from commfuse_megatron.runtime import calibrate
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
-from tests.harness import run_threads
+from tests.harness import on_ranks, run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
 from tests.threaded.test_copy_engine_emulated import config_for
 from tests.threaded.test_planning import TRIAL, MadeUpTimes, plan_by_cost
@@ -48,23 +48,20 @@ def operands_of(name, rank=0):
 
 @pytest.mark.parametrize("is_compared", [True, False])
 @pytest.mark.parametrize("name", ALL)
-def test_a_checkpoint_that_stops_early_is_no_interruption(name, is_compared):
+@on_ranks(2)
+def test_a_checkpoint_that_stops_early_is_no_interruption(group, device, name, is_compared):
     """It raises out of what autograd does after our forward pass has returned, as soon as all is there again."""
-
-    def body(group, device):
-        found = []
-        for is_checkpointed in (False, True):
-            leaves, call = operands_of(name, group.rank())
-            with OverlapContext(group, OverlapConfig(check_agreement=is_compared)) as context:
-                for _ in range(2):
-                    y = checkpoint(call, context, use_reentrant=False) if is_checkpointed else call(context)
-                    y.square().sum().backward()
-                assert context.is_usable
-            found.append([leaf.grad for leaf in leaves])
-        for expected, gradient in zip(*found, strict=True):
-            assert torch.equal(expected, gradient)
-
-    run_threads(2, body)
+    found = []
+    for is_checkpointed in (False, True):
+        leaves, call = operands_of(name, group.rank())
+        with OverlapContext(group, OverlapConfig(check_agreement=is_compared)) as context:
+            for _ in range(2):
+                y = checkpoint(call, context, use_reentrant=False) if is_checkpointed else call(context)
+                y.square().sum().backward()
+            assert context.is_usable
+        found.append([leaf.grad for leaf in leaves])
+    for expected, gradient in zip(*found, strict=True):
+        assert torch.equal(expected, gradient)
 
 
 _this_rank = threading.local()
@@ -210,26 +207,23 @@ def test_a_closed_context_that_is_used_has_not_failed(name, monkeypatch):
     assert given_up == []
 
 
-def test_an_error_is_settled_for_the_context_that_raises_it():
+@on_ranks(2)
+def test_an_error_is_settled_for_the_context_that_raises_it(group, device):
     """Not for another one, in whose call it was raised: its ranks may go on with that."""
+    with OverlapContext(group) as first:
+        second = OverlapContext(group)
 
-    def body(group, device):
-        with OverlapContext(group) as first:
-            second = OverlapContext(group)
+        def raise_in_both():
+            with second.guard("a call"):
+                first.consensus.refuse(ShapeError("wrong operands"), topic="a call")
 
-            def raise_in_both():
-                with second.guard("a call"):
-                    first.consensus.refuse(ShapeError("wrong operands"), topic="a call")
-
-            with pytest.raises(ShapeError, match="wrong operands"):
-                raise_in_both()
-            assert first.is_usable
-            assert not second.is_usable
-            with pytest.raises(ShapeError) as again:
-                second.link.raise_failure()
-            assert not vars(again.value)
-
-    run_threads(2, body)
+        with pytest.raises(ShapeError, match="wrong operands"):
+            raise_in_both()
+        assert first.is_usable
+        assert not second.is_usable
+        with pytest.raises(ShapeError) as again:
+            second.link.raise_failure()
+        assert not vars(again.value)
 
 
 def test_a_dtype_the_gemm_refuses_leaves_the_context_to_others(monkeypatch):

@@ -7,7 +7,7 @@ import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import LinearConfig, PassConfig, WgradConfig
-from tests.harness import run_threads
+from tests.harness import on_ranks, run_threads
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference, run_op
 
 
@@ -148,31 +148,27 @@ def test_operands_without_a_unit_stride(op, config):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("group_size", [1, 2, 3])
 @pytest.mark.parametrize("config", [linear_config(), linear_config("ring", 5), linear_config(path="sequential")])
-def test_sizes_of_zero_and_one(op, group_size, config):
-    def body(group, device):
-        with OverlapContext(group, config) as context:
-            for sizes in ({"rows": 0}, {"rows": 3, "batch": 0}, {"rows": 3, "N": 0}, {"rows": 7, "K": 0}):
-                check(Case(op=op, **sizes), group, device, context)
-            check(Case(op=op, rows=3, batch=1, N=1, K=1), group, device, context)
-
-    run_threads(group_size, body)
+@on_ranks("group_size")
+def test_sizes_of_zero_and_one(group, device, op, group_size, config):
+    with OverlapContext(group, config) as context:
+        for sizes in ({"rows": 0}, {"rows": 3, "batch": 0}, {"rows": 3, "N": 0}, {"rows": 7, "K": 0}):
+            check(Case(op=op, **sizes), group, device, context)
+        check(Case(op=op, rows=3, batch=1, N=1, K=1), group, device, context)
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", [(6,), (6, 2, 2)])
-def test_any_number_of_middle_dimensions(op, shape):
-    def body(group, device):
-        rows = shape[0] * (group.size() if op == "all_gather_linear" else 1)
-        x = torch.randint(-2, 3, (*shape, 5), generator=torch.Generator().manual_seed(group.rank())).float()
-        weight = torch.ones(4, 5)
-        with OverlapContext(group) as context:
-            found = getattr(ops, op)(x, weight, context=context)
-        expected = getattr(ops.reference, op)(x, weight, group=group)
-        assert found.shape == expected.shape
-        assert found.size(0) == (rows if op == "all_gather_linear" else rows // group.size())
-        torch.testing.assert_close(found, expected, atol=0, rtol=0)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_any_number_of_middle_dimensions(group, device, op, shape):
+    rows = shape[0] * (group.size() if op == "all_gather_linear" else 1)
+    x = torch.randint(-2, 3, (*shape, 5), generator=torch.Generator().manual_seed(group.rank())).float()
+    weight = torch.ones(4, 5)
+    with OverlapContext(group) as context:
+        found = getattr(ops, op)(x, weight, context=context)
+    expected = getattr(ops.reference, op)(x, weight, group=group)
+    assert found.shape == expected.shape
+    assert found.size(0) == (rows if op == "all_gather_linear" else rows // group.size())
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -213,32 +209,28 @@ def test_kept_input_and_sequential_path(op, config):
     assert all(paths == {expected} for paths in run_threads(3, body))
 
 
-def test_six_calls_in_a_row_with_new_data_and_sizes():
-    def body(group, device):
-        with OverlapContext(group, linear_config(m=2)) as context:
-            for seed, (rows, op) in enumerate(zip([512, 384, 500, 7, 512, 384], itertools.cycle(OPS), strict=False)):
-                check(Case(op=op, rows=rows, N=16, K=8, seed=seed), group, device, context)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_six_calls_in_a_row_with_new_data_and_sizes(group, device):
+    with OverlapContext(group, linear_config(m=2)) as context:
+        for seed, (rows, op) in enumerate(zip([512, 384, 500, 7, 512, 384], itertools.cycle(OPS), strict=False)):
+            check(Case(op=op, rows=rows, N=16, K=8, seed=seed), group, device, context)
 
 
-def test_two_operations_interleaved_and_two_contexts_at_once():
-    def body(group, device):
-        with OverlapContext(group) as first, OverlapContext(group, linear_config("ring", 2)) as second:
-            gather, scatter = Case(op=OPS[0], rows=8, seed=1), Case(op=OPS[1], rows=8, seed=2)
-            a, b = (draw(case, group.rank(), group.size(), device) for case in (gather, scatter))
-            for contexts in ((first, first), (first, second)):
-                left, right = a.copies(), b.copies()
-                y_left = ops.all_gather_linear(left.x, left.weight, left.bias, 8, context=contexts[0])
-                y_right = ops.linear_reduce_scatter(right.x, right.weight, right.bias, context=contexts[1])
-                y_left.backward(a.grad_y)
-                y_right.backward(b.grad_y)
-                for leaves, case, operands in ((left, gather, a), (right, scatter, b)):
-                    expected = reference(case, operands, group)
-                    assert torch.equal(leaves.x.grad, expected["x.grad"])
-                    assert torch.equal(leaves.weight.grad, expected["weight.grad"])
-
-    run_threads(3, body)
+@on_ranks(3)
+def test_two_operations_interleaved_and_two_contexts_at_once(group, device):
+    with OverlapContext(group) as first, OverlapContext(group, linear_config("ring", 2)) as second:
+        gather, scatter = Case(op=OPS[0], rows=8, seed=1), Case(op=OPS[1], rows=8, seed=2)
+        a, b = (draw(case, group.rank(), group.size(), device) for case in (gather, scatter))
+        for contexts in ((first, first), (first, second)):
+            left, right = a.copies(), b.copies()
+            y_left = ops.all_gather_linear(left.x, left.weight, left.bias, 8, context=contexts[0])
+            y_right = ops.linear_reduce_scatter(right.x, right.weight, right.bias, context=contexts[1])
+            y_left.backward(a.grad_y)
+            y_right.backward(b.grad_y)
+            for leaves, case, operands in ((left, gather, a), (right, scatter, b)):
+                expected = reference(case, operands, group)
+                assert torch.equal(leaves.x.grad, expected["x.grad"])
+                assert torch.equal(leaves.weight.grad, expected["weight.grad"])
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -272,25 +264,23 @@ def test_weight_gradient_added_into_a_wider_tensor(op):
     run_threads(2, body)
 
 
-def test_no_grad_forward_and_autocast():
-    def body(group, device):
-        case = Case(op="all_gather_linear", rows=8)
-        operands = draw(case, group.rank(), group.size(), device)
-        with OverlapContext(group) as context:
-            with torch.no_grad():
-                y = ops.all_gather_linear(operands.x, operands.weight, context=context)
-            assert not y.requires_grad
-            leaves = operands.copies()
-            with torch.autocast("cpu", torch.bfloat16):
-                y = ops.all_gather_linear(leaves.x, leaves.weight, context=context)
-            assert y.dtype is torch.bfloat16
-            y.float().sum().backward()
-            assert leaves.weight.grad.dtype is torch.float32
-            with torch.autocast("cpu", torch.bfloat16):  # as everywhere in autocast, float64 stays
-                y = ops.all_gather_linear(operands.x.double(), operands.weight.double(), context=context)
-            assert y.dtype is torch.float64
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_no_grad_forward_and_autocast(group, device):
+    case = Case(op="all_gather_linear", rows=8)
+    operands = draw(case, group.rank(), group.size(), device)
+    with OverlapContext(group) as context:
+        with torch.no_grad():
+            y = ops.all_gather_linear(operands.x, operands.weight, context=context)
+        assert not y.requires_grad
+        leaves = operands.copies()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = ops.all_gather_linear(leaves.x, leaves.weight, context=context)
+        assert y.dtype is torch.bfloat16
+        y.float().sum().backward()
+        assert leaves.weight.grad.dtype is torch.float32
+        with torch.autocast("cpu", torch.bfloat16):  # as everywhere in autocast, float64 stays
+            y = ops.all_gather_linear(operands.x.double(), operands.weight.double(), context=context)
+        assert y.dtype is torch.float64
 
 
 @pytest.mark.parametrize("op", OPS)

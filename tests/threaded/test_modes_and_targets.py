@@ -7,7 +7,7 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.errors import ShapeError
 from commfuse_megatron.ops import WeightGradTarget
 from commfuse_megatron.ops.arguments import with_unit_stride
-from tests.harness import run_threads
+from tests.harness import on_ranks, run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
 
@@ -15,31 +15,27 @@ from tests.threaded.test_copy_engine_emulated import config_for  # isort: skip
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_training_follows_a_first_call_in_inference_mode(op):
-    def body(group, device):
-        with OverlapContext(group, OverlapConfig()) as context:
-            for rows in (8, 16):
-                case = Case(op=op, rows=rows, N=8, K=8)
-                operands = draw(case, group.rank(), group.size(), device)
-                leaves = operands.copies()
-                with torch.inference_mode():
-                    getattr(ops, op)(leaves.x, leaves.weight, context=context)
-                assert_equal(overlapped(case, operands, context), reference(case, operands, group))
-
-    run_threads(2, body)
-
-
-def test_the_embedding_trains_after_inference_mode():
-    def body(group, device):
-        with OverlapContext(group, OverlapConfig()) as context:
-            ids, weight = torch.arange(8).view(2, 4), torch.randn(4, 6, requires_grad=True)
-            first = 4 * group.rank()
+@on_ranks(2)
+def test_training_follows_a_first_call_in_inference_mode(group, device, op):
+    with OverlapContext(group, OverlapConfig()) as context:
+        for rows in (8, 16):
+            case = Case(op=op, rows=rows, N=8, K=8)
+            operands = draw(case, group.rank(), group.size(), device)
+            leaves = operands.copies()
             with torch.inference_mode():
-                ops.embedding_reduce_scatter(ids, weight, first, context=context)
-            ops.embedding_reduce_scatter(ids, weight, first, context=context).sum().backward()
-            assert torch.equal(weight.grad, torch.ones_like(weight))
+                getattr(ops, op)(leaves.x, leaves.weight, context=context)
+            assert_equal(overlapped(case, operands, context), reference(case, operands, group))
 
-    run_threads(2, body)
+
+@on_ranks(2)
+def test_the_embedding_trains_after_inference_mode(group, device):
+    with OverlapContext(group, OverlapConfig()) as context:
+        ids, weight = torch.arange(8).view(2, 4), torch.randn(4, 6, requires_grad=True)
+        first = 4 * group.rank()
+        with torch.inference_mode():
+            ops.embedding_reduce_scatter(ids, weight, first, context=context)
+        ops.embedding_reduce_scatter(ids, weight, first, context=context).sum().backward()
+        assert torch.equal(weight.grad, torch.ones_like(weight))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -64,15 +60,13 @@ def test_one_tape_does_not_serve_gradients_of_another_layout(op, monkeypatch):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_gradient_of_another_shape_is_refused_before_it_sends(op):
-    def body(group, device):
-        with OverlapContext(group, OverlapConfig()) as context:
-            leaves = draw(Case(op=op, rows=16, N=8, K=8), group.rank(), group.size(), device).copies()
-            target = WeightGradTarget(torch.zeros(4, 8), lambda: None)
-            with pytest.raises(ShapeError, match=r"weight_grad.accumulate is \[4, 8\]"):
-                getattr(ops, op)(leaves.x, leaves.weight, context=context, weight_grad=target)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_a_gradient_of_another_shape_is_refused_before_it_sends(group, device, op):
+    with OverlapContext(group, OverlapConfig()) as context:
+        leaves = draw(Case(op=op, rows=16, N=8, K=8), group.rank(), group.size(), device).copies()
+        target = WeightGradTarget(torch.zeros(4, 8), lambda: None)
+        with pytest.raises(ShapeError, match=r"weight_grad.accumulate is \[4, 8\]"):
+            getattr(ops, op)(leaves.x, leaves.weight, context=context, weight_grad=target)
 
 
 @pytest.mark.parametrize(("weight", "is_copied"), [
@@ -86,14 +80,12 @@ def test_weights_whose_rows_overlap_are_copied(weight, is_copied):
     assert torch.equal(taken, weight)
 
 
-def test_keys_that_are_all_hidden_count_alike_in_single():
-    def body(group, device):
-        q, k = torch.randn(8, 1, 2, 4), torch.randn(8, 1, 2, 4)
-        hidden = torch.ones(1, 1, 8, 8, dtype=torch.bool)
-        config = OverlapConfig.from_dict({"attention": {"path": "query_split"}})
-        with OverlapContext(group, config) as context:
-            weight = torch.eye(8) / group.size()
-            y = ops.query_split_attention(q, k, torch.ones(8, 1, 2, 4), weight, mask=hidden, context=context)
-            torch.testing.assert_close(y, torch.ones_like(y), rtol=1e-6, atol=1e-6)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_keys_that_are_all_hidden_count_alike_in_single(group, device):
+    q, k = torch.randn(8, 1, 2, 4), torch.randn(8, 1, 2, 4)
+    hidden = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    config = OverlapConfig.from_dict({"attention": {"path": "query_split"}})
+    with OverlapContext(group, config) as context:
+        weight = torch.eye(8) / group.size()
+        y = ops.query_split_attention(q, k, torch.ones(8, 1, 2, 4), weight, mask=hidden, context=context)
+        torch.testing.assert_close(y, torch.ones_like(y), rtol=1e-6, atol=1e-6)

@@ -11,7 +11,7 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import KernelConfig, LinearConfig, PassConfig, TransportConfig
 from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.transport.base import Transfer
-from tests.harness import run_threads
+from tests.harness import on_ranks, run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
 
 
@@ -34,19 +34,17 @@ def test_a_long_recording_keeps_the_latest_calls(monkeypatch):
     run_threads(2, body)
 
 
-def test_a_cleared_recording_goes_on():
-    def body(group, device):
-        with OverlapContext(group, OverlapConfig(record=True)) as context:
-            weight = torch.ones(6, 5)
-            for call in (1, 2):
-                ops.all_gather_linear(torch.ones(2, 2, 5), weight, context=context)
-                assert {interval.call for interval in context.recorder.intervals()} == {call}
-                assert context.report()[0].exposed_comm_us >= 0
-                context.recorder.clear()
-                assert context.recorder.intervals() == []
-                assert context.report()[0].exposed_comm_us is None
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_a_cleared_recording_goes_on(group, device):
+    with OverlapContext(group, OverlapConfig(record=True)) as context:
+        weight = torch.ones(6, 5)
+        for call in (1, 2):
+            ops.all_gather_linear(torch.ones(2, 2, 5), weight, context=context)
+            assert {interval.call for interval in context.recorder.intervals()} == {call}
+            assert context.report()[0].exposed_comm_us >= 0
+            context.recorder.clear()
+            assert context.recorder.intervals() == []
+            assert context.report()[0].exposed_comm_us is None
 
 
 @pytest.mark.parametrize("path", ["sequential", "async"])
@@ -88,33 +86,30 @@ def test_the_exposed_time_of_a_linear_is_that_of_its_own_calls():
     run_threads(2, body)
 
 
-def test_a_call_that_failed_does_not_spoil_the_report():
+@on_ranks(2)
+def test_a_call_that_failed_does_not_spoil_the_report(group, device):
     """A transfer that nobody waited for has no end; the report raised, on the rank whose report is wanted most."""
+    config = OverlapConfig(record=True, transport=TransportConfig(timeout_s=2.0))
+    context = OverlapContext(group, config)
+    operands = torch.ones(4, 1, 5), torch.ones(6, 5)
+    ops.all_gather_linear(*operands, context=context)
+    before = context.report()[0].exposed_comm_us
+    (prepared,) = context._prepared.values()
+    whole, run = prepared.gemm.multiply, []
 
-    def body(group, device):
-        config = OverlapConfig(record=True, transport=TransportConfig(timeout_s=2.0))
-        context = OverlapContext(group, config)
-        operands = torch.ones(4, 1, 5), torch.ones(6, 5)
+    def multiply_once(*arguments, **keywords):
+        if run:
+            raise torch.OutOfMemoryError("no memory")
+        run.append(whole(*arguments, **keywords))
+
+    prepared.gemm.multiply = multiply_once
+    with pytest.raises(torch.OutOfMemoryError):
         ops.all_gather_linear(*operands, context=context)
-        before = context.report()[0].exposed_comm_us
-        (prepared,) = context._prepared.values()
-        whole, run = prepared.gemm.multiply, []
-
-        def multiply_once(*arguments, **keywords):
-            if run:
-                raise torch.OutOfMemoryError("no memory")
-            run.append(whole(*arguments, **keywords))
-
-        prepared.gemm.multiply = multiply_once
-        with pytest.raises(torch.OutOfMemoryError):
-            ops.all_gather_linear(*operands, context=context)
-        for _ in range(2):
-            (record,) = context.report()
-            assert (record.calls, record.exposed_comm_us) == (2, before)
-            kept = context.recorder.intervals()
-            assert len(set(kept)) == len(kept)
-
-    run_threads(2, body)
+    for _ in range(2):
+        (record,) = context.report()
+        assert (record.calls, record.exposed_comm_us) == (2, before)
+        kept = context.recorder.intervals()
+        assert len(set(kept)) == len(kept)
 
 
 # --- on GPUs ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.config import TransportConfig
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.transport import select
-from tests.harness import run_threads
+from tests.harness import on_ranks, run_threads
 
 
 @pytest.mark.parametrize(("hosts", "gpus", "expected"), [
@@ -70,12 +70,10 @@ def test_what_a_refusal_advises_is_not_refused(backend, gpus, hosts, has_nccl, m
         assert found in (other, "gloo", "nccl")
 
 
-def test_gloo_serves_groups_without_a_cuda_backend():
-    def body(group, device):
-        with OverlapContext(group) as context:
-            assert context.transport_name == "gloo"
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_gloo_serves_groups_without_a_cuda_backend(group, device):
+    with OverlapContext(group) as context:
+        assert context.transport_name == "gloo"
 
 
 class CudaGroup:
