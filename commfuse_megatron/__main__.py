@@ -2,7 +2,7 @@
 
 import sys
 
-from commfuse_megatron.cli.main import main
+from commfuse_megatron.tools.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

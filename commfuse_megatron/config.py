@@ -1,8 +1,8 @@
 """What a user may choose, as frozen dataclasses nested by role, read from YAML.
 
 Owns names, defaults and checks of every option, and the one environment variable that names a file. Knows nothing of
-torch, groups or devices. The contract that bites: all ranks of a group must bring equal configurations;
-`OverlapContext` compares them before anything is sent.
+torch, groups or devices. All ranks of a group must bring equal configurations; `OverlapContext` compares them before
+anything is sent.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ def config_file_from_environment() -> str | None:
 _LONGEST_TIMEOUT_S = 1e9
 
 # Keys that files may still have, and what took their place.
-_FORMER_KEYS = {"cuda_graphs": "graph_memory_mib"}
+_FORMER_KEYS = {"cuda_graphs": "graph_memory_mib", "nccl_lanes": "nccl_communicators"}
 
 
 class _Checked:
@@ -159,7 +159,7 @@ class TransportConfig(_Checked):
     nccl_channels: most blocks of NCCL's point-to-point kernel, hence SMs it occupies; None: 20, or 2 through host
     memory. 2 x H200, November 2026: 64 MiB each way take 0.82 ms with 8 channels, 0.43 with 16, 0.25 with 20 and no
     less with more; through host memory 2.9 ms with any number from 2.
-    nccl_lanes: communicators that share the messages; None: 1, or 2 through host memory, where one does not fill the
+    nccl_communicators: how many share the messages; None: 1, or 2 through host memory, where one does not fill the
     link (64 MiB in 2.3 ms with two).
     graph_memory_mib: what the copy engine of one context may take of GPU memory to keep calls as CUDA graphs, each
     launched by one call of the driver when its addresses come again; 0: none. A graph takes 0.3 to 1.5 MiB: a step of
@@ -170,7 +170,7 @@ class TransportConfig(_Checked):
     timeout_s: float = 600.0
     max_buffer_mib: int = 4096
     nccl_channels: int | None = None
-    nccl_lanes: int | None = None
+    nccl_communicators: int | None = None
     graph_memory_mib: int = 768
 
     def __post_init__(self) -> None:
@@ -183,8 +183,8 @@ class TransportConfig(_Checked):
             raise ConfigError(f"graph_memory_mib must not be negative, got {self.graph_memory_mib}")
         if self.nccl_channels is not None and not 1 <= self.nccl_channels <= 64:
             raise ConfigError(f"nccl_channels must be between 1 and 64, got {self.nccl_channels}")
-        if self.nccl_lanes is not None and not 1 <= self.nccl_lanes <= 8:
-            raise ConfigError(f"nccl_lanes must be between 1 and 8, got {self.nccl_lanes}")
+        if self.nccl_communicators is not None and not 1 <= self.nccl_communicators <= 8:
+            raise ConfigError(f"nccl_communicators must be between 1 and 8, got {self.nccl_communicators}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,14 +193,12 @@ class KernelConfig(_Checked):
 
     gemm: "auto" takes the persistent Triton GEMM beside NCCL (whose kernels need SMs of their own) and cuBLAS
     elsewhere; "persistent" and "torch" force one.
-    tile_order: "static" deals tiles out beforehand, "stealing" lets blocks fetch the next tile when they are free.
-    reserved_sms: SMs that a slice leaves to the transfers; None reserves one for each channel of each lane.
+    reserved_sms: SMs that a slice leaves to the transfers; None reserves one for each channel of each communicator.
     regain_sms: give those SMs back to a large slice once the transfer beside it is done; None: unless messages go
     through host memory. Where transfers take longer than slices nothing is left to regain, and slices would wait.
     """
 
     gemm: Literal["auto", "persistent", "torch"] = "auto"
-    tile_order: Literal["static", "stealing"] = "static"
     reserved_sms: int | None = None
     regain_sms: bool | None = None
 
@@ -252,7 +250,7 @@ class OverlapConfig(_Checked):
     check_decisions: compare at every call of a Megatron layer whether all ranks overlap it or take Megatron's own path,
     and why. Ranks that differ would hang; with this, all of them raise ShapeError. For debugging: also costs a host
     round trip per call.
-    record: keep one interval per slice and transfer of the latest calls, for `tracing` and the exposed time of
+    record: keep one interval per slice and transfer of the latest calls, for `tools.trace` and the exposed time of
     `OverlapContext.report()`.
     """
 

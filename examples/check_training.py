@@ -23,30 +23,30 @@ from typing import Any
 
 import torch
 from rich.markup import escape
+from rich.progress import Progress
 from rich.table import Table
 from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig
-from commfuse_megatron.cli.output import (
+from commfuse_megatron.errors import ConfigError
+from commfuse_megatron.tools.common.models import OVERLAPPED
+from commfuse_megatron.tools.common.output import (
     make_progress,
     results,
     silence_foreign_warnings,
     why_file_cannot_be_written,
     write_json,
 )
-from commfuse_megatron.cli.ranks import require_launcher
-from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.verify.convergence import (
+from commfuse_megatron.tools.common.ranks import require_launcher
+from commfuse_megatron.tools.common.text import standard_library_text
+from commfuse_megatron.tools.verify.convergence import (
     ALLOWED_RATIO,
-    OVERLAPPED,
-    Convergence,
-    Task,
+    ConvergenceTask,
     compare_runs,
     complaints_of,
     ratios_of,
 )
-from commfuse_megatron.verify.step_costs import WARM_UP, StepCosts, measure_steps
-from commfuse_megatron.verify.text import standard_library_text
+from commfuse_megatron.tools.verify.step_costs import WARM_UP, measure_steps
 
 #: (dtype under test, reference) and sizes. A CPU has no use for bf16 at these sizes; float32 is held to float64 there.
 DTYPES = {"cpu": (torch.float32, torch.float64), "cuda": (torch.bfloat16, torch.float32)}
@@ -75,6 +75,10 @@ SIZES_OF_MEMORY: dict[str, dict[str, Any]] = {
 }
 
 
+#: Complaints and data for JSON, both by task, and a table.
+Found = tuple[dict[str, list[str]], dict[str, Any], Table]
+
+
 def main() -> int:
     """Run all tasks, print, write. 0: passed; 1: a check failed."""
     parser, chosen = parse()
@@ -94,50 +98,81 @@ def main() -> int:
     if chosen.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if chosen.device == "cuda" else "gloo")
-    complaints = (measure if chosen.memory else train)(tasks_of(chosen, config), chosen.json)
+    is_first = dist.get_rank() == 0
+    with make_progress(is_shown=is_first) as progress:
+        complaints, data, table = (measure if chosen.memory else train)(tasks_of(chosen, config), progress)
+    if is_first:
+        if chosen.json is not None:
+            write_json(chosen.json, {name: data[name] | {"complaints": complaints[name]} for name in data})
+        console = results()
+        for name, failures in complaints.items():
+            for failure in failures:
+                console.print(f"[red]failed:[/] {name}: {escape(failure)}", soft_wrap=True)
+        if chosen.lora == "gathered" and not chosen.memory:
+            console.print(GATHERED, soft_wrap=True)
+        console.print(table)
     dist.destroy_process_group()
     return 1 if any(complaints.values()) else 0
 
 
-def train(tasks: dict[str, Task], json: str | None) -> dict[str, list[str]]:
-    """Train all tasks, write and print what was found; complaints by task."""
-    is_first = dist.get_rank() == 0
+def train(tasks: dict[str, ConvergenceTask], progress: Progress) -> Found:
+    """Train all tasks; one row per run and quantity."""
     start_s = time.perf_counter()
-    found: dict[str, Convergence] = {}
-    with make_progress(is_shown=is_first) as progress:
-        bar = progress.add_task("training", total=sum(task.num_runs_steps for task in tasks.values()))
-        for name, task in tasks.items():
-            found[name] = compare_runs(task, on_step=lambda: progress.advance(bar))
-    complaints = {name: complaints_of(converged) for name, converged in found.items()}
-    if is_first:
-        if json is not None:
-            write_json(json, to_dict(tasks, found, complaints))
-        print_tables(tasks, found, complaints, time.perf_counter() - start_s)
-    return complaints
+    bar = progress.add_task("training", total=sum(task.num_runs_steps for task in tasks.values()))
+    found = {name: compare_runs(task, on_step=lambda: progress.advance(bar)) for name, task in tasks.items()}
+    task = next(iter(tasks.values()))
+    reference = name_of(task.reference_dtype)
+    table = make_table(
+        f"mean distance from stock in {reference}: {task.num_steps} steps in {say(task)}"
+        f"{', adapters only' if task.lora else ''},\ncheckpoints after step {task.exchange_at};"
+        f" allowed ratio {ALLOWED_RATIO:g}; {time.perf_counter() - start_s:.0f} s",
+        texts=("model", "run", "quantity"),
+        values=("distance", f"stock {name_of(task.dtype)}", "ratio", "linears overlapped"),
+    )
+    data: dict[str, Any] = {}
+    for name, converged in found.items():
+        distances = []
+        for (run, quantity), (distance, stock) in ratios_of(converged).items():
+            distances.append({"run": run, "quantity": quantity, "distance": distance, "stock": stock})
+            ratio = f"{distance / stock:.2f}" if stock else "equal" if not distance else "inf"
+            overlapped = count_overlapped(converged.layers.get(run))
+            table.add_row(name, run, quantity, f"{distance:.3g}", f"{stock:.3g}", ratio, overlapped)
+        curves = {run: dataclasses.asdict(curve) for run, curve in converged.curves.items()}
+        data[name] = {
+            "task": describe(tasks[name]),
+            "curves": curves,
+            "distances": distances,
+            "layers": converged.layers,
+        }
+    return {name: complaints_of(converged) for name, converged in found.items()}, data, table
 
 
-def measure(tasks: dict[str, Task], json: str | None) -> dict[str, list[str]]:
-    """Measure steps of the one task, write and print them; complaints by task."""
+def measure(tasks: dict[str, ConvergenceTask], progress: Progress) -> Found:
+    """Measure steps of the one task; one row per model."""
     ((name, task),) = tasks.items()
-    is_first = dist.get_rank() == 0
-    with make_progress(is_shown=is_first) as progress:
-        bar = progress.add_task("measuring", total=4 * (WARM_UP + task.num_steps))
-        found = measure_steps(task, on_step=lambda: progress.advance(bar))
+    bar = progress.add_task("measuring", total=4 * (WARM_UP + task.num_steps))
+    found = measure_steps(task, on_step=lambda: progress.advance(bar))
     complaints = [
         f"{weights}: {layer}: {reason}"
         for (weights, _), costs in found.items()
         for layer, reason in (costs.layers or {}).items()
         if reason is not None and not reason.startswith("sequential: ")  # which may have been planned
     ]
-    if is_first:
-        if json is not None:
-            rows = [{"weights": key[0], "run": key[1], **dataclasses.asdict(costs)} for key, costs in found.items()]
-            write_json(json, {name: {"task": describe(task), "steps": rows, "complaints": complaints}})
-        print_costs(task, found, complaints)
-    return {name: complaints}
+    table = make_table(
+        f"memory and time of a step: median of {task.num_steps} in {say(task)}, {task.num_layers} of them,\n"
+        f"hidden {task.hidden_size} and {task.ffn_hidden_size}, sequence {task.sequence}, batch {task.batch};"
+        f" adapters: {task.lora or 'rows'}",
+        texts=("weights", "run"),
+        values=("saved, MiB", "peak, MiB", "step, ms", "linears overlapped"),
+    )
+    for key, costs in found.items():
+        saved, peak = ("" if size is None else f"{size / 2**20:.1f}" for size in (costs.saved_bytes, costs.peak_bytes))
+        table.add_row(*key, saved, peak, f"{costs.step_ms:.2f}", count_overlapped(costs.layers))
+    rows = [{"weights": key[0], "run": key[1], **dataclasses.asdict(costs)} for key, costs in found.items()]
+    return {name: complaints}, {name: {"task": describe(task), "steps": rows}}, table
 
 
-def tasks_of(chosen: argparse.Namespace, config: OverlapConfig) -> dict[str, Task]:
+def tasks_of(chosen: argparse.Namespace, config: OverlapConfig) -> dict[str, ConvergenceTask]:
     """What is trained, by name."""
     dtype, reference = DTYPES[chosen.device]
     impl = chosen.transformer_impl or ("transformer_engine" if chosen.device == "cuda" else "local")
@@ -154,56 +189,26 @@ def tasks_of(chosen: argparse.Namespace, config: OverlapConfig) -> dict[str, Tas
         **(SIZES_OF_MEMORY if chosen.memory else SIZES)[chosen.device],
     }
     patterns = {"gpt": None, "hybrid": chosen.pattern}
-    return {name: Task(pattern=patterns[name], **common) for name in chosen.models}
+    return {name: ConvergenceTask(pattern=patterns[name], **common) for name in chosen.models}
 
 
-def print_tables(
-    tasks: dict[str, Task], found: dict[str, Convergence], complaints: dict[str, list[str]], seconds: float
-) -> None:
-    """What was not overlapped, what failed, and last one row per run and quantity."""
-    console = results()
-    for name, failures in complaints.items():
-        for failure in failures:
-            console.print(f"[red]failed:[/] {name}: {escape(failure)}", soft_wrap=True)
-    task = next(iter(tasks.values()))
-    if task.lora == "gathered":
-        console.print(GATHERED, soft_wrap=True)
-    dtype, reference = (str(d).removeprefix("torch.") for d in (task.dtype, task.reference_dtype))
-    table = Table(
-        title=f"mean distance from stock in {reference}: {task.num_steps} steps in {dtype},"
-        f" {dist.get_world_size()} ranks of {task.device_type}, {task.transformer_impl} layers"
-        f"{', adapters only' if task.lora else ''},\n"
-        f"checkpoints after step {task.exchange_at}; allowed ratio {ALLOWED_RATIO:g}; {seconds:.0f} s",
-        title_justify="left",
-    )
-    for column in ("model", "run", "quantity", "distance", f"stock {dtype}", "ratio", "linears overlapped"):
-        table.add_column(column, justify="left" if column in ("model", "run", "quantity") else "right")
-    for name, converged in found.items():
-        for (run, quantity), (distance, stock) in ratios_of(converged).items():
-            overlapped = count_overlapped(converged.layers.get(run))
-            ratio = f"{distance / stock:.2f}" if stock else "equal" if not distance else "inf"
-            table.add_row(name, run, quantity, f"{distance:.3g}", f"{stock:.3g}", ratio, overlapped)
-    console.print(table)
+def make_table(title: str, texts: tuple[str, ...], values: tuple[str, ...]) -> Table:
+    """An empty one; columns of values are justified to the right."""
+    table = Table(title=title, title_justify="left")
+    for column in (*texts, *values):
+        table.add_column(column, justify="left" if column in texts else "right")
+    return table
 
 
-def print_costs(task: Task, found: dict[tuple[str, str], StepCosts], complaints: list[str]) -> None:
-    """What was not overlapped, and one row per model."""
-    console = results()
-    for failure in complaints:
-        console.print(f"[red]failed:[/] {escape(failure)}", soft_wrap=True)
-    table = Table(
-        title=f"memory and time of a step: median of {task.num_steps} in {str(task.dtype).removeprefix('torch.')},"
-        f" {dist.get_world_size()} ranks of {task.device_type}, {task.num_layers} {task.transformer_impl} layers,\n"
-        f"hidden {task.hidden_size} and {task.ffn_hidden_size}, sequence {task.sequence}, batch {task.batch};"
-        f" adapters: {task.lora or 'rows'}",
-        title_justify="left",
-    )
-    for column in ("weights", "run", "saved, MiB", "peak, MiB", "step, ms", "linears overlapped"):
-        table.add_column(column, justify="left" if column in ("weights", "run") else "right")
-    for key, costs in found.items():
-        saved, peak = ("" if size is None else f"{size / 2**20:.1f}" for size in (costs.saved_bytes, costs.peak_bytes))
-        table.add_row(*key, saved, peak, f"{costs.step_ms:.2f}", count_overlapped(costs.layers))
-    console.print(table)
+def say(task: ConvergenceTask) -> str:
+    """What was run, for titles."""
+    ranks = f"{dist.get_world_size()} ranks of {task.device_type}"
+    return f"{name_of(task.dtype)}, {ranks}, {task.transformer_impl} layers"
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Without the "torch."."""
+    return str(dtype).removeprefix("torch.")
 
 
 def count_overlapped(layers: dict[str, str | None] | None) -> str:
@@ -211,76 +216,40 @@ def count_overlapped(layers: dict[str, str | None] | None) -> str:
     return "stock" if layers is None else f"{list(layers.values()).count(None)} of {len(layers)}"
 
 
-def describe(task: Task) -> dict[str, Any]:
+def describe(task: ConvergenceTask) -> dict[str, Any]:
     """The task for JSON."""
     described = {
-        key: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        key: name_of(value) if isinstance(value, torch.dtype) else value
         for key, value in dataclasses.asdict(task).items()
         if key not in ("text", "config")
     }
     return described | {"ranks": dist.get_world_size(), "text_bytes": len(task.text)}
 
 
-def to_dict(
-    tasks: dict[str, Task], found: dict[str, Convergence], complaints: dict[str, list[str]]
-) -> dict[str, dict[str, Any]]:
-    """Everything for JSON."""
-    report = {}
-    for name, task in tasks.items():
-        report[name] = {
-            "task": describe(task),
-            "curves": {run: dataclasses.asdict(curve) for run, curve in found[name].curves.items()},
-            "distances": [
-                {"run": run, "quantity": quantity, "distance": distance, "stock": stock}
-                for (run, quantity), (distance, stock) in ratios_of(found[name]).items()
-            ],
-            "layers": found[name].layers,
-            "complaints": complaints[name],
-        }
-    return report
-
-
 def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     """The parser, for its errors, and what the command line chooses."""
-    parser = argparse.ArgumentParser(
-        description="Compare training with the plugin, stock training, and stock training in a wider dtype.",
-        epilog="example:\n  torchrun --nproc-per-node 2 examples/check_training.py --device cuda --json check.json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--device", choices=list(DTYPES), default="cpu", help="default: cpu")
-    parser.add_argument(
-        "--transformer-impl",
-        choices=["local", "transformer_engine"],
-        help="default: transformer_engine on GPUs, local on the CPU",
-    )
-    parser.add_argument(
-        "--models", nargs="+", choices=["gpt", "hybrid"], default=["gpt", "hybrid"], help="default: both"
-    )
-    parser.add_argument(
-        "--pattern", default="*-*-", help="layers of the hybrid model: * attention, - MLP, M Mamba (default: *-*-)"
-    )
-    parser.add_argument("--steps", type=int, default=50, metavar="N", help="trained, or measured; default: 50")
-    parser.add_argument(
-        "--exchange-at",
-        type=int,
-        default=25,
-        metavar="N",
-        help="step after which checkpoints are written (default: 25)",
-    )
-    parser.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add, impls, models = parser.add_argument, ["local", "transformer_engine"], ["gpt", "hybrid"]
+    add("--device", choices=list(DTYPES), default="cpu", help="default: cpu")
+    add("--transformer-impl", choices=impls, help="default: transformer_engine on GPUs, local on the CPU")
+    add("--models", nargs="+", choices=models, default=models, help="default: both")
+    add("--pattern", default="*-*-", help="layers of the hybrid model: * attention, - MLP, M Mamba (default: *-*-)")
+    add("--steps", type=int, default=50, metavar="N", help="trained, or measured; default: 50")
+    add("--exchange-at", type=int, default=25, metavar="N", help="write checkpoints after this step (default: 25)")
+    add(
         "--lora",
         choices=["rows", "gathered"],
         help="train low-rank adapters at all linears of the GPT, whose weights are frozen; the plugin's take the norm's"
         " output of this rank's rows, or gathered, stock's always that of the rows",
     )
-    parser.add_argument(
+    add(
         "--memory",
         action="store_true",
         help="instead, measure steps of the GPT, trained and with adapters (--lora, default: rows): what is saved for"
         " the backward pass, peak of memory, time; on GPUs 4 layers of Llama-8B's sizes, planned as by default",
     )
-    parser.add_argument("--config", metavar="FILE", help="OverlapConfig of the plugin's runs; default: sliced, always")
-    parser.add_argument("--json", metavar="FILE", help="write all that was found; missing folders are made")
+    add("--config", metavar="FILE", help="OverlapConfig of the plugin's runs; default: sliced, always")
+    add("--json", metavar="FILE", help="write all that was found; missing folders are made")
     chosen = parser.parse_args()
     if chosen.lora or chosen.memory:
         chosen.models = ["gpt"]

@@ -7,13 +7,14 @@ The files are what `pretrain_gpt.py --loss-log` writes. With `--limit` it exits 
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
 
-from commfuse_megatron.cli.output import results
+from commfuse_megatron.tools.common.output import results
 
 QUANTITIES = {"lm loss": "loss", "grad-norm": "gradient norm"}
 
@@ -26,15 +27,6 @@ class Curve:
     values: dict[str, dict[int, float]]
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How far a run is from the first one, over the steps that both have."""
-
-    steps: int
-    largest: float
-    mean: float
-
-
 def main() -> int:
     """Print, draw. 0: done, and within the limit; 1: beyond it; 2: a file cannot be used, or nothing can be drawn."""
     parser, chosen = parse()
@@ -43,7 +35,7 @@ def main() -> int:
         if len(curves) < 2:
             raise ValueError("name at least two runs")
         differences = {
-            (curve.name, quantity): difference_of(curves[0], curve, quantity)
+            (curve.name, quantity): differences_of(curves[0], curve, quantity)
             for curve in curves[1:]
             for quantity in QUANTITIES
         }
@@ -52,12 +44,18 @@ def main() -> int:
     except (OSError, ValueError, ImportError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    print_table(curves[0].name, differences)
+    table = Table(title=f"absolute differences from {curves[0].name}", title_justify="left")
+    for column in ("run", "quantity", "steps", "largest", "mean"):
+        table.add_column(column, justify="left" if column in ("run", "quantity") else "right")
+    for (name, quantity), found in differences.items():
+        mean = sum(found) / len(found)
+        table.add_row(name, QUANTITIES[quantity], str(len(found)), f"{largest_of(found):.3g}", f"{mean:.3g}")
+    results().print(table)
     if chosen.picture is not None:
         print(f"picture {chosen.picture}")
-    losses = [difference.largest for (_, quantity), difference in differences.items() if quantity == "lm loss"]
-    if chosen.limit is not None and not max(losses) <= chosen.limit:
-        print(f"losses differ by {max(losses):.3g}, allowed {chosen.limit:g}")
+    largest = largest_of([d for (_, quantity), found in differences.items() if quantity == "lm loss" for d in found])
+    if chosen.limit is not None and not largest <= chosen.limit:
+        print(f"losses differ by {largest:.3g}, allowed {chosen.limit:g}")
         return 1
     return 0
 
@@ -81,27 +79,18 @@ def read_curve(argument: str) -> Curve:
     return Curve(name or Path(file).stem, values)
 
 
-def difference_of(first: Curve, other: Curve, quantity: str) -> Difference:
-    """Absolute differences over common steps. Raises ValueError if there are none. A NaN makes both numbers NaN."""
+def differences_of(first: Curve, other: Curve, quantity: str) -> list[float]:
+    """Absolute differences over common steps. Raises ValueError if there are none."""
     expected, found = first.values[quantity], other.values[quantity]
-    steps = sorted(expected.keys() & found.keys())
+    steps = expected.keys() & found.keys()
     if not steps:
         raise ValueError(f"{first.name} and {other.name} have no step in common ({quantity})")
-    distances = [abs(found[step] - expected[step]) for step in steps]
-    mean = sum(distances) / len(distances)
-    return Difference(len(steps), mean if mean != mean else max(distances), mean)
+    return [abs(found[step] - expected[step]) for step in sorted(steps)]
 
 
-def print_table(reference: str, differences: dict[tuple[str, str], Difference]) -> None:
-    """One row per run and quantity."""
-    table = Table(title=f"absolute differences from {reference}", title_justify="left")
-    for column in ("run", "quantity", "steps", "largest", "mean"):
-        table.add_column(column, justify="left" if column in ("run", "quantity") else "right")
-    for (name, quantity), difference in differences.items():
-        table.add_row(
-            name, QUANTITIES[quantity], str(difference.steps), f"{difference.largest:.3g}", f"{difference.mean:.3g}"
-        )
-    results().print(table)
+def largest_of(differences: list[float]) -> float:
+    """NaN if any is."""
+    return max(differences, key=lambda difference: (math.isnan(difference), difference))
 
 
 def draw(path: Path, curves: list[Curve]) -> None:
@@ -109,7 +98,7 @@ def draw(path: Path, curves: list[Curve]) -> None:
 
     Raises ValueError without matplotlib.
     """
-    from commfuse_megatron.tracing.figure import missing_matplotlib
+    from commfuse_megatron.tools.common.pictures import missing_matplotlib
 
     reason = missing_matplotlib()
     if reason is not None:
@@ -121,14 +110,9 @@ def draw(path: Path, curves: list[Curve]) -> None:
     FigureCanvasAgg(figure)
     for axes, (quantity, label) in zip(figure.subplots(1, len(QUANTITIES)), QUANTITIES.items(), strict=True):
         for number, curve in enumerate(curves):
-            steps = sorted(curve.values[quantity])
-            axes.plot(
-                steps,
-                [curve.values[quantity][step] for step in steps],
-                label=curve.name,
-                linewidth=4.0 if number == 0 else 1.2,
-                alpha=0.35 if number == 0 else 1.0,
-            )
+            steps, values = zip(*sorted(curve.values[quantity].items()), strict=True)
+            width, alpha = (4.0, 0.35) if number == 0 else (1.2, 1.0)
+            axes.plot(steps, values, label=curve.name, linewidth=width, alpha=alpha)
         axes.set_xlabel("step")
         axes.set_ylabel(label)
         axes.legend()
@@ -138,18 +122,11 @@ def draw(path: Path, curves: list[Curve]) -> None:
 
 def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     """The parser, for its name, and what the command line chooses."""
-    parser = argparse.ArgumentParser(
-        description="Compare the loss logs of several runs with the first one's.",
-        epilog="example:\n  python examples/compare_curves.py stock=a.jsonl plugin=b.jsonl --picture curves.png",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "runs", nargs="+", metavar="[NAME=]FILE", help="loss logs; the first is what others are held to"
-    )
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw the curves (needs matplotlib); folders are made"
-    )
-    parser.add_argument("--limit", type=float, metavar="X", help="exit with 1 if losses differ by more than X")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="[NAME=]FILE", help="loss logs; the first is what others are held to")
+    add("--picture", type=Path, metavar="FILE", help="draw the curves (needs matplotlib); folders are made")
+    add("--limit", type=float, metavar="X", help="exit with 1 if losses differ by more than X")
     chosen = parser.parse_args()
     if chosen.limit is not None and not chosen.limit >= 0:
         parser.error(f"--limit must be at least 0, got {chosen.limit:g}")

@@ -19,12 +19,12 @@ from commfuse_megatron.schedule import (
     render,
     schedule_bound_us,
     simulate,
-    validate,
 )
 from commfuse_megatron.schedule.binding import bind
 from commfuse_megatron.schedule.lower_linear import Asked, lower_gather_pass, lower_scatter_pass
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Gemm
+from commfuse_megatron.schedule.program_checks import validate_programs
 
 # A GEMM of 2.6 ms beside a collective that takes 2.8 ms on a slow link; equal parts per chunk.
 COMPUTE_US, TRANSFER_US = 2600.0, 2800.0
@@ -46,12 +46,11 @@ def main() -> None:
     print(f"assumed: a GEMM of {COMPUTE_US:.0f} us on each rank, {TRANSFER_US:.0f} us of transfers, no cost per step")
     print(f"sequential: {total_us:.0f} us")
     for schedule in schedules.values():
-        validate(schedule)  # raises ScheduleError with the grid and the failing step marked
         predict(schedule)
 
 
 def predict(schedule: Schedule) -> None:
-    """Print what a dry-run of its programs and the closed form say of a schedule's time."""
+    """Prove the programs of a schedule, and print what a dry-run of them and the closed form say of its time."""
     num_ranks, chunks = schedule.group_size, schedule.chunks_per_shard
     gemm_us = COMPUTE_US / (num_ranks * chunks)
     costs = Costs(
@@ -65,6 +64,7 @@ def predict(schedule: Schedule) -> None:
         programs = [lower_gather_pass(gather, policy, Asked()) for gather in bound]
     else:
         programs = [lower_scatter_pass(scatter, None, policy, Asked()) for scatter in bound]
+    validate_programs(programs, policy, Asked())  # raises ScheduleError with the program and the failing op marked
     simulation = simulate(programs, costs)
     bound_us = schedule_bound_us(COMPUTE_US, TRANSFER_US, num_ranks, chunks)
     print(
@@ -75,19 +75,12 @@ def predict(schedule: Schedule) -> None:
 
 def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     """The parser, for its errors, and what the command line chooses."""
-    parser = argparse.ArgumentParser(
-        description="Print a schedule as a step-by-rank grid, and predicted times.",
-        epilog="example:\n  python examples/look_at_a_schedule.py all-gather ring --ranks 3 --chunks 2",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "collective", nargs="?", choices=list(BUILDERS), default="reduce-scatter", help="default: reduce-scatter"
-    )
-    parser.add_argument(
-        "algorithm", nargs="?", choices=[str(name) for name in Algorithm], default="direct", help="default: direct"
-    )
-    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="default: 4")
-    parser.add_argument("--chunks", type=int, default=1, metavar="M", help="chunks per shard (default: 1)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add, algorithms = parser.add_argument, [str(name) for name in Algorithm]
+    add("collective", nargs="?", choices=list(BUILDERS), default="reduce-scatter", help="default: reduce-scatter")
+    add("algorithm", nargs="?", choices=algorithms, default="direct", help="default: direct")
+    add("--ranks", type=int, default=4, metavar="N", help="default: 4")
+    add("--chunks", type=int, default=1, metavar="M", help="chunks per shard (default: 1)")
     return parser, parser.parse_args()
 
 

@@ -40,15 +40,13 @@ TRAINED = {
     "cpu": """--cpu --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --seq-length 64
         --max-position-embeddings 64 --global-batch-size 4 --train-iters 4""",
 }
+#: In the output of training runs: milliseconds of a step.
 ITERATION_MS = r"elapsed time per iteration \(ms\): ([\d.]+)"
 
 
 @dataclass(frozen=True)
 class Part:
-    """One command. ranks 0: without torchrun. share: of the budget, at most.
-
-    times: what finds the milliseconds of a step in the output, for the table: the median of the second half.
-    """
+    """One command. ranks 0: without torchrun. share: of the budget, at most."""
 
     name: str
     ranks: int
@@ -56,7 +54,6 @@ class Part:
     share: float
     environment: dict[str, str] = field(default_factory=dict)
     program: tuple[str, ...] = COMMFUSE
-    times: str = ""
 
 
 def main() -> int:
@@ -64,9 +61,10 @@ def main() -> int:
     chosen = parse()
     folder = Path(chosen.output)
     folder.mkdir(parents=True, exist_ok=True)
-    parts = [part for part in parts_of(chosen, folder) if is_wanted(part, chosen)]
+    known = parts_of(chosen, folder)
+    parts = [part for part in known if (not chosen.only or part.name in chosen.only) and part.name not in chosen.skip]
     if not parts:
-        print(f"nothing to do: there are {', '.join(part.name for part in parts_of(chosen, folder))}", file=sys.stderr)
+        print(f"nothing to do: there are {', '.join(part.name for part in known)}", file=sys.stderr)
         return 2
     deadline = time.monotonic() + chosen.budget_s
     outcomes = [(part, *run(part, chosen, folder, deadline)) for part in parts]
@@ -106,17 +104,16 @@ def parts_of(chosen: argparse.Namespace, folder: Path) -> list[Part]:
     def json(name: str) -> list[str]:
         return ["--json", str(folder / f"{name}.json")]
 
-    def bench(name: str, ranks: int, share: float, *arguments: str, **environment: str) -> Part:
+    def bench(name: str, ranks: int, share: float, *arguments: str, rows: str = "", **environment: str) -> Part:
         # The benchmark ends by itself, with what it has: most of the part's time is its budget.
         budget = ["--budget-s", f"{0.85 * share * chosen.budget_s:.0f}"]
-        command = ["bench", *device, *json(name), *budget, *commit, *arguments]
+        command = ["bench", *device, *json(rows or name), *budget, *commit, *arguments]
         return Part(name, ranks, command, share, MEGATRONS | environment)
 
     def training(name: str, *arguments: str) -> Part:
         words = [*TRAINING.split(), *TRAINED[chosen.device].split(), *arguments]
         words += ["--data-path", str(folder / "text"), "--data-cache-path", str(folder / "cache")]
-        program = (str(EXAMPLES / "pretrain_gpt.py"),)
-        return Part(name, n, words, 0.12, MEGATRONS, program, ITERATION_MS)
+        return Part(name, n, words, 0.12, MEGATRONS, (str(EXAMPLES / "pretrain_gpt.py"),))
 
     prepare = (str(EXAMPLES / "prepare_text.py"),)
     trainings = [
@@ -135,12 +132,9 @@ def parts_of(chosen: argparse.Namespace, folder: Path) -> list[Part]:
     attention = ["--attention", "--passes", "fprop", "--models", "paper", "llama-8b", "llama-70b"]
     paper = ["--models", "paper-mlp", "--passes", "fprop"]
     parts = [
-        Part("verify_nccl", n, ["verify", *device, "--transport", "nccl", *json("verify_nccl")], 0.12),
-        Part(
-            "verify_copy_engine",
-            n,
-            ["verify", *device, "--transport", "copy_engine", *json("verify_copy_engine")],
-            0.12,
+        *(
+            Part(name := f"verify_{transport}", n, ["verify", *device, "--transport", transport, *json(name)], 0.12)
+            for transport in ("nccl", "copy_engine")
         ),
         bench("grid", n, 0.36, "--figure", str(folder / "grid.png")),
         bench("paper_nvlink", n, 0.08, *paper),
@@ -149,13 +143,13 @@ def parts_of(chosen: argparse.Namespace, folder: Path) -> list[Part]:
         bench("attention_host", n, 0.1, *attention, NCCL_P2P_DISABLE="1"),
     ]
     if n > 2:
-        rows, against = str(folder / "two_ranks_emulating.json"), str(folder / "grid.json")
+        rows, against = str(folder / "two_ranks.json"), str(folder / "grid.json")
         errors = ["simulate", "--rows", rows, "--ranks", str(n), "--against", against, *json("errors")]
         two = ["--passes", "fprop", "--chunks", "1", "2", *HEADLINE]
         parts += [
             bench("two_ranks", 2, 0.12, *two),
             # Into the same file: its rows are what the curves are fitted to.
-            bench("two_ranks_emulating", 2, 0.12, *two, "--virtual-ranks", str(n)),
+            bench("two_ranks_emulating", 2, 0.12, *two, "--virtual-ranks", str(n), "--resume", rows="two_ranks"),
             Part("errors", 0, errors, 0.02),
         ]
     step = ["trace", "--step", "--model", "llama-8b", *device, "--transformer-impl", "transformer_engine"]
@@ -164,15 +158,10 @@ def parts_of(chosen: argparse.Namespace, folder: Path) -> list[Part]:
 
 
 def step_ms(part: Part, folder: Path) -> str:
-    """Of a training run, "" for other parts."""
+    """Of a training run, the median of the second half; "" for other parts."""
     output = folder / f"{part.name}.txt"
-    found = re.findall(part.times, output.read_text(encoding="utf-8")) if part.times and output.exists() else []
+    found = re.findall(ITERATION_MS, output.read_text(encoding="utf-8")) if output.exists() else []
     return f"{statistics.median(map(float, found[len(found) // 2 :])):.1f}" if found else ""
-
-
-def is_wanted(part: Part, chosen: argparse.Namespace) -> bool:
-    """By `--only` and `--skip`."""
-    return (not chosen.only or part.name in chosen.only) and part.name not in chosen.skip
 
 
 def run(part: Part, chosen: argparse.Namespace, folder: Path, deadline: float) -> tuple[str, float]:
@@ -181,13 +170,8 @@ def run(part: Part, chosen: argparse.Namespace, folder: Path, deadline: float) -
     limit_s = min(part.share * chosen.budget_s, deadline - started)
     if limit_s < 1:
         return "no time left", 0.0
-    if part.name == "two_ranks_emulating" and (two := folder / "two_ranks.json").exists():
-        (folder / f"{part.name}.json").write_bytes(two.read_bytes())
-        part.arguments.append("--resume")
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(part.ranks)] if part.ranks else []
-    )
-    command = [sys.executable, *launcher, *part.program, *part.arguments]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(part.ranks)]
+    command = [sys.executable, *(launcher if part.ranks else []), *part.program, *part.arguments]
     shown = "commfuse" if part.program is COMMFUSE else Path(part.program[-1]).name
     print(f"{part.name} (at most {limit_s:.0f} s): {shown} {' '.join(part.arguments)}", file=sys.stderr, flush=True)
     with (folder / f"{part.name}.txt").open("w", encoding="utf-8") as output:

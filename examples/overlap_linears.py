@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
-from commfuse_megatron.cli.ranks import require_launcher
+from commfuse_megatron.tools.common.ranks import require_launcher
 
 SEQUENCE, BATCH, HIDDEN, FFN = 96, 2, 128, 576  # sequence and FFN are divisible by 2, 3, 4, 6 and 8 ranks
 

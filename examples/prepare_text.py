@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from commfuse_megatron.cli.output import make_progress, silence_foreign_warnings, why_folder_cannot_be_written
+from commfuse_megatron.tools.common.output import make_progress, silence_foreign_warnings, why_folder_cannot_be_written
 
 END_OF_DOCUMENT = 256
 VOCABULARY = 257
@@ -99,35 +99,13 @@ def write_dataset(files: list[Path], output: Path, *, max_bytes: int) -> tuple[i
 
 def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     """The parser, for its name, and what the command line chooses."""
-    parser = argparse.ArgumentParser(
-        description="Write text as a dataset in Megatron's indexed format, one token per byte.",
-        epilog="example:\n  python examples/prepare_text.py notes.txt books/ --suffix .txt .md --output text/books",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "sources",
-        nargs="*",
-        type=Path,
-        metavar="FILE_OR_FOLDER",
-        default=[Path(sysconfig.get_paths()["stdlib"])],
-        help="text to read; default: the sources of the standard library",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="PREFIX",
-        help="writes PREFIX.bin and PREFIX.idx; folders are made",
-    )
-    parser.add_argument(
-        "--suffix", nargs="+", default=[".py", ".txt", ".md"], help="files to take from folders (default: .py .txt .md)"
-    )
-    parser.add_argument(
-        "--max-mib",
-        type=float,
-        default=16.0,
-        metavar="N",
-        help="end with the document that reaches N MiB; default: 16",
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add, sources, suffixes = parser.add_argument, [Path(sysconfig.get_paths()["stdlib"])], [".py", ".txt", ".md"]
+    add("sources", nargs="*", type=Path, metavar="FILE_OR_FOLDER", default=sources, help="default: standard library")
+    add("--output", type=Path, required=True, metavar="PREFIX", help="of PREFIX.bin and PREFIX.idx; folders are made")
+    add("--suffix", nargs="+", default=suffixes, help="files to take from folders (default: .py .txt .md)")
+    add(
+        "--max-mib", type=float, default=16.0, metavar="N", help="end with the document that reaches N MiB; default: 16"
     )
     chosen = parser.parse_args()
     if not chosen.max_mib > 0:

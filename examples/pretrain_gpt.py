@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from commfuse_megatron.cli.output import silence_foreign_warnings, why_file_cannot_be_written
-from commfuse_megatron.cli.ranks import require_launcher
 from commfuse_megatron.testing.pretraining import CPU_FLAGS, cpu_pretraining
+from commfuse_megatron.tools.common.output import silence_foreign_warnings, why_file_cannot_be_written
+from commfuse_megatron.tools.common.ranks import require_launcher
 
 
 def main() -> None:

@@ -11,9 +11,9 @@ import argparse
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.cli.output import silence_foreign_warnings
-from commfuse_megatron.cli.ranks import require_launcher
 from commfuse_megatron.testing import cpu_megatron
+from commfuse_megatron.tools.common.output import silence_foreign_warnings
+from commfuse_megatron.tools.common.ranks import require_launcher
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/trace_a_step.py
 
 Writes a trace for ui.perfetto.dev and, with matplotlib, a picture into trace_output/. Layers of the Megatron plugin
-share their contexts: `tracing.record(plugin.contexts.open_contexts)` records those.
+share their contexts: `trace.record(plugin.contexts.open_contexts)` records those.
 """
 
 import argparse
@@ -11,9 +11,10 @@ import argparse
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron import OverlapConfig, OverlapContext, ops, tracing
-from commfuse_megatron.cli.ranks import require_launcher
+from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.runtime.meter import measure_calls, measure_overlap
+from commfuse_megatron.tools import trace
+from commfuse_megatron.tools.common.ranks import require_launcher
 
 SEQUENCE, BATCH, HIDDEN, FFN = 480, 2, 256, 1152  # sequence and FFN are divisible by 2, 3, 4, 6 and 8 ranks
 WARM_UP_STEPS = 2
@@ -42,7 +43,7 @@ def main() -> None:
 
         for _ in range(WARM_UP_STEPS):
             step()
-        with tracing.record(context) as recording:
+        with trace.record(context) as recording:
             step()
 
     if rank == 0:
@@ -52,7 +53,7 @@ def main() -> None:
                 f"rank {number}: {len(measure_calls(intervals))} operations, "
                 f"transfers {whole.transfer_us / 1e3:.2f} ms, of which {whole.exposed_us / 1e3:.2f} ms exposed"
             )
-        for file in tracing.export(recording.by_rank, "trace_output", name="step", title="One step of an MLP"):
+        for file in trace.export(recording.by_rank, "trace_output", name="step", title="One step of an MLP"):
             print(f"wrote {file}")
     dist.destroy_process_group()
 

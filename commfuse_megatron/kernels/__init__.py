@@ -4,8 +4,7 @@ Knows tensors and streams; must not know process groups, schedules or transports
 CUDA.
 """
 
-from commfuse_megatron.kernels.counters import TileShare
-from commfuse_megatron.kernels.persistent_matmul import persistent_matmul
+from commfuse_megatron.kernels.persistent_matmul import TileShare, persistent_matmul
 from commfuse_megatron.kernels.sum_partials import sum_partials
 from commfuse_megatron.kernels.support import persistent_matmul_unavailable_reason
 

@@ -1,12 +1,13 @@
 """Attention of a range of queries against the keys that they see: the interface of its kernels, and the plain one.
 
 Knows tensors and bands of visible keys; must not know groups or schedules. All tensors are [S, B, heads, features],
-Megatron's order. The contract that bites: what a kernel's forward returns belongs to exactly that call; its backward
-must be given the same operands, `out` included, unchanged.
+Megatron's order. Beware: what a kernel's forward returns belongs to exactly that call; its backward must be given the
+same operands, `out` included, unchanged.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -62,28 +63,23 @@ class BoundAttention(NamedTuple):
     scratch_bytes: int
 
 
-class AttentionKernel(Protocol):
-    """One way to compute attention. Kernels run on the current stream and block nothing."""
+class AttentionKernel(ABC):
+    """What computes attention. Kernels run on the current stream and block nothing."""
 
-    name: str
+    name: ClassVar[str]
     #: Whether `bind_forward` and `bind_backward` may give something.
-    can_bind: bool
+    can_bind: ClassVar[bool] = False
 
+    @abstractmethod
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        mask: SplitMask,
-        scale: float,
-        dropout: Dropout | None,
+        self, operands: Operands, mask: SplitMask, scale: float, dropout: Dropout | None
     ) -> tuple[torch.Tensor, ...]:
-        """Fill `out` [S_q, B, H, D_v]; returns what `backward` needs besides the operands.
+        """Fill `out`; returns what `backward` needs besides the operands.
 
-        q [S_q, B, H, D], k [S_k, B, H_kv, D], v [S_k, B, H_kv, D_v]; H is a multiple of H_kv.
+        q [S_q, B, H, D], k [S_k, B, H_kv, D], v [S_k, B, H_kv, D_v], out [S_q, B, H, D_v]; H is a multiple of H_kv.
         """
 
+    @abstractmethod
     def backward(
         self,
         grad_out: torch.Tensor,
@@ -93,7 +89,7 @@ class AttentionKernel(Protocol):
         scale: float,
         dropout: Dropout | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of q, k and v from that of `out`. operands: q, k, v, out of the forward call."""
+        """Gradients of q, k and v from that of `out`. operands: of the forward call."""
 
     def bind_forward(
         self, operands: Operands, mask: SplitMask, scale: float, state_rows: int | None = None
@@ -103,18 +99,16 @@ class AttentionKernel(Protocol):
         The state is one tensor, fp32 [B, H, S_q, 1], which the caller allocates: contiguous, or these rows of a
         contiguous one with `state_rows` of them.
         """
+        return None
 
     def bind_backward(
-        self,
-        grad_out: torch.Tensor,
-        operands: Operands,
-        mask: SplitMask,
-        scale: float,
+        self, grad_out: torch.Tensor, operands: Operands, mask: SplitMask, scale: float
     ) -> BoundAttention | None:
         """`backward` of what `bind_forward` bound, on addresses; None where it cannot be had.
 
         The gradients are contiguous, in the dtype of the operands.
         """
+        return None
 
 
 def join_states(states: Sequence[tuple[torch.Tensor, ...]], queries: Sequence[int]) -> tuple[torch.Tensor, ...] | None:
@@ -134,7 +128,7 @@ def join_states(states: Sequence[tuple[torch.Tensor, ...]], queries: Sequence[in
     return torch.cat([first[0], *(state[0] for state in others)], dim=2), *first[1:]
 
 
-class MathAttention:
+class MathAttention(AttentionKernel):
     """Attention by its formula, in fp32 (fp64 for fp64): any device, dtype and size; keeps a split's scores in memory.
 
     Computes the probabilities again in backward, by the same softmax and with the same dropout. (From a saved logarithm
@@ -142,19 +136,12 @@ class MathAttention:
     """
 
     name = "math"
-    can_bind = False
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        mask: SplitMask,
-        scale: float,
-        dropout: Dropout | None,
+        self, operands: Operands, mask: SplitMask, scale: float, dropout: Dropout | None
     ) -> tuple[torch.Tensor, ...]:
         """Fill `out`; nothing has to be kept."""
+        q, k, v, out = operands
         scores, _ = _scores(_grouped(q, k.size(2)), _wide(k), mask, scale)
         probabilities = scores.softmax(-1)
         if dropout is not None:
@@ -193,22 +180,6 @@ class MathAttention:
             probabilities *= kept
         grad_v = torch.einsum("bgrqk,qbgrd->kbgd", probabilities, grad)
         return grad_q, grad_k, grad_v
-
-    def bind_forward(
-        self, operands: Operands, mask: SplitMask, scale: float, state_rows: int | None = None
-    ) -> BoundAttention | None:
-        """None: PyTorch's functions take tensors."""
-        return None
-
-    def bind_backward(
-        self,
-        grad_out: torch.Tensor,
-        operands: Operands,
-        mask: SplitMask,
-        scale: float,
-    ) -> BoundAttention | None:
-        """None, as for `bind_forward`."""
-        return None
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

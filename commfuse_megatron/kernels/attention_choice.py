@@ -1,7 +1,7 @@
 """Which kernel computes an attention: the first that can, with the reason why others cannot.
 
-The contract that bites: a kernel that is left out for want of a package or a GPU may differ between ranks, which is
-harmless: every rank computes its own heads.
+A kernel that is left out for want of a package or a GPU may differ between ranks, which is harmless: every rank
+computes its own heads.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
 A graph is built for every shape and layout, once, and then replayed on addresses: Transformer Engine's module, which
 wraps the same kernels, takes 0.4 ms of host time per call (2 x H200, November 2026). The package is imported when a
-kernel is first asked for. The contract that bites: a handle belongs to one stream, so there is one for each.
+kernel is first asked for.
 """
 
 import importlib
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from commfuse_megatron.kernels.attention import (
+    AttentionKernel,
     BoundAttention,
     Dropout,
     MathAttention,
@@ -65,7 +66,7 @@ def cudnn_attention_unavailable_reason(problem: AttentionProblem, device: torch.
     return None
 
 
-class CudnnAttention:
+class CudnnAttention(AttentionKernel):
     """See `AttentionKernel`. Keeps its graphs and handles; one object per context.
 
     Its backward pass may add up the queries' gradients in another order from run to run, unless PyTorch is told to be
@@ -111,29 +112,21 @@ class CudnnAttention:
         return None
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        mask: SplitMask,
-        scale: float,
-        dropout: Dropout | None,
+        self, operands: Operands, mask: SplitMask, scale: float, dropout: Dropout | None
     ) -> tuple[torch.Tensor, ...]:
         """Fill `out`; returns the statistics of the softmax [B, H, S_q, 1]."""
-        if q.size(0) == k.size(0) == 1:
-            return self._of_one_key.forward(q, k, v, out, mask, scale, dropout)
-        graph = self._forward_graph((q, k, v, out), mask, scale)
+        if _is_of_one_key(operands):
+            return self._of_one_key.forward(operands, mask, scale, dropout)
+        graph, q = self._forward_graph(operands, mask, scale), operands[0]
         stats = q.new_empty(q.size(1), q.size(2), q.size(0), 1, dtype=torch.float32)
-        self._graphs.execute(graph, [tensor.data_ptr() for tensor in (q, k, v, out, stats)])
+        self._graphs.execute(graph, [tensor.data_ptr() for tensor in (*operands, stats)])
         return (stats,)
 
     def bind_forward(
         self, operands: Operands, mask: SplitMask, scale: float, state_rows: int | None = None
     ) -> BoundAttention | None:
         """See `AttentionKernel`. The state is `forward`'s."""
-        q, k, _, _ = operands
-        if q.size(0) == k.size(0) == 1:
+        if _is_of_one_key(operands):
             return None
         try:
             graph = self._forward_graph(operands, mask, scale, state_rows)
@@ -161,27 +154,25 @@ class CudnnAttention:
         dropout: Dropout | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients in the dtype of the operands."""
-        q, k, v, _ = operands
-        if q.size(0) == k.size(0) == 1:
+        if _is_of_one_key(operands):
             return self._of_one_key.backward(grad_out, operands, state, mask, scale, dropout)
         (stats,) = state
-        grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+        grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in operands[:3])
         split = _split_of(grad_out, operands, mask, scale)
         self._backward.run(split, (*operands, stats, grad_out), (grad_q, grad_k, grad_v))
         return grad_q, grad_k, grad_v
 
     def bind_backward(
-        self,
-        grad_out: torch.Tensor,
-        operands: Operands,
-        mask: SplitMask,
-        scale: float,
+        self, grad_out: torch.Tensor, operands: Operands, mask: SplitMask, scale: float
     ) -> BoundAttention | None:
         """See `AttentionKernel`. Deterministic if PyTorch is told to be now."""
-        q, k, _, _ = operands
-        if q.size(0) == k.size(0) == 1:
+        if _is_of_one_key(operands):
             return None
         return self._backward.bind(_split_of(grad_out, operands, mask, scale))
+
+
+def _is_of_one_key(operands: Operands) -> bool:
+    return operands[0].size(0) == operands[1].size(0) == 1
 
 
 def _split_of(

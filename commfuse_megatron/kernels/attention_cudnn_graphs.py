@@ -1,7 +1,7 @@
 """cuDNN's graphs of attention: built for every shape, layout and mask once, and kept, with the handles they run with.
 
-Knows the front end, whose module it is given, and layouts; must not know what a split is. The contract that bites: a
-handle belongs to one stream, so there is one for each.
+Knows the front end, whose module it is given, and layouts; must not know what a split is. Beware: a handle belongs to
+one stream, so there is one for each.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """PyTorch's flash attention, called below `scaled_dot_product_attention`: that costs little host time.
 
-The contract that bites: it aligns a causal mask and a window to the last query and the last key ("bottom right"), which
-is what a split of queries against a prefix of keys needs. It has about half of cuDNN's speed on Hopper.
+It aligns a causal mask and a window to the last query and the last key ("bottom right"), which is what a split of
+queries against a prefix of keys needs. It has about half of cuDNN's speed on Hopper.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch.nn.attention import current_flash_attention_impl
 
-from commfuse_megatron.kernels.attention import BoundAttention, Dropout, Operands, SplitMask
+from commfuse_megatron.kernels.attention import AttentionKernel, Dropout, Operands, SplitMask
 from commfuse_megatron.problem import AttentionProblem
 
 __all__ = ["FlashAttention", "flash_attention_unavailable_reason"]
@@ -38,25 +38,18 @@ def flash_attention_unavailable_reason(problem: AttentionProblem, device: torch.
     return None
 
 
-class FlashAttention:
+class FlashAttention(AttentionKernel):
     """See `AttentionKernel`. Dropout draws from the device's default generator, which is given the seed for one call:
     the kernel takes no other, and what the program draws must not depend on how often we try things out.
     """
 
     name = "flash"
-    can_bind = False
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        mask: SplitMask,
-        scale: float,
-        dropout: Dropout | None,
+        self, operands: Operands, mask: SplitMask, scale: float, dropout: Dropout | None
     ) -> tuple[torch.Tensor, ...]:
         """Fill `out`; returns the log-sum-exp of the scores and the generator's state."""
+        q, k, v, out = operands
         probability = 0.0 if dropout is None else dropout.probability
         with _seeded(q.device, dropout):
             result, logsumexp, *state, _ = torch.ops.aten._flash_attention_forward(
@@ -101,22 +94,6 @@ class FlashAttention:
         )
         grad_q, grad_k, grad_v = map(_batch_first, gradients)
         return grad_q, grad_k, grad_v
-
-    def bind_forward(
-        self, operands: Operands, mask: SplitMask, scale: float, state_rows: int | None = None
-    ) -> BoundAttention | None:
-        """None: PyTorch's functions take tensors."""
-        return None
-
-    def bind_backward(
-        self,
-        grad_out: torch.Tensor,
-        operands: Operands,
-        mask: SplitMask,
-        scale: float,
-    ) -> BoundAttention | None:
-        """None, as for `bind_forward`."""
-        return None
 
 
 @contextmanager

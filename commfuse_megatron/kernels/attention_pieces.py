@@ -9,9 +9,9 @@ computes all keys for all queries (H200, November 2026: 2.6 ms against 1.44 of 8
                  [ all seen  |# #      ]
     query n-1    [           |# # # #  ]
 
-The square's mask is the same from either corner; the rectangle needs none. The contract that bites: both are given what
-the forward pass left for ALL keys, output and logarithm of the softmax's denominator. Then their gradients of the
-queries add up, and each key belongs to one of them.
+The square's mask is the same from either corner; the rectangle needs none. Both are given what the forward pass left
+for ALL keys, output and logarithm of the softmax's denominator. Then their gradients of the queries add up, and each
+key belongs to one of them.
 """
 
 import enum

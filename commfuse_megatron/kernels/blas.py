@@ -3,7 +3,7 @@
 Why not `torch.mm`: it takes views, which cost more host time than the call; and `torch.addmm(out=)` first copies the
 addend into the output, a pass over memory, where the library reads it in the epilogue. All that follows from shapes,
 strides and types is worked out once, in a `BlasMatmul`; a call passes addresses. The library is the one that PyTorch
-has loaded. The contract that bites: nothing checks the addresses.
+has loaded. Beware: nothing checks the addresses.
 """
 
 import ctypes

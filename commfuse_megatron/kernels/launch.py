@@ -1,8 +1,8 @@
 """Launches compiled Triton kernels with little host time.
 
-Owns every use of Triton's launcher; must not know what it launches. The contract that bites: a launcher is given
-addresses and keeps numbers only, so it keeps no memory alive. It caches the TMA descriptor (128 bytes that say address,
-shape, strides) of each address it saw; nothing in there goes stale, since shape and strides are the launcher's own.
+Owns every use of Triton's launcher; must not know what it launches. A launcher is given addresses and keeps numbers
+only, so it keeps no memory alive. It caches the TMA descriptor (128 bytes that say address, shape, strides) of each
+address it saw; nothing in there goes stale, since shape and strides are the launcher's own.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """The device code of the persistent GEMM: one kernel, whose switches are compile-time constants.
 
 Owns what happens inside a block; must not know tensors or heuristics (`matmul_variant.py` does). Imports Triton, so
-only that file imports this one, when it first compiles. The contract that bites: the two stealing counters are zero
-between launches, and the last block to find no tile makes them so.
+only that file imports this one, when it first compiles. The two counters of a shared product are zero between launches:
+the last block to find no tile makes them so.
 """
 
 import triton
@@ -165,34 +165,19 @@ def _write_in_parts(
     PARTS: tl.constexpr,
 ):
     """`_write`, in 1, 2 or 4 parts along N: the staging buffer in shared memory need hold one part only."""
-    PART_N: tl.constexpr = BLOCK_N // PARTS
     if PARTS == 1:
         _write(acc, out, addend, row, col, M, N, out_stride_m, out_stride_n, addend_stride_m, addend_stride_n,
-               addend_stride_p, addend_rows, BLOCK_M, PART_N, OUT_TMA, OUT_N_INNER, ADDEND, ADDENDS)  # fmt: skip
+               addend_stride_p, addend_rows, BLOCK_M, BLOCK_N, OUT_TMA, OUT_N_INNER, ADDEND, ADDENDS)  # fmt: skip
     else:
         # Thread for thread, the split only renames registers: the accumulator's layout repeats along N.
-        left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
-        if PARTS == 2:
-            _write(left, out, addend, row, col, M, N, out_stride_m, out_stride_n, addend_stride_m, addend_stride_n,
-                   addend_stride_p, addend_rows, BLOCK_M, PART_N, OUT_TMA, OUT_N_INNER, ADDEND, ADDENDS)  # fmt: skip
-            _write(right, out, addend, row, col + PART_N, M, N, out_stride_m, out_stride_n, addend_stride_m,
-                   addend_stride_n, addend_stride_p, addend_rows, BLOCK_M, PART_N, OUT_TMA, OUT_N_INNER, ADDEND,
-                   ADDENDS)  # fmt: skip
-        else:
-            tl.static_assert(PARTS == 4)
-            part_0, part_1 = left.reshape(BLOCK_M, 2, PART_N).permute(0, 2, 1).split()
-            part_2, part_3 = right.reshape(BLOCK_M, 2, PART_N).permute(0, 2, 1).split()
-            _write(part_0, out, addend, row, col, M, N, out_stride_m, out_stride_n, addend_stride_m, addend_stride_n,
-                   addend_stride_p, addend_rows, BLOCK_M, PART_N, OUT_TMA, OUT_N_INNER, ADDEND, ADDENDS)  # fmt: skip
-            _write(part_1, out, addend, row, col + PART_N, M, N, out_stride_m, out_stride_n, addend_stride_m,
-                   addend_stride_n, addend_stride_p, addend_rows, BLOCK_M, PART_N, OUT_TMA, OUT_N_INNER, ADDEND,
-                   ADDENDS)  # fmt: skip
-            _write(part_2, out, addend, row, col + 2 * PART_N, M, N, out_stride_m, out_stride_n, addend_stride_m,
-                   addend_stride_n, addend_stride_p, addend_rows, BLOCK_M, PART_N, OUT_TMA, OUT_N_INNER, ADDEND,
-                   ADDENDS)  # fmt: skip
-            _write(part_3, out, addend, row, col + 3 * PART_N, M, N, out_stride_m, out_stride_n, addend_stride_m,
-                   addend_stride_n, addend_stride_p, addend_rows, BLOCK_M, PART_N, OUT_TMA, OUT_N_INNER, ADDEND,
-                   ADDENDS)  # fmt: skip
+        HALF_N: tl.constexpr = BLOCK_N // 2
+        left, right = acc.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1).split()
+        _write_in_parts(left, out, addend, row, col, M, N, out_stride_m, out_stride_n, addend_stride_m,
+                        addend_stride_n, addend_stride_p, addend_rows, BLOCK_M, HALF_N, OUT_TMA, OUT_N_INNER,
+                        ADDEND, ADDENDS, PARTS // 2)  # fmt: skip
+        _write_in_parts(right, out, addend, row, col + HALF_N, M, N, out_stride_m, out_stride_n, addend_stride_m,
+                        addend_stride_n, addend_stride_p, addend_rows, BLOCK_M, HALF_N, OUT_TMA, OUT_N_INNER,
+                        ADDEND, ADDENDS, PARTS // 2)  # fmt: skip
 
 
 @triton.jit
@@ -229,20 +214,19 @@ def persistent_matmul_kernel(
     OUT_N_INNER: tl.constexpr,
     ADDEND: tl.constexpr,
     ADDENDS: tl.constexpr,
-    STEALING: tl.constexpr,
+    SHARES: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
     """out = a @ b (+ addend); each matrix is a TMA descriptor where its switch says so, else a pointer.
 
     Several addends lie `addend_stride_p` elements apart; by TMA they are one matrix, `addend_rows` rows apart.
 
-    Static: block i computes tiles i, i + blocks, ... Stealing: a block takes the next free tile from counters[0];
-    counters[1] counts the blocks that found none. `total_blocks` are those of this launch and, where two launches share
-    the tiles of one product, of the other one.
+    Block i computes tiles i, i + blocks, ... Where two launches share the tiles of one product (SHARES), a block takes
+    the next free one from counters[0]; counters[1] counts the blocks, `total_blocks` of both launches, that found none.
     """
     tl.assume(K > 0)  # an inner loop that always runs can be fused with the loop over tiles (FLATTEN)
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-    if STEALING:
+    if SHARES:
         # The first tile is taken like all others, not by block index: a block that waits for its SM holds no tile back.
         tile = tl.atomic_add(counters, 1, sem="relaxed")
         while tile < tiles:

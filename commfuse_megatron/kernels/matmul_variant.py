@@ -101,7 +101,7 @@ class Variant:
     out_n_inner: bool
     addend_kind: int
     addends: int
-    stealing: bool
+    shares: bool
     dtype: torch.dtype
     out_dtype: torch.dtype
     addend_dtype: torch.dtype | None
@@ -109,7 +109,7 @@ class Variant:
     @property
     def flatten(self) -> bool:
         """Whether the loops over tiles and over K are one."""
-        return self.tile.flatten and self.a.tma and self.b.tma and not self.stealing
+        return self.tile.flatten and self.a.tma and self.b.tma and not self.shares
 
     @property
     def a_block(self) -> list[int]:
@@ -144,7 +144,7 @@ class Variant:
             "OUT_N_INNER": self.out_n_inner,
             "ADDEND": self.addend_kind,
             "ADDENDS": self.addends,
-            "STEALING": self.stealing,
+            "SHARES": self.shares,
             "FLATTEN": self.flatten,
         }
 
@@ -194,7 +194,7 @@ def choose_variant(
     addend: Layout | None,
     *,
     num_sms: int,
-    stealing: bool,
+    shares: bool,
     allow_tma: bool,
     tile: Tile | None = None,
 ) -> Variant | None:
@@ -219,7 +219,7 @@ def choose_variant(
         out_n_inner=out.strides[1] == 1,
         addend_kind=addend_kind,
         addends=1 if addend is None else addend.copies,
-        stealing=stealing,
+        shares=shares,
         dtype=a.dtype,
         out_dtype=out.dtype,
         addend_dtype=None if addend is None else addend.dtype,
@@ -245,7 +245,7 @@ def compile_variant(variant: Variant, target: Any = None) -> Any:
     else:
         by_tma = variant.addend_kind == ADDEND_TMA
         types["addend"] = _argument_type(by_tma, TRITON_NAMES[variant.addend_dtype], variant.out_block)
-    if variant.stealing:
+    if variant.shares:
         types["counters"] = "*i32"
     else:
         constants["counters"] = None

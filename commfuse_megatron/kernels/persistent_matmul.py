@@ -1,19 +1,18 @@
 """`persistent_matmul`: a GEMM that keeps to a given number of SMs. The host side: checks, launch.
 
-Knows tensors and streams; must not know why SMs are left free. The contract that bites: host time. All that follows
-from shapes, strides, dtypes and alignment is worked out once and kept as a `_Plan`; a call looks its plan up, fills
-descriptors and launches. Plans hold numbers and compiled code, never a tensor.
+Knows tensors and streams; must not know why SMs are left free. To save host time, all that follows from shapes,
+strides, dtypes and alignment is worked out once and kept as a `_Plan`; a call looks its plan up, fills descriptors and
+launches. Plans hold numbers and compiled code, never a tensor.
 """
 
 import functools
 import threading
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 
 from commfuse_megatron.errors import ShapeError, UnsupportedError
-from commfuse_megatron.kernels.counters import TileCounters, TileShare
 from commfuse_megatron.kernels.launch import Launcher, View, make_launcher
 from commfuse_megatron.kernels.matmul_variant import (
     ADDEND_TMA,
@@ -32,30 +31,42 @@ from commfuse_megatron.kernels.support import (
 )
 from commfuse_megatron.kernels.tiles import Tile
 
-__all__ = ["persistent_matmul"]
-
-TileOrder = Literal["static", "stealing"]
+__all__ = ["TileShare", "persistent_matmul"]
 
 MAX_SIZE = 2**31 - 512  # tile coordinates are 32 bits
 MAX_PLANS = 4096  # shapes that vary from call to call must not fill the memory
+
+
+class TileShare(NamedTuple):
+    """One of two launches that compute the tiles of one product together, each taking the next free one.
+
+    For SMs that become free while the product runs: the first launch takes the SMs that are free at once, the second is
+    put on another stream behind whatever occupies the rest. Both launches must be made, with equal operands.
+
+    counter_at: address of a counter, two int32 that are zero, and that no other pair uses before both launches are
+    done; they are zero again then. first_sms, second_sms: blocks of the two launches. is_second: which one this is.
+    """
+
+    counter_at: int
+    first_sms: int
+    second_sms: int
+    is_second: bool
 
 
 def persistent_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
     *,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor,
     addend: torch.Tensor | None = None,
     num_sms: int | None = None,
-    tile_order: TileOrder = "static",
     tile: Tile | None = None,
     share: TileShare | None = None,
 ) -> torch.Tensor:
     """`a @ b (+ addend)` by `num_sms` persistent blocks, so that the other SMs are free for communication.
 
-    Equals `(a.float() @ b.float() + addend.float()).to(out_dtype)` but for the order of summation: one rounding.
-    Bit-identical from run to run, for both tile orders, and for every `num_sms` that leads to the same tile shape. Not
+    Equals `(a.float() @ b.float() + addend.float()).to(out.dtype)` but for the order of summation: one rounding.
+    Bit-identical from run to run, shared or not, and for every `num_sms` that leads to the same tile shape. Not
     differentiable.
 
     Shapes:
@@ -67,12 +78,9 @@ def persistent_matmul(
     M, N, K are any sizes from 0. fprop is (x, w.t()), dgrad (dy, w), wgrad (dy.t(), x).
 
     Args:
-        out_dtype: of a new `out`; default the dtype of `a`.
         num_sms: number of blocks; default one for each SM of the device.
-        tile_order: "static" deals tiles out in advance; "stealing" lets a block take the next free one, for SMs that
-            are shared with another kernel.
         tile: instead of the one that `tiles.choose_tile` would take; for benchmarks.
-        share: compute only what the other of two launches does not; implies "stealing" and gives the number of blocks.
+        share: compute only what the other of two launches does not; gives the number of blocks.
 
     Returns: `out`.
 
@@ -82,11 +90,8 @@ def persistent_matmul(
     Cost: operands whose base and row stride are multiples of 16 bytes travel by TMA, others by masked pointer loads,
         several times slower. Speed: docs/results/linears_h200_202611.md.
     """
-    a_at, b_at = a.data_ptr(), b.data_ptr()
-    out_at, out_key, addend_at, addend_key = 0, None, None, None
-    if out is not None:
-        out_at = out.data_ptr()
-        out_key = (out.shape, out.stride(), out.dtype, out.get_device(), not out_at & 15)
+    a_at, b_at, out_at = a.data_ptr(), b.data_ptr(), out.data_ptr()
+    addend_at, addend_key = None, None
     if addend is not None:
         addend_at = addend.data_ptr()
         addend_key = (addend.shape, addend.stride(), addend.dtype, addend.get_device(), not addend_at & 15)
@@ -94,11 +99,9 @@ def persistent_matmul(
     key = (
         (a.shape, a.stride(), a.dtype, a.get_device(), not a_at & 15),
         (b.shape, b.stride(), b.dtype, b.get_device(), not b_at & 15),
-        out_key,
+        (out.shape, out.stride(), out.dtype, out.get_device(), not out_at & 15),
         addend_key,
-        out_dtype,
         num_sms,
-        tile_order,
         tile,
         None if share is None else share[1:],
     )
@@ -108,11 +111,7 @@ def persistent_matmul(
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
         _plans[key] = plan
-    if out is None:
-        out = a.new_empty(plan.out.shape, dtype=plan.out.dtype)
-        out_at = out.data_ptr()
-    else:
-        _check_apart(plan, a_at, b_at, out_at, addend_at)
+    _check_apart(plan, a_at, b_at, out_at, addend_at)
     if plan.variant is None:
         return _without_product(out, addend)
     if plan.out.device_index == torch.cuda.current_device():
@@ -146,16 +145,8 @@ class _Plan:
         if launcher is None:
             compiled = _load(device_index, variant)
             launcher = self.launcher = make_launcher(compiled, self.num_blocks, self.views, self.tail)
-        stream = raw_stream(device_index)
-        counter_at, spare = None, None
-        if share is not None:
-            counter_at = share.counter_at
-        elif variant.stealing:
-            counter_at = _counters(device_index).address(stream)
-            if counter_at is None:  # being captured without a free counter: clear one in the graph itself
-                spare = torch.zeros(2, dtype=torch.int32, device="cuda")
-                counter_at = spare.data_ptr()
-        launcher(stream, a_at, b_at, out_at, addend_at, counter_at)
+        counter_at = None if share is None else share.counter_at
+        launcher(raw_stream(device_index), a_at, b_at, out_at, addend_at, counter_at)
 
 
 _plans: dict[Any, _Plan] = {}
@@ -171,11 +162,6 @@ def _load(device_index: int, variant: Variant) -> Any:
 @functools.cache
 def _load_once(device_index: int, variant: Variant) -> Any:
     return compile_variant(variant)  # one object per device: it holds the module loaded there
-
-
-@functools.cache
-def _counters(device_index: int) -> TileCounters:
-    return TileCounters(device_index)
 
 
 def _without_product(out: torch.Tensor, addend: torch.Tensor | None) -> torch.Tensor:
@@ -196,27 +182,17 @@ def _without_product(out: torch.Tensor, addend: torch.Tensor | None) -> torch.Te
 def _make_plan(
     a_key: tuple[Any, ...],
     b_key: tuple[Any, ...],
-    out_key: tuple[Any, ...] | None,
+    out_key: tuple[Any, ...],
     addend_key: tuple[Any, ...] | None,
-    out_dtype: torch.dtype | None,
     num_sms: int | None,
-    tile_order: str,
     tile: Tile | None,
     share: tuple[int, int, bool] | None,
 ) -> _Plan:
-    a, b = _layout("a", a_key), _layout("b", b_key)
-    _check_inputs(a, b, num_sms, tile_order)
+    a, b, out = _layout("a", a_key), _layout("b", b_key), _layout("out", out_key)
+    _check_inputs(a, b, num_sms)
     (M, K), N = a.shape, b.shape[1]
-    if out_key is None:
-        out = Layout((M, N), (N, 1), out_dtype or a.dtype, a.device_index, True)  # torch aligns to 512 bytes
-    else:
-        out = _layout("out", out_key)
-        if out_dtype not in (None, out.dtype):
-            raise ShapeError(
-                f"persistent_matmul: out_dtype is {out_dtype}, but out is {out.dtype}. Pass one of the two."
-            )
-        if _overlaps_itself(out):
-            raise ShapeError(f"persistent_matmul: out of shape {M}x{N} with strides {out.strides} overlaps itself.")
+    if _overlaps_itself(out):
+        raise ShapeError(f"persistent_matmul: out of shape {M}x{N} with strides {out.strides} overlaps itself.")
     _check_output("out", out, a, b)
     addend = None if addend_key is None else _addend_layout(addend_key)
     if addend is not None:
@@ -229,12 +205,10 @@ def _make_plan(
     if share is not None:
         if num_sms is not None or min(share[:2]) < 1:
             raise ShapeError(f"persistent_matmul: share gives the blocks, got num_sms {num_sms} and {share[:2]}.")
-        num_sms, tile_order = sum(share[:2]), "stealing"
+        num_sms = sum(share[:2])
     num_sms = num_sms or multiprocessor_count(a.device_index)
     allow_tma = supports_tma(a.device_index)
-    variant = choose_variant(
-        *layouts, num_sms=num_sms, stealing=tile_order == "stealing", allow_tma=allow_tma, tile=tile
-    )
+    variant = choose_variant(*layouts, num_sms=num_sms, shares=share is not None, allow_tma=allow_tma, tile=tile)
     if variant is None:
         raise ShapeError(
             f"persistent_matmul: a has strides {a.strides}, b has strides {b.strides}; one stride of each must be 1. "
@@ -291,7 +265,7 @@ def _memory_view(layout: Layout, last_dim_inner: bool) -> View:
     return View(shape, (outer_stride(layout, last_dim_inner), 1))
 
 
-def _check_inputs(a: Layout, b: Layout, num_sms: int | None, tile_order: str) -> None:
+def _check_inputs(a: Layout, b: Layout, num_sms: int | None) -> None:
     if a.shape[1] != b.shape[0]:
         raise ShapeError(
             f"persistent_matmul: a is {a.shape[0]}x{a.shape[1]} and b is {b.shape[0]}x{b.shape[1]}; "
@@ -309,8 +283,6 @@ def _check_inputs(a: Layout, b: Layout, num_sms: int | None, tile_order: str) ->
         raise ShapeError(f"persistent_matmul: sizes {a.shape} and {b.shape} go beyond {MAX_SIZE}.")
     if num_sms is not None and num_sms < 1:
         raise ShapeError(f"persistent_matmul: num_sms is {num_sms}; at least 1 block is needed.")
-    if tile_order not in ("static", "stealing"):
-        raise UnsupportedError(f'persistent_matmul: tile_order is {tile_order!r}; it is "static" or "stealing".')
 
 
 def _check_output(name: str, layout: Layout, a: Layout, b: Layout) -> None:
@@ -339,7 +311,7 @@ def _overlaps_itself(layout: Layout) -> bool:
     return False
 
 
-# ---- checks on addresses, at every call with an `out` ----
+# ---- checks on addresses, at every call ----
 
 
 def _check_apart(plan: _Plan, a_at: int, b_at: int, out_at: int, addend_at: int | None) -> None:

@@ -36,9 +36,7 @@ from commfuse_megatron.ops.weight_grad import (
 from commfuse_megatron.problem import GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
-from commfuse_megatron.schedule.lower_linear import Asked, lower_gather_pass, lower_scatter_pass
-from commfuse_megatron.schedule.lowering import Policy
-from commfuse_megatron.schedule.program import Program
+from commfuse_megatron.schedule.lower_linear import Asked
 
 __all__ = ["all_gather_linear", "gather_forward"]
 
@@ -214,7 +212,7 @@ def gather_forward(
     x_rows, weight_rows = x.contiguous(), with_unit_stride(weight)
     y = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
     gathered = None
-    with p as link:
+    with p:
         if p.plan.is_scheduled:
             tensors = {"shard": x_rows, "weight": weight_rows, "out": y}
             if bias is not None:
@@ -222,7 +220,7 @@ def gather_forward(
             if returns_gathered:
                 gathered = x.new_empty(problem.rows, *x.shape[1:])
                 tensors |= p.context.memory_for_gathered(gathered)
-            p.run(link, _lower_forward, _ask_forward(bias is not None, returns_gathered), tensors)
+            p.run(_ask_forward(bias is not None, returns_gathered), tensors)
         else:
             rows = _start_gather(p, x_rows.flatten(0, -2)).wait()
             out = y.flatten(0, -2)
@@ -236,15 +234,6 @@ def gather_forward(
 @functools.cache
 def _ask_forward(has_bias: bool, keeps_gathered: bool) -> Asked:
     return Asked(has_bias=has_bias, keeps_gathered=keeps_gathered)
-
-
-def _lower_forward(p: PreparedPass, policy: Policy, asked: Asked) -> Program:
-    return lower_gather_pass(p.gather, policy, asked)
-
-
-def _lower_backward(p: PreparedPass, policy: Policy, asked: Asked) -> Program:
-    gathers = asked.weight_grad != "none" and not asked.has_x
-    return lower_scatter_pass(p.scatter, p.gather if gathers else None, policy, asked)
 
 
 def _backward(
@@ -270,14 +259,9 @@ def _backward(
         elif kept is not None:
             tensors["x_full"] = kept
     asked = ask_backward(due, weight is not None, p.is_bulk, kept is not None, "addend" in tensors)
-    with p as link:
-        p.run(link, _lower_backward, asked, tensors)
-    if due is None:
-        return grad_x, None
-    if due.when == "now":
-        return grad_x, due.finish()
-    due.defer(grad, due.gathered if kept is None else kept)
-    return grad_x, None
+    with p:
+        p.run(asked, tensors)
+    return grad_x, None if due is None else due.finish(grad, kept)
 
 
 def _collective_backward(

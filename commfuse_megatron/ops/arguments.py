@@ -1,9 +1,8 @@
 """Checks of what a user passes to an operation, and the problem it states.
 
 Every check that could fail on one rank alone ends in `context.consensus.refuse`, so that the other ranks raise too.
-Arguments are looked up first: like some seen before, they need no check. The contract that bites: whatever a wrong kind
-of argument raises there counts as "not seen before", and what a key cannot tell from a good one must not be used after
-it.
+Arguments are looked up first: like some seen before, they need no check. Beware: whatever a wrong kind of argument
+raises there counts as "not seen before", and what a key cannot tell from a good one must not be used after it.
 """
 
 import dataclasses
@@ -25,10 +24,10 @@ from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 __all__ = [
     "Operation",
     "cast_for_autocast",
-    "complain_of_hidden_trait",
+    "complain_if_unusable",
     "find_target_complaint",
     "is_fitting_target",
-    "hidden_trait_of",
+    "unusable_reason",
     "join_needs",
     "needs_autograd",
     "prepare",
@@ -48,7 +47,7 @@ _MOST_KNOWN_CALLS = 1024
 
 
 class Operation(NamedTuple):
-    """An operation's name, how to try out ways of running it, and what users call, whose annotations are checked."""
+    """An operation's name, how to try out plans for it, and what users call, whose annotations are checked."""
 
     name: str
     rehearse: Rehearse
@@ -88,7 +87,7 @@ def needs_autograd(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
 
 
-def hidden_trait_of(*operands: torch.Tensor | None) -> str:
+def unusable_reason(*operands: torch.Tensor | None) -> str:
     """What is not told by shapes and types and keeps operands from being used; "" if nothing, as nearly always.
 
     "unsavable": a backward pass may be asked for, and some were made in inference mode. "negated": some are negative by
@@ -108,17 +107,17 @@ def hidden_trait_of(*operands: torch.Tensor | None) -> str:
     return "unsavable" if any(operand.requires_grad for operand in given) else ""
 
 
-def complain_of_hidden_trait(named: Mapping[str, torch.Tensor]) -> str | None:
+def complain_if_unusable(named: Mapping[str, torch.Tensor]) -> str | None:
     """The same in a sentence; None if nothing keeps the operands from being used."""
-    trait = hidden_trait_of(*named.values())
-    if trait == "transformed":
+    reason = unusable_reason(*named.values())
+    if reason == "transformed":
         return "torch.func transforms and forward-mode differentiation are not supported"
-    if trait == "foreign":
+    if reason == "foreign":
         which = _say_which(named, stands_for_others)
         return f"{which} not a tensor with memory of its own: pass the tensor that it stands for"
-    if trait == "negated":
+    if reason == "negated":
         return f"{_say_which(named, torch.Tensor.is_neg)} lazily negated: pass resolve_neg() of it"
-    if trait == "unsavable":
+    if reason == "unsavable":
         which = _say_which(named, torch.Tensor.is_inference)
         return f"{which} made in inference mode, but gradients are asked for: make copies outside of it"
     return None
@@ -228,7 +227,7 @@ def prepare(
             *options.values(),
             x.layout,
             weight.layout,
-            hidden_trait_of(x, weight, bias),
+            unusable_reason(x, weight, bias),
         )
         if is_fitting_target(weight_grad, weight):
             prepared = context.known_calls.get(key)
@@ -313,7 +312,7 @@ def _find_complaint(
         return f"all tensors must have one dtype, got {dtypes}"
     if str(x.dtype).removeprefix("torch.") not in DTYPE_BYTES:
         return f"dtype {x.dtype} is not supported; supported are {', '.join(DTYPE_BYTES)}"
-    complaint = complain_of_hidden_trait(named)
+    complaint = complain_if_unusable(named)
     if complaint is not None:
         return complaint
     for name, tensor in named.items():

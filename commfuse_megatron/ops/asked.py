@@ -1,7 +1,7 @@
 """Which gradients one backward pass was asked for: fewer than could be, under `autograd.grad` or `backward(inputs=)`.
 
-The contract that bites: an operation computes what is asked for and no more, for a gradient that is added straight into
-a tensor would otherwise count although nobody wanted it, and ranks compare what they were asked for by their problems.
+An operation computes what is asked for and no more, for a gradient that is added straight into a tensor would otherwise
+count although nobody wanted it, and ranks compare what they were asked for by their problems.
 """
 
 from typing import Any

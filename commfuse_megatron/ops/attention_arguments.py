@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from commfuse_megatron.ops.arguments import complain_of_hidden_trait, hidden_trait_of, join_needs
+from commfuse_megatron.ops.arguments import complain_if_unusable, join_needs, unusable_reason
 from commfuse_megatron.problem import DTYPE_BYTES, AttentionProblem
 
 __all__ = ["AttentionInputs", "find_attention_complaint", "state_attention_problem"]
@@ -49,8 +49,8 @@ class AttentionInputs(NamedTuple):
         )
         is_finite = None if self.scale is None else math.isfinite(self.scale)
         numbers = (type(self.scale), is_finite, type(self.dropout), self.dropout > 0, 0 <= self.dropout < 1)
-        trait = hidden_trait_of(self.q, self.k, self.v, self.out_weight, self.out_bias)
-        return ("query_split_attention", tensors, self.causal, self.window, numbers, self.needs, trait)
+        reason = unusable_reason(self.q, self.k, self.v, self.out_weight, self.out_bias)
+        return ("query_split_attention", tensors, self.causal, self.window, numbers, self.needs, reason)
 
 
 def state_attention_problem(inputs: AttentionInputs, group_size: int) -> AttentionProblem:
@@ -111,7 +111,7 @@ def _find_dtype_complaint(inputs: AttentionInputs, device: torch.device) -> str 
         return f"all tensors must have one dtype, got {dtypes}"
     if str(inputs.q.dtype).removeprefix("torch.") not in DTYPE_BYTES:
         return f"dtype {inputs.q.dtype} is not supported; supported are {', '.join(DTYPE_BYTES)}"
-    complaint = complain_of_hidden_trait(given)
+    complaint = complain_if_unusable(given)
     if complaint is not None:
         return complaint
     if inputs.mask is not None:

@@ -1,9 +1,8 @@
-"""Both passes of query-split attention, whatever the way: see `query_split_attention`, which plans and calls them.
+"""Both passes of query-split attention, whatever the path: see `query_split_attention`, which plans and calls them.
 
 Knows prepared passes and kernels; must not know autograd.
 """
 
-import dataclasses
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -19,35 +18,20 @@ from commfuse_megatron.ops.attention_tapes import (
     attend_kernels,
     new_joint_states,
     new_states,
-    num_lanes_of,
     split_states,
     splits_of,
 )
 from commfuse_megatron.ops.linear_reduce_scatter import OPERATION as PROJECTION
-from commfuse_megatron.ops.linear_reduce_scatter import (
-    ScatterOperands,
-    lower_scatter_backward,
-    scatter_backward,
-    scatter_forward,
-)
+from commfuse_megatron.ops.linear_reduce_scatter import ScatterOperands, scatter_backward, scatter_forward
 from commfuse_megatron.ops.split_attention import Heads, InputGradients, SplitAttention
 from commfuse_megatron.ops.weight_grad import DueWeightGrad, WeightGrad, ask_backward
-from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import AttentionProblem
-from commfuse_megatron.runtime.prepared import Lower, PreparedPass
+from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.runtime.tape_program import TapeKernel
 from commfuse_megatron.schedule import Algorithm
-from commfuse_megatron.schedule.lower_attention import (
-    ADD_GRADIENTS,
-    ATTEND,
-    ATTEND_BACKWARD,
-    lower_at_once_backward,
-    lower_query_split,
-    lower_query_split_backward,
-)
+from commfuse_megatron.schedule.lower_attention import ADD_GRADIENTS, ATTEND, ATTEND_BACKWARD
 from commfuse_megatron.schedule.lower_linear import Asked
-from commfuse_megatron.schedule.lowering import Policy
-from commfuse_megatron.schedule.program import Program
 
 __all__ = ["AttentionCall", "Saved", "attention_backward", "attention_forward", "projection_weight_gradient"]
 
@@ -101,18 +85,17 @@ def attention_backward(
     p: PreparedPass, call: AttentionCall, saved: Saved, grad_shard: torch.Tensor, weight: torch.Tensor
 ) -> tuple[Heads, torch.Tensor | None]:
     """Gradients of heads, which are due, and of the weight, if it is. grad_shard: [M_r, N]."""
-    attention = _split(p, call)
+    backward = _Backward(p, call, _split(p, call), saved, grad_shard, weight)
     if isinstance(saved.states, torch.Tensor):
         if p.can_replay:
-            found = _replayed_backward(p, attention, saved, grad_shard, weight, call.weight_grad)
+            found = backward.split_from_tape()
             if found is not None:
                 return found
         if saved.states.dim() == 1:
             splits = _split(call.forward, call).splits
             saved = saved._replace(states=split_states(saved.states, _attention_of(p), splits))
-    if p.plan.is_scheduled:
-        return _query_split_backward(p, attention, saved, grad_shard, weight, call.weight_grad)
-    return _backward_at_once(p, call, attention, saved, grad_shard, weight)
+            backward = backward._replace(saved=saved)
+    return backward.split_on_tensors() if p.plan.is_scheduled else backward.at_once()
 
 
 def projection_weight_gradient(
@@ -124,64 +107,119 @@ def projection_weight_gradient(
         return scatter_backward(_projection_pass(p, call), operands, call.weight_grad)[1]
     due = DueWeightGrad(p, grad_shard, call.weight_grad, is_gathered=True)
     x = attended.view(p.problem.M, p.problem.K)
-    asked = ask_backward(due, has_product=False)
-    with p as link:
-        p.run(link, lower_scatter_backward, asked, {"shard": grad_shard, "x": x, **due.memory})
-    return _finish(due, x)
+    with p:
+        p.run(ask_backward(due, has_product=False), {"shard": grad_shard, "x": x, **due.memory})
+    return due.finish(None, x)
 
 
-def _finish(due: DueWeightGrad | None, attended: torch.Tensor) -> torch.Tensor | None:
-    """What autograd is given for the weight. attended: [M, K]."""
-    if due is None:
-        return None
-    if due.when == "now":
-        return due.finish()
-    due.defer(due.gathered, attended)
-    return None
+class _Backward(NamedTuple):
+    """A backward pass whose heads get gradients, and what it works on."""
 
+    p: PreparedPass
+    call: AttentionCall
+    attention: SplitAttention
+    saved: Saved
+    grad_shard: torch.Tensor
+    weight: torch.Tensor
 
-def _backward_at_once(
-    p: PreparedPass,
-    call: AttentionCall,
-    attention: SplitAttention,
-    saved: Saved,
-    grad_shard: torch.Tensor,
-    weight: torch.Tensor,
-) -> tuple[Heads, torch.Tensor | None]:
-    """The projection's backward pass as a linear of its own, and that of all queries at once."""
-    attended, projection = saved.attended.flatten(2), _projection_pass(p, call)
-    state: tuple[torch.Tensor, ...] = ()
-    if attended.numel():
-        state = _state_of_all(p, call, attention, saved)
-        if attention.is_plain and projection.can_replay and len(state) == 1:
-            of_all = saved._replace(states=state[0])
-            found = _replayed_at_once(p, projection, attention, of_all, grad_shard, weight, call.weight_grad)
-            if found is not None:
-                return found
-    x = attended if "weight" in p.problem.needs else None
-    operands = ScatterOperands(grad_shard, x, weight, attended.shape)
-    grad_attended, grad_weight = scatter_backward(projection, operands, call.weight_grad)
-    if not attended.numel():
-        return Heads(*map(torch.zeros_like, saved.heads)), grad_weight
-    assert grad_attended is not None
-    with _recorded_alone(p, "attend backward"):
-        gradients = attention.gradients(0, saved.heads, saved.attended, state, grad_attended.view(saved.attended.shape))
-        return Heads(*(gradient.to(saved.heads.q.dtype) for gradient in gradients)), grad_weight
+    def split_from_tape(self) -> tuple[Heads, torch.Tensor | None] | None:
+        """With split queries: see `_from_tape`."""
+        p, attention, heads = self.p, self.attention, self.saved.heads
+        slabs = p.memo.get("slabs")
+        if slabs is None:
+            slabs = p.memo["slabs"] = GradientSlabs(_attention_of(p), attention.splits)
+        more = {"slabs_k": slabs.new(heads.k), "slabs_v": slabs.new(heads.v)}
+        return self._from_tape(p, attend_backward_kernels(p, attention.scale, slabs), more, attends=False)
 
+    def split_on_tensors(self) -> tuple[Heads, torch.Tensor | None]:
+        """With split queries."""
+        p, attention, saved, gradients = self.p, self.attention, self.saved, InputGradients(self.saved.heads)
+        grad_attended, found = torch.empty_like(saved.attended), dict[int, Heads]()
 
-def _state_of_all(
-    p: PreparedPass, call: AttentionCall, attention: SplitAttention, saved: Saved
-) -> tuple[torch.Tensor, ...]:
-    """What a forward pass of all queries at once would have left."""
-    if isinstance(saved.states, torch.Tensor):  # of all splits in one
-        return (saved.states,)
-    if not call.forward.plan.is_scheduled:
-        (state,) = saved.states
-        return state
-    queries = [split.size for split in _split(call.forward, call).splits]
-    joined = join_states(saved.states, queries)
-    # A kernel that leaves nothing of some splits: one query that sees one key is cuDNN's formula.
-    return attention.forward(0, saved.heads, torch.empty_like(saved.attended)) if joined is None else joined
+        def attend(split: int, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
+            queries = attention.splits[split]
+            if reads[0].numel():
+                rows, state = grad_attended[queries.start : queries.stop], saved.states[split]
+                found[split] = attention.gradients(split, saved.heads, saved.attended, state, rows)  # type: ignore[arg-type]
+
+        def add(split: int, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
+            if split in found:
+                attention.add_gradients(split, found.pop(split), gradients)
+
+        due, tensors = self._due(), self._tensors(grad_attended)
+        tensors |= {} if due is None else due.memory
+        with p:
+            kernels = {ATTEND_BACKWARD: attend, ADD_GRADIENTS: add}
+            p.run_on_tensors(ask_backward(due), tensors, kernels=kernels)
+        return gradients.result(), None if due is None else due.finish(None, tensors["x"])
+
+    def at_once(self) -> tuple[Heads, torch.Tensor | None]:
+        """The projection's backward pass as a linear of its own, and that of all queries at once."""
+        p, attention, saved, projection = self.p, self.attention, self.saved, _projection_pass(self.p, self.call)
+        attended = saved.attended.flatten(2)
+        state: tuple[torch.Tensor, ...] = ()
+        if attended.numel():
+            state = self._state_of_all()
+            is_one = attention.is_plain and projection.can_replay and len(state) == 1
+            if is_one and p.attention is not None and p.attention.can_bind and state[0].is_contiguous():
+                of_all = self._replace(saved=saved._replace(states=state[0]))
+                kernels = attend_backward_at_once(p, attention.scale)
+                found = of_all._from_tape(projection, kernels, {}, attends=True)
+                if found is not None:
+                    return found
+        x = attended if "weight" in p.problem.needs else None
+        operands = ScatterOperands(self.grad_shard, x, self.weight, attended.shape)
+        grad_attended, grad_weight = scatter_backward(projection, operands, self.call.weight_grad)
+        if not attended.numel():
+            return Heads(*map(torch.zeros_like, saved.heads)), grad_weight
+        assert grad_attended is not None
+        with _recorded_alone(p, "attend backward"):
+            grad = grad_attended.view(saved.attended.shape)
+            gradients = attention.gradients(0, saved.heads, saved.attended, state, grad)
+            return Heads(*(gradient.to(saved.heads.q.dtype) for gradient in gradients)), grad_weight
+
+    def _from_tape(
+        self, owner: PreparedPass, kernels: Mapping[str, TapeKernel], more: dict[str, torch.Tensor], *, attends: bool
+    ) -> tuple[Heads, torch.Tensor | None] | None:
+        """Gradients of heads and weight, by a tape that the pass `owner` keeps; None where these layouts have none.
+
+        The saved states are one tensor. more: further memory. attends: see `Asked`.
+        """
+        assert isinstance(self.saved.states, torch.Tensor)
+        p, heads, due = self.p, self.saved.heads, self._due()
+        gradients = Heads(*(torch.empty_like(each, memory_format=torch.contiguous_format) for each in heads))
+        tensors = self._tensors(torch.empty_like(self.saved.attended)) | ({} if due is None else due.memory)
+        tensors |= heads._asdict() | {"states": self.saved.states}
+        tensors |= {f"grad_{name}": gradient for name, gradient in gradients._asdict().items()} | more
+        asked = ask_backward(due, is_bulk=owner.is_bulk, attends=attends)
+        layout = (*_layout(self.attention, heads), p.problem, p.attention, torch.are_deterministic_algorithms_enabled())
+        with owner:
+            if not owner.run_from_tape(asked, tensors, kernels=kernels, layout=layout):
+                return None
+        return gradients, None if due is None else due.finish(None, tensors["x"])
+
+    def _due(self) -> DueWeightGrad | None:
+        if "weight" not in self.p.problem.needs:
+            return None
+        return DueWeightGrad(self.p, self.grad_shard, self.call.weight_grad, is_gathered=True)
+
+    def _tensors(self, grad_attended: torch.Tensor) -> dict[str, torch.Tensor]:
+        shape = (self.p.problem.M, self.p.problem.K)
+        attended, out = self.saved.attended.view(shape), grad_attended.view(shape)
+        return {"shard": self.grad_shard, "x": attended, "weight": self.weight, "out": out}
+
+    def _state_of_all(self) -> tuple[torch.Tensor, ...]:
+        """What a forward pass of all queries at once would have left."""
+        call, saved = self.call, self.saved
+        if isinstance(saved.states, torch.Tensor):  # of all splits in one
+            return (saved.states,)
+        if not call.forward.plan.is_scheduled:
+            (state,) = saved.states
+            return state
+        joined = join_states(saved.states, [split.size for split in _split(call.forward, call).splits])
+        if joined is None:  # a kernel leaves nothing of some splits: one query that sees one key is cuDNN's formula
+            return self.attention.forward(0, saved.heads, torch.empty_like(saved.attended))
+        return joined
 
 
 def _query_split_forward(
@@ -197,38 +235,22 @@ def _query_split_forward(
     tensors = {"a": attended.view(problem.M, problem.K), "weight": weight, "out": y}
     if bias is not None:
         tensors["bias"] = bias
-    has_bias = bias is not None
+    asked = Asked(has_bias=bias is not None)
     states: list[tuple[torch.Tensor, ...]] = [()] * len(attention.splits)
-    with p as link:
+    with p:
         if attention.is_plain and p.can_replay:
             for all_states in _memory_for_states(p, attention, heads.q):
                 on_tape = tensors | heads._asdict() | {"states": all_states}
                 layout = (*_layout(attention, heads), all_states.dim())
                 kernels = attend_kernels(p, attention.scale)
-                if p.run_from_tape(link, _lower_forward, has_bias, on_tape, kernels=kernels, layout=layout):
+                if p.run_from_tape(asked, on_tape, kernels=kernels, layout=layout):
                     return y, Saved(heads, attended, all_states)
 
         def attend(split: int, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
             states[split] = attention.forward(split, heads, attended)
 
-        p.run_on_tensors(link, _lower_forward, has_bias, tensors, kernels={ATTEND: attend})
+        p.run_on_tensors(asked, tensors, kernels={ATTEND: attend})
     return y, Saved(heads, attended, states)
-
-
-def _lower_forward(p: PreparedPass, policy: Policy, has_bias: bool) -> Program:
-    return lower_query_split(p.scatter, _with_lanes(p, policy), has_bias=has_bias)
-
-
-def _lower_backward(p: PreparedPass, policy: Policy, asked: Asked) -> Program:
-    return lower_query_split_backward(p.gather, _with_lanes(p, policy), asked)
-
-
-def _lower_at_once(p: PreparedPass, policy: Policy, asked: Asked) -> Program:
-    return lower_at_once_backward(p.gather, policy, asked)
-
-
-def _with_lanes(p: PreparedPass, policy: Policy) -> Policy:
-    return dataclasses.replace(policy, lanes=num_lanes_of(p))
 
 
 def _layout(attention: SplitAttention, heads: Heads) -> tuple[Hashable, ...]:
@@ -244,124 +266,6 @@ def _memory_for_states(p: PreparedPass, attention: SplitAttention, like: torch.T
         if joint is not None:
             yield joint
     yield new_states(like, problem, attention.splits)
-
-
-def _replayed_backward(
-    p: PreparedPass,
-    attention: SplitAttention,
-    saved: Saved,
-    grad_shard: torch.Tensor,
-    weight: torch.Tensor,
-    weight_grad: WeightGrad,
-) -> tuple[Heads, torch.Tensor | None] | None:
-    """The whole pass with split queries from a tape: see `_from_tape`."""
-    slabs = p.memo.get("slabs")
-    if slabs is None:
-        slabs = p.memo["slabs"] = GradientSlabs(_attention_of(p), attention.splits)
-    more = {"slabs_k": slabs.new(saved.heads.k), "slabs_v": slabs.new(saved.heads.v)}
-    kernels = attend_backward_kernels(p, attention.scale, slabs)
-    return _from_tape(p, p, _lower_backward, kernels, attention, saved, grad_shard, weight, weight_grad, more)
-
-
-def _replayed_at_once(
-    p: PreparedPass,
-    projection: PreparedPass,
-    attention: SplitAttention,
-    saved: Saved,
-    grad_shard: torch.Tensor,
-    weight: torch.Tensor,
-    weight_grad: WeightGrad,
-) -> tuple[Heads, torch.Tensor | None] | None:
-    """The same of a pass whose attention is not split, on a tape of the projection's pass."""
-    assert p.attention is not None
-    assert isinstance(saved.states, torch.Tensor)
-    if not p.attention.can_bind or not saved.states.is_contiguous():
-        return None
-    kernels = attend_backward_at_once(p, attention.scale)
-    return _from_tape(p, projection, _lower_at_once, kernels, attention, saved, grad_shard, weight, weight_grad, {})
-
-
-def _from_tape(
-    p: PreparedPass,
-    owner: PreparedPass,
-    lower: Lower,
-    kernels: Mapping[str, TapeKernel],
-    attention: SplitAttention,
-    saved: Saved,
-    grad_shard: torch.Tensor,
-    weight: torch.Tensor,
-    weight_grad: WeightGrad,
-    more: dict[str, torch.Tensor],
-) -> tuple[Heads, torch.Tensor | None] | None:
-    """Gradients of heads and weight, by a tape that the pass `owner` keeps; None where there is none for these layouts.
-
-    saved: its states are one tensor. more: further memory.
-    """
-    assert isinstance(saved.states, torch.Tensor)
-    problem = p.problem
-    gradients = Heads(*map(_empty_contiguous, saved.heads))
-    attended = saved.attended.view(problem.M, problem.K)
-    has_weight = "weight" in problem.needs
-    due = DueWeightGrad(p, grad_shard, weight_grad, is_gathered=True) if has_weight else None
-    tensors = {
-        "shard": grad_shard,
-        "x": attended,
-        "weight": weight,
-        "out": torch.empty_like(attended),
-        **({} if due is None else due.memory),
-        **saved.heads._asdict(),
-        "states": saved.states,
-        **{f"grad_{name}": gradient for name, gradient in gradients._asdict().items()},
-        **more,
-    }
-    asked = ask_backward(due, is_bulk=owner.is_bulk)
-    layout = (*_layout(attention, saved.heads), p.problem, p.attention, torch.are_deterministic_algorithms_enabled())
-    with owner as link:
-        if not owner.run_from_tape(link, lower, asked, tensors, kernels=kernels, layout=layout):
-            return None
-    return gradients, _finish(due, attended)
-
-
-def _empty_contiguous(like: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(like, memory_format=torch.contiguous_format)
-
-
-def _query_split_backward(
-    p: PreparedPass,
-    attention: SplitAttention,
-    saved: Saved,
-    grad_shard: torch.Tensor,
-    weight: torch.Tensor,
-    weight_grad: WeightGrad,
-) -> tuple[Heads, torch.Tensor | None]:
-    """The pass with split queries, on tensors."""
-    problem, gradients = p.problem, InputGradients(saved.heads)
-    attended, grad_attended = saved.attended.view(problem.M, problem.K), torch.empty_like(saved.attended)
-    has_weight = "weight" in problem.needs
-    due = DueWeightGrad(p, grad_shard, weight_grad, is_gathered=True) if has_weight else None
-    states, found = saved.states, dict[int, Heads]()
-
-    def attend(split: int, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
-        queries = attention.splits[split]
-        if reads[0].numel():
-            rows = grad_attended[queries.start : queries.stop]
-            found[split] = attention.gradients(split, saved.heads, saved.attended, states[split], rows)  # type: ignore[arg-type]
-
-    def add(split: int, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
-        if split in found:
-            attention.add_gradients(split, found.pop(split), gradients)
-
-    tensors = {
-        "shard": grad_shard,
-        "x": attended,
-        "weight": weight,
-        "out": grad_attended.view(problem.M, problem.K),
-        **({} if due is None else due.memory),
-    }
-    kernels = {ATTEND_BACKWARD: attend, ADD_GRADIENTS: add}
-    with p as link:
-        p.run_on_tensors(link, _lower_backward, ask_backward(due), tensors, kernels=kernels)
-    return gradients.result(), _finish(due, attended)
 
 
 @contextmanager
@@ -386,7 +290,7 @@ def _projection_pass(p: PreparedPass, call: AttentionCall) -> PreparedPass:
     key = (p.plan.path, problem)
     prepared = context.known_calls.get(key)
     if prepared is None and p.plan.path == "sequential":
-        plan = LinearPlan("sequential", p.plan.reason, Algorithm.DIRECT, 1, keep_gathered_input=False)
+        plan = PassPlan("sequential", p.plan.reason, Algorithm.DIRECT, 1, keep_gathered_input=False)
         prepared = context.known_calls[key] = context.make_pass(problem, plan)
     elif prepared is None:
         prepared = remember(context, key, problem, PROJECTION)

@@ -12,7 +12,6 @@ import torch
 from commfuse_megatron.kernels.attention import SplitMask
 from commfuse_megatron.ops.attention_slabs import GradientSlabs
 from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
-from commfuse_megatron.runtime.lanes import choose_num_lanes
 from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.runtime.tape_program import TapeBinder, TapeKernel, Unservable
 from commfuse_megatron.schedule.lower_attention import ATTEND, ATTEND_BACKWARD, SUM_SLABS
@@ -25,7 +24,6 @@ __all__ = [
     "attend_kernels",
     "new_joint_states",
     "new_states",
-    "num_lanes_of",
     "split_states",
     "splits_of",
     "state_starts",
@@ -71,20 +69,6 @@ def splits_of(p: PreparedPass) -> list[RowRange]:
         return [RowRange(0, problem.rows)]
     shards = chunk_ranges(problem.rows, problem.group_size, p.plan.chunks_per_shard)
     return [chunk for shard in shards for chunk in shard]
-
-
-def num_lanes_of(p: PreparedPass) -> int:
-    """How many splits of this plan are to run at a time; 0 where there are no lanes."""
-    found: int | None = p.memo.get("lanes")
-    if found is None:
-        problem = p.problem
-        assert isinstance(problem, AttentionProblem)
-        largest = max(split.size for split in splits_of(p))
-        found = choose_num_lanes(largest, problem.batch * problem.heads, p.context.device)
-        if not p.context.lanes.handles(found):
-            found = 0
-        p.memo["lanes"] = found
-    return found
 
 
 def attend_kernels(p: PreparedPass, scale: float) -> dict[str, TapeKernel]:

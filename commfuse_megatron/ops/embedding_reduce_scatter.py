@@ -16,23 +16,23 @@ from torch.autograd.function import once_differentiable
 
 from commfuse_megatron.ops.arguments import (
     Operation,
-    complain_of_hidden_trait,
-    hidden_trait_of,
+    complain_if_unusable,
     prepare_backward,
     remember,
     require_context,
     require_fitting,
+    unusable_reason,
 )
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
-from commfuse_megatron.schedule.lower_linear import LOOK_UP, lower_embedding, lower_gather_alone
-from commfuse_megatron.schedule.lowering import Policy
-from commfuse_megatron.schedule.program import Program
+from commfuse_megatron.schedule.lower_linear import LOOK_UP, Asked
 
 __all__ = ["embedding_reduce_scatter", "state_look_up"]
+
+_FORWARD, _BACKWARD = Asked(), Asked(is_backward=True, has_product=False, keeps_gathered=True)
 
 
 @torch.compiler.disable
@@ -113,22 +113,14 @@ def _localize(ids: torch.Tensor, weight: torch.Tensor, first_id: int) -> tuple[t
 
 def _forward(p: PreparedPass, rows: torch.Tensor, is_foreign: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     problem = p.problem
-    with p as link:
+    with p:
         if p.plan.is_scheduled:
             y = weight.new_empty(p.own_rows, problem.batch, problem.N)
             look_up = functools.partial(_look_up, p, rows, is_foreign, weight)
-            p.run(link, _lower_forward, None, {"out": y}, kernels={LOOK_UP: look_up})
+            p.run(_FORWARD, {"out": y}, kernels={LOOK_UP: look_up})
             return y
         partial = weight.index_select(0, rows).masked_fill_(is_foreign, 0)
         return reduce_scatter_rows(partial.view(problem.rows, problem.batch, problem.N), p.context.group)
-
-
-def _lower_forward(p: PreparedPass, policy: Policy, asked: None) -> Program:
-    return lower_embedding(p.scatter, policy)
-
-
-def _lower_backward(p: PreparedPass, policy: Policy, asked: None) -> Program:
-    return lower_gather_alone(p.gather, policy, "all-gather of the output gradient", keeps_gathered=True)
 
 
 def _look_up(
@@ -155,13 +147,13 @@ def _look_up(
 def _gather(p: PreparedPass, grad_shard: torch.Tensor) -> torch.Tensor:
     """[M_r, N] of every rank -> [M, N]."""
     problem = p.problem
-    with p as link:
+    with p:
         if not p.plan.is_scheduled:
             rows = grad_shard.view(p.own_rows, problem.batch * problem.N)
             return gather_rows(rows, problem.rows, p.context.group).view(problem.M, problem.N)
         gathered = grad_shard.new_empty(problem.M, problem.N)
         tensors = {"shard": grad_shard, **p.context.memory_for_gathered(gathered)}
-        p.run(link, _lower_backward, None, tensors)
+        p.run(_BACKWARD, tensors)
         return gathered
 
 
@@ -179,7 +171,7 @@ def _prepare(
     try:
         tensors = tuple((tensor.shape, tensor.dtype, tensor.device, tensor.layout) for tensor in (ids, weight))
         numbers = (type(first_id), abs(first_id) < _FIRST_IDS, type(is_deterministic))
-        key = (_OPERATION.name, *tensors, *numbers, hidden_trait_of(ids, weight))
+        key = (_OPERATION.name, *tensors, *numbers, unusable_reason(ids, weight))
         prepared = context.known_calls.get(key)
     except Exception:  # of a wrong kind: the checks say which
         prepared = None
@@ -219,7 +211,7 @@ def _find_complaint(ids: torch.Tensor, weight: torch.Tensor, first_id: int, cont
         if tensor.device != context.device:
             served = f"transport {context.transport_name}, which serves {context.device}"
             return f"{name} is on {tensor.device}, but this context uses {served}"
-    return complain_of_hidden_trait({"ids": ids, "weight": weight})
+    return complain_if_unusable({"ids": ids, "weight": weight})
 
 
 def _rehearse(problem: GemmProblem, context: PassContext) -> Callable[[PreparedPass], object]:

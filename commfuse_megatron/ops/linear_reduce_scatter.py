@@ -26,15 +26,12 @@ from commfuse_megatron.ops.weight_grad import DueWeightGrad, WeightGrad, ask_bac
 from commfuse_megatron.problem import GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
-from commfuse_megatron.schedule.lower_linear import Asked, lower_gather_pass, lower_scatter_pass
-from commfuse_megatron.schedule.lowering import Policy
-from commfuse_megatron.schedule.program import Program
+from commfuse_megatron.schedule.lower_linear import Asked
 
 __all__ = [
     "OPERATION",
     "ScatterOperands",
     "linear_reduce_scatter",
-    "lower_scatter_backward",
     "scatter_backward",
     "scatter_forward",
 ]
@@ -145,13 +142,13 @@ def scatter_forward(p: PreparedPass, x: torch.Tensor, weight: torch.Tensor, bias
     """The forward pass of an operation that was prepared."""
     problem = p.problem
     x_rows, weight_rows = x.contiguous(), with_unit_stride(weight)
-    with p as link:
+    with p:
         if p.plan.is_scheduled:
             y = x.new_empty(p.own_rows, *x.shape[1:-1], problem.N)
             tensors = {"a": x_rows, "weight": weight_rows, "out": y}
             if bias is not None:
                 tensors["bias"] = bias.contiguous()
-            p.run(link, _lower_forward, _WITHOUT_BIAS if bias is None else _WITH_BIAS, tensors)
+            p.run(_WITHOUT_BIAS if bias is None else _WITH_BIAS, tensors)
             return y
         partial = x.new_empty(problem.rows, *x.shape[1:-1], problem.N)
         p.gemm.multiply(x_rows.flatten(0, -2), weight_rows.t(), partial.flatten(0, -2))
@@ -160,15 +157,6 @@ def scatter_forward(p: PreparedPass, x: torch.Tensor, weight: torch.Tensor, bias
 
 
 _WITHOUT_BIAS, _WITH_BIAS = Asked(), Asked(has_bias=True)
-
-
-def _lower_forward(p: PreparedPass, policy: Policy, asked: Asked) -> Program:
-    return lower_scatter_pass(p.scatter, None, policy, asked)
-
-
-def lower_scatter_backward(p: PreparedPass, policy: Policy, asked: Asked) -> Program:
-    """The program of `scatter_backward`."""
-    return lower_gather_pass(p.gather, policy, asked)
 
 
 def scatter_backward(
@@ -192,15 +180,9 @@ def scatter_backward(
         due = DueWeightGrad(p, grad_shard, weight_grad, is_gathered=True)
         tensors["x"] = x
         tensors |= due.memory
-    with p as link:
-        p.run(link, lower_scatter_backward, ask_backward(due, weight is not None, p.is_bulk), tensors)
-    if due is None:
-        return grad_x, None
-    if due.when == "now":
-        return grad_x, due.finish()
-    assert x is not None
-    due.defer(due.gathered, x.flatten(0, -2))
-    return grad_x, None
+    with p:
+        p.run(ask_backward(due, weight is not None, p.is_bulk), tensors)
+    return grad_x, None if due is None or x is None else due.finish(None, x.flatten(0, -2))
 
 
 def _gather_by_collective(p: PreparedPass, grad_shard: torch.Tensor) -> torch.Tensor:

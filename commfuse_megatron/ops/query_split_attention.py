@@ -5,7 +5,7 @@ Forward:    compute   [attend 1][project 1][attend 2][project 2]...[attend own][
 Backward:   transfer  [dy 1                       ][dy 2 ...
             compute   [dgrad own][attention bwd own][dgrad 1][attention bwd 1]...[wgrad, un-split]
 
-On GPUs the pieces take turns on several streams (`runtime/lanes.py`). The two other ways are made of whole attention
+On GPUs the pieces take turns on several streams (`runtime/lanes.py`). The two other paths are made of whole attention
 and `linear_reduce_scatter`, the one planned as any linear, the other sequential.
 """
 
@@ -46,7 +46,7 @@ from commfuse_megatron.ops.attention_passes import (
 from commfuse_megatron.ops.split_attention import Heads
 from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.ops.weight_grad import WeightGrad
-from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import AttentionProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
@@ -84,7 +84,7 @@ def query_split_attention(
     causal: a query sees no later key. window (left, right): nor one farther than that before or after it; -1 is
     unlimited. mask: booleans instead of both; the score of a key that it hides (True) becomes -10000, as in Megatron.
 
-    Which way it is computed `context.config.attention` says, by default what a trial found to be the fastest.
+    Which path is taken `context.config.attention` says, by default what a trial found to be the fastest.
 
     Rounding: that of `linear_reduce_scatter`; attended values are rounded to the dtype of q before the projection.
     Gradients of keys and values are summed over splits in fp32 (fp64 for fp64) and rounded once; "cudnn" and "flash"
@@ -120,7 +120,7 @@ def query_split_attention(
         # The plain kernel's products are to be in fp32, whatever autocast makes of products.
         forward = _prepare(inputs, context, weight_grad)
         if dropout and context.is_capturing:
-            raise context.link.settle(
+            raise context.link.mark_raised_on_all_ranks(
                 UnsupportedError(
                     "query_split_attention: a CUDA graph would repeat one dropout mask; capture without dropout"
                 )
@@ -143,7 +143,7 @@ def find_attention_kernel(inputs: AttentionInputs, context: OverlapContext) -> A
         return str(error)
 
 
-def plan_attention(inputs: AttentionInputs, context: OverlapContext) -> LinearPlan:
+def plan_attention(inputs: AttentionInputs, context: OverlapContext) -> PassPlan:
     """How `query_split_attention` would run `inputs`; all ranks must ask. Nothing is computed but trials of new
     problems. Raises as the operation does."""
     with context.guard("the plan of query_split_attention"):

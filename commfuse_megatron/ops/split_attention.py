@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from commfuse_megatron.kernels.attention import AttentionKernel, Dropout, SplitMask
+from commfuse_megatron.kernels.attention import AttentionKernel, Dropout, Operands, SplitMask
 from commfuse_megatron.problem import AttentionProblem, RowRange, VisibleKeys
 
 __all__ = ["Heads", "InputGradients", "SplitAttention"]
@@ -58,8 +58,7 @@ class SplitAttention:
 
     def forward(self, index: int, heads: Heads, attended: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Fill the rows of split `index` of `attended` [S, B, H, D_v]; returns the state for `backward`."""
-        q, k, v = self._rows(index, heads)
-        return self._kernel.forward(q, k, v, self._queries(index, attended), *self._rest(index))
+        return self._kernel.forward(self._operands(index, heads, attended), *self._rest(index))
 
     def gradients(
         self,
@@ -73,8 +72,7 @@ class SplitAttention:
 
         grad_attended: [queries, B, H, D_v].
         """
-        q, k, v = self._rows(index, heads)
-        operands = (q, k, v, self._queries(index, attended))
+        operands = self._operands(index, heads, attended)
         return Heads(*self._kernel.backward(grad_attended, operands, state, *self._rest(index)))
 
     def add_gradients(self, index: int, found: Heads, sums: "InputGradients") -> None:
@@ -87,9 +85,9 @@ class SplitAttention:
     def _queries(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         return tensor[self.splits[index].start : self.splits[index].stop]
 
-    def _rows(self, index: int, heads: Heads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        keys = self._visible[index].keys
-        return self._queries(index, heads.q), heads.k[keys.start : keys.stop], heads.v[keys.start : keys.stop]
+    def _operands(self, index: int, heads: Heads, attended: torch.Tensor) -> Operands:
+        seen = slice(self._visible[index].keys.start, self._visible[index].keys.stop)
+        return self._queries(index, heads.q), heads.k[seen], heads.v[seen], self._queries(index, attended)
 
     def _rest(self, index: int) -> tuple[SplitMask, float, Dropout | None]:
         queries, dropout = self.splits[index], self._dropout

@@ -1,7 +1,7 @@
 """Times the candidates for one problem against each other, on scratch operands, as they would run.
 
-Collective over the context's group. The contract that bites: every rank gets the same times (the slowest rank's), so
-every rank chooses the same plan; and nothing is left behind but buffers that only a losing candidate needed.
+Collective over the context's group. Every rank gets the same times (the slowest rank's), so every rank chooses the same
+plan; and nothing is left behind but buffers that only a losing candidate needed.
 
 Warm-up apart, every round takes one burst of every candidate, each round starting with another one; after a few
 rounds only those go on that may still win, since what differs by 3 % needs more rounds than what differs by 30:
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from commfuse_megatron.errors import TransportError
-from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import Problem
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 from commfuse_megatron.runtime.stopwatch import Stopwatch, make_stopwatch
@@ -44,7 +44,7 @@ _LEAST_CALLS, _MOST_CALLS = 3, 20
 
 
 def run_trial(
-    rehearse: Rehearse, context: PassContext, problem: Problem, plans: Sequence[LinearPlan]
+    rehearse: Rehearse, context: PassContext, problem: Problem, plans: Sequence[PassPlan]
 ) -> list[float] | str:
     """Microseconds per call of every plan, median over rounds, of the slowest rank; infinite for what runs out of
     memory on all ranks. Or why there are none.
@@ -61,7 +61,7 @@ def run_trial(
         bursts = _Bursts(calls, [_burst_length(plan) for plan in plans], make_stopwatch(context.device))
         fitting = [index for index, plan in enumerate(plans) if bursts.warm_up(index, plan, context)]
         if not fitting:
-            return "every way ran out of memory"
+            return "every plan ran out of memory"
         times = [math.inf] * len(plans)
         for index, time_us in zip(fitting, _slowest(bursts.medians_us(fitting, _ROUNDS), context), strict=True):
             times[index] = time_us
@@ -121,7 +121,7 @@ class _Bursts:
         self._calls, self._lengths, self._stopwatch = calls, lengths, stopwatch
         self._samples: list[list[float]] = [[] for _ in calls]
 
-    def warm_up(self, index: int, plan: LinearPlan, context: PassContext) -> bool:
+    def warm_up(self, index: int, plan: PassPlan, context: PassContext) -> bool:
         """Run calls of a candidate that are not timed; False if they run out of memory on all ranks."""
         complaint = ""
         try:
@@ -132,7 +132,7 @@ class _Bursts:
         complaints = [text for text in context.consensus.exchange(complaint, topic="memory for a trial") if text]
         if 0 < len(complaints) < context.group_size:  # the others may wait for what it has not sent
             found = f"{plan.name} was tried, and ran out of memory on some ranks only: {'; '.join(complaints)}"
-            raise context.link.fail(TransportError(f"{found}; force another way, or leave more memory"))
+            raise context.link.fail(TransportError(f"{found}; force another path, or leave more memory"))
         return not complaints
 
     def medians_us(self, of: Sequence[int], rounds: int) -> list[float]:
@@ -144,7 +144,7 @@ class _Bursts:
         return [statistics.median(self._samples[index]) for index in of]
 
 
-def _burst_length(plan: LinearPlan) -> int:
+def _burst_length(plan: PassPlan) -> int:
     """Calls per burst; from the prediction, which is equal on all ranks."""
     if not plan.predicted_us:
         return _LEAST_CALLS

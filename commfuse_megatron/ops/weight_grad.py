@@ -6,7 +6,7 @@ import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -94,7 +94,7 @@ def target_of(weight_grad: WeightGrad) -> WeightGradTarget | None:
 
 
 class DueWeightGrad:
-    """The weight gradient that one backward pass owes: where its program leaves it, and what autograd is given.
+    """The weight gradient that one backward pass must produce: where its program leaves it, and what autograd is given.
 
     Args:
         like: a tensor of the dtype and device of the operands.
@@ -120,20 +120,21 @@ class DueWeightGrad:
             if is_gathered:
                 self.memory = p.context.memory_for_gathered(like.new_empty(p.problem.M, p.wire_features))
 
-    @property
-    def gathered(self) -> torch.Tensor:
-        """The rows that were gathered for a later gradient, [M, features]."""
-        (rows,) = self.memory.values()
-        return rows
+    def finish(self, grad: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor | None:
+        """What autograd is given once the program has run; a later gradient is left to the queue.
 
-    def finish(self) -> torch.Tensor | None:
-        """What autograd is given once the program has made the gradient."""
-        return self.memory["grad_weight"] if self._weight_grad is None else self._weight_grad.result()  # type: ignore[union-attr]
-
-    def defer(self, grad: torch.Tensor, x: torch.Tensor) -> None:
-        """Leave the gradient to the queue. grad [M, N], x [M, K]: memory that no other call uses."""
-        assert isinstance(self._weight_grad, DeferredWeightGrad)
+        grad [M, N], x [M, K]: what a later one is made of, in memory that no other call uses; None: what was gathered.
+        """
+        if self._weight_grad is None:
+            return self.memory["grad_weight"]
+        if isinstance(self._weight_grad, WeightGradTarget):
+            return self._weight_grad.result()
+        gathered = next(iter(self.memory.values()), None)
+        grad, x = gathered if grad is None else grad, gathered if x is None else x
+        assert grad is not None
+        assert x is not None
         _defer(self._p.gemm, grad, x, self._weight_grad)
+        return None
 
 
 def compute_weight_gradient(
@@ -152,24 +153,15 @@ def ask_backward(
     is_bulk: bool = False,
     has_x: bool = False,
     has_addend: bool = False,
+    attends: bool = False,
 ) -> Asked:
     """What a backward pass asks of its program: see `Asked`. due: the weight's gradient, if one is."""
     if due is None:
-        return _ask(has_product, "none", False, is_bulk, has_x, has_addend)
-    return _ask(has_product, due.when, due.accumulates, is_bulk, has_x, has_addend)
+        return _ask(True, has_product, "none", False, is_bulk, has_x, False, False, has_addend, attends)
+    return _ask(True, has_product, due.when, due.accumulates, is_bulk, has_x, False, False, has_addend, attends)
 
 
-@functools.cache  # made at every backward call
-def _ask(has_product: bool, when: Any, accumulates: bool, is_bulk: bool, has_x: bool, has_addend: bool) -> Asked:
-    return Asked(
-        is_backward=True,
-        has_product=has_product,
-        weight_grad=when,
-        accumulates=accumulates,
-        is_bulk=is_bulk,
-        has_x=has_x,
-        has_addend=has_addend,
-    )
+_ask = functools.cache(Asked)  # made at every backward call
 
 
 def _defer(gemm: SliceGemm, grad: torch.Tensor, x: torch.Tensor, deferred: DeferredWeightGrad) -> None:

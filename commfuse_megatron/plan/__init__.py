@@ -1,1 +1,1 @@
-"""Which way to run one problem: the decision, its reason, and nothing of how."""
+"""Which path one problem takes: the decision, its reason, and nothing of how."""

@@ -1,29 +1,21 @@
-"""Which ways there are to run attention with its output projection, and what each is predicted to take.
+"""Which plans there are for attention with its output projection, and what each is predicted to take.
 
 As in `candidates`, the list depends on what all ranks share only. The prediction ranks the candidates for a trial, and
-decides nothing alone: of two ranks' blocks it is right to 2 to 5 %, of which ways differ by as much.
+decides nothing alone: of two ranks' blocks it is right to 2 to 5 %, of which plans differ by as much.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 from commfuse_megatron.config import AttentionConfig, OverlapConfig
 from commfuse_megatron.plan.cost_model import PassCosts, predict_parts_us
-from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import MachineModel
-from commfuse_megatron.plan.passes import bind_plan, policy_of
+from commfuse_megatron.plan.pass_plan import PassPlan
+from commfuse_megatron.plan.passes import lower_pass, policy_of
 from commfuse_megatron.problem import DTYPE_BYTES, AttentionProblem, GemmProblem, RowRange, chunk_ranges
-from commfuse_megatron.schedule import Algorithm, Collective, Work, simulate
-from commfuse_megatron.schedule.lower_attention import (
-    ADD_GRADIENTS,
-    ATTEND,
-    ATTEND_BACKWARD,
-    lower_query_split,
-    lower_query_split_backward,
-)
+from commfuse_megatron.schedule import Algorithm, Work, simulate
+from commfuse_megatron.schedule.lower_attention import ADD_GRADIENTS, ATTEND, ATTEND_BACKWARD
 from commfuse_megatron.schedule.lower_linear import Asked
-from commfuse_megatron.schedule.lowering import Policy
-from commfuse_megatron.schedule.program import Compute, Program
+from commfuse_megatron.schedule.program import Compute
 
 __all__ = [
     "AttentionCosts",
@@ -64,7 +56,7 @@ def choose_num_lanes(queries: int, heads: int, num_sms: int) -> int:
     return min(_MOST_AT_A_TIME, max(_FEWEST_AT_A_TIME, 1 + -(-num_sms // attention_blocks(queries, heads))))
 
 
-def list_attention_plans(problem: AttentionProblem, config: OverlapConfig) -> list[LinearPlan]:
+def list_attention_plans(problem: AttentionProblem, config: OverlapConfig) -> list[PassPlan]:
     """All plans that `config` leaves open, the simplest first, with an empty reason."""
     chosen = config.attention
     paths = ("sequential", "row_parallel", "query_split") if chosen.path == "auto" else (chosen.path,)
@@ -77,7 +69,7 @@ def list_attention_plans(problem: AttentionProblem, config: OverlapConfig) -> li
             splits = tuple(m for m in _SPLITS if m == 1 or m <= problem.rows // problem.group_size)
         backward_paths = _backward_paths(problem, chosen) if path == "query_split" else (None,)
         plans += [
-            LinearPlan(path, "", Algorithm.DIRECT, m, keep_gathered_input=False, backward_path=backward_path)
+            PassPlan(path, "", Algorithm.DIRECT, m, keep_gathered_input=False, backward_path=backward_path)
             for m in splits
             for backward_path in backward_paths
         ]
@@ -91,7 +83,7 @@ def _backward_paths(problem: AttentionProblem, chosen: AttentionConfig) -> tuple
     return ("row_parallel",) if chosen.backward == "row_parallel" else (None, "row_parallel")
 
 
-def attention_buffer_needs(problem: AttentionProblem, plan: LinearPlan) -> dict[str, int]:
+def attention_buffer_needs(problem: AttentionProblem, plan: PassPlan) -> dict[str, int]:
     """Bytes that a query-split plan needs of the context's buffers, forward and backward; see `buffer_needs`.
 
     The other paths need what the projection's own plans do.
@@ -112,7 +104,7 @@ def attention_buffer_needs(problem: AttentionProblem, plan: LinearPlan) -> dict[
     return needs
 
 
-def predict_attention_us(problem: AttentionProblem, plan: LinearPlan, machine: MachineModel) -> float:
+def predict_attention_us(problem: AttentionProblem, plan: PassPlan, machine: MachineModel) -> float:
     """Time per call, in a row of calls, with the backward pass if one follows. The device's alone: host times are not
     known for the kernels of attention."""
     costs = AttentionCosts(problem, machine)
@@ -143,30 +135,31 @@ class AttentionCosts:
         blocks = attention_blocks(queries.size, problem.heads * problem.batch)
         return gemm.launch_us + device_us * max(1.0, gemm.num_sms / blocks), gemm.launch_us + device_us
 
-    def forward_us(self, plan: LinearPlan) -> float:
+    def forward_us(self, plan: PassPlan) -> float:
         """Attention, projection and reduce-scatter."""
         if plan.path == "query_split":
-            return self._simulate(plan, lambda rank, policy: self._lower_forward(plan, rank, policy), work=1.0)
+            return self._simulate(plan, Asked(), work=1.0)
         return self.at_once_us(is_backward=False) + self._linear_us(self.problem.projection, plan)
 
-    def backward_us(self, plan: LinearPlan) -> float:
+    def backward_us(self, plan: PassPlan) -> float:
         """All-gather, dgrad, backward of attention, wgrad."""
         problem = self.problem
         if plan.path == "query_split" and "input" in problem.needs:
-            return self._simulate(plan, lambda rank, policy: self._lower_backward(plan, rank, policy), _BACKWARD_WORK)
+            asked = Asked(is_backward=True, weight_grad="now" if "weight" in problem.needs else "none")
+            return self._simulate(plan, asked, _BACKWARD_WORK)
         attention_us = self.at_once_us(is_backward=True) if "input" in problem.needs else 0.0
         projection = dataclasses.replace(problem.projection, pass_name="backward", needs=problem.needs)
         return attention_us + self._linear_us(projection, plan)
 
-    def _linear_us(self, projection: GemmProblem, plan: LinearPlan) -> float:
+    def _linear_us(self, projection: GemmProblem, plan: PassPlan) -> float:
         """The projection as a linear of its own."""
         paths = ("sequential",) if plan.path == "sequential" else ("sequential", "sliced")
-        plans = [LinearPlan(path, "", Algorithm.DIRECT, 1, keep_gathered_input=False) for path in paths]
+        plans = [PassPlan(path, "", Algorithm.DIRECT, 1, keep_gathered_input=False) for path in paths]
         return min(predict_parts_us(projection, each, self.machine)[0] for each in plans)
 
     # -- split queries ------------------------------------------------------------------------------------------------
 
-    def _simulate(self, plan: LinearPlan, lower: Callable[[int, Policy], Program], work: float) -> float:
+    def _simulate(self, plan: PassPlan, asked: Asked, work: float) -> float:
         """All ranks: under a causal mask they take splits of other costs at other times."""
         problem = self.problem
         chunks = [
@@ -188,16 +181,8 @@ class AttentionCosts:
             return us, us
 
         costs = linear._replace(work_us=work_us)
-        return simulate([lower(rank, policy) for rank in range(problem.group_size)], costs).total_us
-
-    def _lower_forward(self, plan: LinearPlan, rank: int, policy: Policy) -> Program:
-        scatter = bind_plan(self.problem, plan, Collective.REDUCE_SCATTER, rank)
-        return lower_query_split(scatter, policy, has_bias=False)
-
-    def _lower_backward(self, plan: LinearPlan, rank: int, policy: Policy) -> Program:
-        gather = bind_plan(self.problem, plan, Collective.ALL_GATHER, rank)
-        asked = Asked(is_backward=True, weight_grad="now" if "weight" in self.problem.needs else "none")
-        return lower_query_split_backward(gather, policy, asked)
+        programs = [lower_pass(problem, plan, policy, asked, rank) for rank in range(problem.group_size)]
+        return simulate(programs, costs).total_us
 
     def _add_us(self, queries: RowRange) -> float:
         """Adding a split's gradients of keys and values to the sums in fp32."""

@@ -1,7 +1,7 @@
-"""Which ways there are to run one problem: what the sizes, the configuration and the memory allow.
+"""Which plans there are for one problem: what the sizes, the configuration and the memory allow.
 
-Knows nothing of costs, but for one hint. The contract that bites: it depends on what all ranks share only, so ranks
-that bring the same problem get the same list in the same order.
+Knows nothing of costs, but for one hint. It depends on what all ranks share only, so ranks that bring the same problem
+get the same list in the same order.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from commfuse_megatron.config import OverlapConfig, PassConfig
 from commfuse_megatron.plan.attention import attention_buffer_needs, list_attention_plans
-from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import DTYPE_BYTES, AttentionProblem, GemmProblem, Problem
 from commfuse_megatron.schedule import Algorithm
 
@@ -29,7 +29,7 @@ _MIB = 1 << 20
 class Candidates:
     """plans: at least one, the simplest first. note: what the configuration asked for and cannot have; often empty."""
 
-    plans: tuple[LinearPlan, ...]
+    plans: tuple[PassPlan, ...]
     note: str = ""
 
 
@@ -67,14 +67,14 @@ def list_candidates(
 
 def _list_linear_plans(
     problem: GemmProblem, config: OverlapConfig, *, is_link_slow: bool, with_rings: bool
-) -> tuple[list[LinearPlan], str]:
+) -> tuple[list[PassPlan], str]:
     chosen = config.linear.fprop if problem.pass_name == "fprop" else config.linear.dgrad
     paths, note = _paths(problem, chosen)
-    plans: list[LinearPlan] = []
+    plans: list[PassPlan] = []
     for path in paths:
         for algorithm, chunks in _variants(problem, chosen, path, is_link_slow=is_link_slow, with_rings=with_rings):
             plans.append(
-                LinearPlan(
+                PassPlan(
                     path=path,
                     reason="",
                     algorithm=algorithm,
@@ -85,7 +85,7 @@ def _list_linear_plans(
     return plans, note
 
 
-def buffer_needs(problem: Problem, plan: LinearPlan) -> dict[str, int]:
+def buffer_needs(problem: Problem, plan: PassPlan) -> dict[str, int]:
     """Bytes that `plan` needs of each of the context's buffers, at most and on any rank.
 
     gather: [M, features]; receive: the largest shard from every other rank; send: all partials for others; own: this
@@ -125,7 +125,7 @@ def merge_needs(held: Mapping[str, int], needs: Mapping[str, int]) -> dict[str, 
 def _paths(problem: GemmProblem, chosen: PassConfig) -> tuple[list[str], str]:
     """Paths in the order in which ties are decided, and what became of a forced one.
 
-    From the simplest on, except that Megatron's way comes last: a collective beside cuBLAS shares SMs as the moment has
+    From the simplest on, except that Megatron's comes last: a collective beside cuBLAS shares SMs as the moment has
     it, and where it came within a percent of bulk in trials it was up to 6 % slower later (2 x H200, 160 passes).
     """
     is_backward = problem.pass_name == "backward"
@@ -177,8 +177,8 @@ def _variants(
     return [(algorithm, m) for m in chunks for algorithm in algorithms]
 
 
-def _plain(path: str, config: OverlapConfig) -> LinearPlan:
-    return LinearPlan(path, "", Algorithm.DIRECT, 1, config.linear.wgrad.keep_gathered_input)
+def _plain(path: str, config: OverlapConfig) -> PassPlan:
+    return PassPlan(path, "", Algorithm.DIRECT, 1, config.linear.wgrad.keep_gathered_input)
 
 
 def _say_pass(problem: GemmProblem) -> str:

@@ -1,7 +1,7 @@
 """Chooses among candidates by what was predicted or measured of them, and says why.
 
-The contract that bites: the choice must be the same on every rank, so it may depend only on what all ranks share: the
-problem, the configuration, and numbers that they have exchanged.
+Beware: the choice must be the same on every rank, so it may depend only on what all ranks share: the problem, the
+configuration, and numbers that they have exchanged.
 """
 
 import dataclasses
@@ -12,12 +12,12 @@ from commfuse_megatron.config import PlanConfig
 from commfuse_megatron.plan.attention import predict_attention_us
 from commfuse_megatron.plan.candidates import Candidates
 from commfuse_megatron.plan.cost_model import predict_us
-from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import MachineModel
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import AttentionProblem, Problem
 
 __all__ = [
-    "LinearPlan",
+    "PassPlan",
     "choose_by_default",
     "choose_measured",
     "choose_only",
@@ -37,7 +37,7 @@ _UNSURE_US = 40.0
 _MOST_TIMED = 10
 
 
-def choose_only(candidates: Candidates) -> LinearPlan:
+def choose_only(candidates: Candidates) -> PassPlan:
     """The only candidate there is."""
     (plan,) = candidates.plans
     if candidates.note and plan.path == "sequential":
@@ -45,7 +45,7 @@ def choose_only(candidates: Candidates) -> LinearPlan:
     return _because(plan, "forced by the configuration", candidates.note)
 
 
-def choose_by_default(candidates: Candidates, reason: str) -> LinearPlan:
+def choose_by_default(candidates: Candidates, reason: str) -> PassPlan:
     """The candidate that exercises the most of this package, where speed does not count.
 
     Of attention, the row-parallel one: the smaller change, which nothing but a measurement argues against.
@@ -58,7 +58,7 @@ def choose_by_default(candidates: Candidates, reason: str) -> LinearPlan:
 def predict(problem: Problem, candidates: Candidates, machine: MachineModel) -> Candidates:
     """The same candidates, each with its predicted time."""
 
-    def predicted(plan: LinearPlan) -> LinearPlan:
+    def predicted(plan: PassPlan) -> PassPlan:
         if isinstance(problem, AttentionProblem):
             return dataclasses.replace(plan, predicted_us=predict_attention_us(problem, plan, machine))
         return dataclasses.replace(plan, predicted_us=predict_us(problem, plan, machine))
@@ -66,7 +66,7 @@ def predict(problem: Problem, candidates: Candidates, machine: MachineModel) -> 
     return dataclasses.replace(candidates, plans=tuple(map(predicted, candidates.plans)))
 
 
-def choose_predicted(candidates: Candidates, machine: MachineModel, remark: str = "") -> LinearPlan:
+def choose_predicted(candidates: Candidates, machine: MachineModel, remark: str = "") -> PassPlan:
     """The candidate with the shortest predicted time."""
     times_us = [_predicted(plan) for plan in candidates.plans]
     best = candidates.plans[_fastest(times_us)]
@@ -75,7 +75,7 @@ def choose_predicted(candidates: Candidates, machine: MachineModel, remark: str 
     return _because(best, f"{reason}; {remark}" if remark else reason, candidates.note)
 
 
-def select_for_trial(candidates: Candidates, config: PlanConfig) -> tuple[LinearPlan, ...]:
+def select_for_trial(candidates: Candidates, config: PlanConfig) -> tuple[PassPlan, ...]:
     """The candidates worth timing, the simplest first; none where the prediction is clear enough.
 
     Undecided means that another path comes within `config.margin` of the best, or within some microseconds. Then all
@@ -96,7 +96,7 @@ def select_for_trial(candidates: Candidates, config: PlanConfig) -> tuple[Linear
     return tuple(plan for plan in timed if plan in kept)
 
 
-def choose_measured(plans: Sequence[LinearPlan], measured_us: Sequence[float], note: str = "") -> LinearPlan:
+def choose_measured(plans: Sequence[PassPlan], measured_us: Sequence[float], note: str = "") -> PassPlan:
     """The plan with the shortest measured time; `measured_us` are equal on all ranks, infinite without memory."""
     best = _fastest(measured_us)
     plan = dataclasses.replace(plans[best], measured_us=measured_us[best])
@@ -109,15 +109,15 @@ def _fastest(times_us: Sequence[float]) -> int:
     return next(index for index, time_us in enumerate(times_us) if time_us <= limit_us)
 
 
-def _best_of_each_path(plans: Sequence[LinearPlan], times_us: Sequence[float]) -> list[LinearPlan]:
-    best: dict[str, tuple[float, LinearPlan]] = {}
+def _best_of_each_path(plans: Sequence[PassPlan], times_us: Sequence[float]) -> list[PassPlan]:
+    best: dict[str, tuple[float, PassPlan]] = {}
     for plan, time_us in zip(plans, times_us, strict=True):
         if plan.path not in best or time_us < best[plan.path][0]:
             best[plan.path] = (time_us, plan)
     return [plan for _, plan in best.values()]
 
 
-def _say_times(plans: Sequence[LinearPlan], times_us: Sequence[float]) -> str:
+def _say_times(plans: Sequence[PassPlan], times_us: Sequence[float]) -> str:
     """Such as "sliced m=2 0.812 ms, sequential 1.020": the chosen one, then the best of the other paths."""
     chosen = plans[_fastest(times_us)]
     timed = [(us, plan) for us, plan in zip(times_us, plans, strict=True) if math.isfinite(us)]
@@ -131,10 +131,10 @@ def _say_times(plans: Sequence[LinearPlan], times_us: Sequence[float]) -> str:
     return ", ".join([first, *(f"{plan.name} {us / 1e3:.3f}" for us, plan in others), *too_large])
 
 
-def _predicted(plan: LinearPlan) -> float:
+def _predicted(plan: PassPlan) -> float:
     assert plan.predicted_us is not None
     return plan.predicted_us
 
 
-def _because(plan: LinearPlan, reason: str, note: str = "") -> LinearPlan:
+def _because(plan: PassPlan, reason: str, note: str = "") -> PassPlan:
     return dataclasses.replace(plan, reason=f"{reason} ({note})" if note else reason)

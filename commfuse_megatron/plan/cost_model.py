@@ -1,11 +1,11 @@
-"""Predicts what every way of running a problem takes, from a `MachineModel`: good enough to tell clear cases apart.
+"""Predicts what every plan for a problem takes, from a `MachineModel`: good enough to tell clear cases apart.
 
 A prediction is the longer of two times: what the GPU needs (the program that would run is lowered and dry-run by
 `schedule.simulate`) and what the host needs to issue it. Where predictions are close, `ops.trial` measures.
 """
 
-from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import HostTimes, MachineModel
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.plan.passes import is_replayed, lower_plan
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem
 from commfuse_megatron.schedule import Costs, Simulation, Work, simulate
@@ -21,12 +21,12 @@ _UNHIDDEN_BESIDE_COLLECTIVE = 0.5
 _PASSES_OF_A_LOOK_UP = 4
 
 
-def predict_us(problem: GemmProblem, plan: LinearPlan, machine: MachineModel) -> float:
+def predict_us(problem: GemmProblem, plan: PassPlan, machine: MachineModel) -> float:
     """Time per call of `plan`, in a row of calls."""
     return max(predict_parts_us(problem, plan, machine))
 
 
-def predict_parts_us(problem: GemmProblem, plan: LinearPlan, machine: MachineModel) -> tuple[float, float]:
+def predict_parts_us(problem: GemmProblem, plan: PassPlan, machine: MachineModel) -> tuple[float, float]:
     """What the device takes for a call of `plan`, and what the host does."""
     if plan.is_scheduled:
         simulation, host_us = simulate_plan(problem, plan, machine)
@@ -35,7 +35,7 @@ def predict_parts_us(problem: GemmProblem, plan: LinearPlan, machine: MachineMod
     return costs.collectives_us(plan), costs.host_us_of_collectives(plan)
 
 
-def simulate_plan(problem: GemmProblem, plan: LinearPlan, machine: MachineModel) -> tuple[Simulation, float]:
+def simulate_plan(problem: GemmProblem, plan: PassPlan, machine: MachineModel) -> tuple[Simulation, float]:
     """A dry-run of a plan that is scheduled, and what the host takes to issue it."""
     costs = PassCosts(problem, machine)
     # Where ranks have equal shards one stands for all; one in the middle has others before it and behind it.
@@ -124,7 +124,7 @@ class PassCosts:
 
     # -- the group's own collectives ----------------------------------------------------------------------------------
 
-    def collectives_us(self, plan: LinearPlan) -> float:
+    def collectives_us(self, plan: PassPlan) -> float:
         """Collectives before and after whole GEMMs ("sequential") or beside them ("async")."""
         problem = self.problem
         gathers, computes, scatters, has_weight = self.parts(plan)
@@ -136,8 +136,8 @@ class PassCosts:
             return gather_us + product_us + scatter_us + weight_us
         return _beside_collective(gather_us, product_us) + _beside_collective(scatter_us, weight_us)
 
-    def parts(self, plan: LinearPlan) -> tuple[bool, bool, bool, bool]:
-        """Whether a pass gathers, multiplies, scatters, and owes the weight's gradient."""
+    def parts(self, plan: PassPlan) -> tuple[bool, bool, bool, bool]:
+        """Whether a pass gathers, multiplies, scatters, and must produce the weight's gradient."""
         has_weight = self._is_backward and "weight" in self.problem.needs
         computes = not self._is_backward or "input" in self.problem.needs
         if self._gathers_forward != self._is_backward:
@@ -146,7 +146,7 @@ class PassCosts:
 
     # -- the host -----------------------------------------------------------------------------------------------------
 
-    def host_us_of_collectives(self, plan: LinearPlan) -> float:
+    def host_us_of_collectives(self, plan: PassPlan) -> float:
         """What issuing one call takes."""
         gathers, computes, scatters, has_weight = self.parts(plan)
         host = self.machine.host
@@ -156,7 +156,7 @@ class PassCosts:
             + (gathers + scatters) * host.collective_us
         )
 
-    def host_us(self, program: Program, plan: LinearPlan) -> float:
+    def host_us(self, program: Program, plan: PassPlan) -> float:
         """The same of a program."""
         host = self.machine.replay if is_replayed(plan, self.machine.traits) else self.machine.host
         total_us = self._host_us_of_call(host)

@@ -103,7 +103,7 @@ class Traits:
 
     transfer_sms: SMs that a transfer in flight takes from GEMMs; 0 with the copy engine. regains_sms: a large slice
     takes them back once the transfer is done. overlaps: False where GEMMs leave nothing to the transfers, so that they
-    run one after the other. folds_arrivals: step by step, own GEMMs add what arrived. replays: direct schedules are
+    run one after the other. adds_in_epilogue: step by step, own GEMMs add what arrived. replays: direct schedules are
     replayed, with little host time.
     """
 
@@ -112,7 +112,7 @@ class Traits:
     transfer_sms: int = 0
     regains_sms: bool = False
     overlaps: bool = True
-    folds_arrivals: bool = False
+    adds_in_epilogue: bool = False
     replays: bool = False
 
 

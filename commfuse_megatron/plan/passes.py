@@ -1,14 +1,18 @@
 """Which program a plan stands for: the policies that tapes and tensors run passes by, and the lowering of each pass.
 
-What is predicted is lowered here, what runs by the operations and `runtime/prepared.py`, by the same policies; a test
-compares the programs.
+What is predicted and what runs are lowered here; a test compares what both ask.
 """
 
-from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import Traits
-from commfuse_megatron.problem import GemmProblem, Problem
+from commfuse_megatron.plan.pass_plan import PassPlan
+from commfuse_megatron.problem import AttentionProblem, GemmProblem, Problem
 from commfuse_megatron.schedule import Algorithm, Collective
 from commfuse_megatron.schedule.binding import BoundSchedule, bind
+from commfuse_megatron.schedule.lower_attention import (
+    lower_at_once_backward,
+    lower_query_split,
+    lower_query_split_backward,
+)
 from commfuse_megatron.schedule.lower_linear import (
     Asked,
     lower_embedding,
@@ -19,7 +23,7 @@ from commfuse_megatron.schedule.lower_linear import (
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Program
 
-__all__ = ["bind_plan", "is_replayed", "lower_plan", "policy_of", "tape_policy", "tensor_policy"]
+__all__ = ["bind_plan", "is_replayed", "lower_pass", "lower_plan", "policy_of", "tape_policy", "tensor_policy"]
 
 # Lanes for the GEMMs of a forward pass, of up to so many FLOP each. 2 x H200, two lanes against none, M 8192, over the
 # larger of GEMM and transfer: 8B qkv 1.051 (1.072), proj 1.260 (1.330), 70B proj 1.063 (1.076), fc1 1.038 (1.016).
@@ -30,7 +34,7 @@ _MOST_FLOP = 4e11
 _ANY_NUMBER = 1 << 30
 
 
-def tape_policy(problem: Problem, plan: LinearPlan) -> Policy:
+def tape_policy(problem: Problem, plan: PassPlan) -> Policy:
     """Of passes that are replayed."""
     rows = -(-problem.rows // (problem.group_size * plan.chunks_per_shard)) * problem.batch
     is_small = 2.0 * rows * problem.N * problem.K <= _MOST_FLOP
@@ -43,49 +47,58 @@ def tensor_policy(*, has_windows: bool, folds: bool, keeps_own_apart: bool) -> P
     return Policy(has_windows=has_windows, most_adds=_ANY_NUMBER if folds else 0, keeps_own_apart=keeps_own_apart)
 
 
-def is_replayed(plan: LinearPlan, traits: Traits) -> bool:
+def is_replayed(plan: PassPlan, traits: Traits) -> bool:
     """Whether calls of `plan` are replayed, with little host time."""
     return traits.replays and plan.algorithm is Algorithm.DIRECT
 
 
-def policy_of(problem: Problem, plan: LinearPlan, traits: Traits) -> Policy:
+def policy_of(problem: Problem, plan: PassPlan, traits: Traits) -> Policy:
     """Of a context with these traits."""
     if is_replayed(plan, traits):
         return tape_policy(problem, plan)
     has_windows = traits.transport == "copy_engine"
-    return tensor_policy(has_windows=has_windows, folds=traits.folds_arrivals, keeps_own_apart=False)
+    return tensor_policy(has_windows=has_windows, folds=traits.adds_in_epilogue, keeps_own_apart=False)
 
 
-def bind_plan(problem: Problem, plan: LinearPlan, collective: Collective, group_rank: int) -> BoundSchedule:
+def bind_plan(problem: Problem, plan: PassPlan, collective: Collective, group_rank: int) -> BoundSchedule:
     """The schedule of a pass, bound to its rows."""
     sizes = (plan.chunks_per_shard, problem.rows, problem.batch)
     return bind(collective, plan.algorithm, problem.group_size, group_rank, *sizes)
 
 
-def lower_plan(problem: GemmProblem, plan: LinearPlan, traits: Traits, group_rank: int) -> Program:
-    """The program of a rank, of a pass of a linear or of the embedding that is scheduled."""
-    policy = policy_of(problem, plan, traits)
-    is_backward, gathers_forward = problem.pass_name == "backward", problem.op == "all_gather_linear"
+def lower_pass(problem: Problem, plan: PassPlan, policy: Policy, asked: Asked, group_rank: int) -> Program:
+    """The program of a rank for what is asked of a pass that is scheduled."""
 
     def bound(collective: Collective) -> BoundSchedule:
         return bind_plan(problem, plan, collective, group_rank)
 
+    gather, scatter = Collective.ALL_GATHER, Collective.REDUCE_SCATTER
     if problem.op == "embedding_reduce_scatter":
-        if not is_backward:
-            return lower_embedding(bound(Collective.REDUCE_SCATTER), policy)
-        gather = bound(Collective.ALL_GATHER)
-        return lower_gather_alone(gather, policy, "all-gather of the output gradient", keeps_gathered=True)
-    asked = Asked(keeps_gathered=gathers_forward and plan.keep_gathered_input)
-    if is_backward:
+        if not asked.is_backward:
+            return lower_embedding(bound(scatter), policy)
+        return lower_gather_alone(bound(gather), policy, "all-gather of the output gradient", keeps_gathered=True)
+    if isinstance(problem, AttentionProblem) and not asked.is_backward:
+        return lower_query_split(bound(scatter), policy, has_bias=asked.has_bias)
+    if isinstance(problem, AttentionProblem) and asked.has_product:
+        return lower_query_split_backward(bound(gather), policy, asked)
+    if asked.attends:
+        return lower_at_once_backward(bound(gather), policy, asked)
+    if (problem.op == "all_gather_linear") != asked.is_backward:
+        return lower_gather_pass(bound(gather), policy, asked)
+    regathers = asked.weight_grad != "none" and not asked.has_x
+    return lower_scatter_pass(bound(scatter), bound(gather) if regathers else None, policy, asked)
+
+
+def lower_plan(problem: GemmProblem, plan: PassPlan, traits: Traits, group_rank: int) -> Program:
+    """The program of a rank, of a pass of a linear or of the embedding that is scheduled, as calls usually ask it."""
+    is_kept = problem.op == "all_gather_linear" and plan.keep_gathered_input
+    asked = Asked(keeps_gathered=is_kept)
+    if problem.pass_name == "backward":
         asked = Asked(
             is_backward=True,
             has_product="input" in problem.needs,
             weight_grad="now" if "weight" in problem.needs else "none",
             is_bulk=plan.path == "bulk",
-            has_x=gathers_forward and plan.keep_gathered_input,
+            has_x=is_kept,
         )
-    if gathers_forward != is_backward:
-        return lower_gather_pass(bound(Collective.ALL_GATHER), policy, asked)
-    regathers = asked.weight_grad != "none" and not asked.has_x
-    gather_again = bound(Collective.ALL_GATHER) if regathers else None
-    return lower_scatter_pass(bound(Collective.REDUCE_SCATTER), gather_again, policy, asked)
+    return lower_pass(problem, plan, policy_of(problem, plan, traits), asked, group_rank)

@@ -1,7 +1,7 @@
 """`PlanStore`: a file of plans, in JSON, from which later runs take theirs. Knows no ranks.
 
-Groups and jobs may share a file. The contract that bites: `add` keeps what others have written, and of two plans of one
-problem the one that was written first, which it gives to both.
+Groups and jobs may share a file: `add` keeps what others have written, and of two plans of one problem the one that was
+written first, which it gives to both.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import Problem
 from commfuse_megatron.schedule import Algorithm
 
@@ -62,10 +62,10 @@ def read_sections(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path} is no file of plans: {error!r}; delete it, or name another") from None
 
 
-def plan_of(entry: Mapping[str, Any]) -> LinearPlan:
+def plan_of(entry: Mapping[str, Any]) -> PassPlan:
     """The plan whose fields these are; else TypeError, ValueError or KeyError."""
-    values = {field.name: entry[field.name] for field in dataclasses.fields(LinearPlan)}
-    return LinearPlan(**values | {"algorithm": Algorithm(values["algorithm"])})
+    values = {field.name: entry[field.name] for field in dataclasses.fields(PassPlan)}
+    return PassPlan(**values | {"algorithm": Algorithm(values["algorithm"])})
 
 
 class PlanStore:
@@ -82,7 +82,7 @@ class PlanStore:
         #: Problems that were there before: this run's own tell nothing of why another one is not.
         self._at_first = [text for section in self._read() or () for text in section["plans"]]
 
-    def find(self, conditions: dict[str, Any], problem: Problem, possible: Container[LinearPlan]) -> LinearPlan | str:
+    def find(self, conditions: dict[str, Any], problem: Problem, possible: Container[PassPlan]) -> PassPlan | str:
         """The plan of `problem`, whose reason says where it is from; or why there is none, "" in a new file."""
         name, sections = self._path.name, self._read()
         if sections is None:
@@ -104,8 +104,8 @@ class PlanStore:
         return f"{name} does not have it, but {nearest[0]}" if nearest else ""
 
     def add(
-        self, conditions: dict[str, Any], problem: Problem, possible: Container[LinearPlan], plan: LinearPlan
-    ) -> LinearPlan:
+        self, conditions: dict[str, Any], problem: Problem, possible: Container[PassPlan], plan: PassPlan
+    ) -> PassPlan:
         """What the file holds for `problem` then: `plan`, or what another group has written meanwhile."""
         if self.complaints:  # once is enough: who waits for a lock would wait at every problem
             return plan
@@ -146,7 +146,7 @@ class PlanStore:
             logger.warning("%s", complaint)
 
 
-def _possible(entry: Any, possible: Container[LinearPlan]) -> LinearPlan | None:
+def _possible(entry: Any, possible: Container[PassPlan]) -> PassPlan | None:
     """The plan of an entry; None if it is none, or may not be run."""
     try:
         plan = plan_of(entry)

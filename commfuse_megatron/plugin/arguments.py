@@ -1,7 +1,7 @@
 """The switches a user sets: command-line flags, plain attributes of a TransformerConfig, one environment variable.
 
-Owns their names and how they are read. The contract that bites: Megatron's configuration classes do not know our names,
-so everything is read with `getattr`, and nothing but scalars is ever put on a Megatron configuration.
+Owns their names and how they are read. Megatron's configuration classes do not know our names, so everything is read
+with `getattr`, and nothing but scalars is ever put on a Megatron configuration.
 """
 
 import argparse

@@ -7,9 +7,9 @@ another `forward`:
     core attention   keeps query, key, value and mask, and returns a placeholder full of NaN
     projection       is given that placeholder, and runs `ops.query_split_attention` with its own weight
 
-The modules themselves are called, so hooks run (those of the data-parallel wrapper wait for parameters). The contract
-that bites: a placeholder must go straight from one to the other. Where Megatron would put something in between, the
-call takes Megatron's own attention, with a reason; if one gets lost nevertheless, that is an error.
+The modules themselves are called, so hooks run (those of the data-parallel wrapper wait for parameters). Beware: a
+placeholder must go straight from one to the other. Where Megatron would put something in between, the call takes
+Megatron's own attention, with a reason; if one gets lost nevertheless, that is an error.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ from commfuse_megatron.ops.attention_arguments import (
     find_attention_complaint,
     state_attention_problem,
 )
+from commfuse_megatron.ops.problems import attention_problems
 from commfuse_megatron.ops.query_split_attention import find_attention_kernel, plan_attention
-from commfuse_megatron.ops.stated import attention_problems
 from commfuse_megatron.plugin import capture
 from commfuse_megatron.plugin.compat import (
     FusedMLASelfAttention,
@@ -103,7 +103,7 @@ class _QuerySplit(torch.nn.Module):
     | dgrad | projection's dgrad, attention's backward          | all-gather of dy [S/R, B, N] |
     | wgrad | dweight [N, K/R] of the projection, un-split      | nothing is left              |
 
-    The projection must be ours too. Which way a call takes the planner decides (`OverlapConfig.attention`), and what
+    The projection must be ours too. Which path a call takes the planner decides (`OverlapConfig.attention`), and what
     cannot be split takes Megatron's attention followed by the projection as a layer of its own.
     """
 

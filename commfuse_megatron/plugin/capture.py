@@ -2,8 +2,8 @@
 
 A problem that is new costs what a capture forbids: a plan that the ranks measure and agree on, buffers that peers map,
 communicators. Megatron runs each layer before it captures it, and captures the backward pass when nothing can be
-decided any more; so both passes are judged when the forward pass is captured. The contract that bites: the answer is
-the same on every rank, since ranks make the same calls.
+decided any more; so both passes are judged when the forward pass is captured. The answer is the same on every rank,
+since ranks make the same calls.
 """
 
 from collections.abc import Sequence

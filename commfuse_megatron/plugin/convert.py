@@ -2,8 +2,8 @@
 
 Reaches what specs cannot: embedding, output layer, the down-projections of latent attention, multi-token prediction. A
 layer is re-classed, so the module, its parameters, hooks, names, attributes, the optimizer's references and the
-data-parallel wrapper stay as they are. The contract that bites: a layer that somebody has given tensors of his own is
-no longer what its class says, and stays.
+data-parallel wrapper stay as they are. A layer that somebody has given tensors of his own is no longer what its class
+says, and stays.
 """
 
 import functools

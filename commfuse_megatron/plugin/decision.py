@@ -1,8 +1,8 @@
 """What one layer remembers, and its choice at every call between the overlapped op and Megatron's own path.
 
 Kept apart from the layer classes because `convert_model` turns built layers into ours without running a constructor:
-the state appears on first use. The contract that bites: the state is no part of the module for copying, pickling and
-checkpoints; only what was asked for survives a copy, never a context.
+the state appears on first use. The state is no part of the module for copying, pickling and checkpoints; only what was
+asked for survives a copy, never a context.
 """
 
 import dataclasses
@@ -138,7 +138,7 @@ def overlap_context(
     Whoever got a context calls `count_call` when the op has returned: only then is its path known.
 
     Args:
-        problems: what the op would state (`ops.stated`); asked for while a CUDA graph is captured only.
+        problems: what the op would state (`ops.problems`); asked for while a CUDA graph is captured only.
 
     Raises UnsupportedError instead of returning None where the configuration says so; being switched off is no error.
     Raises ShapeError on all ranks where they decide differently, if the configuration has that checked.

@@ -7,7 +7,7 @@ state may be relied upon.
 import torch
 
 from commfuse_megatron import ops
-from commfuse_megatron.ops.stated import embedding_problems
+from commfuse_megatron.ops.problems import embedding_problems
 from commfuse_megatron.plugin.compat import VocabParallelEmbedding
 from commfuse_megatron.plugin.decision import computing_weight_once, count_call, overlap_context
 from commfuse_megatron.plugin.stand_in import stands_for

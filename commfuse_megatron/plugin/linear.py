@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from commfuse_megatron import OverlapConfig, ops
-from commfuse_megatron.ops.stated import linear_problems
+from commfuse_megatron.ops.problems import linear_problems
 from commfuse_megatron.plugin import arguments as flags
 from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear

@@ -1,7 +1,7 @@
 """Megatron's contract for weight gradients that are added straight into `weight.main_grad`.
 
 With gradient accumulation fusion the backward pass adds the weight gradient to `main_grad` itself and hands autograd at
-most a dummy, whose only purpose is to make the data-parallel hooks fire. The contract that bites: where the wrapper put
+most a dummy, whose only purpose is to make the data-parallel hooks fire. Beware: where the wrapper put
 `grad_added_to_main_grad` on the weight, the dummy must not be None and the flag must be raised, else the hook either
 fails or adds a second time.
 

@@ -1,9 +1,8 @@
 """A norm and a column-parallel linear in one module, laid out like Transformer Engine's fused one.
 
 The norm runs on this rank's rows, before the all-gather, in torch's kernels; the rest is what the column-parallel
-linear does. The contract that bites: parameters have Transformer Engine's names, order and attributes, so that state
-dicts and checkpoints go both ways, and those of the norm carry `sequence_parallel`, without which their gradients stay
-partial.
+linear does. Parameters have Transformer Engine's names, order and attributes, so that state dicts and checkpoints go
+both ways, and those of the norm carry `sequence_parallel`, without which their gradients stay partial.
 """
 
 from typing import Any

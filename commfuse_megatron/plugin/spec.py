@@ -5,8 +5,8 @@
     torchrun ... pretrain_gpt.py ... --spec commfuse_megatron.plugin.spec gpt_layer_spec_te       # a ready object
     torchrun ... pretrain_gpt.py ... --spec commfuse_megatron.plugin.spec gpt_layer_spec_local    # another
 
-Owns the table from Megatron's classes to ours and the walk over spec trees. The contract that bites: Megatron shares
-spec objects between models and rewrites some while it builds, so a spec that was handed in is never changed.
+Owns the table from Megatron's classes to ours and the walk over spec trees. Beware: Megatron shares spec objects
+between models and rewrites some while it builds, so a spec that was handed in is never changed.
 """
 
 import copy

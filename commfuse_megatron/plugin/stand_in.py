@@ -6,8 +6,8 @@ the class, or whether its `forward` is the one that they know. So our classes de
     Ours.__name__       is the stock class's name; `Ours.__qualname__` is our own, by which copies and pickles find it
     Ours.forward        is the stock class's function, where that computes the same; `layer.forward` is ours
 
-The contract that bites: whoever derives from ours has put something around Megatron's own computation, which ours would
-pass by; so a layer of a derived class takes Megatron's path (`reason_in_class`).
+Whoever derives from ours has put something around Megatron's own computation, which ours would pass by; so a layer of a
+derived class takes Megatron's path (`reason_in_class`).
 """
 
 from collections.abc import Callable

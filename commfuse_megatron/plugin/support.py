@@ -1,8 +1,8 @@
 """Why a layer takes Megatron's own path: one function, one sentence per reason, for log, report and error alike.
 
 Reads flags on every call, since Megatron changes some after construction (`sequence_parallel`, `explicit_expert_comm`).
-The contract that bites: the answer must be the same on every rank of the group, so it looks at configuration, shapes,
-dtypes and modes, never at values, memory or timing.
+Beware: the answer must be the same on every rank of the group, so it looks at configuration, shapes, dtypes and modes,
+never at values, memory or timing.
 """
 
 from typing import Any

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
-from commfuse_megatron.ops.stated import linear_problems
+from commfuse_megatron.ops.problems import linear_problems
 from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, WeightGrad, WeightGradQueue, WeightGradTarget
 from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin.capture import announce_saved

@@ -99,8 +99,8 @@ class PassBuffers:
             shape = (bound.total_rows, features)
             carved, self._windows[name] = slots.carve_window("gather", shape, self.dtype, bound.total_rows * features)
         elif name == "arrived":
-            shape = (sum(bound.slot_rows), features)
-            most = bound.most_slot_rows * features
+            shape = (bound.arrived_rows, features)
+            most = bound.most_arrived_rows * features
             carved, self._windows[name] = slots.carve_window("receive", shape, self.dtype, most)
         elif name == "sent":
             carved = slots.carve("send", (bound.total_rows - bound.own_rows, features), self.dtype)

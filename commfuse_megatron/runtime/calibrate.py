@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import Timings
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import GemmProblem
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 from commfuse_megatron.runtime.stopwatch import Stopwatch
@@ -112,13 +112,13 @@ class _Scratch:
             dtype=str(self._dtype).removeprefix("torch."),
             group_size=context.group_size,
         )
-        plan = LinearPlan("sliced", "calibration", Algorithm.DIRECT, 1, keep_gathered_input=False)
+        plan = PassPlan("sliced", "calibration", Algorithm.DIRECT, 1, keep_gathered_input=False)
         prepared: PreparedPass = context.make_pass(problem, plan)
         shard = self._shard[:elements].view(1, elements)
 
         def gather() -> None:
-            with prepared as link:
-                prepared.run_transfers(link, shard, "calibration")
+            with prepared:
+                prepared.run_transfers(shard, "calibration")
 
         return gather
 

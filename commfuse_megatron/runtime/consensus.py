@@ -1,7 +1,7 @@
 """What the ranks of one context ask each other, so that all do the same: agree, raise, or give up together.
 
-Collective, each: every rank must ask the same, in the same order. The contract that bites: where ranks may have stopped
-at different calls, the context fails, for its next call could meet another rank's present one and give wrong numbers.
+Collective, each: every rank must ask the same, in the same order. Where ranks may have stopped at different calls, the
+context fails, for its next call could meet another rank's present one and give wrong numbers.
 """
 
 from collections.abc import Callable, Hashable
@@ -22,7 +22,7 @@ class Consensus:
 
     Args:
         link: fails where ranks may be out of step; nobody is asked once it has failed or is closed.
-        is_for_every_call: every call is compared, so ranks that raise in one go on together. Else new problems only.
+        compares_every_call: every call is compared, so ranks that raise in one go on together. Else new problems only.
         is_capturing: whether a CUDA graph is being captured, when nobody can be asked.
     """
 
@@ -33,10 +33,10 @@ class Consensus:
         group_rank: int,
         group_size: int,
         *,
-        is_for_every_call: bool,
+        compares_every_call: bool,
         is_capturing: Callable[[], bool],
     ) -> None:
-        self.is_for_every_call = is_for_every_call
+        self.compares_every_call = compares_every_call
         self._agreement = agreement
         self._link = link
         self._group_rank, self._group_size = group_rank, group_size
@@ -101,8 +101,8 @@ class Consensus:
         """
         self._link.require_usable()
         if self._group_size == 1:
-            raise self._link.settle(error)
-        self._in_step(f"{error}", lambda: self._agreement.refuse(error, topic=topic, wait=self.is_for_every_call))
+            raise self._link.mark_raised_on_all_ranks(error)
+        self._in_step(f"{error}", lambda: self._agreement.refuse(error, topic=topic, wait=self.compares_every_call))
 
     def _in_step[T](self, statement: str, meet: Callable[[], T]) -> T:
         """What `meet` gives; if it raises, the context fails unless all ranks are known to have stopped at one call.
@@ -113,8 +113,8 @@ class Consensus:
         try:
             return meet()
         except BaseException as error:  # Ctrl-C while waiting: the others may yet go on with this call
-            if isinstance(error, Exception) and self.is_for_every_call and self._agreement.is_in_step:
-                self._link.settle(error)
+            if isinstance(error, Exception) and self.compares_every_call and self._agreement.is_in_step:
+                self._link.mark_raised_on_all_ranks(error)
             self._link.note_interruption(statement, error)
             raise
 

@@ -27,12 +27,6 @@ from commfuse_megatron.runtime import hardware
 from commfuse_megatron.runtime.agreement import Agreement
 from commfuse_megatron.runtime.consensus import Consensus
 from commfuse_megatron.runtime.lanes import Lanes
-from commfuse_megatron.runtime.leaving import (
-    is_process_ending,
-    look_at_exit,
-    release_what_is_done,
-    release_when_done,
-)
 from commfuse_megatron.runtime.link import Link, Peers
 from commfuse_megatron.runtime.meter import exposed_us
 from commfuse_megatron.runtime.op_record import OpRecord
@@ -40,6 +34,12 @@ from commfuse_megatron.runtime.planning import Planner
 from commfuse_megatron.runtime.prepared import PassContext
 from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.runtime.renewal import MeetingPlace, reason_not_in_step
+from commfuse_megatron.runtime.shutdown import (
+    is_process_ending,
+    release_what_is_done,
+    release_when_done,
+    track_until_exit,
+)
 from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.runtime.stored_plans import StoredPlans
 from commfuse_megatron.transport.driver import Driver
@@ -126,14 +126,14 @@ class OverlapContext(PassContext):
         peers = Peers(group_rank, _global_ranks(group))
         link = Link(transport, peers, timeout_s, Recorder(device) if config.record else None, agreement)
         # Runs at garbage collection and at interpreter exit: an unclosed communicator would outlive what it needs.
-        look_at_exit(link)
+        track_until_exit(link)
         check = config.check_agreement
         consensus = Consensus(
             agreement,
             link,
             group_rank,
             group_size,
-            is_for_every_call=backend == "gloo" if check is None else check,
+            compares_every_call=backend == "gloo" if check is None else check,
             is_capturing=functools.partial(_is_capturing, device),
         )
         super().__init__(config, group, device, nccl, link, consensus)

@@ -56,7 +56,6 @@ class SliceGemm:
         self.can_fold = unavailable is None and config.gemm != "torch"
         self.own_dtype = torch.float32 if self.is_persistent else dtype
         self.name = "persistent" if self.is_persistent else "torch"
-        self._tile_order = config.tile_order
         self._regain: _Regain | None = None
         if unavailable is None:
             all_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -116,11 +115,11 @@ class SliceGemm:
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | None, beside: Transfer | None
     ) -> None:
         if beside is None:
-            persistent_matmul(a, b, out=out, addend=addend, num_sms=self._all_sms, tile_order=self._tile_order)
+            persistent_matmul(a, b, out=out, addend=addend, num_sms=self._all_sms)
         elif self._regain is not None and 2.0 * out.numel() * a.size(1) >= _REGAIN_FLOPS:
             self._regain.multiply(a, b, out, addend, beside)
         else:
-            persistent_matmul(a, b, out=out, addend=addend, num_sms=self._budget_sms, tile_order=self._tile_order)
+            persistent_matmul(a, b, out=out, addend=addend, num_sms=self._budget_sms)
 
 
 class _Regain:

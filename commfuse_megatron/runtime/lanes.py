@@ -9,8 +9,8 @@ one call, and 1.01 to 1.06 over two streams (2 x H200, 16 and 32 heads, November
 need more of them: of 4 heads, eight slices of 1024 queries, with their GEMMs, take 0.339 ms over two, 0.257 over
 three, 0.216 over four, and 0.230 as one call (H200). On the CPU pieces run in place.
 
-The contract that bites: the streams are this context's own. On one of PyTorch's pool somebody else's work could be
-what a flag waits for, and libraries would give both the same scratch memory.
+The streams are this context's own. On one of PyTorch's pool somebody else's work could be what a flag waits for, and
+libraries would give both the same scratch memory.
 """
 
 from collections.abc import Iterator

@@ -24,8 +24,10 @@ __all__ = ["Interruption", "Link", "Peers", "Watched", "name_of_batch"]
 
 logger = logging.getLogger(__name__)
 
+# Of a schedule, in a message: enough for a group of four with four chunks per shard.
+_MAX_STEPS = 17
 # Of an exception: the links all of whose ranks raise.
-_SETTLED = "_commfuse_settled"
+_RAISED_ON_ALL = "_commfuse_raised_on_all_ranks"
 
 # How long who lost a connection waits for the reason of the peer, which tells it before it lets go.
 _REASON_S = 1.0
@@ -210,9 +212,9 @@ class Link:
         if self.is_closed:
             raise TransportError(f"this OverlapContext is closed. {self.advice}")
 
-    def settle[E: BaseException](self, error: E) -> E:
+    def mark_raised_on_all_ranks[E: BaseException](self, error: E) -> E:
         """Say that all ranks raise in this call, so that none is ahead of another; returns `error`."""
-        setattr(error, _SETTLED, (*getattr(error, _SETTLED, ()), self))
+        setattr(error, _RAISED_ON_ALL, (*getattr(error, _RAISED_ON_ALL, ()), self))
         return error
 
     def note_interruption(self, what: object, error: BaseException) -> None:
@@ -220,7 +222,7 @@ class Link:
 
         what: in words, or what gives them.
         """
-        if self.failure is not None or any(link is self for link in getattr(error, _SETTLED, ())):
+        if self.failure is not None or any(link is self for link in getattr(error, _RAISED_ON_ALL, ())):
             return
         failure = error
         if not isinstance(error, CommFuseError):
@@ -313,7 +315,7 @@ class Link:
         if isinstance(watched, BoundOperation):
             return self._missing_error(watched)
         if isinstance(watched, int):
-            return self._silence_error(watched)
+            return self._never_came_error(watched)
         if watched.receive_peer is not None:
             verb, peer = "got nothing from", watched.receive_peer
         else:
@@ -328,7 +330,7 @@ class Link:
                 assert isinstance(note, Watched)
                 return self._overdue_error(note)
         if (peer := transport.silent_peer(operation)) is not None:
-            return self._silence_error(peer)
+            return self._never_came_error(peer)
         me = self._peers.name(self._peers.group_rank)
         if (peer := transport.undelivered_peer(operation)) is not None:
             return TransportTimeoutError(f"{me} could not deliver to {self._peers.name(peer)} for {self.timeout_s} s")
@@ -344,7 +346,7 @@ class Link:
             return broken
         return self._with_reasons(broken, _REASON_S)
 
-    def _silence_error(self, peer: int) -> TransportTimeoutError:
+    def _never_came_error(self, peer: int) -> TransportTimeoutError:
         me = self._peers.name(self._peers.group_rank)
         return TransportTimeoutError(
             f"{me} waited {self.timeout_s} s for {self._peers.name(peer)}, which has nothing to send in this call but "
@@ -355,7 +357,7 @@ class Link:
         self, label: str, bound: BoundSchedule, index: int, verb: str, peer: int
     ) -> TransportTimeoutError:
         me = self._peers.group_rank
-        grid = render(bound.schedule, mark=(me, index))
+        grid = render(bound.schedule, mark=(me, index), max_steps=_MAX_STEPS)
         return TransportTimeoutError(
             f"{label}, step {index} of {len(bound.steps)}: {self._peers.name(me)} {verb} {self._peers.name(peer)} "
             f"for {self.timeout_s} s. Schedule:\n{grid}"
@@ -367,6 +369,6 @@ def _without_frames(error: Exception) -> Exception:
     if not isinstance(error, CommFuseError):
         return TransportError(f"{type(error).__name__}: {error}")
     kept = copy.copy(error)
-    kept.__dict__.pop(_SETTLED, None)
+    kept.__dict__.pop(_RAISED_ON_ALL, None)
     kept.__dict__.pop("__notes__", None)
     return kept

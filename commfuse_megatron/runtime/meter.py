@@ -1,8 +1,8 @@
 """How much of the communication was hidden: arithmetic on the intervals of one rank.
 
 Knows nothing of how they were recorded. Exposed is the time in which some transfer ran and nothing was computed, of a
-call, a training step or a whole recording alike. The contract that bites: only intervals of *one* rank belong together,
-since every rank has its own clock and its own compute stream.
+call, a training step or a whole recording alike. Beware: only intervals of *one* rank belong together, since every rank
+has its own clock and its own compute stream.
 """
 
 from __future__ import annotations

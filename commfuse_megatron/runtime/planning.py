@@ -1,8 +1,7 @@
 """`Planner`: chooses a context's plans, asking the cost model and, where that cannot tell, a trial.
 
-Everything that makes it collective is here. The contract that bites: ranks must take the same turns, so it asks the
-other ranks whether they plan the same problem before it measures anything, and measures nothing while a CUDA graph is
-captured.
+Everything that makes it collective is here. Ranks must take the same turns, so it asks the other ranks whether they
+plan the same problem before it measures anything, and measures nothing while a CUDA graph is captured.
 """
 
 import dataclasses
@@ -25,8 +24,8 @@ from commfuse_megatron.plan.choose import (
     select_for_trial,
 )
 from commfuse_megatron.plan.cost_model import is_link_slow
-from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import MachineModel, Traits, assumed_machine
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import AttentionProblem, Problem
 from commfuse_megatron.runtime.calibrate import calibrate
 from commfuse_megatron.runtime.prepared import PassContext, TryOut
@@ -56,9 +55,9 @@ class Planner:
         self.machines: dict[str, MachineModel] = {}
         self._buffers: dict[str, int] = {}
         #: Of every layer's pass, what was decided by cost for how many tokens.
-        self._decided: dict[Hashable, list[tuple[int, LinearPlan]]] = {}
+        self._decided: dict[Hashable, list[tuple[int, PassPlan]]] = {}
 
-    def plan(self, problem: Problem, try_out: TryOut | None = None) -> LinearPlan:
+    def plan(self, problem: Problem, try_out: TryOut | None = None) -> PassPlan:
         """The plan for a new problem. Collective where something is measured.
 
         Raises ShapeError on all ranks that meet different problems there, and what made the context fail.
@@ -66,10 +65,10 @@ class Planner:
         config = self._context.config
         if problem.group_size == 1:
             reason = "the group has one rank: nothing to send"
-            return LinearPlan("local", reason, Algorithm.DIRECT, 1, config.linear.wgrad.keep_gathered_input)
+            return PassPlan("local", reason, Algorithm.DIRECT, 1, config.linear.wgrad.keep_gathered_input)
         if problem.rows == 0:
             reason = "the sequence has no rows"
-            return LinearPlan("sequential", reason, Algorithm.DIRECT, 1, config.linear.wgrad.keep_gathered_input)
+            return PassPlan("sequential", reason, Algorithm.DIRECT, 1, config.linear.wgrad.keep_gathered_input)
         choose = functools.partial(self._choose, problem, try_out)
         stored = self._context.stored_plans
         if stored is None or self._context.is_capturing:
@@ -84,7 +83,7 @@ class Planner:
         self._buffers = merge_needs(self._buffers, buffer_needs(problem, plan))
         return plan
 
-    def _choose(self, problem: Problem, try_out: TryOut | None) -> LinearPlan:
+    def _choose(self, problem: Problem, try_out: TryOut | None) -> PassPlan:
         config = self._context.config
         candidates = list_candidates(problem, config, held=self._buffers)
         if len(candidates.plans) == 1:
@@ -98,7 +97,7 @@ class Planner:
             return choose_by_default(candidates, "default for attention where nothing is measured")
         return self._reuse(problem) or self._choose_by_cost(problem, try_out)
 
-    def _reuse(self, problem: Problem) -> LinearPlan | None:
+    def _reuse(self, problem: Problem) -> PassPlan | None:
         """What was decided for about as many tokens, if it can be done for this many."""
         candidates = list_candidates(problem, self._context.config, held=self._buffers, is_link_slow=True)
         names = {plan.name for plan in candidates.plans}
@@ -109,7 +108,7 @@ class Planner:
                 return dataclasses.replace(plan, reason=reason, predicted_us=None, measured_us=None)
         return None
 
-    def _choose_by_cost(self, problem: Problem, try_out: TryOut | None) -> LinearPlan:
+    def _choose_by_cost(self, problem: Problem, try_out: TryOut | None) -> PassPlan:
         config = self._context.config
         may_measure = self._may_measure
         machine = self._machine(problem, may_measure=may_measure)
@@ -136,10 +135,10 @@ class Planner:
         self,
         problem: Problem,
         candidates: Candidates,
-        timed: Sequence[LinearPlan],
+        timed: Sequence[PassPlan],
         try_out: TryOut,
         machine: MachineModel,
-    ) -> LinearPlan:
+    ) -> PassPlan:
         statement = f"timing {', '.join(plan.name for plan in timed)} for {problem}"
         self._context.consensus.agree(statement, topic=problem.call)
         for plan in timed:
@@ -209,7 +208,7 @@ class Planner:
         context, config = self._context, self._context.config
         gemm = context.slice_gemm(dtype)
         uses_nccl = context.transport_name == "nccl"
-        channels = context.nccl.channels * context.nccl.lanes
+        channels = context.nccl.channels * context.nccl.communicators
         reserved = channels if config.kernel.reserved_sms is None else config.kernel.reserved_sms
         num_sms = 132
         if context.device.type == "cuda":
@@ -223,7 +222,7 @@ class Planner:
             transfer_sms=reserved if uses_nccl else 0,
             regains_sms=uses_nccl and context.nccl.regains_sms,
             overlaps=not uses_nccl or gemm.is_persistent,
-            folds_arrivals=gemm.can_fold and is_one_sided,
+            adds_in_epilogue=gemm.can_fold and is_one_sided,
             replays=replays,
         )
 

@@ -15,47 +15,45 @@ from torch import distributed as dist
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels.attention import AttentionKernel
-from commfuse_megatron.plan.linear_plan import LinearPlan
-from commfuse_megatron.plan.passes import bind_plan, tape_policy, tensor_policy
-from commfuse_megatron.problem import Problem, shard_range
+from commfuse_megatron.plan.pass_plan import PassPlan
+from commfuse_megatron.plan.passes import bind_plan, lower_pass, tape_policy, tensor_policy
+from commfuse_megatron.problem import AttentionProblem, Problem, shard_range
 from commfuse_megatron.runtime import hardware
 from commfuse_megatron.runtime.buffers import PassBuffers
 from commfuse_megatron.runtime.consensus import Consensus, Guard
 from commfuse_megatron.runtime.gemm import SliceGemm
+from commfuse_megatron.runtime.lanes import choose_num_lanes
 from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.runtime.stored_plans import StoredPlans
 from commfuse_megatron.runtime.tape_program import TapeKernel, Tapes
-from commfuse_megatron.runtime.tensor_program import Kernel, TensorProgram
+from commfuse_megatron.runtime.tensor_program import Kernel, Means, TensorProgram
 from commfuse_megatron.runtime.tensor_tape import TensorTape
 from commfuse_megatron.schedule import Algorithm, Collective
 from commfuse_megatron.schedule.binding import BoundSchedule
-from commfuse_megatron.schedule.lower_linear import lower_transfers
+from commfuse_megatron.schedule.lower_linear import Asked, lower_transfers
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Program
 from commfuse_megatron.transport.copy_tape import BoundOperation
 from commfuse_megatron.transport.select import NcclSettings
 
-__all__ = ["Lower", "PassContext", "PreparedPass", "TryOut"]
+__all__ = ["PassContext", "PreparedPass", "TryOut"]
 
 # The guard of a group of one.
 _ALONE = nullcontext()
 
 #: Times some plans of one problem, collectively: microseconds by plan, equal on all ranks; or why there are none.
-TryOut = Callable[[Sequence[LinearPlan]], Sequence[float] | str]
-
-#: Makes the program of a pass, for what a call asks of it.
-Lower = Callable[["PreparedPass", Policy, Any], Program]
+TryOut = Callable[[Sequence[PassPlan]], Sequence[float] | str]
 
 
 class PreparedPass:
     """What one pass of one operation works with.
 
-    `with prepared as link:` surrounds one use of the context's buffers. Leaving that block through an exception marks
+    `with prepared:` surrounds one use of the context's buffers. Leaving that block through an exception marks
     the context failed: the peers have been sent part of an operation.
     """
 
-    def __init__(self, context: "PassContext", problem: Problem, plan: LinearPlan, gemm: SliceGemm) -> None:
+    def __init__(self, context: "PassContext", problem: Problem, plan: PassPlan, gemm: SliceGemm) -> None:
         self.context = context
         self.group_rank: int = context.group_rank
         self.problem = problem
@@ -72,63 +70,64 @@ class PreparedPass:
         self.dtype: torch.dtype = getattr(torch, problem.dtype)
         #: What an operation works out once for this pass.
         self.memo: dict[Any, Any] = {}
-        self._buffers = PassBuffers(context.slots, self.wire_features, self.dtype, gemm.own_dtype)
-        self._tapes = Tapes(self._lower_for_tape, self._buffers, context.lanes, context.hardware)
+        buffers = PassBuffers(context.slots, self.wire_features, self.dtype, gemm.own_dtype)
+        self._means = Means(buffers, context.link, gemm, context.lanes, context.hardware)
+        self._tapes = Tapes(lambda asked: self.lower(tape_policy(problem, plan), asked), self._means)
         self._programs: dict[Hashable, TensorProgram | TensorTape] = {}
 
     def run(
         self,
-        link: Link,
-        lower: Lower,
-        asked: Hashable,
+        asked: Asked,
         tensors: Mapping[str, torch.Tensor],
         *,
         kernels: Mapping[str, Kernel] | None = None,
     ) -> None:
-        """Run the program that `lower` makes for what is asked, inside the with-block: from a tape where there is one.
+        """Run the program for what is asked, inside the with-block: from a tape where there is one.
 
         tensors: operands by name, in an order that follows from `asked`; see `TensorProgram.run`. kernels: by the kind
         of `Compute`; a program with such ops is run on tensors.
         """
-        if not self.run_from_tape(link, lower, asked, tensors):
-            self.run_on_tensors(link, lower, asked, tensors, kernels=kernels)
+        if not self.run_from_tape(asked, tensors):
+            self.run_on_tensors(asked, tensors, kernels=kernels)
 
-    def lower(self, lower: Lower, policy: Policy, asked: Any) -> Program:
+    def lower(self, policy: Policy, asked: Asked) -> Program:
         """The program of this rank."""
-        return lower(self, policy, asked)
+        if isinstance(self.problem, AttentionProblem):
+            policy = dataclasses.replace(policy, lanes=self.num_attention_lanes)
+        return lower_pass(self.problem, self.plan, policy, asked, self.group_rank)
 
     def run_on_tensors(
-        self,
-        link: Link,
-        lower: Lower,
-        asked: Hashable,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        kernels: Mapping[str, Kernel] | None = None,
+        self, asked: Asked, tensors: Mapping[str, torch.Tensor], *, kernels: Mapping[str, Kernel] | None = None
     ) -> None:
         """The same, not from a tape."""
-        key = (lower, asked)
-        program = self._programs.get(key)
-        if program is None or program.generation != self._buffers.generation:
-            lowered = self.lower(lower, self._tensor_policy, asked)
-            context, buffers, gemm = self.context, self._buffers, self.gemm
-            if link.transport.is_one_sided and lowered.schedules:  # who sends nothing has nothing on a tape
-                program = TensorTape(lowered, buffers, link, gemm, context.lanes, context.hardware, tensors)
-            else:
-                program = TensorProgram(lowered, buffers, link, gemm, context.lanes, tensors)
-            self._programs[key] = program
-        program.run(tensors, kernels or {})
-        self.modes["stepped"] += 1
+        self._run_on_tensors(asked, lambda: self.lower(self._tensor_policy, asked), tensors, kernels or {})
 
-    def run_transfers(self, link: Link, shard: torch.Tensor, label: str) -> None:
+    def run_transfers(self, shard: torch.Tensor, label: str) -> None:
         """The messages of the all-gather of `shard` [own rows, features] alone: what arrives is left in the buffer."""
-        self.run_on_tensors(link, _lower_transfers, label, {"shard": shard})
+        self._run_on_tensors(
+            label, lambda: lower_transfers(self.gather, self._tensor_policy, label), {"shard": shard}, {}
+        )
+
+    def _run_on_tensors(
+        self,
+        key: Hashable,
+        lower: Callable[[], Program],
+        tensors: Mapping[str, torch.Tensor],
+        kernels: Mapping[str, Kernel],
+    ) -> None:
+        program = self._programs.get(key)
+        if program is None or program.generation != self._means.buffers.generation:
+            lowered = lower()
+            # Who sends nothing has nothing on a tape.
+            is_on_tape = self.context.link.transport.is_one_sided and lowered.schedules
+            program = (TensorTape if is_on_tape else TensorProgram)(lowered, self._means, tensors)
+            self._programs[key] = program
+        program.run(tensors, kernels)
+        self.modes["stepped"] += 1
 
     def run_from_tape(
         self,
-        link: Link,
-        lower: Lower,
-        asked: Hashable,
+        asked: Asked,
         tensors: Mapping[str, torch.Tensor],
         *,
         kernels: Mapping[str, TapeKernel] | None = None,
@@ -140,7 +139,7 @@ class PreparedPass:
         """
         if not self.can_replay:
             return False
-        mode = self._tapes.run(lower, asked, link, tensors, kernels, layout)
+        mode = self._tapes.run(asked, tensors, kernels, layout)
         if mode is None:
             return False
         self.modes[mode] += 1
@@ -166,6 +165,16 @@ class PreparedPass:
         """The reduce-scatter of this problem's rows."""
         return self._bind(Collective.REDUCE_SCATTER)
 
+    @functools.cached_property
+    def num_attention_lanes(self) -> int:
+        """How many splits of an attention are to run at a time; 0 where there are no lanes."""
+        problem, context = self.problem, self.context
+        assert isinstance(problem, AttentionProblem)
+        queries = -(-problem.rows // problem.group_size)
+        largest = -(-queries // self.plan.chunks_per_shard)
+        found = choose_num_lanes(largest, problem.batch * problem.heads, context.device)
+        return found if context.lanes.handles(found) else 0
+
     @property
     def is_bulk(self) -> bool:
         """Whether the pass runs as few GEMMs as possible."""
@@ -178,10 +187,6 @@ class PreparedPass:
             folds=self.gemm.can_fold,
             keeps_own_apart=self.gemm.own_dtype != self.dtype,
         )
-
-    @functools.cached_property
-    def _tape_policy(self) -> Policy:
-        return tape_policy(self.problem, self.plan)
 
     @functools.cached_property
     def can_replay(self) -> bool:
@@ -207,9 +212,6 @@ class PreparedPass:
         names = [self.gemm.name] if self.modes["stepped"] or not any(self.modes.values()) else []
         return ", ".join([*names, *(["cuBLASLt"] if self.modes["tape"] or self.modes["graph"] else [])])
 
-    def _lower_for_tape(self, lower: Lower, asked: Hashable) -> Program:
-        return self.lower(lower, self._tape_policy, asked)
-
     def forget_programs(self) -> None:
         """Free the programs; the next call makes them anew."""
         self._programs.clear()
@@ -224,8 +226,8 @@ class PreparedPass:
         self.context.latest_pass = self
         self.calls += 1
 
-    def __enter__(self) -> Link:
-        return self.context.enter(self.problem)
+    def __enter__(self) -> None:
+        self.context.enter(self.problem)
 
     def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if error is not None:
@@ -244,7 +246,7 @@ class PreparedPass:
 class Plans(Protocol):
     """What chooses plans: the planner."""
 
-    def plan(self, problem: Problem, try_out: TryOut | None = None) -> LinearPlan: ...
+    def plan(self, problem: Problem, try_out: TryOut | None = None) -> PassPlan: ...
 
 
 class PassContext:
@@ -304,7 +306,7 @@ class PassContext:
             self._prepared[problem] = prepared
         return prepared
 
-    def prepare_like(self, problem: Problem, plan: LinearPlan, reason: str) -> PreparedPass:
+    def prepare_like(self, problem: Problem, plan: PassPlan, reason: str) -> PreparedPass:
         """The pass of `problem` under a plan that was made for another one."""
         prepared = self._prepared.get(problem)
         if prepared is None:
@@ -312,14 +314,14 @@ class PassContext:
             prepared = self._prepared[problem] = self.make_pass(problem, plan)
         return prepared
 
-    def make_pass(self, problem: Problem, plan: LinearPlan) -> PreparedPass:
+    def make_pass(self, problem: Problem, plan: PassPlan) -> PreparedPass:
         """What `plan` works with; neither kept nor reported."""
         dtype = getattr(torch, problem.dtype)
         # Beside or between the group's own collectives, a GEMM takes what is fastest alone.
         gemm = self.slice_gemm(dtype) if plan.is_scheduled else self._gemm(dtype, is_beside_transfers=False)
         return PreparedPass(self, problem, plan, gemm)
 
-    def known_plan(self, problem: Problem) -> LinearPlan | None:
+    def known_plan(self, problem: Problem) -> PassPlan | None:
         """What `prepare` would neither measure nor ask other ranks for; None if it would."""
         prepared = self._prepared.get(problem)
         return None if prepared is None else prepared.plan
@@ -351,7 +353,7 @@ class PassContext:
     def agree_on(self, prepared: PreparedPass) -> None:
         """Compare a problem with the other ranks', if it is new or every call is to be compared."""
         self.link.require_usable()
-        if (self.consensus.is_for_every_call or not prepared.is_agreed) and self.group_size > 1:
+        if (self.consensus.compares_every_call or not prepared.is_agreed) and self.group_size > 1:
             if self.is_capturing:  # what is captured now is agreed on at the first call outside
                 return
             plan = prepared.plan
@@ -371,7 +373,7 @@ class PassContext:
 
         Where every call is compared, ranks find that out at the next one; else this rank's context fails.
         """
-        if self.consensus.is_for_every_call:
+        if self.consensus.compares_every_call:
             return tuple(ctx.saved_tensors)
         with self.guard(what):
             return tuple(ctx.saved_tensors)
@@ -385,7 +387,7 @@ class PassContext:
         finally:
             self.link.recorder = recorder
 
-    def enter(self, problem: Problem) -> Link:
+    def enter(self, problem: Problem) -> None:
         """Start one operation's use of the buffers, ordered after the one before, whatever stream that ran on."""
         link = self.link
         if link.last_done is not None:
@@ -397,7 +399,6 @@ class PassContext:
                 self._last_stream = stream
         if link.recorder is not None:
             link.recorder.begin_call(problem)
-        return link
 
     def leave(self) -> None:
         """End what `enter` began."""
@@ -417,15 +418,11 @@ class PassContext:
                 self._gemms[key] = SliceGemm(
                     self.config.kernel,
                     self.transport_name if is_beside_transfers else "none",
-                    self.nccl.channels * self.nccl.lanes,
+                    self.nccl.channels * self.nccl.communicators,
                     self.device,
                     dtype,
                     regains_sms=self.nccl.regains_sms,
                 )
             except UnsupportedError as error:  # alike on all ranks, before anything is sent
-                raise self.link.settle(error) from None
+                raise self.link.mark_raised_on_all_ranks(error) from None
         return self._gemms[key]
-
-
-def _lower_transfers(p: PreparedPass, policy: Policy, label: str) -> Program:
-    return lower_transfers(p.gather, policy, label)

@@ -6,7 +6,7 @@ one communicator runs its batches in order, until its end on the communication s
 recorded there; the ends of transfers on a probe stream that only waits. The one thing that recording orders: an
 operation ends after its probes, since a one-sided transport then clears the flags that they wait for.
 
-The contract that bites: only the latest calls are kept, so that a long run with recording on does not fill the memory.
+Only the latest calls are kept, so that a long run with recording on does not fill the memory.
 """
 
 import time
@@ -33,8 +33,8 @@ _NEAR_US = 1e5
 class Interval:
     """One thing that ran: `track` is "compute" or "transfer"; times in microseconds since the recorder began.
 
-    lane: where within the track, e.g. "lane 1" or "stream 7"; empty where there is only one. detail: more than fits
-    into a name, e.g. that of a kernel.
+    row: where within the track, e.g. "communicator 1" or "stream 7"; empty where there is only one. detail: more than
+    fits into a name, e.g. that of a kernel.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Interval:
     step: int | None
     op: str
     call: int
-    lane: str = ""
+    row: str = ""
     detail: str = ""
 
     @property
@@ -60,7 +60,7 @@ class _Pending:
     start: Any
     end: Any
     step: int | None
-    lanes: tuple[int, ...] = ()
+    communicators: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -121,7 +121,7 @@ class Recorder:
                 transfer.wait()
                 end = torch.cuda.Event(enable_timing=True)
                 end.record()
-        return self._add(_Pending(name, "transfer", start, end, step, transfer.lanes))
+        return self._add(_Pending(name, "transfer", start, end, step, transfer.communicators))
 
     def close_transfer(self, handle: object) -> None:
         """Note on the CPU that the transfer was seen to be complete; on GPUs its end is already an event."""
@@ -165,7 +165,7 @@ class Recorder:
         return item
 
     def _resolve(self) -> None:
-        lane_end_us: dict[int, float] = {}
+        busy_until_us: dict[int, float] = {}
         for call in self._calls:
             pending, call.pending = call.pending, []
             for item in pending:
@@ -174,11 +174,11 @@ class Recorder:
                     continue
                 start_us, end_us = self._microseconds(item.start), self._microseconds(item.end)
                 if item.track == "transfer" and self._is_cuda:
-                    start_us = max([start_us, *(lane_end_us.get(lane, 0.0) for lane in item.lanes)])
-                    lane_end_us.update(dict.fromkeys(item.lanes, end_us))
-                lane = f"lane {'+'.join(map(str, item.lanes))}" if item.lanes else ""
+                    start_us = max([start_us, *(busy_until_us.get(number, 0.0) for number in item.communicators)])
+                    busy_until_us.update(dict.fromkeys(item.communicators, end_us))
+                row = f"communicator {'+'.join(map(str, item.communicators))}" if item.communicators else ""
                 call.resolved.append(
-                    Interval(item.name, item.track, start_us, end_us, item.step, call.op, call.number, lane)
+                    Interval(item.name, item.track, start_us, end_us, item.step, call.op, call.number, row)
                 )
 
     def _microseconds(self, mark: Any) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.plan.store import PlanStore, plan_of, why_no_file
 from commfuse_megatron.problem import Problem
 from commfuse_megatron.runtime.consensus import Consensus
@@ -32,7 +32,7 @@ class StoredPlans:
         said = [json.loads(text) for text in exchange(json.dumps([socket.gethostname(), complaint]))]
         if said[0][1]:
             raise ConfigError(f"plan.file: {file} {said[0][1]}; name a file, which is made if it is missing")
-        self.plans: dict[Problem, LinearPlan] = {}
+        self.plans: dict[Problem, PassPlan] = {}
         self.store = PlanStore(file) if group_rank == 0 else None
         self.num_hosts = len({host for host, _ in said})
 
@@ -41,9 +41,9 @@ class StoredPlans:
         consensus: Consensus,
         conditions: dict[str, Any],
         problem: Problem,
-        possible: Sequence[LinearPlan],
-        choose: Callable[[], LinearPlan],
-    ) -> LinearPlan:
+        possible: Sequence[PassPlan],
+        choose: Callable[[], PassPlan],
+    ) -> PassPlan:
         """The plan that the file holds for `problem`; else what `choose` gives, which it holds from then on.
 
         conditions: all that a choice depends on but the problem. possible: see `PlanStore`.
@@ -54,16 +54,16 @@ class StoredPlans:
         if isinstance(found, str):
             chosen = choose()
             kept = self._tell(consensus, problem, lambda store: store.add(*what, chosen))
-            assert isinstance(kept, LinearPlan)
+            assert isinstance(kept, PassPlan)
             found = dataclasses.replace(kept, reason=f"{kept.reason} ({found})") if found else kept
         self.plans[problem] = found
         return found
 
     def _tell(
-        self, consensus: Consensus, problem: Problem, ask: Callable[[PlanStore], LinearPlan | str]
-    ) -> LinearPlan | str:
+        self, consensus: Consensus, problem: Problem, ask: Callable[[PlanStore], PassPlan | str]
+    ) -> PassPlan | str:
         """What the store of group rank 0 answers, on all ranks."""
         answer = "" if self.store is None else ask(self.store)
-        text = json.dumps(dataclasses.asdict(answer) if isinstance(answer, LinearPlan) else answer)
+        text = json.dumps(dataclasses.asdict(answer) if isinstance(answer, PassPlan) else answer)
         told = json.loads(consensus.exchange(text, topic=f"the stored plan of {problem.call}")[0])
         return told if isinstance(told, str) else plan_of(told)

@@ -13,39 +13,18 @@ import torch
 
 from commfuse_megatron.kernels.attention import BoundAttention
 from commfuse_megatron.kernels.blas import Matrix, alignment_of
-from commfuse_megatron.runtime.buffers import PassBuffers, buffers_of
-from commfuse_megatron.runtime.hardware import Hardware
-from commfuse_megatron.runtime.lanes import Lanes
+from commfuse_megatron.runtime.buffers import buffers_of
 from commfuse_megatron.runtime.link import Link, Watched, name_of_batch
-from commfuse_megatron.runtime.tensor_program import name_of
-from commfuse_megatron.schedule.program import (
-    COPIES,
-    GATHER,
-    SCATTER,
-    After,
-    Batch,
-    Compute,
-    Copy,
-    Finish,
-    Fork,
-    Gemm,
-    Issue,
-    Join,
-    On,
-    Op,
-    Program,
-    Rows,
-    Sum,
-    Wait,
-    WeightGrad,
-)
+from commfuse_megatron.runtime.tensor_program import Means, name_of
+from commfuse_megatron.schedule import program as prog
+from commfuse_megatron.schedule.lower_linear import Asked
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.copy_flags import Key
 from commfuse_megatron.transport.copy_tape import BoundOperation, CopyTape, Ref, Step
 
 __all__ = ["TapeBinder", "TapeKernel", "Tapes", "Unservable", "addresses_of"]
 
-_LABELS = {SCATTER: "reduce-scatter"}
+_LABELS = {prog.SCATTER: "reduce-scatter"}
 
 # Layouts and scales that vary from call to call must not fill the memory.
 _MOST_TAPES = 64
@@ -76,28 +55,21 @@ def addresses_of(tensors: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
 
 
 class Tapes:
-    """The tapes of one pass.
+    """The tapes of one pass. lower: makes the program for what is asked."""
 
-    lower: makes a program from a lowering and what is asked of it.
-    """
-
-    def __init__(
-        self, lower: Callable[[Any, Hashable], Program], buffers: PassBuffers, lanes: Lanes, hardware: Hardware
-    ) -> None:
-        self._lower, self._buffers, self._lanes, self._hardware = lower, buffers, lanes, hardware
+    def __init__(self, lower: Callable[[Asked], prog.Program], means: Means) -> None:
+        self._lower, self._means, self._buffers = lower, means, means.buffers
         self._known: dict[Hashable, _Bound] = {}
 
     def run(
         self,
-        lower: Hashable,
-        asked: Hashable,
-        link: Link,
+        asked: Asked,
         tensors: Mapping[str, torch.Tensor],
         kernels: "Mapping[str, TapeKernel] | None",
         layout: Hashable,
     ) -> Literal["tape", "graph"] | None:
-        """Run the program of a lowering on these operands, as what it says; None, and nothing done, where that is not
-        for a tape.
+        """Run the program for what is asked on these operands, as what it says; None, and nothing done, where that is
+        not for a tape.
 
         tensors: as for `TensorProgram.run`, and what kernels use. layout: what else the tape depends on.
         """
@@ -106,12 +78,12 @@ class Tapes:
         weight, grad_weight = tensors.get("weight"), tensors.get("grad_weight")
         strides = None if weight is None else weight.stride()
         target = None if grad_weight is None else (grad_weight.dtype, grad_weight.shape, grad_weight.stride())
-        key = (lower, asked, layout, alignment, strides, target)
+        key = (asked, layout, alignment, strides, target)
         bound = self._known.get(key, _UNKNOWN)
         if bound.generation != self._buffers.generation:
             if bound.operation is None and bound is not _UNKNOWN:
                 return None
-            bound = self._bind(key, link, tensors, kernels or {}, alignment)
+            bound = self._bind(key, asked, tensors, kernels or {}, alignment)
         operation, _, scratch = bound
         if operation is None:
             return None
@@ -120,7 +92,7 @@ class Tapes:
             # Kept until the call is submitted: what the current stream does next comes after all lanes.
             memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._buffers.device)
             addresses = (*addresses, *[memory.data_ptr() + start for start in starts])
-        return link.replay(operation, addresses)
+        return self._means.link.replay(operation, addresses)
 
     @property
     def operations(self) -> list[BoundOperation | None]:
@@ -133,16 +105,15 @@ class Tapes:
 
     def _bind(
         self,
-        key: tuple[Hashable, ...],
-        link: Link,
+        key: Hashable,
+        asked: Asked,
         tensors: Mapping[str, torch.Tensor],
         kernels: "Mapping[str, TapeKernel]",
         alignment: int,
     ) -> _Bound:
         bound = _Bound(None, _NEVER)
         try:
-            program, buffers = self._lower(key[0], key[1]), self._buffers
-            binder = TapeBinder(program, buffers, link, self._lanes, self._hardware, tensors, alignment)
+            binder = TapeBinder(self._lower(asked), self._means, tensors, alignment)
             bound = _Bound(binder.bind(kernels), self._buffers.generation, binder.scratch)
         except Unservable:
             pass
@@ -161,15 +132,9 @@ class TapeBinder:
     """
 
     def __init__(
-        self,
-        program: Program,
-        buffers: PassBuffers,
-        link: Link,
-        lanes: Lanes,
-        hardware: Hardware,
-        tensors: Mapping[str, torch.Tensor],
-        alignment: int,
+        self, program: prog.Program, means: Means, tensors: Mapping[str, torch.Tensor], alignment: int
     ) -> None:
+        buffers, link = means.buffers, means.link
         # Who sends and receives nothing ends nothing: others might do it on tensors, with no release.
         if alignment < 16 or not program.schedules:
             raise Unservable
@@ -178,17 +143,17 @@ class TapeBinder:
         self.dtype, self.device = buffers.dtype, buffers.device
         self.itemsize = self.dtype.itemsize
         # Attention's pieces gain more by lanes than the host loses; of a linear the host's time shows.
-        has_attention = any(isinstance(op, Compute) for op in program.ops)
+        has_attention = any(isinstance(op, prog.Compute) for op in program.ops)
         self.tape = CopyTape(link.transport, lanes_when_stepped=has_attention)
         self._program, self._alignment, self._buffers, self._link = program, alignment, buffers, link
         self._name = ""  # of the computation in the making
         self._slots = {name: number for number, name in enumerate(tensors, start=1)}
         self._bounds = buffers_of(program, tensors)
         buffers.reserve(self._bounds)
-        self._lanes, self._hardware = lanes, hardware
+        self._lanes, self._hardware = means.lanes, means.hardware
         self._handles: tuple[int, ...] = ()
-        self._arriving: dict[Batch, Key] = {}
-        self._unawaited: dict[Batch, Key] = {}
+        self._arriving: dict[prog.Batch, Key] = {}
+        self._unawaited: dict[prog.Batch, Key] = {}
         self._sends: list[Key] = []
         self._ordered: set[str] = set()
         self._scratch_bytes: dict[int | None, int] = {}  # that any kernel of a lane needs
@@ -216,11 +181,11 @@ class TapeBinder:
             return Ref(0, self._buffers.tensor(name, self._bounds[name]).data_ptr() + offset)
         return Ref(self._slots[name], offset)
 
-    def rows(self, rows: Rows) -> Ref:
+    def rows(self, rows: prog.Rows) -> Ref:
         """Where rows begin."""
         return self.at(rows.operand, rows.start * self._features(rows.operand) * self.itemsize)
 
-    def matrix(self, rows: Rows) -> Matrix:
+    def matrix(self, rows: prog.Rows) -> Matrix:
         """Rows as operand of a GEMM."""
         features = self._features(rows.operand)
         return Matrix((rows.count, features), (features, 1), self.dtype)
@@ -238,45 +203,45 @@ class TapeBinder:
 
     # -- ops --------------------------------------------------------------------------------------------------------
 
-    def _add(self, op: Op, kernels: "Mapping[str, TapeKernel]") -> None:
-        if isinstance(op, Gemm | Sum | WeightGrad | Compute):
+    def _add(self, op: prog.Op, kernels: "Mapping[str, TapeKernel]") -> None:
+        if isinstance(op, prog.Computation):
             self._name = name_of(op)
         match op:
-            case Gemm():
+            case prog.Gemm():
                 self._add_gemm(op)
-            case Issue():
+            case prog.Issue():
                 self._add_issue(op)
-            case Wait():
+            case prog.Wait():
                 self.tape.wait(*(self._arriving[batch] for batch in op.batches))
                 self._note_arrivals(op.batches)
                 for batch in op.batches:
                     self._unawaited.pop(batch, None)
-            case Copy():
+            case prog.Copy():
                 self._add_copy(op)
-            case Sum():
+            case prog.Sum():
                 self._add_sum(op)
-            case WeightGrad():
+            case prog.WeightGrad():
                 self._add_weight_grad(op)
-            case Compute():
+            case prog.Compute():
                 kernel = kernels.get(op.kind)
                 if kernel is None:
                     raise Unservable
                 kernel(self, op)
-            case Fork():
+            case prog.Fork():
                 self._handles = self._lanes.handles(op.lanes)
                 self.tape.fork(self._handles)
                 self.tape.on(None)
-            case On():
+            case prog.On():
                 self.tape.on(self._lane(op.lane))
-            case After():
+            case prog.After():
                 self._add_after(op)
-            case Join():
+            case prog.Join():
                 self.tape.join(self._handles)
-            case Finish():
+            case prog.Finish():
                 self.tape.wait(*self._unawaited.values(), *self._sends)
-                self._note_arrivals((op.channel, op.step) for op in self._program.ops if isinstance(op, Issue))
+                self._note_arrivals((op.channel, op.step) for op in self._program.ops if isinstance(op, prog.Issue))
 
-    def _note_arrivals(self, batches: Iterable[Batch]) -> None:
+    def _note_arrivals(self, batches: Iterable[prog.Batch]) -> None:
         """Tell a recorder that what comes next is behind these."""
         if self._link.is_recorded:
             note, arrived = self._link.note_arrival, tuple(batches)
@@ -290,14 +255,14 @@ class TapeBinder:
     def _lane(self, lane: int | None) -> int | None:
         return None if lane is None else self._handles[lane]
 
-    def _add_after(self, op: After) -> None:
+    def _add_after(self, op: prog.After) -> None:
         here = self.tape.lane
         self.tape.on(self._lane(op.lane))
         reached = self.tape.mark()
         self.tape.on(here)
         self.tape.follow(reached)
 
-    def _add_issue(self, op: Issue) -> None:
+    def _add_issue(self, op: prog.Issue) -> None:
         tape, batch = self.tape, (op.channel, op.step)
         keys: list[Key] = []
         bound = self._program.schedules[op.channel]
@@ -305,7 +270,7 @@ class TapeBinder:
             place = self._buffers.place(op.channel, op.receive)
             key = (op.receive.peer, place.flag, -1, -1)
             self._arriving[batch] = self._unawaited[batch] = key
-            label = self._program.gather_label if op.channel == GATHER else _LABELS[op.channel]
+            label = self._program.gather_label if op.channel == prog.GATHER else _LABELS[op.channel]
             tape.notes.append((key, Watched(label, bound, op.step, None, op.receive.peer)))
             keys.append(key)
         marks = _TransferMarks(self._link, op, keys) if self._link.is_recorded else None
@@ -325,14 +290,14 @@ class TapeBinder:
             tape.note(key)
         tape.issued(keys)
 
-    def _add_copy(self, op: Copy) -> None:
+    def _add_copy(self, op: prog.Copy) -> None:
         self._order(op.source)
         size_bytes = op.source.count * self._features(op.source.operand) * self.itemsize
         key = self.tape.copy(self.rows(op.target), self.rows(op.source), size_bytes, flag=op.number)
-        batch = (COPIES, op.number)
+        batch = (prog.COPIES, op.number)
         self._arriving[batch] = self._unawaited[batch] = key
 
-    def _order(self, source: Rows) -> None:
+    def _order(self, source: prog.Rows) -> None:
         """The copy stream reads rows next: what a call brings is complete from the start, the rest as it is now."""
         if source.operand not in self._bounds:
             if "" in self._ordered:
@@ -340,7 +305,7 @@ class TapeBinder:
             self._ordered.add("")
         self.tape.order()
 
-    def _add_gemm(self, op: Gemm) -> None:
+    def _add_gemm(self, op: prog.Gemm) -> None:
         weight = self.tensors["weight"]
         seen = weight.t() if op.is_forward else weight
         b = Matrix((seen.size(0), seen.size(1)), (seen.stride(0), seen.stride(1)), weight.dtype)
@@ -351,14 +316,14 @@ class TapeBinder:
         shapes = (self.matrix(op.a), b, self.matrix(op.out))
         self.matmul(shapes, (self.rows(op.a), self.at("weight"), self.rows(op.out)), addend=addend, bias=bias)
 
-    def _add_sum(self, op: Sum) -> None:
+    def _add_sum(self, op: prog.Sum) -> None:
         adds = [self.rows(rows) for rows in op.adds]
         distance = adds[1].offset - adds[0].offset if len(adds) > 1 else 0
         shape = (op.out.count, self._features(op.out.operand))
         bias = self.at("bias") if op.has_bias else None
         self.sum(shape, (self.rows(op.own), adds[0], self.rows(op.out)), len(adds), distance, bias)
 
-    def _add_weight_grad(self, op: WeightGrad) -> None:
+    def _add_weight_grad(self, op: prog.WeightGrad) -> None:
         out = self.tensors["grad_weight"]
         grad, x = self.matrix(op.grad), self.matrix(op.x)
         (rows, n), k = grad.shape, x.shape[1]
@@ -476,7 +441,7 @@ class TapeBinder:
 class _TransferMarks:
     """Records one batch on the copy stream: from before its push until both of its ends are done."""
 
-    def __init__(self, link: Link, op: Issue, keys: list[Key]) -> None:
+    def __init__(self, link: Link, op: prog.Issue, keys: list[Key]) -> None:
         self._link, self._op, self._keys = link, op, keys
         self._mark: Any = None
 
@@ -495,4 +460,4 @@ class _TransferMarks:
 
 
 #: Puts what a `Compute` op says on the tape in the making, or raises Unservable.
-TapeKernel = Callable[[TapeBinder, Compute], None]
+TapeKernel = Callable[[TapeBinder, prog.Compute], None]

@@ -8,43 +8,35 @@ import itertools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from commfuse_megatron.runtime.buffers import PassBuffers, buffers_of
 from commfuse_megatron.runtime.gemm import SliceGemm
+from commfuse_megatron.runtime.hardware import Hardware
 from commfuse_megatron.runtime.lanes import Lanes
 from commfuse_megatron.runtime.link import Link
+from commfuse_megatron.schedule import program as prog
 from commfuse_megatron.schedule.actions import Algorithm
 from commfuse_megatron.schedule.binding import BoundSchedule
-from commfuse_megatron.schedule.program import (
-    GATHER,
-    SCATTER,
-    After,
-    Batch,
-    Channel,
-    Compute,
-    Copy,
-    Finish,
-    Fork,
-    Gemm,
-    Issue,
-    Join,
-    On,
-    Op,
-    Program,
-    Rows,
-    Sum,
-    Wait,
-    WeightGrad,
-)
 from commfuse_megatron.transport import base
 from commfuse_megatron.transport.base import Transfer
 
-__all__ = ["Frame", "Kernel", "TensorKernels", "TensorProgram", "name_of"]
+__all__ = ["Frame", "Kernel", "Means", "TensorKernels", "TensorProgram", "name_of"]
 
 #: Computes what a `Compute` op says: (chunk, what it reads, what it writes).
 Kernel = Callable[[int, list[torch.Tensor], list[torch.Tensor]], None]
+
+
+class Means(NamedTuple):
+    """What the programs of one pass are bound to."""
+
+    buffers: PassBuffers
+    link: Link
+    gemm: SliceGemm
+    lanes: Lanes
+    hardware: Hardware
 
 
 class Frame:
@@ -55,8 +47,8 @@ class Frame:
     views: list[torch.Tensor]
     tensors: Mapping[str, torch.Tensor]
     kernels: Mapping[str, Kernel]
-    transfers: dict[Batch, Transfer]
-    tags: dict[Channel, int]
+    transfers: dict[prog.Batch, Transfer]
+    tags: dict[prog.Channel, int]
 
 
 FrameStep = Callable[[Frame], None]
@@ -70,14 +62,14 @@ class _Run:
     bound: BoundSchedule
 
 
-def name_of(op: Gemm | Sum | WeightGrad | Compute) -> str:
+def name_of(op: prog.Computation) -> str:
     """What records call a computation."""
     match op:
-        case Gemm():
+        case prog.Gemm():
             return f"multiply {op.chunk}" if op.chunk >= 0 else "multiply"
-        case Sum():
+        case prog.Sum():
             return "sum"
-        case WeightGrad():
+        case prog.WeightGrad():
             return "wgrad"
     return f"{op.kind} {op.chunk}" if op.chunk >= 0 else op.kind
 
@@ -88,11 +80,10 @@ class TensorKernels:
     brings: the names of operands that calls bring. A buffer's name among them: the call has another one.
     """
 
-    def __init__(
-        self, program: Program, buffers: PassBuffers, link: Link, gemm: SliceGemm, brings: frozenset[str]
-    ) -> None:
-        self._link, self._multiplier, self._buffers, self._brings = link, gemm, buffers, brings
-        self._index: dict[tuple[Rows, ...], int] = {}
+    def __init__(self, program: prog.Program, means: Means, brings: frozenset[str]) -> None:
+        buffers = self._buffers = means.buffers
+        self._link, self._multiplier, self._brings = means.link, means.gemm, brings
+        self._index: dict[tuple[prog.Rows, ...], int] = {}
         self._static: list[torch.Tensor | None] = []
         self._cuts: list[tuple[int, str, int, int]] = []
         scatter = program.scatter
@@ -123,20 +114,20 @@ class TensorKernels:
         frame.transfers = {}
         return frame
 
-    def step(self, op: Gemm | Sum | WeightGrad | Compute, beside: Batch | None = None) -> FrameStep:
+    def step(self, op: prog.Computation, beside: prog.Batch | None = None) -> FrameStep:
         """What runs a computation. beside: the transfer that may run meanwhile, whose SMs it leaves alone."""
         match op:
-            case Gemm():
+            case prog.Gemm():
                 return self._gemm(op, beside)
-            case Sum():
+            case prog.Sum():
                 return self._sum(op)
-            case WeightGrad():
+            case prog.WeightGrad():
                 return self._weight_grad(op, beside)
         return self._compute(op)
 
     # -- views ------------------------------------------------------------------------------------------------------
 
-    def view(self, *rows: Rows) -> int:
+    def view(self, *rows: prog.Rows) -> int:
         """The number of the view of these rows: several are one stack [P, rows, features], at equal distances."""
         found = self._index.get(rows)
         if found is not None:
@@ -162,7 +153,7 @@ class TensorKernels:
 
     # -- computations -----------------------------------------------------------------------------------------------
 
-    def _gemm(self, op: Gemm, beside: Batch | None) -> FrameStep:
+    def _gemm(self, op: prog.Gemm, beside: prog.Batch | None) -> FrameStep:
         link, gemm, name = self._link, self._multiplier, name_of(op)
         a, out = self.view(op.a), self.view(op.out)
         is_forward, is_stack = op.is_forward, bool(op.adds) and op.adds[0].operand == "arrived" and self._is_stacked
@@ -184,7 +175,7 @@ class TensorKernels:
 
         return step
 
-    def _sum(self, op: Sum) -> FrameStep:
+    def _sum(self, op: prog.Sum) -> FrameStep:
         link, gemm = self._link, self._multiplier
         out, own, has_bias = self.view(op.out), self.view(op.own), op.has_bias
         added = self.view(*op.adds) if op.adds else -1
@@ -200,7 +191,7 @@ class TensorKernels:
 
         return step
 
-    def _weight_grad(self, op: WeightGrad, beside: Batch | None) -> FrameStep:
+    def _weight_grad(self, op: prog.WeightGrad, beside: prog.Batch | None) -> FrameStep:
         link, gemm, accumulates = self._link, self._multiplier, op.accumulates
         grad, x = self.view(op.grad), self.view(op.x)
 
@@ -216,7 +207,7 @@ class TensorKernels:
 
         return step
 
-    def _compute(self, op: Compute) -> FrameStep:
+    def _compute(self, op: prog.Compute) -> FrameStep:
         link, kind, chunk, name = self._link, op.kind, op.chunk, name_of(op)
         reads, writes = [self.view(rows) for rows in op.reads], [self.view(rows) for rows in op.writes]
 
@@ -232,23 +223,15 @@ class TensorKernels:
 class TensorProgram:
     """A program over a transport with two sides; valid until a buffer of its pass grows."""
 
-    def __init__(
-        self,
-        program: Program,
-        buffers: PassBuffers,
-        link: Link,
-        gemm: SliceGemm,
-        lanes: Lanes,
-        tensors: Mapping[str, torch.Tensor],
-    ) -> None:
+    def __init__(self, program: prog.Program, means: Means, tensors: Mapping[str, torch.Tensor]) -> None:
         """tensors: operands like those of the calls, by name."""
-        self._link, self._gemm, self._lanes = link, gemm, lanes
-        self._kernels = TensorKernels(program, buffers, link, gemm, frozenset(tensors))
+        self._link, self._gemm, self._lanes = means.link, means.gemm, means.lanes
+        self._kernels = TensorKernels(program, means, frozenset(tensors))
         self.generation = self._kernels.generation
-        labels = {GATHER: program.gather_label, SCATTER: "reduce-scatter"}
+        labels = {prog.GATHER: program.gather_label, prog.SCATTER: "reduce-scatter"}
         self._runs = {channel: _Run(labels[channel], bound) for channel, bound in program.schedules.items()}
-        self._open: dict[Batch, None] = {}  # while steps are made: issued and not waited for
-        self._uses_lanes = any(isinstance(op, Fork) for op in program.ops)
+        self._open: dict[prog.Batch, None] = {}  # while steps are made: issued and not waited for
+        self._uses_lanes = any(isinstance(op, prog.Fork) for op in program.ops)
         self._steps = tuple(step for op in program.ops if (step := self._step(op)) is not None)
 
     def run(self, tensors: Mapping[str, torch.Tensor], kernels: Mapping[str, Kernel]) -> None:
@@ -259,22 +242,22 @@ class TensorProgram:
             for step in self._steps:
                 step(frame)
 
-    def _step(self, op: Op) -> FrameStep | None:
+    def _step(self, op: prog.Op) -> FrameStep | None:
         match op:
-            case Gemm() | Sum() | WeightGrad() | Compute():
+            case prog.Gemm() | prog.Sum() | prog.WeightGrad() | prog.Compute():
                 return self._kernels.step(op, self._latest_open())
-            case Issue():
+            case prog.Issue():
                 return self._issue_step(op)
-            case Wait():
+            case prog.Wait():
                 return self._wait_step(op)
-            case Copy():
+            case prog.Copy():
                 target, source = self._kernels.view(op.target), self._kernels.view(op.source)
                 return lambda frame: _copy(frame.views[target], frame.views[source])
-            case Finish():
+            case prog.Finish():
                 return self._finish_step()
         return self._lane_step(op)
 
-    def _issue_step(self, op: Issue) -> FrameStep:
+    def _issue_step(self, op: prog.Issue) -> FrameStep:
         link, run, join, channel = self._link, self._runs[op.channel], self._gemm.join, op.channel
         send, receive, step_number, batch = op.send, op.receive, op.step, (op.channel, op.step)
         sent = -1 if send is None else self._kernels.view(send.rows)
@@ -293,7 +276,7 @@ class TensorProgram:
 
         return step
 
-    def _wait_step(self, op: Wait) -> FrameStep | None:
+    def _wait_step(self, op: prog.Wait) -> FrameStep | None:
         link = self._link
         first = [batch for batch in op.batches if batch in self._open]
         for batch in first:
@@ -322,25 +305,25 @@ class TensorProgram:
 
         return step
 
-    def _lane_step(self, op: Fork | On | After | Join) -> FrameStep:
+    def _lane_step(self, op: prog.Fork | prog.On | prog.After | prog.Join) -> FrameStep:
         lanes = self._lanes
         match op:
-            case Fork():
+            case prog.Fork():
                 return lambda frame: lanes.fork(op.lanes)
-            case On():
+            case prog.On():
                 return lambda frame: lanes.on(op.lane)
-            case After():
+            case prog.After():
                 return lambda frame: lanes.after(op.lane)
-            case Join():
+            case prog.Join():
                 return lambda frame: lanes.join(op.lanes)
 
-    def _latest_open(self) -> Batch | None:
+    def _latest_open(self) -> prog.Batch | None:
         """The batch that may run beside what comes next, which gets SMs then: the scatter's before the gather's."""
-        of_scatter = [batch for batch in self._open if batch[0] == SCATTER]
+        of_scatter = [batch for batch in self._open if batch[0] == prog.SCATTER]
         return next(reversed(of_scatter or list(self._open)), None)
 
 
-def _get(transfers: Mapping[Batch, Transfer], batch: Batch | None) -> Transfer | None:
+def _get(transfers: Mapping[prog.Batch, Transfer], batch: prog.Batch | None) -> Transfer | None:
     return None if batch is None else transfers.get(batch)
 
 

@@ -9,14 +9,9 @@ from typing import override
 
 import torch
 
-from commfuse_megatron.runtime.buffers import PassBuffers
-from commfuse_megatron.runtime.gemm import SliceGemm
-from commfuse_megatron.runtime.hardware import Hardware
-from commfuse_megatron.runtime.lanes import Lanes
-from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.tape_program import TapeBinder, TapeKernel, addresses_of
-from commfuse_megatron.runtime.tensor_program import Frame, Kernel, TensorKernels
-from commfuse_megatron.schedule.program import Compute, Gemm, Op, Program, Sum, WeightGrad
+from commfuse_megatron.runtime.tensor_program import Frame, Kernel, Means, TensorKernels
+from commfuse_megatron.schedule.program import Computation, Op, Program
 
 __all__ = ["TensorTape"]
 
@@ -24,22 +19,13 @@ __all__ = ["TensorTape"]
 class TensorTape:
     """A program with messages, bound to the buffers of a pass; valid until one of them grows."""
 
-    def __init__(
-        self,
-        program: Program,
-        buffers: PassBuffers,
-        link: Link,
-        gemm: SliceGemm,
-        lanes: Lanes,
-        hardware: Hardware,
-        tensors: Mapping[str, torch.Tensor],
-    ) -> None:
+    def __init__(self, program: Program, means: Means, tensors: Mapping[str, torch.Tensor]) -> None:
         """tensors: operands like those of the calls, by name."""
-        self._link = link
-        self._kernels = TensorKernels(program, buffers, link, gemm, frozenset(tensors))
+        self._link = means.link
+        self._kernels = TensorKernels(program, means, frozenset(tensors))
         self.generation = self._kernels.generation
         self._calls: list[Frame] = []  # the one under way
-        binder = _Binder(program, buffers, link, lanes, hardware, tensors, self._kernels, self._calls)
+        binder = _Binder(program, means, tensors, self._kernels, self._calls)
         self._operation = binder.bind({})
 
     def run(self, tensors: Mapping[str, torch.Tensor], kernels: Mapping[str, Kernel]) -> None:
@@ -55,20 +41,17 @@ class _Binder(TapeBinder):
     def __init__(
         self,
         program: Program,
-        buffers: PassBuffers,
-        link: Link,
-        lanes: Lanes,
-        hardware: Hardware,
+        means: Means,
         tensors: Mapping[str, torch.Tensor],
         on_tensors: TensorKernels,
         calls: list[Frame],
     ) -> None:
-        super().__init__(program, buffers, link, lanes, hardware, tensors, alignment=16)  # copies ask for none
+        super().__init__(program, means, tensors, alignment=16)  # copies ask for none
         self._on_tensors, self._calls = on_tensors, calls
 
     @override
     def _add(self, op: Op, kernels: Mapping[str, TapeKernel]) -> None:
-        if not isinstance(op, Gemm | Sum | WeightGrad | Compute):
+        if not isinstance(op, Computation):
             super()._add(op, kernels)
             return
         run, calls, lanes, lane = self._on_tensors.step(op), self._calls, self._lanes, self.tape.lane

@@ -14,7 +14,7 @@ from typing import Any
 
 from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport.base import Transfer
-from commfuse_megatron.transport.stream_memory import look_on_during_captures
+from commfuse_megatron.transport.stream_memory import allow_calls_during_capture
 
 __all__ = ["Watchdog"]
 
@@ -58,7 +58,7 @@ class Watchdog:
             self._thread.join()
 
     def _run(self) -> None:
-        look_on_during_captures()
+        allow_calls_during_capture()
         poll_s = min(_LONGEST_POLL_S, self._timeout_s / 4)
         oldest: Any = None
         oldest_since = time.monotonic()

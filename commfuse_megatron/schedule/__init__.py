@@ -1,25 +1,22 @@
 """What is sent and multiplied, in which order, on every rank: frozen data, no torch.
 
-Read `actions` first, then one builder; `validate` says what correct means, `render` prints.
-Then `program`, which a bound schedule becomes, and one lowering; `program_checks` says what correct means there,
-`simulate` what it costs.
+Read `actions` first, then one builder; `render` prints a schedule. Then `program`, which a bound schedule becomes, and
+one lowering; `program_checks` says what correct means, `simulate` what a program costs.
 """
 
-from commfuse_megatron.schedule.actions import Algorithm, Chunk, Collective, Compute, Receive, Schedule, Send, Step
+from commfuse_megatron.schedule.actions import Algorithm, Chunk, Collective, Receive, Schedule, Send, Step
 from commfuse_megatron.schedule.all_gather import build_all_gather
 from commfuse_megatron.schedule.bound import schedule_bound_us
 from commfuse_megatron.schedule.reduce_scatter import build_reduce_scatter
 from commfuse_megatron.schedule.render import describe, render
 from commfuse_megatron.schedule.simulate import Costs, Work, simulate
 from commfuse_megatron.schedule.timeline import Activity, Interval, Simulation, Timeline
-from commfuse_megatron.schedule.validate import validate
 
 __all__ = [
     "Activity",
     "Algorithm",
     "Chunk",
     "Collective",
-    "Compute",
     "Costs",
     "Interval",
     "Receive",
@@ -35,5 +32,4 @@ __all__ = [
     "render",
     "schedule_bound_us",
     "simulate",
-    "validate",
 ]

@@ -1,13 +1,16 @@
 """The vocabulary of schedules: what one rank sends, receives and multiplies, step by step.
 
-Frozen data without torch. A schedule says nothing of streams, events or bytes; `runtime` gives it those. The contract
-that bites: the transfers of a step are issued *before* its computation, as one batch.
+Frozen data without torch. A schedule says nothing of streams, events or bytes; `runtime` gives it those. Beware: the
+transfers of a step are issued *before* its computation, as one batch, and both ends of a transfer stand in the same
+step.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Algorithm", "Chunk", "Collective", "Compute", "Receive", "Schedule", "Send", "Step"]
+from commfuse_megatron.errors import ScheduleError
+
+__all__ = ["Algorithm", "Chunk", "Collective", "Receive", "Schedule", "Send", "Step"]
 
 
 class Collective(StrEnum):
@@ -34,62 +37,52 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send `chunk` to group rank `to_rank`.
-
-    slot: all-gather: the receive slot forwarded from, None for the rank's own shard;
-    reduce-scatter: the send slot that holds the partial.
-    """
+    """Send `chunk` (a reduce-scatter: its partial, or running sum) to group rank `to_rank`."""
 
     chunk: Chunk
     to_rank: int
-    slot: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Receive `chunk` from group rank `from_rank` into receive slot `slot`."""
+    """Receive `chunk` (a reduce-scatter: its partial, or running sum) from group rank `from_rank`."""
 
     chunk: Chunk
     from_rank: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """Multiply `chunk`.
-
-    receive_slot: all-gather: where the input lies, None for the own shard;
-    ring reduce-scatter: the arrived running sum to add, None at the head of the chain; direct reduce-scatter: None.
-    send_slot: reduce-scatter: where the partial is put for sending, None when the result is this rank's own output.
-    Always None in an all-gather.
-    """
-
-    chunk: Chunk
-    receive_slot: int | None
-    send_slot: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One position of one rank's program: `transfers` are issued together, then `compute` runs beside them."""
+    """One position in one rank's order: `send` and `receive` are issued together, then `chunk` is multiplied beside.
+
+    needs: the step that receives what is multiplied (all-gather), or the running sum to add (ring reduce-scatter);
+    None: nothing.
+    """
 
     index: int
-    transfers: tuple[Send | Receive, ...]
-    compute: Compute
+    send: Send | None
+    receive: Receive | None
+    chunk: Chunk
+    needs: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Programs of all ranks of a group: `programs[group_rank]` is that rank's list of steps.
+    """The steps of all ranks of a group: `steps[group_rank]` are that rank's, in order.
 
-    A direct reduce-scatter also sums, after its last step, the partials that arrived in its receive slots;
-    the ring folds them in on the way.
+    A direct reduce-scatter also sums, after its last step, the partials that have arrived; the ring adds them on the
+    way. Raises ScheduleError where a size is below 1.
     """
 
     collective: Collective
     algorithm: Algorithm
     group_size: int
     chunks_per_shard: int
-    num_receive_slots: int
-    num_send_slots: int
-    programs: tuple[tuple[Step, ...], ...]
+    steps: tuple[tuple[Step, ...], ...]
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1 or self.chunks_per_shard < 1:
+            raise ScheduleError(
+                f"a schedule for group_size={self.group_size}, chunks_per_shard={self.chunks_per_shard} was asked for: "
+                "both must be at least 1."
+            )

@@ -44,7 +44,6 @@ def lower_query_split(scatter: BoundSchedule, policy: Policy, *, has_bias: bool)
     On a tape, attention goes before the GEMMs of the pieces that it runs beside, and sums before the own GEMMs.
     """
     low = Lowering(policy, scatter=scatter)
-    has_transfers = any(scatter.slot_rows)
     has_cover = policy.is_tape or scatter.schedule.chunks_per_shard > 1
     folds = low.may_add_arrived(has_cover=has_cover, has_bias=has_bias)
     is_summed_ahead = folds and scatter.schedule.group_size - 1 > policy.most_adds
@@ -76,7 +75,7 @@ def lower_query_split(scatter: BoundSchedule, policy: Policy, *, has_bias: bool)
         find_arrived=add_up if is_summed_ahead else None,
     )
     low.join()
-    if has_transfers and not folds:
+    if scatter.arrived_rows and not folds:
         low.sum_own(has_bias=has_bias)
     return low.program()
 

@@ -38,7 +38,7 @@ class Asked(NamedTuple):
     weight_grad: "now", "later" (leave the caller what it is made of), or not at all. accumulates: that gradient is
     added to what is there. is_bulk: as few GEMMs as possible. has_x: the rows that an all-gather linear's weight
     gradient needs are at hand. keeps_gathered: leave what was gathered to the caller. has_bias, has_addend: what is
-    added, to the result and to every partial.
+    added, to the result and to every partial. attends: an attention's backward pass in one piece belongs to it.
     """
 
     is_backward: bool = False
@@ -50,6 +50,7 @@ class Asked(NamedTuple):
     keeps_gathered: bool = False
     has_bias: bool = False
     has_addend: bool = False
+    attends: bool = False
 
 
 def lower_gather_pass(
@@ -208,7 +209,7 @@ class _ScatterPass:
         if self._is_ring:
             if asked.has_bias:
                 low.add_bias()
-        elif not self._folds and any(self._scatter.slot_rows):
+        elif not self._folds and self._scatter.arrived_rows:
             low.sum_own(has_bias=asked.has_bias)
         return low.program()
 
@@ -263,6 +264,6 @@ def lower_embedding(scatter: BoundSchedule, policy: Policy) -> Program:
             low.ops.append(Compute(LOOK_UP, chunk, arrived, (target,)))
 
     low.scatter_from(look_up, folds=False)
-    if scatter.schedule.algorithm is not Algorithm.RING and any(scatter.slot_rows):
+    if scatter.schedule.algorithm is not Algorithm.RING and scatter.arrived_rows:
         low.sum_own(has_bias=False)
     return low.program()

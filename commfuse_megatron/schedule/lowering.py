@@ -1,6 +1,6 @@
 """What all lowerings share: from bound schedules to the ops of a program, in the order of submission.
 
-A lowering calls these parts one after the other; each appends ops. What two ways of running a pass differ in is a
+A lowering calls these parts one after the other; each appends ops. What two transports differ in for a pass is a
 `Policy`, so that the order of a pass is written once.
 """
 
@@ -8,35 +8,14 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from commfuse_megatron.schedule import program as prog
 from commfuse_megatron.schedule.actions import Algorithm
-from commfuse_megatron.schedule.binding import BoundSchedule
-from commfuse_megatron.schedule.program import (
-    COPIES,
-    GATHER,
-    SCATTER,
-    After,
-    Batch,
-    Channel,
-    Copy,
-    Finish,
-    Fork,
-    Gemm,
-    Issue,
-    Join,
-    Message,
-    On,
-    Op,
-    Program,
-    Rows,
-    Sum,
-    Wait,
-    WeightGrad,
-)
+from commfuse_megatron.schedule.binding import BoundSchedule, Transfer
 
 __all__ = ["Lowering", "Policy"]
 
 #: Computes what belongs to a chunk: (chunk, where its result goes, what has arrived and is to be added to it).
-Produce = Callable[[int, Rows, tuple[Rows, ...]], None]
+Produce = Callable[[int, prog.Rows, tuple[prog.Rows, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,61 +54,57 @@ class Lowering:
     ) -> None:
         self.policy = policy
         self._gather_label = gather_label
-        self.ops: list[Op] = []
+        self.ops: list[prog.Op] = []
         self._gather, self._scatter = gather, scatter
         bound = gather if gather is not None else scatter
         assert bound is not None
         self.bound = bound
         self.starts = tuple(itertools.accumulate(bound.chunk_rows, initial=0))
         self._sent_starts = _sent_starts(bound)
-        self._arrived_starts = () if scatter is None else tuple(itertools.accumulate(scatter.slot_rows, initial=0))
         self._num_gather_issued = 0
-        self._arriving: dict[Batch, None] = {}
-        self._waited: dict[int | None, set[Batch]] = {None: set()}  # by lane
+        self._arriving: dict[prog.Batch, None] = {}
+        self._waited: dict[int | None, set[prog.Batch]] = {None: set()}  # by lane
         self.lane: int | None = None
         self.num_lanes = 0
         self._turn = -1
         self._copies = 0
 
-    def program(self) -> Program:
+    def program(self) -> prog.Program:
         """What was appended, and then the wait for all that is still in flight."""
-        return Program((*self.ops, Finish()), self._gather, self._scatter, self._gather_label)
+        return prog.Program((*self.ops, prog.Finish()), self._gather, self._scatter, self._gather_label)
 
     # -- names of rows ------------------------------------------------------------------------------------------------
 
-    def all_rows(self, operand: str) -> Rows:
+    def all_rows(self, operand: str) -> prog.Rows:
         """Every row of an operand of all ranks' rows."""
-        return Rows(operand, 0, self.bound.total_rows)
+        return prog.Rows(operand, 0, self.bound.total_rows)
 
-    def chunk(self, operand: str, chunk: int) -> Rows:
+    def chunk(self, operand: str, chunk: int) -> prog.Rows:
         """The rows of a chunk in an operand of all ranks' rows."""
-        return Rows(operand, self.starts[chunk], self.bound.chunk_rows[chunk])
+        return prog.Rows(operand, self.starts[chunk], self.bound.chunk_rows[chunk])
 
-    def own_chunk(self, operand: str, chunk: int) -> Rows:
+    def own_chunk(self, operand: str, chunk: int) -> prog.Rows:
         """The rows of one of this rank's chunks in an operand of this rank's rows."""
-        return Rows(operand, self.starts[chunk] - self.bound.own_start, self.bound.chunk_rows[chunk])
+        return prog.Rows(operand, self.starts[chunk] - self.bound.own_start, self.bound.chunk_rows[chunk])
 
-    def gathered_chunk(self, chunk: int) -> Rows:
+    def gathered_chunk(self, chunk: int) -> prog.Rows:
         """Where a chunk lies that was gathered: the own ones where they were before."""
         is_own = chunk in self.bound.own_chunks
         return self.own_chunk("shard", chunk) if is_own else self.chunk("gathered", chunk)
 
-    def partial(self, chunk: int) -> Rows:
+    def partial(self, chunk: int) -> prog.Rows:
         """Where the partial of another rank's chunk waits to be sent."""
-        return Rows("sent", self._sent_starts[chunk], self.bound.chunk_rows[chunk])
+        return prog.Rows("sent", self._sent_starts[chunk], self.bound.chunk_rows[chunk])
 
-    def slot(self, slot: int) -> Rows:
-        """A receive slot of the reduce-scatter."""
-        assert self._scatter is not None
-        return Rows("arrived", self._arrived_starts[slot], self._scatter.slot_rows[slot])
-
-    def arrived(self, own_number: int) -> tuple[Rows, ...]:
+    def arrived(self, own_number: int) -> tuple[prog.Rows, ...]:
         """Other ranks' partials of own chunk number `own_number` in a direct reduce-scatter, in a fixed order."""
         bound = self._scatter
         assert bound is not None
         rows, own = bound.chunk_rows[bound.own_chunks[own_number]], bound.own_rows
         start = sum(bound.chunk_rows[chunk] for chunk in bound.own_chunks[:own_number])
-        return tuple(Rows("arrived", sender * own + start, rows) for sender in range(bound.schedule.group_size - 1))
+        return tuple(
+            prog.Rows("arrived", sender * own + start, rows) for sender in range(bound.schedule.group_size - 1)
+        )
 
     # -- transfers ----------------------------------------------------------------------------------------------------
 
@@ -147,17 +122,14 @@ class Lowering:
             if index < self._num_gather_issued or index >= len(bound.steps):
                 continue
             self._num_gather_issued = index + 1
-            step = bound.steps[index]
-            if step.is_forward:
-                self.wait_for_step(GATHER, step.needs_batch)
-            send = receive = None
+            step, send, receive = bound.steps[index], None, None
             if step.send is not None:
-                chunk, peer = step.send
-                send = Message(self.gathered_chunk(chunk), peer, chunk, step.send_row)
+                if step.send.chunk not in bound.own_chunks:  # passed on: it must have arrived
+                    self.wait_for_step(prog.GATHER, step.needs)
+                send = _message(self.gathered_chunk(step.send.chunk), step.send)
             if step.receive is not None:
-                chunk, peer = step.receive
-                receive = Message(self.chunk("gathered", chunk), peer, chunk, step.receive_row)
-            self._issue(GATHER, index, send, receive)
+                receive = _message(self.chunk("gathered", step.receive.chunk), step.receive)
+            self._issue(prog.GATHER, index, send, receive)
 
     def issue_scatter(self, index: int) -> None:
         """Issue a batch of the reduce-scatter."""
@@ -165,22 +137,20 @@ class Lowering:
         assert bound is not None
         step, send, receive = bound.steps[index], None, None
         if step.send is not None:
-            chunk, peer = step.send
-            send = Message(self.partial(chunk), peer, chunk, step.send_row)
+            send = _message(self.partial(step.send.chunk), step.send)
         if step.receive is not None:
-            chunk, peer = step.receive
-            receive = Message(self.slot(step.receive_slot), peer, chunk, step.receive_row)
-        self._issue(SCATTER, index, send, receive)
+            receive = _message(self._arrived_at(step.receive), step.receive)
+        self._issue(prog.SCATTER, index, send, receive)
 
-    def wait(self, batches: Iterable[Batch]) -> None:
+    def wait(self, batches: Iterable[prog.Batch]) -> None:
         """Wait for what these bring, if anything, as far as the lane in use has not yet."""
         waited = self._waited[self.lane]
         due = tuple(batch for batch in batches if batch in self._arriving and batch not in waited)
         waited.update(due)
         if due:
-            self.ops.append(Wait(due))
+            self.ops.append(prog.Wait(due))
 
-    def wait_for_step(self, channel: Channel, step: int | None) -> None:
+    def wait_for_step(self, channel: prog.Channel, step: int | None) -> None:
         """Wait for what one step brings."""
         if step is not None:
             self.wait([(channel, step)])
@@ -189,26 +159,28 @@ class Lowering:
         """Put the own rows into the gathered ones."""
         bound = self._gather
         assert bound is not None
-        target = Rows("gathered", bound.own_start, bound.own_rows)
-        self.copy(target, Rows("shard", 0, bound.own_rows), is_beside=is_beside)
+        target = prog.Rows("gathered", bound.own_start, bound.own_rows)
+        self.copy(target, prog.Rows("shard", 0, bound.own_rows), is_beside=is_beside)
 
-    def copy(self, target: Rows, source: Rows, *, is_beside: bool) -> None:
+    def copy(self, target: prog.Rows, source: prog.Rows, *, is_beside: bool) -> None:
         """Copy rows within the device; whoever needs them waits for "copies"."""
         if target.count:
-            self.ops.append(Copy(target, source, self._copies, is_beside))
+            self.ops.append(prog.Copy(target, source, self._copies, is_beside))
             if is_beside:
-                self._arriving[COPIES, self._copies] = None
+                self._arriving[prog.COPIES, self._copies] = None
             self._copies += 1
 
     def complete_gather(self) -> None:
         """Wait, on the lane in use, for all rows of all ranks."""
-        self.wait(batch for batch in self._arriving if batch[0] != SCATTER)
+        self.wait(batch for batch in self._arriving if batch[0] != prog.SCATTER)
 
-    def _issue(self, channel: Channel, index: int, send: Message | None, receive: Message | None) -> None:
+    def _issue(
+        self, channel: prog.Channel, index: int, send: prog.Message | None, receive: prog.Message | None
+    ) -> None:
         if receive is not None:
             self._arriving[channel, index] = None
         if send is not None or receive is not None:
-            self.ops.append(Issue(channel, index, send, receive))
+            self.ops.append(prog.Issue(channel, index, send, receive))
 
     # -- lanes --------------------------------------------------------------------------------------------------------
 
@@ -217,7 +189,7 @@ class Lowering:
         self.num_lanes = self.policy.lanes if num_lanes is None else num_lanes
         self._turn = -1
         if self.num_lanes:
-            self.ops.append(Fork(self.num_lanes))
+            self.ops.append(prog.Fork(self.num_lanes))
             for lane in range(self.num_lanes):
                 self._waited[lane] = set(self._waited[None])
 
@@ -231,17 +203,17 @@ class Lowering:
         """What follows goes to this lane."""
         if lane != self.lane:
             self.lane = lane
-            self.ops.append(On(lane))
+            self.ops.append(prog.On(lane))
 
     def after(self, lane: int | None) -> None:
         """The lane in use goes on after all that `lane` holds."""
-        self.ops.append(After(lane))
+        self.ops.append(prog.After(lane))
         self._waited[self.lane] |= self._waited[lane]
 
     def join(self) -> None:
         """The main lane goes on when all are here."""
         if self.num_lanes:
-            self.ops.append(Join(self.num_lanes))
+            self.ops.append(prog.Join(self.num_lanes))
             for lane in range(self.num_lanes):
                 self._waited[None] |= self._waited.pop(lane)
             self.lane, self.num_lanes = None, 0
@@ -266,7 +238,7 @@ class Lowering:
             self.issue_gather([index])
             if step.compute is not None:
                 self.turn()
-                self.wait_for_step(GATHER, step.needs_batch)
+                self.wait_for_step(prog.GATHER, step.needs)
                 consume(step.compute)
 
     def scatter_from(
@@ -278,7 +250,7 @@ class Lowering:
         is_only_own: bool = False,
         before_last: Callable[[], None] = lambda: None,
         before_piece: Callable[[], None] | None = None,
-        find_arrived: Callable[[int], tuple[Rows, ...]] | None = None,
+        find_arrived: Callable[[int], tuple[prog.Rows, ...]] | None = None,
     ) -> None:
         """A reduce-scatter whose partials `produce` computes; each travels beside the next. Sums apart: `sum_own`.
 
@@ -298,13 +270,14 @@ class Lowering:
                 self.issue_gather([index])
             if not is_only_own:
                 self.issue_scatter(index)
-            if step.compute is None or (is_only_own and not step.is_own):
+            is_own = step.compute in bound.own_chunks
+            if step.compute is None or (is_only_own and not is_own):
                 continue
             (before_piece or self.turn)()
             chunk, own_number = step.compute, step.compute - bound.own_chunks.start
             if bound.schedule.algorithm is Algorithm.RING:
-                self._produce_running_sum(produce, chunk, step.needs_batch, is_own=step.is_own)
-            elif not step.is_own:
+                self._produce_running_sum(produce, chunk, step.needs, is_own=is_own)
+            elif not is_own:
                 produce(chunk, self.partial(chunk), ())
             elif folds:
                 arrived = find_arrived(own_number)
@@ -312,12 +285,12 @@ class Lowering:
             else:
                 produce(chunk, self.own_chunk(self._own_operand, chunk), ())
 
-    def wait_for_arrived(self, own_number: int) -> tuple[Rows, ...]:
+    def wait_for_arrived(self, own_number: int) -> tuple[prog.Rows, ...]:
         """Wait for all partials of an own chunk; where they lie."""
         bound = self._scatter
         assert bound is not None
         chunks_per_shard, senders = bound.schedule.chunks_per_shard, bound.schedule.group_size - 1
-        self.wait((SCATTER, sender * chunks_per_shard + own_number + 1) for sender in range(senders))
+        self.wait((prog.SCATTER, sender * chunks_per_shard + own_number + 1) for sender in range(senders))
         return self.arrived(own_number)
 
     def sum_own(self, *, has_bias: bool) -> None:
@@ -328,13 +301,13 @@ class Lowering:
             if bound.chunk_rows[chunk]:
                 arrived = self.wait_for_arrived(own_number)
                 out = self.own_chunk("out", chunk)
-                self.ops.append(Sum(out, self.own_chunk(self._own_operand, chunk), arrived, has_bias))
+                self.ops.append(prog.Sum(out, self.own_chunk(self._own_operand, chunk), arrived, has_bias))
 
     def add_bias(self) -> None:
         """Of a ring: add the bias to the sums, which have been rounded."""
-        rows = Rows("out", 0, self.bound.own_rows)
+        rows = prog.Rows("out", 0, self.bound.own_rows)
         if rows.count:
-            self.ops.append(Sum(rows, rows, (), has_bias=True))
+            self.ops.append(prog.Sum(rows, rows, (), has_bias=True))
 
     def may_add_arrived(self, *, has_cover: bool, has_bias: bool) -> bool:
         """Whether own GEMMs may add what arrived, or part of it; has_cover: something is computed while it travels.
@@ -345,7 +318,10 @@ class Lowering:
         assert bound is not None
         is_direct = bound.schedule.algorithm is Algorithm.DIRECT
         is_fit = policy.has_windows and policy.most_adds > 0 and (policy.adds_bias_too or not has_bias)
-        return has_cover and is_direct and is_fit and any(bound.slot_rows)
+        return has_cover and is_direct and is_fit and bound.arrived_rows > 0
+
+    def _arrived_at(self, receive: Transfer) -> prog.Rows:
+        return prog.Rows("arrived", receive.row, self.bound.chunk_rows[receive.chunk])
 
     @property
     def _own_operand(self) -> str:
@@ -359,25 +335,27 @@ class Lowering:
         if batch is None:
             produce(chunk, target, ())
             return
-        running = self.slot(bound.steps[batch].receive_slot)
+        brought = bound.steps[batch].receive
+        assert brought is not None
+        running = self._arrived_at(brought)
         # With one chunk per shard the sum arrives beside the step's own GEMM, so it is added after it; with more, it
         # arrived a step earlier and the GEMM adds it on the way out.
         if bound.schedule.chunks_per_shard > 1:
-            self.wait_for_step(SCATTER, batch)
+            self.wait_for_step(prog.SCATTER, batch)
             produce(chunk, target, (running,))
             return
-        partial = Rows("own", 0, bound.chunk_rows[chunk])
+        partial = prog.Rows("own", 0, bound.chunk_rows[chunk])
         produce(chunk, partial, ())
-        self.wait_for_step(SCATTER, batch)
-        self.ops.append(Sum(target, partial, (running,)))
+        self.wait_for_step(prog.SCATTER, batch)
+        self.ops.append(prog.Sum(target, partial, (running,)))
 
     # -- what ends a backward pass ------------------------------------------------------------------------------------
 
     def gemm(
         self,
-        a: Rows,
-        out: Rows,
-        adds: tuple[Rows, ...] = (),
+        a: prog.Rows,
+        out: prog.Rows,
+        adds: tuple[prog.Rows, ...] = (),
         *,
         has_bias: bool = False,
         is_forward: bool,
@@ -385,13 +363,13 @@ class Lowering:
     ) -> None:
         """Append a product, if it has rows."""
         if out.count:
-            self.ops.append(Gemm(a, out, adds, has_bias, is_forward, chunk))
+            self.ops.append(prog.Gemm(a, out, adds, has_bias, is_forward, chunk))
 
     def weight_gradient(self, grad: str, x: str, accumulates: bool, *, is_later: bool) -> None:
         """The weight's gradient from operands of all ranks' rows; is_later: leave the caller what it is made of."""
         self.complete_gather()
         if not is_later:
-            self.ops.append(WeightGrad(self.all_rows(grad), self.all_rows(x), accumulates))
+            self.ops.append(prog.WeightGrad(self.all_rows(grad), self.all_rows(x), accumulates))
         elif "gathered" in (grad, x):
             self.keep_gathered()
 
@@ -399,6 +377,10 @@ class Lowering:
         """Leave the caller all gathered rows, which are here: in "kept", where the window is not the caller's own."""
         if self.policy.has_windows:
             self.copy(self.all_rows("kept"), self.all_rows("gathered"), is_beside=True)
+
+
+def _message(rows: prog.Rows, transfer: Transfer) -> prog.Message:
+    return prog.Message(rows, transfer.peer, transfer.chunk, transfer.row)
 
 
 def _last_that_computes(bound: BoundSchedule) -> int:

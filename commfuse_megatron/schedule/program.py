@@ -24,6 +24,7 @@ __all__ = [
     "After",
     "Batch",
     "Channel",
+    "Computation",
     "Compute",
     "Copy",
     "Finish",
@@ -181,6 +182,9 @@ class Join:
 
     lanes: int
 
+
+#: What a binder makes a kernel's call of.
+Computation = Gemm | Sum | WeightGrad | Compute
 
 Op = Issue | Wait | Finish | Copy | Gemm | Sum | WeightGrad | Compute | Fork | On | After | Join
 

@@ -11,41 +11,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from commfuse_megatron.errors import ScheduleError
+from commfuse_megatron.schedule import program as prog
 from commfuse_megatron.schedule.lower_attention import ADD_GRADIENTS, ATTEND_BACKWARD, SUM_SLABS
 from commfuse_megatron.schedule.lower_linear import Asked
 from commfuse_megatron.schedule.lowering import Policy
-from commfuse_megatron.schedule.program import (
-    COPIES,
-    GATHER,
-    SCATTER,
-    After,
-    Batch,
-    Compute,
-    Copy,
-    Finish,
-    Fork,
-    Gemm,
-    Issue,
-    Join,
-    Message,
-    On,
-    Op,
-    Program,
-    Rows,
-    Sum,
-    Wait,
-    rows_read,
-    rows_written,
-)
 from commfuse_megatron.schedule.program_data import Checked, Value
 from commfuse_megatron.schedule.program_text import say_batch, say_rows
 
 __all__ = ["validate_programs"]
 
-_ARRIVES_IN = {GATHER: "gathered", SCATTER: "arrived"}
+_ARRIVES_IN = {prog.GATHER: "gathered", prog.SCATTER: "arrived"}
 
 
-def validate_programs(programs: Sequence[Program], policy: Policy, asked: Asked, *, attends: bool = False) -> None:
+def validate_programs(programs: Sequence[prog.Program], policy: Policy, asked: Asked, *, attends: bool = False) -> None:
     """Return if the programs of all ranks of a group, by group rank, do what is asked of a pass.
 
     Proven: every send has its receive, in the same order at both ends; nobody waits for ever, even where one queue
@@ -70,7 +48,7 @@ def validate_programs(programs: Sequence[Program], policy: Policy, asked: Asked,
         _check_cover(rank, before)
 
 
-def _check_group(programs: Sequence[Program]) -> None:
+def _check_group(programs: Sequence[prog.Program]) -> None:
     """All programs belong to the same schedules, and each is that of its rank."""
     for rank, program in enumerate(programs):
         if program.schedules.keys() != programs[0].schedules.keys():
@@ -90,7 +68,7 @@ def _check_group(programs: Sequence[Program]) -> None:
 class _End(NamedTuple):
     """What both ends of a message agree on, and then whose end it is: (rank, op)."""
 
-    batch: Batch
+    batch: prog.Batch
     chunk: int
     num_rows: int
     at_row: int
@@ -105,9 +83,9 @@ def _check_messages(ranks: list[Checked]) -> None:
     """Every message has two equal ends, and between two ranks they come in the same order at both."""
     sent, received = defaultdict[tuple[int, int], list[_End]](list), defaultdict[tuple[int, int], list[_End]](list)
     for rank in ranks:
-        issued: set[Batch] = set()
+        issued: set[prog.Batch] = set()
         for number, op in enumerate(rank.program.ops):
-            if not isinstance(op, Issue):
+            if not isinstance(op, prog.Issue):
                 continue
             batch = (op.channel, op.step)
             if batch in issued:
@@ -119,7 +97,7 @@ def _check_messages(ranks: list[Checked]) -> None:
                 sent[rank.rank, op.send.peer].append(_end(rank, number, batch, op.send, len(ranks)))
             if op.receive is not None:
                 received[op.receive.peer, rank.rank].append(_end(rank, number, batch, op.receive, len(ranks)))
-                target = Rows(_ARRIVES_IN[op.channel], op.receive.at_row, op.receive.rows.count)
+                target = prog.Rows(_ARRIVES_IN[op.channel], op.receive.at_row, op.receive.rows.count)
                 if op.receive.rows != target:
                     rank.fail(number, f"receives at {say_rows(op.receive.rows)} what is written to {say_rows(target)}.")
     for pair in sent.keys() | received.keys():
@@ -131,7 +109,7 @@ def _check_messages(ranks: list[Checked]) -> None:
                 ours.rank.fail(ours.op, f"sends {ours} to rank {pair[1]}, which {other}.")
 
 
-def _end(rank: Checked, number: int, batch: Batch, message: Message, group_size: int) -> _End:
+def _end(rank: Checked, number: int, batch: prog.Batch, message: prog.Message, group_size: int) -> _End:
     if message.peer not in range(group_size) or message.peer == rank.rank:
         rank.fail(number, f"rank {message.peer} is no peer in a group of {group_size}.")
     if message.rows.count < 1:
@@ -149,7 +127,7 @@ class _Access(NamedTuple):
     """
 
     op: int
-    rows: Rows
+    rows: prog.Rows
     writes: bool
     after: int
     ends: bool = True
@@ -165,7 +143,7 @@ def _check_order(rank: Checked) -> list[int]:
     """
     held: dict[int | None, int] = {None: 0}  # by lane: what is done before its next op
     lane: int | None = None
-    brings: dict[Batch, int] = {}
+    brings: dict[prog.Batch, int] = {}
     accesses = defaultdict[str, list[_Access]](list)
     before = []
     last = len(rank.program.ops) - 1
@@ -175,58 +153,59 @@ def _check_order(rank: Checked) -> list[int]:
         for access in _accesses(number, op, held[lane]):
             accesses[access.rows.operand].append(access)
         match op:
-            case Issue():
+            case prog.Issue():
                 if op.receive is not None:
                     brings[op.channel, op.step] = number
-            case Copy() if op.is_beside:
-                brings[COPIES, op.number] = number
-            case Wait():
+            case prog.Copy() if op.is_beside:
+                brings[prog.COPIES, op.number] = number
+            case prog.Wait():
                 for batch in op.batches:
                     if batch not in brings:
                         rank.fail(number, f"waits for {say_batch(batch)}, which has not been issued or brings nothing.")
                     held[lane] |= 1 << brings[batch]
-            case Fork():
+            case prog.Fork():
                 if lane is not None:
                     rank.fail(number, "only the main lane forks.")
                 held |= {fresh: held.get(fresh, 0) | held[None] for fresh in range(op.lanes)}
-            case On() | After():
+            case prog.On() | prog.After():
                 if op.lane not in held:
                     rank.fail(number, f"there is no lane {op.lane}.")
-                if isinstance(op, On):
+                if isinstance(op, prog.On):
                     lane = op.lane
                 else:
                     held[lane] |= held[op.lane]
-            case Join():
+            case prog.Join():
                 for joined in range(op.lanes):
                     if joined not in held:
                         rank.fail(number, f"there is no lane {joined}.")
                     held[None] |= held.pop(joined)
                 lane = None
-            case Finish():
+            case prog.Finish():
                 if number != last or lane is not None or len(held) > 1:
                     rank.fail(number, "the end is not the last op of the main lane, with all others joined.")
             case _:
                 held[lane] |= 1 << number
-    if rank.program.schedules and not isinstance(rank.program.ops[-1], Finish):
+    if rank.program.schedules and not isinstance(rank.program.ops[-1], prog.Finish):
         rank.fail(last, "the program does not wait for the end of its transfers.")
     for found in accesses.values():
         _check_accesses(rank, found)
     return before
 
 
-def _accesses(number: int, op: Op, held: int) -> list[_Access]:
-    reads, writes = rows_read(op), rows_written(op)
-    if isinstance(op, Compute):  # what attention's backward kernels share besides rows: gradients of keys and values
-        slab, sums = Rows("slabs", op.chunk, 1), Rows("sums", 0, 1)
-        slabs = Rows("slabs", 0, 1 << 30)
+def _accesses(number: int, op: prog.Op, held: int) -> list[_Access]:
+    reads, writes = prog.rows_read(op), prog.rows_written(op)
+    if isinstance(op, prog.Compute):
+        # What attention's backward kernels share besides rows: gradients of keys and values.
+        slab, sums = prog.Rows("slabs", op.chunk, 1), prog.Rows("sums", 0, 1)
+        slabs = prog.Rows("slabs", 0, 1 << 30)
         hidden = {
             ATTEND_BACKWARD: (slab if op.chunk >= 0 else sums,),
             ADD_GRADIENTS: (slab, sums),
             SUM_SLABS: (slabs, sums),
         }
         writes = (*writes, *hidden.get(op.kind, ()))
-    is_beside = isinstance(op, Issue) or (isinstance(op, Copy) and op.is_beside)
-    found = [_Access(number, rows, False, held, ends=not isinstance(op, Issue)) for rows in reads]
+    is_beside = isinstance(op, prog.Issue) or (isinstance(op, prog.Copy) and op.is_beside)
+    found = [_Access(number, rows, False, held, ends=not isinstance(op, prog.Issue)) for rows in reads]
     found += [_Access(number, rows, True, 0 if is_beside else held) for rows in writes]
     return [access for access in found if access.rows.count]
 
@@ -241,28 +220,33 @@ def _check_accesses(rank: Checked, found: list[_Access]) -> None:
             if not (one.writes or other.writes) or one.is_before(other) or other.is_before(one):
                 continue
             op = rank.program.ops[one.op]
-            if one.op == other.op and isinstance(op, Sum) and op.own == op.out and one.rows == other.rows == op.out:
+            if (
+                one.op == other.op
+                and isinstance(op, prog.Sum)
+                and op.own == op.out
+                and one.rows == other.rows == op.out
+            ):
                 continue
             first, second = sorted((one, other), key=lambda access: access.op)
             what = [f"{'writes' if access.writes else 'reads'} {say_rows(access.rows)}" for access in (first, second)]
             rank.fail(second.op, f"{what[1]} while op {first.op} {what[0]}: nothing orders them.")
 
 
-def _check_op(rank: Checked, number: int, op: Op) -> None:
+def _check_op(rank: Checked, number: int, op: prog.Op) -> None:
     """Rows lie in their operands, chunks exist, and whoever runs the op can."""
-    for rows in (*rows_read(op), *rows_written(op)):
+    for rows in (*prog.rows_read(op), *prog.rows_written(op)):
         size = rank.sizes.get(rows.operand, 0)
         if rows.count < 0 or not 0 <= rows.start <= size - rows.count:
             rank.fail(number, f"{say_rows(rows)} lies outside of the {size} rows of {rows.operand!r}.")
-    if isinstance(op, Gemm | Compute) and not -1 <= op.chunk < rank.num_chunks:
+    if isinstance(op, prog.Gemm | prog.Compute) and not -1 <= op.chunk < rank.num_chunks:
         rank.fail(number, f"there is no chunk {op.chunk}.")
-    if isinstance(op, Copy) and rank.policy.is_tape and not op.is_beside:
+    if isinstance(op, prog.Copy) and rank.policy.is_tape and not op.is_beside:
         rank.fail(number, "a tape copies beside other things only.")
-    if isinstance(op, Gemm) and len(op.adds) > max(1, rank.policy.most_adds):
+    if isinstance(op, prog.Gemm) and len(op.adds) > max(1, rank.policy.most_adds):
         rank.fail(number, f"adds {len(op.adds)} partials, and a GEMM adds {rank.policy.most_adds}.")
-    if isinstance(op, Gemm) and op.adds and op.has_bias and not rank.policy.adds_bias_too:
+    if isinstance(op, prog.Gemm) and op.adds and op.has_bias and not rank.policy.adds_bias_too:
         rank.fail(number, "adds a bias beside partials.")
-    if isinstance(op, Gemm | Sum):
+    if isinstance(op, prog.Gemm | prog.Sum):
         distances = {b.start - a.start for a, b in itertools.pairwise(op.adds)}
         if len(distances) > 1 or len({rows.operand for rows in op.adds}) > 1:
             rank.fail(number, "what is added lies in several operands, or not at equal distances.")
@@ -274,9 +258,9 @@ def _check_op(rank: Checked, number: int, op: Op) -> None:
 def _carry_out(ranks: list[Checked]) -> None:
     """Run all programs: the ops of a rank one by one, whatever their lane, and its batches one after the other."""
     positions = [0] * len(ranks)
-    queues: list[list[Issue]] = [[] for _ in ranks]  # of batches that are not complete
-    complete: set[tuple[int, Batch]] = set()
-    values: dict[tuple[int, Batch], list[Value]] = {}
+    queues: list[list[prog.Issue]] = [[] for _ in ranks]  # of batches that are not complete
+    complete: set[tuple[int, prog.Batch]] = set()
+    values: dict[tuple[int, prog.Batch], list[Value]] = {}
     has_moved = True
     while has_moved:
         has_moved = False
@@ -287,7 +271,7 @@ def _carry_out(ranks: list[Checked]) -> None:
                 op = ops[number]
                 if _is_blocked(rank.rank, op, queue, complete):
                     break
-                if isinstance(op, Issue):
+                if isinstance(op, prog.Issue):
                     queue.append(op)
                     if op.send is not None:
                         values[rank.rank, (op.channel, op.step)] = rank.read(number, op.send.rows)
@@ -312,16 +296,16 @@ def _carry_out(ranks: list[Checked]) -> None:
             rank.fail(positions[rank.rank], f"{what}, where another batch comes first.")
 
 
-def _is_blocked(rank: int, op: Op, queue: list[Issue], complete: set[tuple[int, Batch]]) -> bool:
+def _is_blocked(rank: int, op: prog.Op, queue: list[prog.Issue], complete: set[tuple[int, prog.Batch]]) -> bool:
     match op:
-        case Wait():
-            return any(batch[0] != COPIES and (rank, batch) not in complete for batch in op.batches)
-        case Finish():
+        case prog.Wait():
+            return any(batch[0] != prog.COPIES and (rank, batch) not in complete for batch in op.batches)
+        case prog.Finish():
             return bool(queue)
     return False
 
 
-def _peers(op: Issue) -> list[int]:
+def _peers(op: prog.Issue) -> list[int]:
     return [message.peer for message in (op.send, op.receive) if message is not None]
 
 
@@ -341,7 +325,7 @@ def _check_cover(rank: Checked, before: list[int]) -> None:
         waits_for_nothing.add(products[0][0])
     numbers = sorted({number for number, _ in products})
     for issue, op in enumerate(ops):
-        if not isinstance(op, Issue):
+        if not isinstance(op, prog.Issue):
             continue
         for number in waits_for_nothing:
             if before[number] >> issue & 1:

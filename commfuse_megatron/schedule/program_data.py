@@ -51,7 +51,7 @@ class Checked:
         is_ring = bound is not None and bound.schedule.algorithm is Algorithm.RING
         self.sizes = dict.fromkeys(("gathered", "kept", "a", "x", "x_full", "addend"), total)
         self.sizes |= {"shard": own, "sent": total - own, "own": max(self._chunk_rows) if is_ring else own}
-        self.sizes |= {"arrived": sum(self.scatter.slot_rows) if self.scatter is not None else 0}
+        self.sizes |= {"arrived": self.scatter.arrived_rows if self.scatter is not None else 0}
         self.sizes |= {"out": total if self.scatter is None else own}
         self._total = total
         is_forward = attends and not asked.is_backward

@@ -1,30 +1,10 @@
-"""Programs as text: a table with a line for each op, and below it what its operands are.
+"""Programs as text: a table with a line for each op. `program` says what the operands are.
 
 Draws broken programs as well as correct ones, since errors print them. Plain ASCII; a long program is cut to
 `max_ops` lines, around the marked one if there is one.
 """
 
-from commfuse_megatron.schedule.program import (
-    COPIES,
-    After,
-    Batch,
-    Compute,
-    Copy,
-    Finish,
-    Fork,
-    Gemm,
-    Issue,
-    Join,
-    On,
-    Op,
-    Program,
-    Rows,
-    Sum,
-    Wait,
-    WeightGrad,
-    rows_read,
-    rows_written,
-)
+from commfuse_megatron.schedule import program as prog
 from commfuse_megatron.schedule.render import LEFT_OUT, choose_visible, describe
 
 __all__ = ["render_program", "say_batch", "say_rows"]
@@ -34,28 +14,9 @@ _HEAD = ("op", "lane", "what", "rows read", "rows written", "batch")
 # A sum of sixteen ranks adds fifteen ranges: more than these are cut.
 _MOST_RANGES = 4
 
-_OPERANDS = {
-    "shard": "what this rank sends in an all-gather",
-    "gathered": "where an all-gather arrives: rows of all ranks",
-    "kept": "gathered rows that are left to the caller",
-    "a": "what is multiplied, or the gradient of the output: rows of all ranks",
-    "x": "what is multiplied by gathered rows for the weight's gradient",
-    "x_full": "the input, gathered before",
-    "addend": "what is added to the partials of this rank",
-    "sent": "partials for other ranks, until they have left",
-    "arrived": "where a reduce-scatter arrives, one slot after the other",
-    "own": "own partials that are not yet summed",
-    "out": "the result",
-}
 
-_MESSAGES = {
-    "2->r3 at 5": "send chunk 2 to rank 3, where it arrives at row 5",
-    "2<-r1": "receive chunk 2 from rank 1",
-}
-
-
-def render_program(program: Program, *, mark: int | None = None, max_ops: int | None = None) -> str:
-    """Return the table of a program, a line per op, and below it what its operands are.
+def render_program(program: prog.Program, *, mark: int | None = None, max_ops: int | None = None) -> str:
+    """Return the table of a program, a line per op.
 
     Args:
         mark: the number of an op to point at, with >.
@@ -64,9 +25,9 @@ def render_program(program: Program, *, mark: int | None = None, max_ops: int | 
     count, lane = len(program.ops), "main"
     table = []
     for number, op in enumerate(program.ops):
-        read, written = (_say_ranges(rows) for rows in (rows_read(op), rows_written(op)))
-        lane = "main" if isinstance(op, Join) else lane
-        if isinstance(op, On):
+        read, written = (_say_ranges(rows) for rows in (prog.rows_read(op), prog.rows_written(op)))
+        lane = "main" if isinstance(op, prog.Join) else lane
+        if isinstance(op, prog.On):
             lane = _say_lane(op.lane)
         table.append((f"{number}", lane, _say_op(op), read, written, _say_batches(op)))
     shown = choose_visible(count, count if max_ops is None else max_ops, mark)
@@ -79,26 +40,21 @@ def render_program(program: Program, *, mark: int | None = None, max_ops: int | 
 
     bounds = list(program.schedules.values())
     what = f"the program of rank {bounds[0].group_rank}" if bounds else "a program that sends nothing"
-    legend = {name: text for name, text in _OPERANDS.items() if name in program.operands}
-    if any(isinstance(op, Issue) for op in program.ops):
-        legend |= _MESSAGES
-    width = max(map(len, legend), default=0)
     head = [f"{what}: {count} op{'' if count == 1 else 's'}", *(describe(bound.schedule) for bound in bounds)]
-    below = [f"  {name.ljust(width)}  {text}" for name, text in legend.items()]
-    return "\n".join(line.rstrip() for line in [*head, "", *drawn, "", *below]).rstrip()
+    return "\n".join(line.rstrip() for line in [*head, "", *drawn])
 
 
-def say_batch(batch: Batch) -> str:
+def say_batch(batch: prog.Batch) -> str:
     """Return a step of a channel in words, such as `gather 3`."""
     return f"{batch[0]} {batch[1]}"
 
 
-def say_rows(rows: Rows) -> str:
+def say_rows(rows: prog.Rows) -> str:
     """Return rows as a slice of their operand."""
     return f"{rows.operand}[{rows.start}:{rows.start + rows.count}]"
 
 
-def _say_ranges(ranges: tuple[Rows, ...]) -> str:
+def _say_ranges(ranges: tuple[prog.Rows, ...]) -> str:
     texts = list(map(say_rows, ranges))
     if len(texts) > _MOST_RANGES:
         texts = [*texts[: _MOST_RANGES - 1], LEFT_OUT, texts[-1]]
@@ -109,47 +65,47 @@ def _say_lane(lane: int | None) -> str:
     return "main" if lane is None else f"{lane}"
 
 
-def _say_op(op: Op) -> str:
+def _say_op(op: prog.Op) -> str:
     match op:
-        case Issue():
+        case prog.Issue():
             return "issue"
-        case Wait():
+        case prog.Wait():
             return "wait"
-        case Finish():
+        case prog.Finish():
             return "finish"
-        case Copy():
+        case prog.Copy():
             return "copy beside what follows" if op.is_beside else "copy"
-        case Gemm():
+        case prog.Gemm():
             chunk = f" {op.chunk}" if op.chunk >= 0 else ""
             weight = "" if op.is_forward else " backward"
             return f"multiply{chunk}{weight}" + " + added" * bool(op.adds) + " + bias" * op.has_bias
-        case Sum():
+        case prog.Sum():
             return "sum" + " + bias" * op.has_bias
-        case WeightGrad():
+        case prog.WeightGrad():
             return "weight gradient" + ", added" * op.accumulates
-        case Compute():
+        case prog.Compute():
             return f"{op.kind} {op.chunk}" if op.chunk >= 0 else op.kind
-        case Fork():
+        case prog.Fork():
             return f"fork {op.lanes}"
-        case On():
+        case prog.On():
             return f"on {_say_lane(op.lane)}"
-        case After():
+        case prog.After():
             return f"after {_say_lane(op.lane)}"
-        case Join():
+        case prog.Join():
             return f"join {op.lanes}"
 
 
-def _say_batches(op: Op) -> str:
+def _say_batches(op: prog.Op) -> str:
     match op:
-        case Issue():
+        case prog.Issue():
             ends = [say_batch((op.channel, op.step)) + ":"]
             if op.send is not None:
                 ends.append(f"{op.send.chunk}->r{op.send.peer} at {op.send.at_row}")
             if op.receive is not None:
                 ends.append(f"{op.receive.chunk}<-r{op.receive.peer}")
             return " ".join(ends)
-        case Wait():
+        case prog.Wait():
             return ", ".join(map(say_batch, op.batches))
-        case Copy():
-            return say_batch((COPIES, op.number)) if op.is_beside else ""
+        case prog.Copy():
+            return say_batch((prog.COPIES, op.number)) if op.is_beside else ""
     return ""

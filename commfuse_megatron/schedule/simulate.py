@@ -5,9 +5,9 @@ Runs what ranks run: a program's ops in the order of submission, each on its lan
     lane, device   |- op -|- op -|- wait ...|- op -| ...    an op begins when its lane and the device are free
     batches               |- {send, receive} -|- ...        issued behind what the lane held then
 
-Trusts the data flow (`program_checks` proves it) but no order: what never meets its other end is reported. The contract
-that bites: a message begins when the batches of both of its ends have begun, and a batch ends with its last message, as
-a grouped NCCL call does. So a rank sends one thing and receives one thing at a time: one full-duplex link per rank.
+Trusts the data flow (`program_checks` proves it) but no order: what never meets its other end is reported. A message
+begins when the batches of both of its ends have begun, and a batch ends with its last message, as a grouped NCCL call
+does. So a rank sends one thing and receives one thing at a time: one full-duplex link per rank.
 """
 
 import math
@@ -17,35 +17,16 @@ from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 from commfuse_megatron.errors import ScheduleError
-from commfuse_megatron.schedule.program import (
-    COPIES,
-    After,
-    Batch,
-    Channel,
-    Compute,
-    Copy,
-    Finish,
-    Fork,
-    Gemm,
-    Issue,
-    Join,
-    Message,
-    On,
-    Program,
-    Sum,
-    Wait,
-    WeightGrad,
-)
+from commfuse_megatron.schedule import program as prog
 from commfuse_megatron.schedule.program_text import render_program, say_batch
 from commfuse_megatron.schedule.timeline import Activity, Interval, Simulation, Timeline
 
 __all__ = ["Costs", "Work", "simulate"]
 
 #: What runs on the device.
-Work = Gemm | Sum | WeightGrad | Compute | Copy
+Work = prog.Computation | prog.Copy
 
-# A deadlock of many ranks is understood from a few of them.
-_MAX_NAMED_RANKS = 8
+# Of a program, in a message.
 _MAX_OPS = 40
 
 
@@ -58,11 +39,11 @@ class Costs(NamedTuple):
     """
 
     work_us: Callable[[int, Work, float], tuple[float, float]]
-    transfer_us: Callable[[int, int, Channel, int], float]
+    transfer_us: Callable[[int, int, prog.Channel, int], float]
     is_beside: bool = True
 
 
-def simulate(programs: Sequence[Program], costs: Costs) -> Simulation:
+def simulate(programs: Sequence[prog.Program], costs: Costs) -> Simulation:
     """Return when every rank computes, sends, receives and waits.
 
     Args:
@@ -79,7 +60,7 @@ def simulate(programs: Sequence[Program], costs: Costs) -> Simulation:
     return Simulation([rank.timeline() for rank in ranks])
 
 
-def _rank_of(program: Program, number: int) -> int:
+def _rank_of(program: prog.Program, number: int) -> int:
     return next((bound.group_rank for bound in program.schedules.values()), number)
 
 
@@ -87,7 +68,7 @@ def _rank_of(program: Program, number: int) -> int:
 class _Queued:
     """A batch, or a copy beside what is computed, that has been issued."""
 
-    op: Issue | Copy
+    op: prog.Issue | prog.Copy
     number: int
     ready_us: float
     begin_us: float = -1.0
@@ -98,16 +79,16 @@ class _Queued:
 class _Rank:
     """How far a rank is: its lanes, its device, its batches."""
 
-    def __init__(self, program: Program, rank: int, costs: Costs) -> None:
+    def __init__(self, program: prog.Program, rank: int, costs: Costs) -> None:
         self.program, self.rank, self._costs = program, rank, costs
         self.position = 0
         self._lane: int | None = None
         self._lanes: dict[int | None, float] = {None: 0.0}
         self._device_us = 0.0
-        self._beside: dict[Batch, float] = {}  # issued since the op before, and not waited for: their own times
+        self._beside: dict[prog.Batch, float] = {}  # issued since the op before, and not waited for: their own times
         self.queue: deque[_Queued] = deque()
         self.batches_us = 0.0  # when the batches that have left the queue are over
-        self.arrivals: dict[Batch, float] = {}
+        self.arrivals: dict[prog.Batch, float] = {}
         self.intervals: list[Interval] = []
 
     def timeline(self) -> Timeline:
@@ -124,49 +105,49 @@ class _Rank:
         while self.position < len(ops):
             op = ops[self.position]
             match op:
-                case Issue():
+                case prog.Issue():
                     self._beside[op.channel, op.step] = self._batch_us(op)
                     self._enqueue(op)
                     has_issued = True
-                case Copy() if op.is_beside:
+                case prog.Copy() if op.is_beside:
                     self._enqueue(op)
                     has_issued = True
-                case Gemm() | Sum() | WeightGrad() | Compute() | Copy():
+                case prog.Gemm() | prog.Sum() | prog.WeightGrad() | prog.Compute() | prog.Copy():
                     if not self._costs.is_beside and self.queue:
                         return has_issued
                     self._work(op)
-                case Wait():
+                case prog.Wait():
                     if any(batch not in self.arrivals for batch in op.batches):
                         return has_issued
                     for batch in op.batches:
                         self._beside.pop(batch, None)
                     self._wait(max(self.arrivals[batch] for batch in op.batches))
-                case Finish():
+                case prog.Finish():
                     if self.queue:
                         return has_issued
                     self._wait(max(self.batches_us, *self.arrivals.values(), 0.0))
-                case Fork():
+                case prog.Fork():
                     for lane in range(op.lanes):
                         self._lanes[lane] = max(self._lanes.get(lane, 0.0), self._lanes[None])
-                case On():
+                case prog.On():
                     self._lane = op.lane
-                case After():
+                case prog.After():
                     self._lanes[self._lane] = max(self._lanes[self._lane], self._lanes[op.lane])
-                case Join():
+                case prog.Join():
                     self._lanes[None] = max(self._lanes[None], *(self._lanes.pop(lane) for lane in range(op.lanes)))
                     self._lane = None
             self.position += 1
         return has_issued
 
-    def _batch_us(self, op: Issue) -> float:
+    def _batch_us(self, op: prog.Issue) -> float:
         """A batch's own time: its messages go both ways at once."""
         return max(self.transfer_us(op, end, end is op.send) for end in (op.send, op.receive) if end is not None)
 
-    def transfer_us(self, op: Issue, message: Message, is_send: bool) -> float:
+    def transfer_us(self, op: prog.Issue, message: prog.Message, is_send: bool) -> float:
         pair = (self.rank, message.peer) if is_send else (message.peer, self.rank)
         return _check(self._costs.transfer_us(*pair, op.channel, message.rows.count), self, self.position)
 
-    def _enqueue(self, op: Issue | Copy) -> None:
+    def _enqueue(self, op: prog.Issue | prog.Copy) -> None:
         self.queue.append(_Queued(op, self.position, self._lanes[self._lane]))
 
     def work_us(self, number: int, op: Work) -> tuple[float, float]:
@@ -197,7 +178,7 @@ class _Run:
         self.ranks = {rank.rank: rank for rank in ranks}
         self.costs = costs
         #: Messages of which one end's batch has begun: (from rank, to rank, batch).
-        self.begun: dict[tuple[int, int, Batch], tuple[_Queued, Message]] = {}
+        self.begun: dict[tuple[int, int, prog.Batch], tuple[_Queued, prog.Message]] = {}
 
     def run(self) -> None:
         awake = deque(self.ranks.values())
@@ -227,9 +208,9 @@ class _Run:
         """Begin a batch; its messages whose other ends wait take place at once. The ranks whose batches end so."""
         queued.begin_us = max(rank.batches_us, queued.ready_us)
         op = queued.op
-        if isinstance(op, Copy):
+        if isinstance(op, prog.Copy):
             queued.end_us = queued.begin_us + rank.work_us(queued.number, op)[0]
-            rank.arrivals[COPIES, op.number] = queued.end_us
+            rank.arrivals[prog.COPIES, op.number] = queued.end_us
             rank.intervals.append(Interval(Activity.COPY, queued.number, queued.begin_us, queued.end_us))
             return self._end(rank, queued)
         ended: list[_Rank] = []
@@ -254,10 +235,10 @@ class _Run:
                 ended += self._carry(peer, theirs, other, start_us)
         return ended
 
-    def _carry(self, rank: _Rank, queued: _Queued, message: Message, start_us: float) -> list[_Rank]:
+    def _carry(self, rank: _Rank, queued: _Queued, message: prog.Message, start_us: float) -> list[_Rank]:
         """One end of a message that begins now."""
         op = queued.op
-        assert isinstance(op, Issue)
+        assert isinstance(op, prog.Issue)
         is_send = message is op.send
         end_us = start_us + rank.transfer_us(op, message, is_send)
         activity = Activity.SEND if is_send else Activity.RECEIVE
@@ -274,45 +255,28 @@ class _Run:
         return [rank]
 
     def _fail_deadlock(self) -> NoReturn:
-        """Name who waits for whom, the ranks of a circle first if there is one."""
-        waiting_for = {rank.rank: _peers_of(rank, self.begun) for rank in self.ranks.values() if rank.queue}
-        if not waiting_for:
-            hanging = next(rank for rank in self.ranks.values() if rank.position < len(rank.program.ops))
-            hanging.fail(hanging.position, "waits for what nobody has issued.")
-        path = [next(iter(waiting_for))]
-        while path[-1] in waiting_for and path[-1] not in path[:-1]:
-            path.append(waiting_for[path[-1]][0])
-        how = f"rank {path[-1]} has nothing more to send or receive"
-        if path[-1] in waiting_for:
-            path = path[path.index(path[-1]) :]
-            how = "they wait in a circle, rank " + " -> ".join(map(str, path))
-        named = list(dict.fromkeys([*(rank for rank in path if rank in waiting_for), *waiting_for]))
-        lines = [
-            f"\n  rank {name}, {say_batch(_batch_of(self.ranks[name]))}: waits for rank "
-            + " and rank ".join(map(str, waiting_for[name]))
-            for name in named[:_MAX_NAMED_RANKS]
-        ]
-        more = f"\n  and {len(named) - _MAX_NAMED_RANKS} more ranks" if len(named) > _MAX_NAMED_RANKS else ""
-        first = self.ranks[named[0]]
-        first.fail(first.queue[0].number, f"deadlock, {how}:{''.join(lines)}{more}")
+        """Name whom a rank waits for; its program shows where."""
+        hanging = next(rank for rank in self.ranks.values() if rank.position < len(rank.program.ops))
+        if not hanging.queue:
+            hanging.fail(hanging.position, "deadlock: it waits for what nobody has issued.")
+        number, others = (
+            hanging.queue[0].number,
+            " and ".join(f"rank {peer}" for peer in _peers_of(hanging, self.begun)),
+        )
+        hanging.fail(number, f"deadlock: this batch waits for {others}, which does not come to it.")
 
 
-def _batch_of(rank: _Rank) -> Batch:
-    op = rank.queue[0].op
-    assert isinstance(op, Issue)
-    return op.channel, op.step
-
-
-def _peers_of(rank: _Rank, begun: dict[tuple[int, int, Batch], tuple[_Queued, Message]]) -> list[int]:
+def _peers_of(rank: _Rank, begun: dict[tuple[int, int, prog.Batch], tuple[_Queued, prog.Message]]) -> list[int]:
     """Whom the first batch of a rank waits for."""
-    op, batch = rank.queue[0].op, _batch_of(rank)
-    assert isinstance(op, Issue)
-    peers = []
+    op = rank.queue[0].op
+    assert isinstance(op, prog.Issue)
+    batch = (op.channel, op.step)
+    peers = set()
     if op.send is not None and (rank.rank, op.send.peer, batch) in begun:
-        peers.append(op.send.peer)
+        peers.add(op.send.peer)
     if op.receive is not None and (op.receive.peer, rank.rank, batch) in begun:
-        peers.append(op.receive.peer)
-    return list(dict.fromkeys(peers))
+        peers.add(op.receive.peer)
+    return sorted(peers)
 
 
 def _check(cost_us: float, rank: _Rank, number: int) -> float:

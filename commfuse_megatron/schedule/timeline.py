@@ -48,16 +48,6 @@ class Timeline(NamedTuple):
                 covered_us = end_us
         return total_us
 
-    @property
-    def exposed_comm_us(self) -> float:
-        """For how long it computes nothing."""
-        return self.end_us - self.compute_us
-
-    @property
-    def tail_us(self) -> float:
-        """From the end of its last computation to its end."""
-        return self.end_us - max((i.end_us for i in self.intervals if i.activity is Activity.COMPUTE), default=0.0)
-
 
 class Simulation(NamedTuple):
     """A dry-run of programs: the timelines of their ranks and what follows from them."""

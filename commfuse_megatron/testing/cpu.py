@@ -1,9 +1,8 @@
 """Lets unmodified Megatron-Core run on CPU tensors and gloo, for tests and for the demo without a GPU.
 
 Megatron names CUDA in many places where any device would do. Each shim below removes one such wall, is named after it,
-and puts everything back when it ends; nothing is active outside `cpu_megatron`. The contract that bites: what Megatron
-decided *at import* stays decided, so enter `cpu_megatron` before the first `import megatron` where Transformer Engine
-is installed.
+and puts everything back when it ends; nothing is active outside `cpu_megatron`. What Megatron decided *at import* stays
+decided, so enter `cpu_megatron` before the first `import megatron` where Transformer Engine is installed.
 """
 
 import contextlib
@@ -102,36 +101,16 @@ def _no_word_of_missing_gpu_packages() -> Iterator[None]:
         extensions.setLevel(level)
 
 
-class _Stream:
-    """Stands for the one queue of work that a CPU has."""
-
-    device = _CPU
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def wait_stream(self, *_: Any) -> None: ...
-
-    def wait_event(self, *_: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def record_event(self, event: "_Event | None" = None) -> "_Event":
-        return event or _Event()
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
 
 
 class _Event:
-    """Stands for a point in that queue; it has always been passed."""
+    """Stands for a point in the one queue of work that a CPU has; it has always been passed."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def record(self, *_: Any) -> None: ...
-
-    def wait(self, *_: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
+    record = wait = synchronize = _nothing
 
     def query(self) -> bool:
         return True
@@ -140,8 +119,14 @@ class _Event:
         return 0.0
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
+class _Stream(_Event):
+    """Stands for that queue."""
+
+    device = _CPU
+    wait_stream = wait_event = _nothing
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """A GPT of Megatron-Core small enough for a CPU: configuration, model, batch, loss.
 
 The same code builds the stock model and the overlapped one, on CPU (inside `cpu_megatron`) and on CUDA. Local layers
-only: neither Transformer Engine nor Apex is needed. The contract that bites: both models carry CommFuseNorm, since
-Megatron's own torch norm refuses sequence parallelism; everything else of the stock model is Megatron's.
+only: neither Transformer Engine nor Apex is needed. Both models carry CommFuseNorm, since Megatron's own torch norm
+refuses sequence parallelism; everything else of the stock model is Megatron's.
 """
 
 import warnings
@@ -16,13 +16,14 @@ from torch import distributed as dist
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.plugin import apply_to_spec, convert_model
-from commfuse_megatron.plugin.compat import megatron_groups
+from commfuse_megatron.plugin.compat import HAVE_TRANSFORMER_ENGINE, megatron_groups
 from commfuse_megatron.plugin.spec import block_spec, local_layer_spec, replace_in_spec
 
 __all__ = [
     "SmallGPT",
     "build_gpt",
     "loss_of",
+    "losses_of",
     "missing_transformer_engine",
     "tensor_parallel",
     "transformer_config",
@@ -167,8 +168,6 @@ def build_gpt(
 
 def missing_transformer_engine() -> str | None:
     """Why layers of Transformer Engine cannot be built here, None if they can."""
-    from commfuse_megatron.plugin.compat import HAVE_TRANSFORMER_ENGINE
-
     if not torch.cuda.is_available():
         return "Transformer Engine needs a CUDA device, and PyTorch found none"
     if not HAVE_TRANSFORMER_ENGINE:
@@ -185,12 +184,18 @@ def with_attention_and_norm(spec: Any, attention: type, norm: type) -> Any:
 
 
 def loss_of(model: Any, tokens: torch.Tensor, *, with_mask: bool = True) -> torch.Tensor:
-    """Mean cross-entropy of predicting `tokens[:, 1:]` from `tokens[:, :-1]`; tokens [batch, sequence + 1].
+    """The mean of `losses_of`."""
+    return losses_of(model, tokens, with_mask=with_mask).mean()
 
-    Without a mask the attention makes its own, which is causal in all our models.
+
+def losses_of(model: Any, tokens: torch.Tensor, *, with_mask: bool = True, **options: Any) -> torch.Tensor:
+    """Cross-entropies [batch, sequence] of predicting tokens[:, 1:] from tokens[:, :-1]; tokens [batch, sequence + 1].
+
+    Of a pipeline stage before the last, what it passes on. Without a mask the attention makes its own, which is causal
+    in all our models. `options` go to the model.
     """
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     length = inputs.size(1)
     positions = torch.arange(length, device=tokens.device).expand_as(inputs)
     future = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1) if with_mask else None
-    return model(inputs, positions, future, labels=labels).mean()
+    return model(inputs, positions, future, labels=labels, **options)

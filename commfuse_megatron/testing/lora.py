@@ -1,9 +1,8 @@
 """Low-rank adapters on Megatron's linears, as adapter libraries put them there: a wrapper around each linear.
 
-Owns a wrapper to compare models with, no training recipe. The contract that bites: a linear with the norm before it in
-the same module is asked for the norm's output by attribute (`return_layernorm_output`), since the adapter must see
-what the linear sees; a class that does not know the attribute leaves the adapter with the input of the norm, which no
-shape tells apart.
+Owns a wrapper to compare models with, no training recipe. A linear with the norm before it in the same module is asked
+for the norm's output by attribute (`return_layernorm_output`), since the adapter must see what the linear sees; a class
+that does not know the attribute leaves the adapter with the input of the norm, which no shape tells apart.
 """
 
 import copy
@@ -161,19 +160,15 @@ def add_lora(
     """
     places = list(_places(model))
     for parent, name in places:
-        linear: Any = getattr(parent, name)
-        if not linear.sequence_parallel:
+        if not getattr(parent, name).sequence_parallel:
             raise UnsupportedError(f"{name} has no sequence parallelism, which the adapters here are made for")
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
         torch.manual_seed(seed)
         for parent, name in places:
-            linear = getattr(parent, name)
-            for attribute, is_wanted in (
-                ("return_layernorm_output", True),
-                ("return_layernorm_output_gathered", norm_output == "gathered"),
-            ):
-                if hasattr(linear, attribute):
-                    setattr(linear, attribute, is_wanted)
+            linear: Any = getattr(parent, name)
+            if hasattr(linear, "return_layernorm_output"):
+                linear.return_layernorm_output = True
+                linear.return_layernorm_output_gathered = norm_output == "gathered"
             is_gated = name == "linear_fc1" and linear.config.gated_linear_unit
             adapter = _Adapter(linear, rank, norm_output, is_gated=is_gated)
             setattr(parent, name, LoRALinear(linear, adapter, alpha / rank))

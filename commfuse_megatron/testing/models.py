@@ -1,9 +1,9 @@
 """Small models of every kind that the plugin serves, stock and overlapped, from Megatron's own builders and specs.
 
-The contract that bites: Megatron's local layers lack some parts that its Transformer Engine layers have, and without
-them there is no stock model to compare with. Both models get the same stand-ins: CommFuseNorm for norms that refuse
-sequence parallelism, `_LatentCoreAttention` for a core attention that knows no head sizes of its own,
-`_PackedCoreAttention` for one that takes no packed sequences.
+Megatron's local layers lack some parts that its Transformer Engine layers have, and without them there is no stock
+model to compare with. Both models get the same stand-ins: CommFuseNorm for norms that refuse sequence parallelism,
+`_LatentCoreAttention` for a core attention that knows no head sizes of its own, `_PackedCoreAttention` for one that
+takes no packed sequences.
 """
 
 import copy
@@ -73,14 +73,12 @@ def build_chunks(
     Args:
         way: "spec" maps specs first and converts what they don't reach; "convert" converts the stock model.
     """
-    chunks = []
+    make = _build_gpt if recipe.hybrid_pattern is None else _build_hybrid
+    mapped = overlap if way == "spec" else None
+    stages = [None] if recipe.virtual_stages is None else range(recipe.virtual_stages)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for stage in range(recipe.virtual_stages or 1):
-            vp_stage = None if recipe.virtual_stages is None else stage
-            mapped = overlap if way == "spec" else None
-            make = _build_gpt if recipe.hybrid_pattern is None else _build_hybrid
-            chunks.append(make(recipe, config, vp_stage, mapped))
+        chunks = [make(recipe, config, stage, mapped) for stage in stages]
     return convert_model(chunks, overlap) if overlap is not None else chunks
 
 
@@ -95,16 +93,8 @@ def _build_gpt(recipe: Recipe, config: Any, vp_stage: int | None, overlap: Overl
     if config.mtp_num_layers:
         mtp_spec = _with_norms(get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=vp_stage))
     if overlap is not None:
-        spec = apply_to_spec(spec, overlap)
-        mtp_spec = apply_to_spec(mtp_spec, overlap)
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        mtp_block_spec=mtp_spec,
-        position_embedding_type="rope",
-        vp_stage=vp_stage,
-        **_common(recipe, vp_stage),
-    )
+        spec, mtp_spec = apply_to_spec(spec, overlap), apply_to_spec(mtp_spec, overlap)
+    return GPTModel(transformer_layer_spec=spec, mtp_block_spec=mtp_spec, **_common(recipe, config, vp_stage))
 
 
 def _build_hybrid(recipe: Recipe, config: Any, vp_stage: int | None, overlap: OverlapConfig | None) -> Any:
@@ -118,17 +108,17 @@ def _build_hybrid(recipe: Recipe, config: Any, vp_stage: int | None, overlap: Ov
         spec = apply_to_spec(spec, overlap)
     with PRETRAINING_SHIMS["hybrid_final_norm"]():
         return HybridModel(
-            config=config,
             hybrid_stack_spec=spec,
             hybrid_layer_pattern=recipe.hybrid_pattern,
-            position_embedding_type="rope",
-            vp_stage=vp_stage,
-            **_common(recipe, vp_stage),
+            **_common(recipe, config, vp_stage),
         )
 
 
-def _common(recipe: Recipe, vp_stage: int | None) -> dict[str, Any]:
+def _common(recipe: Recipe, config: Any, vp_stage: int | None) -> dict[str, Any]:
     return {
+        "config": config,
+        "position_embedding_type": "rope",
+        "vp_stage": vp_stage,
         "vocab_size": recipe.gpt.vocab_size,
         "max_sequence_length": recipe.gpt.max_sequence_length,
         "share_embeddings_and_output_weights": recipe.gpt.has_tied_embeddings,
@@ -144,11 +134,8 @@ def _gpt_spec(config: Any, vp_stage: int | None) -> Any:
         )
         layer = replace_in_spec(layer, {DotProductAttention: _LatentCoreAttention})
         return _with_norms(block_spec(layer, config, vp_stage, with_torch_norm=True))
-    return _with_norms(
-        get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
-        )
-    )
+    options = {"normalization": config.normalization, "vp_stage": vp_stage}
+    return _with_norms(get_gpt_decoder_block_spec(config, use_transformer_engine=False, **options))
 
 
 def _with_norms(spec: Any) -> Any:
@@ -158,10 +145,7 @@ def _with_norms(spec: Any) -> Any:
 
 
 #: A linear -> the norm that its fused form takes in, as parts of the names of parameters.
-_FUSED_NORMS = {
-    "self_attention.linear_qkv": "input_layernorm",
-    "mlp.linear_fc1": "pre_mlp_layernorm",
-}
+_FUSED_NORMS = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
 
 
 def name_with_separate_norm(name: str) -> str:

@@ -1,7 +1,7 @@
 """One training step by Megatron's own schedules: micro-batches, pipeline stages, data-parallel buckets.
 
 Unlike `training.Training` it takes several model chunks and micro-batches, and keeps losses and gradients apart for
-comparison. The contract that bites: every rank must build its chunks and call `step` in the same order.
+comparison. Every rank must build its chunks and call `step` in the same order.
 """
 
 import functools
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+
+from commfuse_megatron.testing.gpt import losses_of
+from commfuse_megatron.testing.training import Float64IsFullPrecision, data_parallel
 
 __all__ = ["Outcome", "ScheduledRun"]
 
@@ -33,46 +35,22 @@ class ScheduledRun:
     """
 
     def __init__(self, chunks: list[Any], *, optimizer: str | None = None) -> None:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+        from megatron.core.distributed import finalize_model_grads
 
-        is_distributed = optimizer == "distributed"
-        config = self._config = chunks[0].config
-        for chunk in chunks:
-            for parameter in chunk.parameters():
-                set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-        ddp_config = DistributedDataParallelConfig(
-            use_distributed_optimizer=is_distributed,
-            overlap_grad_reduce=is_distributed,
-            overlap_param_gather=is_distributed,
-            bucket_size=20_000 if is_distributed else None,
-        )
         self.chunks = chunks
-        self.wrapped = [
-            DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
-            for number, chunk in enumerate(chunks)
-        ]
+        is_distributed = optimizer == "distributed"
+        options = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+        self.wrapped, self._optimizer = data_parallel(
+            chunks,
+            lr=None if optimizer is None else 1e-3,
+            bucket_size=20_000 if is_distributed else None,
+            **dict.fromkeys(options, is_distributed),
+        )
+        config = chunks[0].config
         config.finalize_model_grads_func = finalize_model_grads
-        self._optimizer = None
         if is_distributed:
             (wrapped,) = self.wrapped
             config.no_sync_func, config.param_sync_func = wrapped.no_sync, wrapped.start_param_sync
-        if optimizer is not None:
-            options = OptimizerConfig(
-                optimizer="adam",
-                lr=1e-3,
-                params_dtype=config.params_dtype,
-                clip_grad=0.0,
-                use_distributed_optimizer=is_distributed,
-                overlap_param_gather=is_distributed,
-            )
-            with _Float64IsFullPrecision():
-                self._optimizer = get_megatron_optimizer(options, self.wrapped)
 
     def step(
         self, micro_batches: Sequence[torch.Tensor], *, forward_only: bool = False, packed: tuple[int, ...] = ()
@@ -98,9 +76,9 @@ class ScheduledRun:
             micro_batch_size=batch,
             forward_only=forward_only,
         )
-        gradients = {} if forward_only else {name: p.main_grad.clone() for name, p in self._trained()}
+        gradients = {} if forward_only else {name: p.main_grad.clone() for name, p in self._named() if p.requires_grad}
         if self._optimizer is not None and not forward_only:
-            with _Float64IsFullPrecision():
+            with Float64IsFullPrecision():
                 self._optimizer.step()
         return Outcome(tuple(entry["loss"].item() for entry in losses), gradients)
 
@@ -117,40 +95,18 @@ class ScheduledRun:
             for name, parameter in chunk.named_parameters():
                 yield prefix + name, parameter
 
-    def _trained(self) -> Iterator[tuple[str, Any]]:
-        return ((name, parameter) for name, parameter in self._named() if parameter.requires_grad)
-
-
-class _Float64IsFullPrecision(TorchFunctionMode):
-    """Lets Megatron's optimizers take float64: they know one type that need not be widened, float32, by its name."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            if func is torch.Tensor.float:
-                return args[0]
-            if func is torch.Tensor.type and len(args) == 1:
-                return func(*args).replace("DoubleTensor", "FloatTensor")
-        return func(*args, **(kwargs or {}))
-
 
 def _forward_step(
     micro_batches: Iterator[torch.Tensor], model: Any, *, packed: tuple[int, ...]
 ) -> tuple[torch.Tensor, Any]:
     tokens = next(micro_batches)
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    length = inputs.size(1)
-    positions = torch.arange(length, device=tokens.device).expand_as(inputs)
-    future = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1)
-    if packed:
-        output = model(inputs, positions, None, labels=labels, packed_seq_params=_packed(packed, tokens.device))
-    else:
-        output = model(inputs, positions, future, labels=labels)
+    options = {"packed_seq_params": _packed(packed, tokens.device)} if packed else {}
+    return losses_of(model, tokens, with_mask=not packed, **options), _mean
 
-    def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        mean = losses.mean()
-        return mean, {"loss": mean.detach()}
 
-    return output, loss_of
+def _mean(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    mean = losses.mean()
+    return mean, {"loss": mean.detach()}
 
 
 def _packed(lengths: tuple[int, ...], device: torch.device) -> Any:

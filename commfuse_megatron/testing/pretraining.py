@@ -1,18 +1,19 @@
 """Lets Megatron's whole training program run on CPU ranks: what `cpu_megatron` does, and the walls of `pretrain`.
 
 For tests and for examples that are asked to (`--cpu`). As there, every shim removes one wall, is named after it, and
-nothing is active outside `cpu_pretraining`. The contract that bites: enter it before anything imports
-`megatron.training`, and give the script the flags of `CPU_FLAGS`, since fused kernels and NCCL need a GPU.
+nothing is active outside `cpu_pretraining`. Enter it before anything imports `megatron.training`, and give the script
+the flags of `CPU_FLAGS`, since fused kernels and NCCL need a GPU.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from commfuse_megatron.testing.cpu import _replaced, cpu_megatron
+from commfuse_megatron.testing.cpu import _nothing, _replaced, cpu_megatron
 
 __all__ = ["CPU_FLAGS", "PRETRAINING_SHIMS", "cpu_pretraining"]
 
@@ -51,7 +52,7 @@ def _one_device() -> AbstractContextManager[None]:
     return _replaced(
         torch.cuda,
         device_count=lambda: 1,
-        set_device=lambda *_: None,
+        set_device=_nothing,
         get_device_properties=lambda *_: properties,
         get_device_capability=lambda *_: (properties.major, properties.minor),
     )
@@ -60,17 +61,12 @@ def _one_device() -> AbstractContextManager[None]:
 def _memory_statistics() -> AbstractContextManager[None]:
     """Wall: memory is reported after the first steps and before checkpoints."""
 
-    def nothing_allocated(*_: Any, **__: Any) -> int:
-        return 0
-
+    sizes = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     return _replaced(
         torch.cuda,
-        memory_allocated=nothing_allocated,
-        max_memory_allocated=nothing_allocated,
-        memory_reserved=nothing_allocated,
-        max_memory_reserved=nothing_allocated,
+        **dict.fromkeys(sizes, lambda *_, **__: 0),
         memory_stats=lambda *_, **__: {},
-        reset_peak_memory_stats=lambda *_, **__: None,
+        reset_peak_memory_stats=_nothing,
         mem_get_info=lambda *_: (1, 1),
     )
 
@@ -80,12 +76,7 @@ def _cuda_is_required() -> Iterator[None]:
     """Wall: `initialize_megatron` asserts that there is a GPU."""
     from megatron.training import training
 
-    stock_initialize = training.initialize_megatron
-
-    def initialize(*args: Any, **kwargs: Any) -> Any:
-        return stock_initialize(*args, **{**kwargs, "allow_no_cuda": True})
-
-    with _replaced(training, initialize_megatron=initialize):
+    with _replaced(training, initialize_megatron=partial(training.initialize_megatron, allow_no_cuda=True)):
         yield
 
 
@@ -94,7 +85,7 @@ def _warm_up_of_fusions() -> Iterator[None]:
     """Wall: functions that `CPU_FLAGS` leave unused are compiled at the start, for some 15 s."""
     from megatron.training import training
 
-    with _replaced(training, set_jit_fusion_options=lambda *_, **__: None):
+    with _replaced(training, set_jit_fusion_options=_nothing):
         yield
 
 

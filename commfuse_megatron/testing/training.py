@@ -1,13 +1,58 @@
 """Training steps as Megatron does them: its data-parallel wrapper, its gradient finalisation, its optimizer."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from commfuse_megatron.testing.gpt import loss_of
 
-__all__ = ["Training"]
+__all__ = ["Float64IsFullPrecision", "Training", "data_parallel"]
+
+
+def data_parallel(chunks: Sequence[Any], *, lr: float | None, **options: Any) -> tuple[list[Any], Any]:
+    """Model chunks in Megatron's DistributedDataParallel with these `options`, and their Adam; None without `lr`."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    config = chunks[0].config
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=config.params_dtype.itemsize == 2, **options)
+    wrapped = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+    if lr is None:
+        return wrapped, None
+    adam = OptimizerConfig(
+        optimizer="adam",
+        lr=lr,
+        bf16=config.bf16,
+        fp16=config.fp16,
+        params_dtype=config.params_dtype,
+        clip_grad=0.0,
+        use_distributed_optimizer=ddp_config.use_distributed_optimizer,
+        overlap_param_gather=ddp_config.overlap_param_gather,
+    )
+    with Float64IsFullPrecision():
+        return wrapped, get_megatron_optimizer(adam, wrapped)
+
+
+class Float64IsFullPrecision(TorchFunctionMode):
+    """Lets Megatron's optimizers take float64: they know one type that need not be widened, float32, by its name."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float:
+                return args[0]
+            if func is torch.Tensor.type and len(args) == 1:
+                return func(*args).replace("DoubleTensor", "FloatTensor")
+        return func(*args, **(kwargs or {}))
 
 
 class Training:
@@ -21,29 +66,9 @@ class Training:
     """
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        lr: float = 1e-3,
-        overlap_grad_reduce: bool = False,
-        with_mask: bool = True,
+        self, model: Any, *, lr: float = 1e-3, overlap_grad_reduce: bool = False, with_mask: bool = True
     ) -> None:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
-
-        config = model.config
-        for parameter in model.parameters():
-            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-        is_16_bit = config.params_dtype in (torch.bfloat16, torch.float16)
-        ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=is_16_bit, overlap_grad_reduce=overlap_grad_reduce
-        )
-        self.wrapped = DistributedDataParallel(config, ddp_config, model)
-        options = OptimizerConfig(
-            optimizer="adam", lr=lr, bf16=config.bf16, fp16=config.fp16, params_dtype=config.params_dtype, clip_grad=0.0
-        )
-        self.optimizer = get_megatron_optimizer(options, [self.wrapped])
+        (self.wrapped,), self.optimizer = data_parallel([model], lr=lr, overlap_grad_reduce=overlap_grad_reduce)
         self._model = model
         self._with_mask = with_mask
 

@@ -1,9 +1,9 @@
 """The transport interface: how the bytes of one step reach another rank. Knows no GEMM and no schedule.
 
-With two sides, the contract that bites: `exchange` behaves as if it ran on the current stream at the time of the call.
-It reads the sent tensor, and overwrites the received one, after all work submitted there before; it does not make that
-stream wait. `Transfer.wait` does: work submitted afterwards may read what arrived and overwrite what was sent. On the
-CPU the "stream" is the calling thread.
+With two sides, `exchange` behaves as if it ran on the current stream at the time of the call. It reads the sent tensor,
+and overwrites the received one, after all work submitted there before; it does not make that stream wait.
+`Transfer.wait` does: work submitted afterwards may read what arrived and overwrite what was sent. On the CPU the
+"stream" is the calling thread.
 
 One-sided transports push into the receiver's memory without asking it at that moment. So messages arrive in windows
 only, and a window belongs to the peers from `release` (or its creation) until the wait for what arrived there. What is
@@ -71,9 +71,9 @@ class PeerTimeoutError(Exception):
 
 
 class Transfer(ABC):
-    """One batch {send, receive} in flight. Transfers that share a lane run one after the other."""
+    """One batch {send, receive} in flight. Transfers that share a communicator run one after the other."""
 
-    lanes: tuple[int, ...] = (0,)
+    communicators: tuple[int, ...] = (0,)
 
     @abstractmethod
     def wait(self) -> None:
@@ -133,5 +133,5 @@ class TwoSidedTransport(Transport):
     def exchange(self, send: Message | None, receive: Message | None, turn: int = 0) -> Transfer:
         """Start one batch. All ranks must call `exchange` in matching order; equal tags pair up.
 
-        turn: equal at both ends of a message (a schedule's step); a transport with several lanes takes them in turn.
+        turn: equal at both ends of a message (a schedule's step); several communicators are taken in turn.
         """

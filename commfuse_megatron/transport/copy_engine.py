@@ -10,11 +10,11 @@ device-to-device copy on a stream of our own, between stream memory operations o
 sender, one per message. They are set once and cleared once per operation, by values that do not change from call to
 call, so a captured CUDA graph replays them. A wait changes nothing, so it may be repeated, on any stream.
 
-The contract that bites: between two releases all messages to a peer go out under one grant, which the peer gives anew
-in every release. So a rank must release each operation, also one that sends and receives nothing, in the same order as
-the others. A grant says that the peer has read all that arrived, whoever sent it: the next operation may lay its
-windows out differently. Therefore a rank without a message for a peer takes the grant, too, and says so by a flag of
-its own, for which the peer waits before it grants again: else a grant of an earlier operation would be left over.
+Beware: between two releases all messages to a peer go out under one grant, which the peer gives anew in every release.
+So a rank must release each operation, also one that sends and receives nothing, in the same order as the others. A
+grant says that the peer has read all that arrived, whoever sent it: the next operation may lay its windows out
+differently. Therefore a rank without a message for a peer takes the grant, too, and says so by a flag of its own, for
+which the peer waits before it grants again: else a grant of an earlier operation would be left over.
 """
 
 import functools
@@ -34,7 +34,7 @@ from commfuse_megatron.transport.copy_flags import NO_MESSAGE, CopyFlags, Key, b
 from commfuse_megatron.transport.copy_tape import BoundOperation, Ref, Step
 from commfuse_megatron.transport.driver import CUDA, Driver
 from commfuse_megatron.transport.mapped_window import MappedWindow, leave_multicast_alone, map_window
-from commfuse_megatron.transport.stream_memory import Batch, OwnStream, StreamEvent, look_on_during_captures
+from commfuse_megatron.transport.stream_memory import Batch, OwnStream, StreamEvent, allow_calls_during_capture
 from commfuse_megatron.transport.tape_graphs import TapeGraphs
 
 __all__ = ["CopyEngineTransport"]
@@ -280,11 +280,11 @@ class CopyEngineTransport(Transport):
         ops = self._driver.batch(self._flags.wait(keys))
         return lambda at, stream: run(stream, ops)
 
-    def bind_silence(self, keys: tuple[Key, ...]) -> tuple[Step | None, tuple[Key, ...]]:
+    def bind_no_message(self, keys: tuple[Key, ...]) -> tuple[Step | None, tuple[Key, ...]]:
         """What the copy stream tells peers to whom none of these batches goes, and the keys of those who send none."""
-        told, awaited = self._flags.silence(keys)
-        run, copies, ops = self._memory.run, self._stream.handle, self._driver.batch(told)
-        return (lambda at, stream: run(copies, ops)) if told else None, awaited
+        send_ops, wait_keys = self._flags.no_message(keys)
+        run, copies, ops = self._memory.run, self._stream.handle, self._driver.batch(send_ops)
+        return (lambda at, stream: run(copies, ops)) if send_ops else None, wait_keys
 
     def bind_release(self, keys: tuple[Key, ...], awaited: tuple[Key, ...]) -> Batch:
         """What ends an operation of these batches, and waits for some of them first."""
@@ -327,7 +327,7 @@ class CopyEngineTransport(Transport):
 
     def _let_go(self) -> None:
         """Set every flag, again and again, until nothing of this transport waits any more."""
-        look_on_during_captures()
+        allow_calls_during_capture()
         deadline = time.monotonic() + _ABORT_LIMIT_S
         idle_rounds = 0
         try:

@@ -18,7 +18,7 @@ from commfuse_megatron.transport.base import MOST_FLAGS
 from commfuse_megatron.transport.mapped_window import MappedWindow
 from commfuse_megatron.transport.stream_memory import MemoryOp, StreamMemory
 
-__all__ = ["NO_MESSAGE", "CopyFlags", "Key", "Silence", "bytes_of_flags", "clear_flags"]
+__all__ = ["NO_MESSAGE", "CopyFlags", "Key", "NoMessage", "bytes_of_flags", "clear_flags"]
 
 _FLAG_BYTES = 4
 _CLEAR, _SET = 0, 1
@@ -30,11 +30,11 @@ _FLAGS_PER_PEER = MOST_FLAGS + 1
 Key = tuple[int, int, int, int]
 
 
-class Silence(NamedTuple):
+class NoMessage(NamedTuple):
     """Of an operation: what tells the peers that get no message, and the flags of those from whom none comes."""
 
-    told: list[MemoryOp]
-    awaited: tuple[Key, ...]
+    send_ops: list[MemoryOp]
+    wait_keys: tuple[Key, ...]
 
 
 def bytes_of_flags(group_size: int) -> int:
@@ -85,16 +85,16 @@ class CopyFlags:
         sources = sorted({key[0] for key in keys if key[0] >= 0})
         return [*clears, *(self._memory.write_value(self._free_at(source, self._rank), _SET) for source in sources)]
 
-    def silence(self, keys: tuple[Key, ...]) -> Silence:
+    def no_message(self, keys: tuple[Key, ...]) -> NoMessage:
         """For an operation of these batches."""
         senders, receivers = {key[0] for key in keys}, {key[2] for key in keys}
         peers = [peer for peer in range(self._size) if peer != self._rank]
-        told: list[MemoryOp] = []
+        send_ops: list[MemoryOp] = []
         for peer in peers:
             if peer not in receivers:
-                told += self.take(peer)
-                told.append(self._memory.write_value(self._full_at(peer, self._rank, NO_MESSAGE), _SET))
-        return Silence(told, tuple((peer, NO_MESSAGE, -1, -1) for peer in peers if peer not in senders))
+                send_ops += self.take(peer)
+                send_ops.append(self._memory.write_value(self._full_at(peer, self._rank, NO_MESSAGE), _SET))
+        return NoMessage(send_ops, tuple((peer, NO_MESSAGE, -1, -1) for peer in peers if peer not in senders))
 
     def are_set(self, key: Key, seen: torch.Tensor) -> bool:
         """Whether both ends of a batch are done in `seen`, a copy of `tensor`."""

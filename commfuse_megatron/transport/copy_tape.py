@@ -5,9 +5,9 @@ addresses, which steps index. Knows no GEMM: the runtime puts its own steps betw
 
 With CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron sets it, all streams share one hardware queue: whatever waits at its
 head, on whichever stream, holds up the kernels behind it. So what the copy stream does is submitted behind the next
-kernel of the current stream, beside which it is to run: measured, a first GEMM otherwise starts when the first
-transfer is over. The contract that bites: a wait must not be submitted before the push of its own batch, else two
-ranks wait for each other's pushes, which are behind the waits.
+kernel of the current stream, beside which it is to run: measured, a first GEMM otherwise starts when the first transfer
+is over. Beware: a wait must not be submitted before the push of its own batch, else two ranks wait for each other's
+pushes, which are behind the waits.
 
 In a CUDA graph, ours or one that somebody else captures, it is the driver who orders what is independent. So a tape
 keeps its steps a second time, in which each wait depends on the push of its own batch; see `transport.tape_graphs`. The
@@ -78,7 +78,7 @@ class StepMaker(Protocol):
 
     def bind_wait(self, keys: tuple[Key, ...]) -> Step: ...
 
-    def bind_silence(self, keys: tuple[Key, ...]) -> tuple[Step | None, tuple[Key, ...]]: ...
+    def bind_no_message(self, keys: tuple[Key, ...]) -> tuple[Step | None, tuple[Key, ...]]: ...
 
     def bind_release(self, keys: tuple[Key, ...], awaited: tuple[Key, ...]) -> Batch: ...
 
@@ -206,14 +206,14 @@ class CopyTape:
             self._captured.pop()
         else:
             awaited = ()
-        silent = self._tell_silence()
+        silent = self._tell_of_no_message()
         keys = (*self.keys, *silent)
         release = self._transport.bind_release(keys, (*awaited, *silent))
         return BoundOperation(tuple(self.steps), keys, tuple(self.notes), release, tuple(self._captured), GraphTable())
 
-    def _tell_silence(self) -> tuple[Key, ...]:
+    def _tell_of_no_message(self) -> tuple[Key, ...]:
         """Tell the peers that get no message; returns what to wait for of those who send none."""
-        tell, awaited = self._transport.bind_silence(tuple(self.keys))
+        tell, awaited = self._transport.bind_no_message(tuple(self.keys))
         if tell is not None:
             # It waits for nothing of this operation, and the release waits for the same of the peers.
             self.steps.append(tell)

@@ -2,10 +2,10 @@
 
 Mapping is collective. Multicast is never used.
 
-The contract that bites: PyTorch waits for the device when such memory is freed, in a destructor, with Python's lock
-held: no watchdog runs meanwhile, and an error of the device ends the process, as does a CUDA graph that is being
-captured. Garbage collection must not choose that moment. So what is mapped is kept here, and freed only where windows
-are made or given up, once nothing looks at it any more and the device was waited for where that can raise.
+Beware: PyTorch waits for the device when such memory is freed, in a destructor, with Python's lock held: no watchdog
+runs meanwhile, and an error of the device ends the process, as does a CUDA graph that is being captured. Garbage
+collection must not choose that moment. So what is mapped is kept here, and freed only where windows are made or given
+up, once nothing looks at it any more and the device was waited for where that can raise.
 """
 
 import atexit

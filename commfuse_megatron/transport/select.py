@@ -42,13 +42,13 @@ class NcclSettings:
     """How messages over NCCL are sent, and whether GEMMs take back the SMs that this leaves free."""
 
     channels: int
-    lanes: int
+    communicators: int
     regains_sms: bool
 
 
-DIRECT = NcclSettings(channels=20, lanes=1, regains_sms=True)
+DIRECT = NcclSettings(channels=20, communicators=1, regains_sms=True)
 # 70B fc2 on 2 H200, m=8: 2.74 ms, where DIRECT takes 4.2 to 4.6; the paper's MLP on 4: 28.3, where DIRECT takes 41.1.
-THROUGH_HOST_MEMORY = NcclSettings(channels=2, lanes=2, regains_sms=False)
+THROUGH_HOST_MEMORY = NcclSettings(channels=2, communicators=2, regains_sms=False)
 
 
 def choose_backend(group: dist.ProcessGroup, config: TransportConfig, exchange: Callable[[str], list[str]]) -> str:
@@ -101,7 +101,7 @@ def choose_nccl_settings(
     transport, regains_sms = config.transport, config.kernel.regain_sms
     return NcclSettings(
         found.channels if transport.nccl_channels is None else transport.nccl_channels,
-        found.lanes if transport.nccl_lanes is None else transport.nccl_lanes,
+        found.communicators if transport.nccl_communicators is None else transport.nccl_communicators,
         found.regains_sms if regains_sms is None else regains_sms,
     )
 
@@ -134,7 +134,7 @@ def create_transport(
         group.size(),
         channels=nccl.channels,
         device=device,
-        lanes=nccl.lanes,
+        communicators=nccl.communicators,
     )
 
 

@@ -1,8 +1,8 @@
 """Waits for and writes of 32-bit flags in a stream's order, without a kernel; copies; and a stream of our own.
 
 Thin over the driver (cuda-bindings). Parameters are built once and replayed: building them costs more host time than
-the call. The contract that bites: such a wait is invisible to CUDA, so nothing but the flag ends it, and what writes
-the flag must never be submitted behind the wait.
+the call. Beware: such a wait is invisible to CUDA, so nothing but the flag ends it, and what writes the flag must never
+be submitted behind the wait.
 """
 
 import gc
@@ -28,7 +28,7 @@ __all__ = [
     "captures_excluded",
     "free_memory_bytes",
     "give_stream_back",
-    "look_on_during_captures",
+    "allow_calls_during_capture",
     "may_wait_for_device",
 ]
 
@@ -226,7 +226,7 @@ def free_memory_bytes() -> int:
     return int(free_bytes)
 
 
-def look_on_during_captures() -> None:
+def allow_calls_during_capture() -> None:
     """Let this thread ask for events and copy flags while another thread captures a CUDA graph.
 
     In CUDA's global mode of capture, PyTorch's default and Megatron's for backward passes, what a thread does that does

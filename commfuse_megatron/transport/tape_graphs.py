@@ -4,9 +4,9 @@ A training loop brings the same addresses to the same layer in every step, since
 a call is made step by step at first, then once on a stream of our own, where libraries make what they keep for a
 stream, and then as a graph of what that stream was told: one driver call instead of five for every slice.
 
-The contract that bites: in a graph the driver chooses which of two independent branches goes first, and with one
-hardware queue a wait could hold up the push that a peer's wait needs. Each wait therefore depends on the push of its
-own batch (`CopyTape` keeps such steps), which it needs anyway before the operation ends.
+In a graph the driver chooses which of two independent branches goes first, and with one hardware queue a wait could
+hold up the push that a peer's wait needs. Each wait therefore depends on the push of its own batch (`CopyTape` keeps
+such steps), which it needs anyway before the operation ends.
 """
 
 import itertools

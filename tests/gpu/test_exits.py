@@ -16,9 +16,9 @@ import torch
 from torch import distributed as dist
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import LinearConfig, PassConfig, TransportConfig
-from commfuse_megatron.runtime import leaving
+from commfuse_megatron.runtime import shutdown
 
-leaving._AFTER_AN_ERROR_S, leaving._TO_END_S = 3.0, 5
+shutdown._AFTER_AN_ERROR_S, shutdown._TO_END_S = 3.0, 5
 backend, way = BACKEND, WAY
 rank = int(os.environ["RANK"])
 device = torch.device("cuda", rank)

@@ -1,4 +1,4 @@
-"""`persistent_matmul` against exact integer products and against fp64, in every layout, size, order and alignment."""
+"""`persistent_matmul` against exact integer products and against fp64, in every layout, size and alignment."""
 
 import itertools
 import sys
@@ -8,7 +8,6 @@ import torch
 
 from commfuse_megatron.errors import ShapeError, UnsupportedError
 from commfuse_megatron.kernels import launch, persistent_matmul, persistent_matmul_unavailable_reason
-from commfuse_megatron.kernels.counters import TileCounters
 from commfuse_megatron.kernels.tiles import TILES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
@@ -16,7 +15,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 DEVICE = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PASSES = ("fprop", "dgrad", "wgrad")
-ORDERS = ("static", "stealing")
 AWKWARD_SIZES = [
     (1, 1, 1), (1, 17, 127), (17, 1, 1), (127, 17, 8191), (8191, 127, 17), (1, 8191, 17), (8191, 1, 127),
     (17, 8191, 1), (130, 264, 72), (1000, 520, 328), (2049, 1040, 1000),
@@ -66,6 +64,12 @@ def exact(
     return product.float().to(dtype or a.dtype)
 
 
+def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None, **keywords) -> torch.Tensor:
+    """In a new tensor."""
+    out = torch.full((a.size(0), b.size(1)), torch.nan, dtype=dtype or a.dtype, device=DEVICE)
+    return persistent_matmul(a, b, out=out, **keywords)
+
+
 def assert_same(actual: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(actual, wanted, rtol=0, atol=0)
 
@@ -76,9 +80,9 @@ def assert_same(actual: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize("pass_name", PASSES)
 @pytest.mark.parametrize("sizes", AWKWARD_SIZES, ids=str)
 def test_awkward_sizes_are_exact(sizes, pass_name):
-    for order, out_dtype in itertools.product(ORDERS, (BF16, FP32)):
+    for out_dtype in (BF16, FP32):
         a, b = operands(sizes, pass_name)
-        assert_same(persistent_matmul(a, b, out_dtype=out_dtype, tile_order=order), exact(a, b, dtype=out_dtype))
+        assert_same(product(a, b, out_dtype), exact(a, b, dtype=out_dtype))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -86,17 +90,16 @@ def test_awkward_sizes_are_exact(sizes, pass_name):
 @pytest.mark.parametrize("sizes", [(2048, 1024, 512), (4096, 3072, 256), (256, 128, 64)], ids=str)
 def test_aligned_sizes_are_exact(sizes, pass_name, dtype):
     a, b = operands(sizes, pass_name, dtype=dtype)
-    for order in ORDERS:
-        assert_same(persistent_matmul(a, b, tile_order=order), exact(a, b))
+    assert_same(product(a, b), exact(a, b))
 
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.block_m}x{tile.block_n}")
 @pytest.mark.parametrize("out_dtype", [BF16, FP32])
 def test_every_tile_of_the_table_is_exact(tile, out_dtype):
-    for pass_name, order, with_addend in itertools.product(PASSES, ORDERS, (False, True)):
+    for pass_name, with_addend in itertools.product(PASSES, (False, True)):
         a, b = operands((712, 776, 328), pass_name)
         addend = integers(712, 776, out_dtype, seed=5) if with_addend else None
-        out = persistent_matmul(a, b, out_dtype=out_dtype, addend=addend, tile_order=order, tile=tile)
+        out = product(a, b, out_dtype, addend=addend, tile=tile)
         assert_same(out, exact(a, b, addend, out_dtype))
 
 
@@ -104,29 +107,29 @@ def test_every_tile_of_the_table_is_exact(tile, out_dtype):
 @pytest.mark.parametrize("where", [(1, 0), (0, 1), (3, 5), (8, 0), (0, 8), (8, 4)], ids=str)
 def test_any_base_and_stride_is_exact(where, pass_name):
     offset, pad = where
-    for sizes, order in itertools.product([(520, 392, 264), (129, 257, 65)], ORDERS):
+    for sizes in ((520, 392, 264), (129, 257, 65)):
         a, b = operands(sizes, pass_name, offset=offset, pad=pad)
         wanted = exact(a, b)
         poison = torch.full(wanted.shape, torch.nan, dtype=BF16, device=DEVICE)
         out = place(poison, transposed=False, offset=offset, pad=pad)
-        assert persistent_matmul(a, b, out=out, tile_order=order) is out
+        assert persistent_matmul(a, b, out=out) is out
         assert_same(out, wanted)
 
 
 def test_operands_of_different_alignment():
     (a, b), (a_off, b_off) = operands((520, 392, 264)), operands((520, 392, 264), offset=1)
     wanted = exact(a, b)
-    assert_same(persistent_matmul(a_off, b), wanted)
-    assert_same(persistent_matmul(a, b_off), wanted)
+    assert_same(product(a_off, b), wanted)
+    assert_same(product(a, b_off), wanted)
 
 
 def test_expanded_and_windowed_inputs():
     row = integers(1, 512)
     b = integers(512, 384, seed=1)
-    assert_same(persistent_matmul(row.expand(300, 512), b), exact(row.expand(300, 512), b))
+    assert_same(product(row.expand(300, 512), b), exact(row.expand(300, 512), b))
     signal = integers(1, 2000)[0]
     windows = signal.as_strided((400, 512), (1, 1))
-    assert_same(persistent_matmul(windows, b), exact(windows, b))
+    assert_same(product(windows, b), exact(windows, b))
 
 
 def test_writes_nothing_around_out():
@@ -165,20 +168,17 @@ def test_random_inputs_are_rounded_once(pass_name, K, out_dtype):
     wanted = a.double() @ b.double() + addend.double()
     summed = a.double().abs() @ b.double().abs() + addend.double().abs()
     unit_roundoff = 2**-8 if out_dtype == BF16 else 2**-24
-    for order in ORDERS:
-        out = persistent_matmul(a, b, out_dtype=out_dtype, addend=addend, tile_order=order)
-        error = (out.double() - wanted).abs()
-        assert (error <= 1.01 * unit_roundoff * wanted.abs() + 2**-20 * summed).all(), error.max()
+    error = (product(a, b, out_dtype, addend=addend).double() - wanted).abs()
+    assert (error <= 1.01 * unit_roundoff * wanted.abs() + 2**-20 * summed).all(), error.max()
 
 
 # ---- addend ----
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("addend_dtype", [BF16, FP32])
 @pytest.mark.parametrize("out_dtype", [BF16, FP32])
 @pytest.mark.parametrize("sizes", [(1024, 768, 256), (301, 203, 97)], ids=str)
-def test_addends_of_every_kind(sizes, out_dtype, addend_dtype, order):
+def test_addends_of_every_kind(sizes, out_dtype, addend_dtype):
     M, N, _ = sizes
     a, b = operands(sizes)
     matrix = integers(M, N, addend_dtype, seed=7)
@@ -191,16 +191,15 @@ def test_addends_of_every_kind(sizes, out_dtype, addend_dtype, order):
         "scalar": matrix[:1, :1].expand(M, N),
     }  # fmt: skip
     for name, addend in addends.items():
-        out = persistent_matmul(a, b, addend=addend, out_dtype=out_dtype, tile_order=order)
+        out = product(a, b, out_dtype, addend=addend)
         wanted = exact(a, b, addend, out_dtype)
         torch.testing.assert_close(out, wanted, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("pass_name", PASSES)
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("where", [(0, 0), (0, 8), (1, 3)], ids=str)
-def test_accumulates_in_place(dtype, pass_name, order, where):
+def test_accumulates_in_place(dtype, pass_name, where):
     offset, pad = where
     for sizes in ((1024, 776, 256), (301, 203, 97), (4096, 4096, 128)):
         a, b = operands(sizes, pass_name)
@@ -208,7 +207,7 @@ def test_accumulates_in_place(dtype, pass_name, order, where):
         out = place(start, transposed=False, offset=offset, pad=pad)
         wanted = start
         for _ in range(3):
-            assert persistent_matmul(a, b, out=out, addend=out, tile_order=order) is out
+            assert persistent_matmul(a, b, out=out, addend=out) is out
             wanted = exact(a, b, wanted, dtype)
             assert_same(out, wanted)
 
@@ -221,66 +220,48 @@ def test_accumulates_in_place_through_another_view_of_out():
     assert_same(out, wanted)
 
 
-# ---- SMs, orders, determinism ----
+# ---- SMs, determinism ----
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("num_sms", [1, 7, 100, 132, 500])
-def test_any_number_of_blocks(num_sms, order):
+def test_any_number_of_blocks(num_sms):
     for sizes in ((1024, 1544, 328), (127, 65, 33)):
         a, b = operands(sizes)
         for _ in range(3):
-            assert_same(persistent_matmul(a, b, num_sms=num_sms, tile_order=order), exact(a, b))
+            assert_same(product(a, b, num_sms=num_sms), exact(a, b))
 
 
-def test_runs_are_bit_identical_and_orders_agree():
+def test_runs_are_bit_identical():
     a, b = torch.randn(4096, 2048, device=DEVICE).to(BF16), torch.randn(3072, 2048, device=DEVICE).to(BF16).t()
-    first = persistent_matmul(a, b, tile=TILES[0])
-    for order, num_sms in itertools.product(ORDERS, (50, 100, 132)):
+    first = product(a, b, tile=TILES[0])
+    for num_sms in (50, 100, 132):
         for _ in range(10):
-            assert_same(persistent_matmul(a, b, tile=TILES[0], tile_order=order, num_sms=num_sms), first)
-
-
-def test_two_streams_at_once_steal_from_their_own_counters():
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    cases = [operands((2048, 1536, 512), "fprop", seed=i) for i in range(2)]
-    wanted = [exact(a, b) for a, b in cases]
-    outs = [[torch.full_like(wanted[i], torch.nan) for _ in range(20)] for i in range(2)]
-    torch.cuda.synchronize()
-    for call in range(20):
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                persistent_matmul(*cases[i], out=outs[i][call], num_sms=60, tile_order="stealing")
-    torch.cuda.synchronize()
-    for i in range(2):
-        for out in outs[i]:
-            assert_same(out, wanted[i])
+            assert_same(product(a, b, tile=TILES[0], num_sms=num_sms), first)
 
 
 # ---- CUDA graphs ----
 
 
-def capture(call, stream: torch.cuda.Stream | None = None) -> torch.cuda.CUDAGraph:
+def capture(call) -> torch.cuda.CUDAGraph:
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph):
         call()
     return graph
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("pass_name", PASSES)
-def test_graphs_replay_with_new_data(order, pass_name):
+def test_graphs_replay_with_new_data(pass_name):
     a, b = operands((1024, 768, 320), pass_name)
     odd_a, odd_b = operands((129, 65, 33), pass_name)
     out, odd_out = torch.empty(1024, 768, dtype=BF16, device=DEVICE), torch.empty(129, 65, device=DEVICE)
     total = torch.zeros(1024, 768, device=DEVICE)
 
     def calls() -> None:
-        persistent_matmul(a, b, out=out, tile_order=order)
-        persistent_matmul(odd_a, odd_b, out=odd_out, tile_order=order)
-        persistent_matmul(a, b, out=total, addend=total, tile_order=order)
+        persistent_matmul(a, b, out=out)
+        persistent_matmul(odd_a, odd_b, out=odd_out)
+        persistent_matmul(a, b, out=total, addend=total)
 
     graph = capture(calls)
     total.zero_()
@@ -298,46 +279,6 @@ def test_graphs_replay_with_new_data(order, pass_name):
         assert_same(total, wanted_total)
 
 
-def test_two_graphs_of_a_stream_steal_at_once_beside_a_call():
-    cases = [operands((2048, 1536, 512), seed=i) for i in range(3)]
-    wanted = [exact(a, b) for a, b in cases]
-    outs = [torch.empty_like(w) for w in wanted]
-    side = torch.cuda.Stream()
-
-    def call(i: int) -> None:
-        persistent_matmul(*cases[i], out=outs[i], num_sms=40, tile_order="stealing")
-
-    graphs = [capture(lambda i=i: call(i), side) for i in range(2)]
-    call(2)
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    for _ in range(5):
-        for out in outs:
-            out.fill_(torch.nan)
-        torch.cuda.synchronize()
-        for _ in range(4):
-            for i, stream in enumerate(streams):
-                with torch.cuda.stream(stream):
-                    graphs[i].replay() if i < 2 else call(2)
-        torch.cuda.synchronize()
-        for out, value in zip(outs, wanted, strict=True):
-            assert_same(out, value)
-
-
-def test_a_capture_without_free_counters_clears_its_own(monkeypatch):
-    a, b = operands((1024, 768, 320))
-    out = torch.empty(1024, 768, dtype=BF16, device=DEVICE)
-    persistent_matmul(a, b, out=out, tile_order="stealing")
-    monkeypatch.setattr(TileCounters, "address", lambda self, stream: None)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        persistent_matmul(a, b, out=out, tile_order="stealing")
-    for seed in range(3):
-        a.copy_(integers(1024, 320, seed=seed))
-        out.fill_(torch.nan)
-        graph.replay()
-        assert_same(out, exact(a, b))
-
-
 # ---- edges ----
 
 
@@ -345,9 +286,9 @@ def test_a_capture_without_free_counters_clears_its_own(monkeypatch):
 def test_empty_sizes(sizes):
     M, N, K = sizes
     a, b = torch.ones(M, K, dtype=BF16, device=DEVICE), torch.ones(K, N, dtype=BF16, device=DEVICE)
-    assert_same(persistent_matmul(a, b), torch.zeros(M, N, dtype=BF16, device=DEVICE))
+    assert_same(product(a, b), torch.zeros(M, N, dtype=BF16, device=DEVICE))
     addend = torch.randn(M, N, device=DEVICE)
-    assert_same(persistent_matmul(a, b, addend=addend), addend.to(BF16))
+    assert_same(product(a, b, addend=addend), addend.to(BF16))
     out = addend.clone()
     assert_same(persistent_matmul(a, b, out=out, addend=out), addend)
 
@@ -360,24 +301,23 @@ def test_more_than_two_to_the_31_elements(offset):
     a = torch.ones(M * K + offset, dtype=BF16, device=DEVICE)[offset:].view(M, K)
     b = integers(16, K).t()
     a[-300:] = integers(300, K, seed=4)
-    out = persistent_matmul(a, b)
+    out = product(a, b)
     assert_same(out[-300:], exact(a[-300:], b))
     assert_same(out[:300], exact(a[:300], b))
 
 
 def test_plans_keep_no_tensor_alive():
     a, b = operands((512, 256, 128))
-    persistent_matmul(a, b, tile_order="static")
+    product(a, b)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     c, d = a.clone(), b.clone(memory_format=torch.preserve_format)
-    persistent_matmul(c, d)
+    product(c, d)
     del c, d
     assert torch.cuda.memory_allocated() == before
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_tritons_public_launcher_gives_the_same(monkeypatch, order):
+def test_tritons_public_launcher_gives_the_same(monkeypatch):
     """What a Triton of another version would take."""
     module = sys.modules["commfuse_megatron.kernels.persistent_matmul"]
     monkeypatch.setattr(module, "_plans", {})
@@ -386,7 +326,7 @@ def test_tritons_public_launcher_gives_the_same(monkeypatch, order):
         a, b = operands(sizes, pass_name)
         total = integers(sizes[0], sizes[1], FP32)
         wanted = exact(a, b, total, FP32)
-        persistent_matmul(a, b, out=total, addend=total, tile_order=order)
+        persistent_matmul(a, b, out=total, addend=total)
         assert_same(total, wanted)
 
 
@@ -398,7 +338,7 @@ def test_tritons_generated_launcher_is_found():
     a, b = operands((256, 128, 64))
     module = sys.modules["commfuse_megatron.kernels.persistent_matmul"]
     module._plans.clear()
-    persistent_matmul(a, b)
+    product(a, b)
     (plan,) = module._plans.values()
     assert isinstance(plan.launcher, launch._FlatLauncher)
 
@@ -408,7 +348,7 @@ def test_a_plan_serves_more_addresses_than_it_keeps_descriptors(monkeypatch):
     _, b = operands((256, 128, 64))
     copies = [place(integers(256, 64, seed=i), transposed=False) for i in range(8)]
     for copy in copies + copies:
-        assert_same(persistent_matmul(copy, b), exact(copy, b))
+        assert_same(product(copy, b), exact(copy, b))
 
 
 # ---- refusals ----
@@ -439,16 +379,14 @@ def test_refuses_what_does_not_fit():
         ((torch.zeros(16, 32, dtype=BF16, device=DEVICE)[::2, ::2], b), ShapeError, "must be 1"),
     ):
         with pytest.raises(error, match=words):
-            persistent_matmul(*arguments)
+            persistent_matmul(*arguments, out=torch.zeros(8, 24, dtype=BF16, device=DEVICE))
     for keywords, error, words in (
         ({"out": torch.zeros(8, 23, dtype=BF16, device=DEVICE)}, ShapeError, "out has shape"),
         ({"out": torch.zeros(8, 24, dtype=FP16, device=DEVICE)}, UnsupportedError, "out is torch.float16"),
-        ({"out": torch.zeros(8, 24, dtype=BF16, device=DEVICE), "out_dtype": FP32}, ShapeError, "one of the two"),
         ({"out": torch.zeros(8, 24, dtype=BF16)}, ShapeError, "out is on CUDA device -1"),
         ({"addend": torch.zeros(24, dtype=BF16, device=DEVICE)}, ShapeError, "addend has shape"),
         ({"addend": torch.zeros(8, 24, dtype=torch.float64, device=DEVICE)}, UnsupportedError, "addend is"),
         ({"num_sms": 0}, ShapeError, "num_sms is 0"),
-        ({"tile_order": "dynamic"}, UnsupportedError, "tile_order"),
     ):
         with pytest.raises(error, match=words):
-            persistent_matmul(a, b, **keywords)
+            persistent_matmul(a, b, **{"out": torch.zeros(8, 24, dtype=BF16, device=DEVICE)} | keywords)

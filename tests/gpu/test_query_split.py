@@ -86,7 +86,7 @@ def test_splits_of_a_kernel_equal_the_plain_one(way, kind, monkeypatch):
         for each, cast in ((kernel, lambda t: t), (MathAttention(), torch.Tensor.double)):
             operands = tuple(cast(t) for t in given)
             out = torch.empty_like(cast(grad[rows]))
-            state = each.forward(*operands, out, SplitMask(band), 0.11, None)
+            state = each.forward((*operands, out), SplitMask(band), 0.11, None)
             grads = each.backward(cast(grad[rows]), (*operands, out), state, SplitMask(band), 0.11, None)
             results.append((out, *grads))
         for what, found, exact in zip(("out", "dq", "dk", "dv"), *results, strict=True):
@@ -151,7 +151,7 @@ def test_cudnn_bound_to_addresses_equals_the_plain_one(kind, worth, monkeypatch)
     for *_, (q, k, v, grad), mask, found, _ in calls:
         exact = torch.empty_like(grad, dtype=torch.float64)
         operands = (q.double(), k.double(), v.double(), exact)
-        MathAttention().forward(*operands, mask, 0.11, None)
+        MathAttention().forward(operands, mask, 0.11, None)
         wanted = (exact, *MathAttention().backward(grad.double(), operands, (), mask, 0.11, None))
         for what, value, right in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
             assert_near(value, right, value.dtype, (what, mask))
@@ -170,7 +170,7 @@ def test_strided_operands(name):
             operands = [torch.cat([t, t], dim=-1)[..., : t.size(-1)] for t in operands]
             assert not operands[0].is_contiguous()
         out = torch.empty_like(grad[128:256])
-        state = kernel.forward(*operands, out, SplitMask(band), 0.125, None)
+        state = kernel.forward((*operands, out), SplitMask(band), 0.125, None)
         results.append((out, *kernel.backward(grad[128:256], (*operands, out), state, SplitMask(band), 0.125, None)))
     for plain, strided in zip(*results, strict=True):
         torch.testing.assert_close(plain, strided, atol=2e-2, rtol=2e-2)
@@ -186,7 +186,7 @@ def test_flash_drops_by_the_seed_and_leaves_the_programs_state():
         torch.cuda.manual_seed(len(results))
         before = torch.cuda.get_rng_state(device)
         out = torch.empty_like(grad)
-        kernel.forward(q, k, v, out, SplitMask(band), 0.125, Dropout(0.3, seed))
+        kernel.forward((q, k, v, out), SplitMask(band), 0.125, Dropout(0.3, seed))
         results.append(out)
         assert torch.equal(torch.cuda.get_rng_state(device), before)
     assert torch.equal(results[0], results[1])

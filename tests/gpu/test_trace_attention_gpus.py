@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from commfuse_megatron.cli import main as cli
+from commfuse_megatron.tools import main as cli
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu(2), pytest.mark.slow, pytest.mark.timeout(300)]
 

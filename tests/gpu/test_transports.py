@@ -40,9 +40,9 @@ def _contract(group, device, backend):
         transport.close()
         return
     nccl._LEAST_BYTES_TO_CUT = 16  # small messages too
-    for lanes in (1, 2, 3):
-        store = dist.PrefixStore(f"{lanes} lanes under test", group.get_group_store())
-        transport = NcclTransport(store, group.rank(), group.size(), channels=8, device=device, lanes=lanes)
+    for number in (1, 2, 3):
+        store = dist.PrefixStore(f"{number} communicators under test", group.get_group_store())
+        transport = NcclTransport(store, group.rank(), group.size(), channels=8, device=device, communicators=number)
         run_contract(transport, group.rank(), group.size(), device)
         torch.cuda.synchronize()
         transport.close()
@@ -66,12 +66,10 @@ def _copy_engine_configurations():
 def _configurations():
     """(dtype, configuration): every path of the executor in bf16, the main ones in the other dtypes."""
     no_regain = KernelConfig(regain_sms=False)
-    stealing = KernelConfig(tile_order="stealing", regain_sms=False)
-    lanes = TransportConfig(nccl_lanes=2, nccl_channels=4)
+    two = TransportConfig(nccl_communicators=2, nccl_channels=4)
     for algorithm, m in (("direct", 1), ("direct", 2), ("direct", 3), ("ring", 1), ("ring", 2)):
         yield torch.bfloat16, linear_config("nccl", algorithm, m)
-        yield torch.bfloat16, linear_config("nccl", algorithm, m, kernel=no_regain, transport=lanes)
-    yield torch.bfloat16, linear_config("nccl", m=2, kernel=stealing)
+        yield torch.bfloat16, linear_config("nccl", algorithm, m, kernel=no_regain, transport=two)
     yield torch.bfloat16, linear_config("nccl", path="bulk")
     yield torch.float16, linear_config("nccl", m=2)
     yield torch.float32, linear_config("nccl", m=2)
@@ -188,10 +186,10 @@ def _delays(group, device, backend):
     case = Case(op=OPS[1], rows=4096, N=64, K=64, dtype=torch.bfloat16)  # partials below 256: exact in bf16
     operands = draw(case, group.rank(), group.size(), device)
     expected = reference(case, operands, group)
-    two_lanes = TransportConfig(nccl_lanes=2, nccl_channels=4)
+    two = TransportConfig(nccl_communicators=2, nccl_channels=4)
     with (
         OverlapContext(group, linear_config(backend, m=2)) as context,
-        OverlapContext(group, linear_config(backend, "ring", 2, transport=two_lanes)) as other,
+        OverlapContext(group, linear_config(backend, "ring", 2, transport=two)) as other,
     ):
         for late in (0, 1):
             if group.rank() == late:

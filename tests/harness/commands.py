@@ -55,7 +55,7 @@ def _run(rank: int, world_size: int, port: int, folder: str, script: Path | None
     code = 0
     try:
         if script is None:
-            code = importlib.import_module("commfuse_megatron.cli.main").main(list(arguments))
+            code = importlib.import_module("commfuse_megatron.tools.main").main(list(arguments))
         else:
             sys.argv = [str(script), *arguments]
             runpy.run_path(str(script), run_name="__main__")

@@ -395,7 +395,7 @@ class _Attention(MathAttention):
             ctypes.c_float.from_address(state_at).value = 1.0  # is memory
             views = [_like(*like, at) for like, at in zip(likes, (q_at, k_at, v_at), strict=True)]
             result = torch.empty(out.shape, dtype=out.dtype)
-            self.forward(*views, result, mask, scale, None)
+            self.forward((*views, result), mask, scale, None)
             return [result]
 
         return _bind_through_scratch([(out.shape, out.dtype)], 3, attend)

@@ -2,9 +2,9 @@
 
 import torch
 
-from commfuse_megatron.verify.calls import OPS, Operands, overlapped, reference
-from commfuse_megatron.verify.calls import LinearCall as Case
-from commfuse_megatron.verify.calls import run as run_op
+from commfuse_megatron.tools.verify.calls import OPS, Operands, overlapped, reference
+from commfuse_megatron.tools.verify.calls import LinearCall as Case
+from commfuse_megatron.tools.verify.calls import run as run_op
 
 __all__ = ["OPS", "Case", "Operands", "assert_equal", "draw", "overlapped", "reference", "run_op"]
 

@@ -51,7 +51,7 @@ class Box:
 
     def release(self) -> None:
         if self.transport.is_one_sided:
-            told, awaited = self.transport.bind_silence(tuple(self._keys))
+            told, awaited = self.transport.bind_no_message(tuple(self._keys))
             if told is not None:
                 self._run(told)
             keys = (*self._keys, *awaited)

@@ -20,7 +20,7 @@ from commfuse_megatron.plugin.compat import ColumnParallelLinear
 from commfuse_megatron.testing import models
 from commfuse_megatron.testing.gpt import tensor_parallel
 from commfuse_megatron.testing.models import Recipe, build_chunks, make_config
-from commfuse_megatron.verify.megatron_cases import choose_configurations
+from commfuse_megatron.tools.verify.megatron_cases import choose_configurations
 
 (MLA,) = choose_configurations(2, ["mla"])
 

@@ -13,8 +13,8 @@ from commfuse_megatron import ops
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.ops.weight_grad import DueWeightGrad
 from commfuse_megatron.plugin import linear
-from commfuse_megatron.verify.megatron_cases import CONFIGURATIONS, choose_configurations
-from commfuse_megatron.verify.megatron_models import ModelResult, verify_models
+from commfuse_megatron.tools.verify.megatron_cases import CONFIGURATIONS, choose_configurations
+from commfuse_megatron.tools.verify.megatron_models import ModelResult, verify_models
 from tests.megatron.harness import make_cpu_test
 
 #: On 4 ranks, what needs them, and what sums more than two terms.

@@ -20,13 +20,13 @@ def train(_: dist.ProcessGroup, __: torch.device) -> dict[str, Any]:
     import warnings
 
     warnings.simplefilter("ignore")
-    from commfuse_megatron.verify.convergence import Task, compare_runs, complaints_of
-    from commfuse_megatron.verify.step_costs import measure_steps
-    from commfuse_megatron.verify.text import standard_library_text
+    from commfuse_megatron.tools.common.text import standard_library_text
+    from commfuse_megatron.tools.verify.convergence import ConvergenceTask, compare_runs, complaints_of
+    from commfuse_megatron.tools.verify.step_costs import measure_steps
 
     found: dict[str, Any] = {}
     for name, (options, _) in TASKS.items():  # all in one group: starting Megatron takes longer than training
-        task = Task(
+        task = ConvergenceTask(
             device_type="cpu",
             dtype=torch.float32,
             reference_dtype=torch.float64,

@@ -24,7 +24,7 @@ pytestmark = [
 # A shell that runs the tests in the background has them, and all they start, ignore Ctrl-C.
 COMMAND = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
-    "from commfuse_megatron.cli.main import main; sys.exit(main(['verify', '--ranks', '2', '--dtype', 'float32']))"
+    "from commfuse_megatron.tools.main import main; sys.exit(main(['verify', '--ranks', '2', '--dtype', 'float32']))"
 )
 
 

@@ -11,11 +11,18 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.cli import main as cli
-from commfuse_megatron.cli import ranks
-from commfuse_megatron.cli.launch import launch
-from commfuse_megatron.cli.ranks import CannotRunError, Rank, RankFailedError, UsageError, choose_num_ranks, is_speaker
 from commfuse_megatron.errors import ConfigError, ShapeError
+from commfuse_megatron.tools import main as cli
+from commfuse_megatron.tools.common import ranks
+from commfuse_megatron.tools.common.launch import launch
+from commfuse_megatron.tools.common.ranks import (
+    CannotRunError,
+    Rank,
+    RankFailedError,
+    UsageError,
+    choose_num_ranks,
+    is_speaker,
+)
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -210,7 +217,7 @@ import sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, {tests!r})
 import test_launch
-from commfuse_megatron.cli.launch import launch
+from commfuse_megatron.tools.common.launch import launch
 if __name__ == "__main__":
     sys.exit(launch(test_launch.{body}, {folder!r}, num_ranks=2, device_type="cpu"))
 """

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron import OverlapConfig, OverlapContext, ops, tracing
+from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.runtime.recorder import Recorder
-from commfuse_megatron.tracing.collectives import local_copies, recorded_calls
+from commfuse_megatron.tools import trace
+from commfuse_megatron.tools.trace.collectives import local_copies, recorded_calls
 from tests.harness import run_on_ranks, run_spawned
 from tests.spawned.test_commands import run_commfuse
 
@@ -33,15 +34,10 @@ def outcome(folder: Path, out: str) -> tuple[dict[str, Any], dict[str, Any]]:
 SMALL = ("--tokens", "121", "--N", "24", "--K", "16", "--calls", "3")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "op", "pass_name", "path"),
-    [
-        (2, "linear_reduce_scatter", "fprop", "sliced"),
-        (2, "all_gather_linear", "backward", "sequential"),
-        (2, "all_gather_linear", "backward", "async"),
-        (3, "all_gather_linear", "backward", "sliced"),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "op", "pass_name", "path"), [
+    (2, "linear_reduce_scatter", "fprop", "sliced"), (2, "all_gather_linear", "backward", "sequential"),
+    (2, "all_gather_linear", "backward", "async"), (3, "all_gather_linear", "backward", "sliced"),
+])  # fmt: skip
 def test_one_operation(ranks: int, op: str, pass_name: str, path: str, tmp_path: Path) -> None:
     way = ("--op", op, "--pass", pass_name, "--path", path, *(("--algorithm", "direct") if path == "sliced" else ()))
     asked = ("trace", *way, *SMALL, *outputs_in(tmp_path))
@@ -74,13 +70,10 @@ def test_one_operation(ranks: int, op: str, pass_name: str, path: str, tmp_path:
     assert len([event for event in slices if event["name"].startswith("multiply")]) == 3 * ranks * ranks
 
 
-@pytest.mark.parametrize(
-    ("pass_name", "options", "paths"),
-    [
-        ("fprop", ("--splits", "2"), ["sequential", "row_parallel", "query_split"]),
-        ("backward", ("--paths", "query_split", "sequential", "--case", "paper.attention-4x8192"), None),
-    ],
-)
+@pytest.mark.parametrize(("pass_name", "options", "paths"), [
+    ("fprop", ("--splits", "2"), ["sequential", "row_parallel", "query_split"]),
+    ("backward", ("--paths", "query_split", "sequential", "--case", "paper.attention-4x8192"), None),
+])  # fmt: skip
 def test_one_attention_block(pass_name: str, options: tuple[str, ...], paths: list[str] | None, tmp_path: Path) -> None:
     asked = ("--attention", "--pass", pass_name, "--calls", "3", "--shrink", "128", *options)
     ran = run_on_ranks(2, "trace", *asked, *outputs_in(tmp_path))
@@ -168,8 +161,8 @@ def test_a_step_with_nothing_overlapped_is_refused_in_one_line(tmp_path: Path) -
 SEES_NOTHING = """
 import sys
 
-from commfuse_megatron.cli.main import main
-from commfuse_megatron.tracing.session import Session
+from commfuse_megatron.tools.main import main
+from commfuse_megatron.tools.trace.session import Session
 
 finish = Session.finish
 Session.finish = lambda session: [[] for _ in finish(session)]
@@ -242,7 +235,7 @@ def check_record(group: dist.ProcessGroup, device: torch.device) -> None:
     x, weight = torch.randn(8, 1, 6), torch.randn(4, 6)
     with OverlapContext(group, OverlapConfig(record=True)) as context:
         ops.all_gather_linear(x, weight, context=context)  # not part of the recording
-        with tracing.record(context) as recorded:
+        with trace.record(context) as recorded:
             for _ in range(2):
                 ops.all_gather_linear(x, weight, context=context)
         assert recorded.by_rank.keys() == set(range(group.size()))
@@ -254,7 +247,7 @@ def check_record(group: dist.ProcessGroup, device: torch.device) -> None:
         dist.all_gather_object(everyones, recorded.by_rank)
         assert everyones == [recorded.by_rank] * group.size()
     silent = OverlapContext(group, OverlapConfig())
-    with pytest.raises(ConfigError, match="record=True"), tracing.record(silent):
+    with pytest.raises(ConfigError, match="record=True"), trace.record(silent):
         pass
     silent.close()
 

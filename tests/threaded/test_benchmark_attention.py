@@ -7,24 +7,24 @@ import pytest
 import torch
 
 from commfuse_megatron import ops
-from commfuse_megatron.benchmark.attention import attention_work, heads_of
-from commfuse_megatron.benchmark.attention_cases import (
+from commfuse_megatron.errors import ConfigError, VerificationError
+from commfuse_megatron.kernels import attention_choice
+from commfuse_megatron.runtime import prepared
+from commfuse_megatron.schedule import schedule_bound_us
+from commfuse_megatron.tools.bench.attention import attention_work, heads_of
+from commfuse_megatron.tools.bench.emulate import EmulatedAttention, make_emulated_work
+from commfuse_megatron.tools.bench.operands import Pool, check_results
+from commfuse_megatron.tools.bench.run import Settings
+from commfuse_megatron.tools.bench.summary import summarize
+from commfuse_megatron.tools.bench.tables import attention_table
+from commfuse_megatron.tools.common.attention_cases import (
     ATTENTION_CASE_NAMES,
     AttentionCase,
     attention_bound_ms,
     attention_case,
     attention_tokens,
 )
-from commfuse_megatron.benchmark.attention_emulate import EmulatedAttention, emulated_attention_work
-from commfuse_megatron.benchmark.attention_table import attention_table
-from commfuse_megatron.benchmark.cases import HEADLINE_M
-from commfuse_megatron.benchmark.operands import Pool, check_results
-from commfuse_megatron.benchmark.run import Settings
-from commfuse_megatron.benchmark.summary import summarize
-from commfuse_megatron.errors import ConfigError, VerificationError
-from commfuse_megatron.kernels import attention_choice
-from commfuse_megatron.ops import attention_tapes
-from commfuse_megatron.schedule import schedule_bound_us
+from commfuse_megatron.tools.common.cases import HEADLINE_M
 from commfuse_megatron.transport import tape_graphs
 from tests.harness.emulated_cudnn import emulate_cudnn
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
@@ -102,18 +102,16 @@ def test_emulated_groups(group_size):
     assert max(row.max_error for row in rows if row.max_error is not None) < 1e-5
 
 
-def test_a_wrong_emulated_result_is_noticed():
-    def body(group, device):
-        work = emulated_attention_work(attention_case(*SMALL, 4, 64), group, Pool(CPU, torch.float32, group.rank()))
-        variant = EmulatedAttention("gloo", 1)
-        ready = variant.build(work)
+@on_ranks(2)
+def test_a_wrong_emulated_result_is_noticed(group, device):
+    work = make_emulated_work(attention_case(*SMALL, 4, 64), group, Pool(CPU, torch.float32, group.rank()))
+    variant = EmulatedAttention("gloo", 1)
+    ready = variant.build(work)
+    check_results(work, variant.name, ready.results())
+    work.operands.k.data.add_(1.0 * torch.arange(work.operands.k.size(0)).view(-1, 1, 1, 1))
+    with pytest.raises(VerificationError, match="differs"):
         check_results(work, variant.name, ready.results())
-        work.operands.k.data.add_(1.0 * torch.arange(work.operands.k.size(0)).view(-1, 1, 1, 1))
-        with pytest.raises(VerificationError, match="differs"):
-            check_results(work, variant.name, ready.results())
-        variant.close()
-
-    run_threads(2, body)
+    variant.close()
 
 
 @pytest.mark.parametrize("splits", [None, 1, 2])
@@ -123,12 +121,12 @@ def test_emulated_tapes_give_what_they_should_in_every_order(size, splits, monke
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(attention_choice, "cudnn_attention_unavailable_reason", lambda problem, device: None)
     monkeypatch.setattr(tape_graphs, "_STEPWISE", -1)  # every call is one
-    monkeypatch.setattr(attention_tapes, "choose_num_lanes", lambda *arguments: 3)
+    monkeypatch.setattr(prepared, "choose_num_lanes", lambda *arguments: 3)
 
     def body(group, device):
         sizes = {"M": 64, "N": 16, "K": 32, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
         case = AttentionCase("some", "query_split_attention", group_size=size, **sizes)
-        work = emulated_attention_work(case, group, Pool(CPU, torch.bfloat16, group.rank()))
+        work = make_emulated_work(case, group, Pool(CPU, torch.bfloat16, group.rank()))
         variant = EmulatedAttention("copy_engine", splits)
         with take_part(group):
             ready = variant.build(work)
@@ -148,19 +146,17 @@ SMALL = ("paper.attention-4x8192", 4 * 8192)
 
 
 @pytest.mark.parametrize("pass_name", ["fprop", "backward"])
-def test_what_is_expected_is_the_reference(pass_name):
-    def body(group, device):
-        work = attention_work(attention_case(*SMALL, 2, 256), pass_name, group, Pool(CPU, torch.float64, group.rank()))
-        heads = [head.clone().requires_grad_() for head in heads_of(work)]
-        y = ops.reference.query_split_attention(*heads, work.operands.weight, group=group)
-        if pass_name == "fprop":
-            torch.testing.assert_close(work.expected["y"], y.detach())
-            return
-        found = torch.autograd.grad(y, [*heads, work.operands.weight], work.operands.grad_y)
-        for grad, name in zip(found, ("x.grad", "k.grad", "v.grad", "weight.grad"), strict=True):
-            torch.testing.assert_close(grad.view(work.expected[name].shape), work.expected[name])
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_what_is_expected_is_the_reference(group, device, pass_name):
+    work = attention_work(attention_case(*SMALL, 2, 256), pass_name, group, Pool(CPU, torch.float64, group.rank()))
+    heads = [head.clone().requires_grad_() for head in heads_of(work)]
+    y = ops.reference.query_split_attention(*heads, work.operands.weight, group=group)
+    if pass_name == "fprop":
+        torch.testing.assert_close(work.expected["y"], y.detach())
+        return
+    found = torch.autograd.grad(y, [*heads, work.operands.weight], work.operands.grad_y)
+    for grad, name in zip(found, ("x.grad", "k.grad", "v.grad", "weight.grad"), strict=True):
+        torch.testing.assert_close(grad.view(work.expected[name].shape), work.expected[name])
 
 
 def test_cases():

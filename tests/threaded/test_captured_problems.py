@@ -10,7 +10,7 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import LinearConfig, PassConfig, TransportConfig
 from commfuse_megatron.errors import ShapeError
 from commfuse_megatron.ops.attention_arguments import AttentionInputs
-from commfuse_megatron.ops.stated import attention_problems, embedding_problems, linear_problems
+from commfuse_megatron.ops.problems import attention_problems, embedding_problems, linear_problems
 from commfuse_megatron.transport.base import MOST_FLAGS
 from tests.harness import on_ranks, run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
@@ -113,9 +113,9 @@ class _Graph:
         self._calls: list = []
         replay = transport.replay
 
-        def record(tape, addresses, *, is_capturing):
+        def record(tape, addresses, *, is_capturing, may_launch):
             self._calls.append((tape, addresses))
-            return replay(tape, addresses, is_capturing=True)
+            return replay(tape, addresses, is_capturing=True, may_launch=False)
 
         context.slots.note_capture()  # buffers that are outgrown between replays must stay
         transport.replay = record

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import LinearConfig, PassConfig, TransportConfig
 from commfuse_megatron.errors import ConfigError, ShapeError, TransportError, TransportTimeoutError
-from commfuse_megatron.runtime import leaving
+from commfuse_megatron.runtime import hardware, shutdown
 from commfuse_megatron.transport.gloo import GlooTransport
 from commfuse_megatron.transport.select import create_transport
 from tests.harness import make_groups, on_ranks, run_threads
@@ -144,7 +144,7 @@ def test_a_context_is_made_when_all_ranks_are_connected(monkeypatch):
         connected.add(group.rank())
         return transport
 
-    monkeypatch.setattr("commfuse_megatron.runtime.context.create_transport", create_slowly)
+    monkeypatch.setattr(hardware.current, "create_transport", create_slowly)
 
     def body(group, device):
         with OverlapContext(group):
@@ -159,7 +159,7 @@ def test_a_rank_that_cannot_connect_is_named_everywhere(monkeypatch):
             raise TransportError("no such interface")
         return GlooTransport(dist.HashStore(), 0, 1, 1.0)
 
-    monkeypatch.setattr("commfuse_megatron.runtime.context.create_transport", create_on_one)
+    monkeypatch.setattr(hardware.current, "create_transport", create_on_one)
     expect_everywhere(2, lambda group, device: OverlapContext(group, quick(5.0)), TransportError, "no such interface")
 
 
@@ -458,7 +458,7 @@ def test_a_failed_context_that_is_dropped_is_released():
 
     run_threads(2, body)
     gc.collect()
-    leaving.release_what_is_done()
+    shutdown.release_what_is_done()
     assert [reference() for references in found for reference in references] == [None] * 4
 
 
@@ -548,7 +548,7 @@ def test_a_forked_child_may_drop_its_parents_context():
         if child == 0:
             kept.clear()
             gc.collect()
-            os._exit(len(leaving._of_the_parent) - 1)
+            os._exit(len(shutdown._of_the_parent) - 1)
         assert status_of(child) == 0
         kept[0].close()
 
@@ -572,5 +572,5 @@ def test_a_context_that_is_interrupted_in_its_making_is_released(monkeypatch):
 
     run_threads(2, body)
     gc.collect()
-    leaving.release_what_is_done()
+    shutdown.release_what_is_done()
     assert [link.transport._group for link in links] == [None, None]

@@ -15,7 +15,6 @@ from commfuse_megatron.config import AttentionConfig, LinearConfig, PassConfig, 
 from commfuse_megatron.ops import (
     WeightGradTarget,
     all_gather_linear,
-    attention_tapes,
     linear_reduce_scatter,
     query_split_attention,
 )
@@ -23,6 +22,7 @@ from commfuse_megatron.ops import (
     reference as references,
 )
 from commfuse_megatron.ops.trial import run_trial
+from commfuse_megatron.runtime import prepared
 from commfuse_megatron.runtime.tape_program import TapeBinder
 from commfuse_megatron.transport import mapped_window, tape_graphs
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
@@ -144,20 +144,13 @@ def test_graphs_of_linears_are_right_in_every_order(group_size, path, m, monkeyp
 
 
 @pytest.mark.parametrize("group_size", [2, 3, 4])
-@pytest.mark.parametrize(
-    ("m", "num_lanes", "backward"),
-    [
-        (1, 2, "query_split"),
-        (2, 3, "query_split"),
-        (3, 2, "query_split"),
-        (1, 4, "query_split"),
-        (2, 4, "query_split"),
-        (2, 2, "row_parallel"),
-    ],
-)
+@pytest.mark.parametrize(("m", "num_lanes", "backward"), [
+    (1, 2, "query_split"), (2, 3, "query_split"), (3, 2, "query_split"), (1, 4, "query_split"), (2, 4, "query_split"),
+    (2, 2, "row_parallel"),
+])  # fmt: skip
 def test_graphs_of_attention_are_right_in_every_order(group_size, m, num_lanes, backward, monkeypatch):
     emulate_copy_engine(monkeypatch)
-    monkeypatch.setattr(attention_tapes, "choose_num_lanes", lambda *arguments: num_lanes)
+    monkeypatch.setattr(prepared, "choose_num_lanes", lambda *arguments: num_lanes)
     monkeypatch.setattr(tape_graphs, "_STEPWISE", -1)
     attention = AttentionConfig(path="query_split", splits_per_shard=m, backward=backward)
     config = OverlapConfig(attention=attention, transport=TransportConfig(backend="copy_engine"))

@@ -17,7 +17,7 @@ from commfuse_megatron.ops import (
     all_gather_linear,
     linear_reduce_scatter,
 )
-from commfuse_megatron.runtime import leaving, tensor_tape
+from commfuse_megatron.runtime import shutdown, tensor_tape
 from commfuse_megatron.transport import copy_engine, stream_memory
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from tests.harness import emulated_gpu, run_threads
@@ -29,8 +29,8 @@ from tests.threaded.test_copy_engine_emulated import config_for
 def test_a_context_given_up_is_released_when_transfers_are_done(how, monkeypatch):
     """What is in flight goes on, is still watched, and keeps its streams to itself."""
     emulate_copy_engine(monkeypatch)
-    monkeypatch.setattr(leaving, "_links", set())
-    monkeypatch.setattr(leaving, "_left", {})
+    monkeypatch.setattr(shutdown, "_links", set())
+    monkeypatch.setattr(shutdown, "_left", {})
     transport = TransportConfig(backend="copy_engine", timeout_s=3.0)
     config = dataclasses.replace(config_for("sliced", "direct", 1), transport=transport)
 
@@ -57,7 +57,7 @@ def test_a_context_given_up_is_released_when_transfers_are_done(how, monkeypatch
             assert not any(link.transport._graph_stream in spare for spare in stream_memory._spare_streams.values())
             assert not link.is_idle
             answers.append(True)
-            leaving.release_what_is_done()  # or the other rank's thread does
+            shutdown.release_what_is_done()  # or the other rank's thread does
             link._watchdog._thread.join(10.0)
             assert not link._watchdog._thread.is_alive()
             assert link.failure is None
@@ -75,8 +75,8 @@ def test_a_context_given_up_is_released_when_transfers_are_done(how, monkeypatch
 
 def test_who_is_interrupted_while_closing_frees_nothing_in_use(monkeypatch):
     emulate_copy_engine(monkeypatch)
-    monkeypatch.setattr(leaving, "_links", set())
-    monkeypatch.setattr(leaving, "_left", {})
+    monkeypatch.setattr(shutdown, "_links", set())
+    monkeypatch.setattr(shutdown, "_left", {})
 
     def body(group, device):
         with take_part(group):
@@ -91,7 +91,7 @@ def test_who_is_interrupted_while_closing_frees_nothing_in_use(monkeypatch):
             assert context.buffer_bytes > 0
             assert link._watchdog._thread.is_alive()
             answers.append(True)
-            leaving.release_what_is_done()
+            shutdown.release_what_is_done()
             link._watchdog._thread.join(10.0)
             assert not link._watchdog._thread.is_alive()
 
@@ -103,8 +103,8 @@ def test_who_is_interrupted_while_closing_frees_nothing_in_use(monkeypatch):
 
 def test_a_failed_context_is_forgotten_when_streams_are_let_go(monkeypatch):
     emulate_copy_engine(monkeypatch)
-    monkeypatch.setattr(leaving, "_links", set())
-    monkeypatch.setattr(leaving, "_left", {})
+    monkeypatch.setattr(shutdown, "_links", set())
+    monkeypatch.setattr(shutdown, "_left", {})
     run = tensor_tape.TensorTape.run
     monkeypatch.setattr(tensor_tape.TensorTape, "run", lambda *arguments: run(*arguments) or 1 / 0)
     config = config_for("sliced", "ring", 2)
@@ -120,18 +120,18 @@ def test_a_failed_context_is_forgotten_when_streams_are_let_go(monkeypatch):
             while context.link.is_in_flight:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-            leaving.release_what_is_done()
+            shutdown.release_what_is_done()
 
     run_threads(3, body)
-    leaving.release_what_is_done()
-    assert (leaving._links, leaving._left) == (set(), {})
+    shutdown.release_what_is_done()
+    assert (shutdown._links, shutdown._left) == (set(), {})
 
 
 def test_a_call_interrupted_at_its_end_keeps_its_messages(monkeypatch):
     """Its flags are set still: the next call took what arrived for this one, and went on with the rows before."""
     emulate_copy_engine(monkeypatch)
-    monkeypatch.setattr(leaving, "_links", set())
-    monkeypatch.setattr(leaving, "_left", {})
+    monkeypatch.setattr(shutdown, "_links", set())
+    monkeypatch.setattr(shutdown, "_left", {})
 
     def interrupt(**arguments):
         raise KeyboardInterrupt
@@ -215,8 +215,8 @@ def test_the_end_of_a_call_is_recorded_before_others_may_ask(monkeypatch):
 
 def test_a_context_on_a_failed_device_fails_and_says_of_what(monkeypatch):
     emulate_copy_engine(monkeypatch)
-    monkeypatch.setattr(leaving, "_links", set())
-    monkeypatch.setattr(leaving, "_left", {})
+    monkeypatch.setattr(shutdown, "_links", set())
+    monkeypatch.setattr(shutdown, "_left", {})
 
     def fail():
         raise TransportError("cuEventQuery failed: CUDA_ERROR_ASSERT")

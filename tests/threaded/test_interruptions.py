@@ -208,7 +208,7 @@ def test_a_closed_context_that_is_used_has_not_failed(name, monkeypatch):
 
 
 @on_ranks(2)
-def test_an_error_is_settled_for_the_context_that_raises_it(group, device):
+def test_an_error_is_marked_for_the_context_whose_ranks_raise_it(group, device):
     """Not for another one, in whose call it was raised: its ranks may go on with that."""
     with OverlapContext(group) as first:
         second = OverlapContext(group)

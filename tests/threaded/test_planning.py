@@ -12,8 +12,8 @@ from commfuse_megatron.config import LinearConfig, PassConfig, PlanConfig, Trans
 from commfuse_megatron.errors import ShapeError, TransportError
 from commfuse_megatron.ops.trial import run_trial
 from commfuse_megatron.plan.choose import choose_measured
-from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import Channel, GemmRate, HostTimes, MachineModel, Traits
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.runtime.calibrate import calibrate
 from commfuse_megatron.runtime.stopwatch import make_stopwatch
 from commfuse_megatron.schedule import Algorithm
@@ -90,7 +90,7 @@ def test_backward_passes_are_timed_as_the_engine_calls_them(monkeypatch):
         def rehearse(problem, context):
             return lambda prepared: tasks.setdefault(problem.pass_name, torch._C._current_graph_task_id())
 
-        plan = LinearPlan("sliced", "", Algorithm.DIRECT, 1, keep_gathered_input=False)
+        plan = PassPlan("sliced", "", Algorithm.DIRECT, 1, keep_gathered_input=False)
         with OverlapContext(group, config()) as context:
             for needs in ("", "input+weight"):
                 problem = layer_problem("8b.qkv", 8, dtype="float32", needs=needs)
@@ -270,7 +270,7 @@ def test_a_rank_without_memory_for_a_trial_lets_the_model_decide(monkeypatch):
 def try_three_ways(context, rehearse=lambda problem, context: lambda prepared: None, m=(1, 2, 4)):
     """What a trial of direct schedules with so many chunks finds; by default nothing is run."""
     problem = layer_problem("8b.qkv", 8, dtype="float32", needs="")
-    plans = [LinearPlan("sliced", "", Algorithm.DIRECT, each, keep_gathered_input=False) for each in m]
+    plans = [PassPlan("sliced", "", Algorithm.DIRECT, each, keep_gathered_input=False) for each in m]
     return plans, run_trial(rehearse, context, problem, plans)
 
 
@@ -304,7 +304,7 @@ def test_a_way_that_runs_out_of_memory_is_left_out_or_named(monkeypatch, ranks):
             assert not context.is_usable
             return None
         plans, found = try_three_ways(context, rehearse)
-        assert try_three_ways(context, rehearse, m=(4,))[1] == "every way ran out of memory"
+        assert try_three_ways(context, rehearse, m=(4,))[1] == "every plan ran out of memory"
         context.close()
         return found, choose_measured(plans, found).reason
 

@@ -24,8 +24,8 @@ def lowered(monkeypatch) -> list:
     found = []
     lower = PreparedPass.lower
 
-    def noted(self, lowering, policy, asked):
-        program = lower(self, lowering, policy, asked)
+    def noted(self, policy, asked):
+        program = lower(self, policy, asked)
         found.append((self.problem, self.plan, self.group_rank, program))
         return program
 

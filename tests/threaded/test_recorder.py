@@ -148,8 +148,8 @@ class FakeDevice:
 class Arriving(Transfer):
     """A transfer that is done so long after its issue."""
 
-    def __init__(self, device, lanes, us):
-        self.lanes = lanes
+    def __init__(self, device, communicators, us):
+        self.communicators = communicators
         self._device, self._us = device, us
 
     def wait(self):
@@ -164,25 +164,30 @@ def fake_device(monkeypatch):
     return FakeDevice(monkeypatch)
 
 
-def test_a_transfer_without_lanes_lasts_from_issue_to_end(fake_device):
-    """Fails with `max(start_us, *())`: a plain collective, seen from outside, has no lanes."""
+def test_a_transfer_without_communicators_lasts_issue_to_end(fake_device):
+    """Fails with `max(start_us, *())`: a plain collective, seen from outside, has none."""
     recorder = fake_device.recorder()
     fake_device.now_us = 125.0
     mark = recorder.now()
     fake_device.now_us = 250.0
     recorder.add_transfer("all-gather", mark, None)
     recorder.open_transfer("all-reduce", Arriving(fake_device, (), 125), None)
-    found = [(i.name, i.track, i.start_us, i.end_us, i.lane) for i in recorder.intervals()]
+    found = [(i.name, i.track, i.start_us, i.end_us, i.row) for i in recorder.intervals()]
     assert found == [("all-gather", "transfer", 125, 250, ""), ("all-reduce", "transfer", 250, 375, "")]
 
 
 def test_a_transfer_begins_when_those_before_it_are_done(fake_device):
     recorder = fake_device.recorder()
-    for lanes, us in (((0,), 500), ((1,), 250), ((0, 1), 625), ((2,), 125)):
+    for communicators, us in (((0,), 500), ((1,), 250), ((0, 1), 625), ((2,), 125)):
         fake_device.now_us = 125.0  # all issued at once
-        recorder.open_transfer("x", Arriving(fake_device, lanes, us), None)
-    found = [(i.start_us, i.end_us, i.lane) for i in recorder.intervals()]
-    assert found == [(125, 625, "lane 0"), (125, 375, "lane 1"), (625, 750, "lane 0+1"), (125, 250, "lane 2")]
+        recorder.open_transfer("x", Arriving(fake_device, communicators, us), None)
+    found = [(i.start_us, i.end_us, i.row) for i in recorder.intervals()]
+    assert found == [
+        (125, 625, "communicator 0"),
+        (125, 375, "communicator 1"),
+        (625, 750, "communicator 0+1"),
+        (125, 250, "communicator 2"),
+    ]
 
 
 def test_on_gpus_times_stay_fine_long_after_the_first_mark(fake_device):

@@ -11,9 +11,9 @@ from commfuse_megatron.config import LinearConfig, PassConfig, TransportConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER
 from commfuse_megatron.runtime.recorder import Interval
-from commfuse_megatron.tracing.attention import BlockToTrace, BlockTrace, attention_us, trace_block
-from commfuse_megatron.tracing.kernels import Profile
-from commfuse_megatron.tracing.summary import is_attention, is_gemm
+from commfuse_megatron.tools.trace.kernels import Profile
+from commfuse_megatron.tools.trace.operation import BlockToTrace, BlockTrace, attention_us, trace_block
+from commfuse_megatron.tools.trace.summary import is_attention, is_gemm
 from tests.harness import run_threads
 from tests.threaded.test_query_split_attention import Case, attention_config, draw, run
 
@@ -122,8 +122,8 @@ def a_profiler(monkeypatch, intervals_of):
             call()
         return Profile(1_000_000, tuple(intervals_of(len(calls))))
 
-    monkeypatch.setattr("commfuse_megatron.tracing.attention.OverlapContext", Watched)
-    monkeypatch.setattr("commfuse_megatron.tracing.attention.profile_calls", profile)
+    monkeypatch.setattr("commfuse_megatron.tools.trace.operation.OverlapContext", Watched)
+    monkeypatch.setattr("commfuse_megatron.tools.trace.operation.profile_calls", profile)
     return contexts
 
 
@@ -176,13 +176,10 @@ def test_another_way_than_asked_for_is_refused_on_all_ranks():
     run_threads(2, body)
 
 
-@pytest.mark.parametrize(
-    ("forced", "pass_name", "taken"),
-    [
-        (LinearConfig(fprop=PassConfig(path="bulk")), "fprop", "path bulk was asked for and sliced taken"),
-        (LinearConfig(dgrad=PassConfig(path="async")), "backward", "path async was asked for and sequential taken"),
-    ],
-)
+@pytest.mark.parametrize(("forced", "pass_name", "taken"), [
+    (LinearConfig(fprop=PassConfig(path="bulk")), "fprop", "path bulk was asked for and sliced taken"),
+    (LinearConfig(dgrad=PassConfig(path="async")), "backward", "path async was asked for and sequential taken"),
+])  # fmt: skip
 def test_another_way_of_the_projection_than_asked_is_refused(forced, pass_name, taken):
     """Else the row of row_parallel would show another way under its name. A configuration may mean other linears."""
     config = attention_config("row_parallel", linear=forced)

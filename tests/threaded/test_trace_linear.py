@@ -9,16 +9,16 @@ from commfuse_megatron import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER
 from commfuse_megatron.runtime.recorder import Interval
-from commfuse_megatron.tracing.kernels import Profile
-from commfuse_megatron.tracing.linear import LinearToTrace, trace_linear
-from commfuse_megatron.tracing.session import Session
+from commfuse_megatron.tools.trace.kernels import Profile
+from commfuse_megatron.tools.trace.operation import LinearToTrace, trace_linear
+from commfuse_megatron.tools.trace.session import Session
 from tests.harness import run_threads
 
 
 def linear(is_profiled):
     return LinearToTrace(
-        op="linear_reduce_scatter", pass_name="fprop", M=12, N=6, K=4, dtype=torch.float64, config=OverlapConfig(),
-        calls=3, warm_up=1, is_profiled=is_profiled,
+        op="linear_reduce_scatter", pass_name="fprop", M=12, N=6, K=4, dtype=torch.float64, calls=3, warm_up=1,
+        is_profiled=is_profiled,
     )  # fmt: skip
 
 
@@ -28,7 +28,8 @@ def profiled(monkeypatch):
     thread = threading.local()
 
     def run(profiles, check):
-        def profile(calls, *, prepare):
+        def profile(calls, *, prepare, are_apart):
+            assert not are_apart
             for number, call in enumerate(calls, 1):
                 prepare(number)
                 call()
@@ -36,9 +37,9 @@ def profiled(monkeypatch):
 
         def body(group, device):
             thread.rank = group.rank()
-            return check(lambda: trace_linear(linear(is_profiled=True), group, device))
+            return check(lambda: trace_linear(linear(is_profiled=True), OverlapConfig(), group, device))
 
-        monkeypatch.setattr("commfuse_megatron.tracing.linear.profile_calls", profile)
+        monkeypatch.setattr("commfuse_megatron.tools.trace.operation.profile_calls", profile)
         return run_threads(2, body)
 
     return run
@@ -62,18 +63,12 @@ def test_profiles_of_all_ranks_make_the_trace(profiled):
         assert found.summaries[1].exposed_us == 4
 
 
-@pytest.mark.parametrize(
-    ("profiles", "message"),
-    [
-        # Fails where the rank with the complaint raises: the other one waits for its profile.
-        ((profile_of([1, 2, 3]), profile_of([], complaint="marks were lost")), "^rank 1: marks were lost$"),
-        (
-            (profile_of([1, 3]), profile_of([1, 2, 3])),
-            r"nothing was seen to run in a call of sliced on the ranks \[0\]",
-        ),
-        ((profile_of([]), profile_of([])), r"nothing was seen to run in a call of sliced on the ranks \[0, 1\]"),
-    ],
-)
+@pytest.mark.parametrize(("profiles", "message"), [
+    # Fails where the rank with the complaint raises: the other one waits for its profile.
+    ((profile_of([1, 2, 3]), profile_of([], complaint="marks were lost")), "^rank 1: marks were lost$"),
+    ((profile_of([1, 3]), profile_of([1, 2, 3])), r"nothing was seen to run in a call of sliced on the ranks \[0\]"),
+    ((profile_of([]), profile_of([])), r"nothing was seen to run in a call of sliced on the ranks \[0, 1\]"),
+])  # fmt: skip
 def test_a_profile_that_lacks_something_is_refused_on_all_ranks(profiled, profiles, message):
     def check(trace):
         with pytest.raises(UnsupportedError, match=message):
@@ -90,6 +85,6 @@ def test_a_recording_of_nothing_is_refused_on_all_ranks(monkeypatch):
         with pytest.raises(
             UnsupportedError, match=r"nothing was seen to run in the calls of sliced on the ranks \[0, 1\]"
         ):
-            trace_linear(linear(is_profiled=False), group, device)
+            trace_linear(linear(is_profiled=False), OverlapConfig(), group, device)
 
     run_threads(2, body)

@@ -13,12 +13,13 @@ from commfuse_megatron.kernels.attention import MathAttention
 from commfuse_megatron.problem import AttentionProblem, RowRange, VisibleKeys
 from commfuse_megatron.runtime import hardware
 from commfuse_megatron.runtime.tape_program import Tapes
+from commfuse_megatron.tools.common.modes import MODES
+from commfuse_megatron.tools.verify import cases as cases_of_verify
+from commfuse_megatron.tools.verify import ops as verify
+from commfuse_megatron.tools.verify.calls import OPS, tolerance
+from commfuse_megatron.tools.verify.cases import Case, make_cases, modes_of
+from commfuse_megatron.tools.verify.ops import CaseResult, Deviation, compare, run_cases, worst_of
 from commfuse_megatron.transport import tape_graphs
-from commfuse_megatron.verify import cases as cases_of_verify
-from commfuse_megatron.verify import ops as verify
-from commfuse_megatron.verify.calls import OPS, tolerance
-from commfuse_megatron.verify.cases import MODES, Case, make_cases, modes_of
-from commfuse_megatron.verify.ops import CaseResult, Deviation, compare, run_cases, worst_of
 from tests.harness import run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
 
@@ -278,14 +279,11 @@ def test_a_graph_with_a_wrong_step_is_found(copy_engine: pytest.MonkeyPatch) -> 
     assert set(result.modes) == set(MODES)
 
 
-@pytest.mark.parametrize(
-    ("fault", "complaint"),
-    [
-        ("no graph", "up to graph: ran tape 10; the last call, whose addresses had come before, was no graph"),
-        ("no tape", "up to tape: ran stepped 5, should have run tape 5"),
-        ("a tape too many", "up to graph: ran graph 2, should have run stepped 2"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "complaint"), [
+    ("no graph", "up to graph: ran tape 10; the last call, whose addresses had come before, was no graph"),
+    ("no tape", "up to tape: ran stepped 5, should have run tape 5"),
+    ("a tape too many", "up to graph: ran graph 2, should have run stepped 2"),
+])  # fmt: skip
 def test_a_mode_that_did_not_run_as_it_should_is_an_error(
     fault: str, complaint: str, copy_engine: pytest.MonkeyPatch
 ) -> None:

@@ -88,7 +88,7 @@ class Split:
 
     def run(self, kernel: CudnnAttention) -> list[torch.Tensor]:
         """Out and the gradients, with tensors."""
-        state = kernel.forward(*self.operands, self.mask, SCALE, None)
+        state = kernel.forward(self.operands, self.mask, SCALE, None)
         return [self.out, *kernel.backward(self.grad_out, self.operands, state, self.mask, SCALE, None)]
 
     def run_bound(
@@ -112,7 +112,7 @@ class Split:
         """Against the formula in fp64, on the same operands."""
         q, k, v, grad_out = (tensor.double() for tensor in (self.q, self.k, self.v, self.grad_out))
         out = torch.empty_like(grad_out)
-        MathAttention().forward(q, k, v, out, self.mask, SCALE, None)
+        MathAttention().forward((q, k, v, out), self.mask, SCALE, None)
         exact = MathAttention().backward(grad_out, (q, k, v, out), (), self.mask, SCALE, None)
         # Results are rounded to the dtype, the queries' gradient twice more; one key too many errs by order 0.1.
         limit = 4 * torch.finfo(self.q.dtype).eps

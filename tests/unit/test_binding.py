@@ -43,11 +43,13 @@ def test_bound_programs_fit_together(collective, algorithm, group_size, chunks_p
         assert sorted(computed) == [chunk for chunk, size in enumerate(chunks) if size]
         for index, step in enumerate(bound.steps):
             if step.send is not None:
-                assert chunks[step.send[0]] > 0
-                sends.add((index, rank, step.send[1], step.send[0]))
+                assert chunks[step.send.chunk] > 0
+                sends.add((index, rank, step.send.peer, step.send.chunk, step.send.row))
             if step.receive is not None:
-                assert bound.slot_rows[step.receive_slot] == chunks[step.receive[0]]
-                receives.add((index, step.receive[1], rank, step.receive[0]))
+                receives.add((index, step.receive.peer, rank, step.receive.chunk, step.receive.row))
+        arrived = sum(chunks[step.receive.chunk] for step in bound.steps if step.receive is not None)
+        assert bound.arrived_rows == arrived
+        assert bound.arrived_rows <= bound.most_arrived_rows
     assert sends == receives
 
 

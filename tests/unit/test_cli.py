@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_megatron.cli import main as cli
-from commfuse_megatron.cli import verify_megatron
-from commfuse_megatron.cli.ranks import CannotRunError, Rank, RankFailedError, UsageError
 from commfuse_megatron.errors import ConfigError, UnsupportedError, VerificationError
-from commfuse_megatron.verify import machine as machine_module
-from commfuse_megatron.verify.machine import Ability, Machine, Setting
-from commfuse_megatron.verify.megatron_models import ModelResult
+from commfuse_megatron.tools import main as cli
+from commfuse_megatron.tools.common.ranks import CannotRunError, Rank, RankFailedError, UsageError
+from commfuse_megatron.tools.doctor import machine as machine_module
+from commfuse_megatron.tools.doctor.machine import Ability, Machine, Setting
+from commfuse_megatron.tools.verify import megatron_cli as verify_megatron
+from commfuse_megatron.tools.verify.megatron_models import ModelResult
 
 
 def subcommands() -> list[str]:
@@ -32,17 +32,11 @@ def test_every_help_has_an_example(command: str, capsys: pytest.CaptureFixture[s
     assert f"example:\n  commfuse {command}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("wrong", "usage"),
-    [
-        ([], "commfuse [-h]"),
-        (["nonsense"], "commfuse [-h]"),
-        (["--nonsense", "doctor"], "commfuse [-h]"),
-        (["doctor", "--nonsense"], "commfuse doctor [-h]"),
-        (["trace", "--path", "nonsense"], "commfuse trace [-h]"),
-        (["verify", "nonsense"], "commfuse verify [-h]"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "usage"), [
+    ([], "commfuse [-h]"), (["nonsense"], "commfuse [-h]"), (["--nonsense", "doctor"], "commfuse [-h]"),
+    (["doctor", "--nonsense"], "commfuse doctor [-h]"), (["trace", "--path", "nonsense"], "commfuse trace [-h]"),
+    (["verify", "nonsense"], "commfuse verify [-h]"),
+])  # fmt: skip
 def test_wrong_usage_is_exit_code_2_with_usage(
     wrong: list[str], usage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,18 +56,15 @@ def require_usage_error(capsys, command: str, message: str, *, with_usage: bool 
     assert err.startswith(f"usage: commfuse {command} [-h]") or not with_usage, err
 
 
-@pytest.mark.parametrize(
-    ("error", "exit_code", "words"),
-    [
-        (CannotRunError("no GPU here"), 2, "commfuse doctor cannot run here: no GPU here"),
-        (UnsupportedError("needs matplotlib"), 2, "cannot run here: needs matplotlib"),
-        (ConfigError('unknown key "x"'), 2, 'commfuse doctor: error: unknown key "x"'),
-        (UsageError("--x goes with --y"), 2, "commfuse doctor: error: --x goes with --y"),
-        (VerificationError("wrong sum"), 1, "commfuse doctor: VerificationError: wrong sum"),
-        (RankFailedError("rank 1 raised\nTraceback"), 1, "commfuse doctor failed.\nrank 1 raised\nTraceback"),
-        (KeyboardInterrupt(), 130, "interrupted"),
-    ],
-)
+@pytest.mark.parametrize(("error", "exit_code", "words"), [
+    (CannotRunError("no GPU here"), 2, "commfuse doctor cannot run here: no GPU here"),
+    (UnsupportedError("needs matplotlib"), 2, "cannot run here: needs matplotlib"),
+    (ConfigError('unknown key "x"'), 2, 'commfuse doctor: error: unknown key "x"'),
+    (UsageError("--x goes with --y"), 2, "commfuse doctor: error: --x goes with --y"),
+    (VerificationError("wrong sum"), 1, "commfuse doctor: VerificationError: wrong sum"),
+    (RankFailedError("rank 1 raised\nTraceback"), 1, "commfuse doctor failed.\nrank 1 raised\nTraceback"),
+    (KeyboardInterrupt(), 130, "interrupted"),
+])  # fmt: skip
 def test_errors_become_exit_codes(
     error: BaseException,
     exit_code: int,
@@ -84,7 +75,7 @@ def test_errors_become_exit_codes(
     def fail(arguments: argparse.Namespace) -> int:
         raise error
 
-    monkeypatch.setattr("commfuse_megatron.cli.doctor.run_doctor", fail)
+    monkeypatch.setattr("commfuse_megatron.tools.doctor.cli.run_doctor", fail)
     assert cli.main(["doctor"]) == exit_code
     out, err = capsys.readouterr()
     assert words in err
@@ -132,31 +123,25 @@ def test_a_transport_of_other_devices_is_refused_before_start(transport, device,
     require_usage_error(capsys, "verify", f"--transport {transport} carries tensors of")
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (("--megatron", "--device", "cuda"), "float64"),
-        (("--megatron", "--dtype", "float32"), "leave --dtype and --transport out"),
-        (("--megatron", "--ranks", "3"), "2 or 4 ranks, not for 3"),
-        (("--megatron", "--only", "sparse"), "no configuration is called sparse; there are dense, "),
-        (("--megatron", "--only", "pipeline"), "needs 4 ranks, there are 2"),
-        (("--only", "dense"), "--only names configurations of --megatron"),
-        (("--lora",), "--lora puts adapters into the models of --megatron: give that, too"),
-        (("--megatron", "--lora", "--only", "sparse"), "no option of --lora has the word sparse. There are model: "),
-    ],
-)
+@pytest.mark.parametrize(("words", "complaint"), [
+    (("--megatron", "--device", "cuda"), "float64"),
+    (("--megatron", "--dtype", "float32"), "leave --dtype and --transport out"),
+    (("--megatron", "--ranks", "3"), "2 or 4 ranks, not for 3"),
+    (("--megatron", "--only", "sparse"), "no configuration is called sparse; there are dense, "),
+    (("--megatron", "--only", "pipeline"), "needs 4 ranks, there are 2"),
+    (("--only", "dense"), "--only names configurations of --megatron"),
+    (("--lora",), "--lora puts adapters into the models of --megatron: give that, too"),
+    (("--megatron", "--lora", "--only", "sparse"), "no option of --lora has the word sparse. There are model: "),
+])  # fmt: skip
 def test_models_that_cannot_be_verified_are_refused_before_start(words, complaint, capsys):
     assert cli.main(["verify", *words]) == 2
     require_usage_error(capsys, "verify", complaint)
 
 
-@pytest.mark.parametrize(
-    ("stock", "end"),
-    [
-        ({}, "on Megatron's own path.\n1 equal to stock"),
-        ({"it is off": 2}, "on Megatron's own path, because\n  - it is off\n1 equal to stock"),
-    ],
-)
+@pytest.mark.parametrize(("stock", "end"), [
+    ({}, "on Megatron's own path.\n1 equal to stock"),
+    ({"it is off": 2}, "on Megatron's own path, because\n  - it is off\n1 equal to stock"),
+])  # fmt: skip
 def test_the_legend_of_verified_models_is_a_whole_sentence(stock, end, capsys):
     """Fails without the look at the reasons: it ended in "because" where nothing was stock."""
     result = ModelResult(
@@ -196,7 +181,7 @@ def a_machine(*, has_gloo: bool = True, is_config_wrong: bool = False) -> Machin
 def test_exit_codes_of_the_doctor(
     machine: Machine, exit_code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("commfuse_megatron.cli.doctor.inspect_machine", lambda: machine)
+    monkeypatch.setattr("commfuse_megatron.tools.doctor.cli.inspect_machine", lambda: machine)
     assert cli.main(["doctor"]) == exit_code
     out, err = capsys.readouterr()
     assert "x[y]" in out, "brackets are text, not markup"
@@ -206,7 +191,7 @@ def test_exit_codes_of_the_doctor(
 
 def test_a_reader_that_leaves_changes_no_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails without the console's own answer: `commfuse doctor | head -1` said that a check had failed."""
-    monkeypatch.setattr("commfuse_megatron.cli.doctor.inspect_machine", a_machine)
+    monkeypatch.setattr("commfuse_megatron.tools.doctor.cli.inspect_machine", a_machine)
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as out:
@@ -234,23 +219,20 @@ def test_a_package_that_cannot_be_imported_says_why() -> None:
     assert "No module named 'no_such_module'" in reason
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["doctor", "--json", "{folder}"], "--json {folder}: is a folder; name a file"),
-        (["verify", "--json", "{file}/x.json"], "--json {file}/x.json: the folder cannot be made: "),
-        (["demo", "--output", "{file}"], "--output {file}: the folder cannot be made: "),
-        (["bench", "--device", "cuda", "--figure", "{folder}"], "--figure {folder}: is a folder; name a file"),
-        (["simulate", "--figure", "{folder}/x.bmp"], "--figure {folder}/x.bmp: pictures are .png or .svg"),
-        (["simulate", "--figure", "{folder}/x"], "--figure {folder}/x: pictures are .png or .svg"),
-        (["bench", "--json", "/dev/null"], "--json /dev/null: is no regular file"),
-        (["trace", "--output", "{folder}", "--name", "a/b"], "--name a/b: name the files, not a folder"),
-        (["trace", "--output", "{folder}", "--name", "taken"], "{folder}/taken.png: is a folder; name a file"),
-        (["trace", "--attention", "--output", "{folder}", "--name", "taken"], "{folder}/taken.png: is a folder"),
-        (["trace", "--step", "--output", "{folder}", "--name", "taken"], "{folder}/taken.png: is a folder"),
-        (["demo", "--output", "{folder}"], "{folder}/timeline.png: is a folder; name a file"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["doctor", "--json", "{folder}"], "--json {folder}: is a folder; name a file"),
+    (["verify", "--json", "{file}/x.json"], "--json {file}/x.json: the folder cannot be made: "),
+    (["demo", "--output", "{file}"], "--output {file}: the folder cannot be made: "),
+    (["bench", "--device", "cuda", "--figure", "{folder}"], "--figure {folder}: is a folder; name a file"),
+    (["simulate", "--figure", "{folder}/x.bmp"], "--figure {folder}/x.bmp: pictures are .png or .svg"),
+    (["simulate", "--figure", "{folder}/x"], "--figure {folder}/x: pictures are .png or .svg"),
+    (["bench", "--json", "/dev/null"], "--json /dev/null: is no regular file"),
+    (["trace", "--output", "{folder}", "--name", "a/b"], "--name a/b: name the files, not a folder"),
+    (["trace", "--output", "{folder}", "--name", "taken"], "{folder}/taken.png: is a folder; name a file"),
+    (["trace", "--attention", "--output", "{folder}", "--name", "taken"], "{folder}/taken.png: is a folder"),
+    (["trace", "--step", "--output", "{folder}", "--name", "taken"], "{folder}/taken.png: is a folder"),
+    (["demo", "--output", "{folder}"], "{folder}/timeline.png: is a folder; name a file"),
+])  # fmt: skip
 def test_results_that_cannot_be_written_are_refused_before_work(arguments, message, tmp_path, capsys):
     file = tmp_path / "file"
     file.write_text("")

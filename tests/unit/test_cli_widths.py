@@ -20,25 +20,29 @@ from rich.text import Text
 from torch import distributed as dist
 
 from commfuse_megatron import OpRecord, OverlapConfig
-from commfuse_megatron.benchmark import figure
-from commfuse_megatron.benchmark.attention_cases import attention_case
-from commfuse_megatron.benchmark.cases import linear_case
-from commfuse_megatron.benchmark.ours import PLANNED
-from commfuse_megatron.benchmark.rows import Report, Row
-from commfuse_megatron.benchmark.run import Outcome, Settings
-from commfuse_megatron.benchmark.whole_step import FREE, STOCK, StepTimes, StepTrace
-from commfuse_megatron.cli import bench, demo, output, trace, trace_attention, trace_step, verify, verify_megatron
-from commfuse_megatron.cli import main as cli
-from commfuse_megatron.cli.ranks import Rank
 from commfuse_megatron.runtime.recorder import Interval
-from commfuse_megatron.tracing.attention import BlockTrace
-from commfuse_megatron.tracing.linear import LinearTrace
-from commfuse_megatron.verify.cases import make_cases
-from commfuse_megatron.verify.gpus import Gpu, GpuLink
-from commfuse_megatron.verify.machine import Ability, Machine, Setting
-from commfuse_megatron.verify.megatron_models import ModelResult
-from commfuse_megatron.verify.ops import CaseResult, Deviation
-from commfuse_megatron.verify.training import Comparison, Run
+from commfuse_megatron.tools import main as cli
+from commfuse_megatron.tools.bench import cli as bench
+from commfuse_megatron.tools.bench.rows import Report, Row
+from commfuse_megatron.tools.bench.run import Outcome, Settings
+from commfuse_megatron.tools.common import output
+from commfuse_megatron.tools.common.attention_cases import attention_case
+from commfuse_megatron.tools.common.cases import FREE, PLANNED, STOCK, linear_case
+from commfuse_megatron.tools.common.ranks import Rank
+from commfuse_megatron.tools.demo import cli as demo
+from commfuse_megatron.tools.demo.training import Comparison, Run
+from commfuse_megatron.tools.doctor.gpus import Gpu, GpuLink
+from commfuse_megatron.tools.doctor.machine import Ability, Machine, Setting
+from commfuse_megatron.tools.trace import attention_cli as trace_attention
+from commfuse_megatron.tools.trace import cli as trace
+from commfuse_megatron.tools.trace import step_cli as trace_step
+from commfuse_megatron.tools.trace.operation import BlockTrace, LinearTrace
+from commfuse_megatron.tools.trace.whole_step import StepTimes, StepTrace
+from commfuse_megatron.tools.verify import cli as verify
+from commfuse_megatron.tools.verify import megatron_cli as verify_megatron
+from commfuse_megatron.tools.verify.cases import make_cases
+from commfuse_megatron.tools.verify.megatron_models import ModelResult
+from commfuse_megatron.tools.verify.ops import CaseResult, Deviation
 from tests.unit.test_predictions import a_row, measured_rows
 
 # --- commands that have their results already -------------------------------------------------------------------------
@@ -81,8 +85,9 @@ def run_verify(place: Path, put: Set) -> int:
                 complaints=complaints,
             )
         )
-    put("commfuse_megatron.verify.ops.verify_ops", lambda *_, **__: found)
-    return verify._verify_on_rank(FIRST, verify._Options(str(place / "out.json"), None, "auto"))
+    put("commfuse_megatron.tools.verify.ops.verify_ops", lambda *_, **__: found)
+    options = argparse.Namespace(json=str(place / "out.json"), dtype=None, transport="auto")
+    return verify._verify_on_rank(FIRST, options)
 
 
 def run_verify_megatron(place: Path, put: Set) -> int:
@@ -94,11 +99,10 @@ def run_verify_megatron(place: Path, put: Set) -> int:
     names = ("dense", "sequence_parallel_off", "mla_with_a_long_name_of_its_own")
     found = [ModelResult(name=name, **values) for name in names]  # type: ignore[arg-type]
     put("commfuse_megatron.testing.cpu_megatron", contextlib.nullcontext)
-    put("commfuse_megatron.cli.verify_megatron.choose_configurations", lambda *_: ["dense"])
-    put("commfuse_megatron.cli.verify_megatron.verify_models", lambda *_, **__: found)
-    return verify_megatron._verify_on_rank(
-        FIRST, verify_megatron._Options(str(place / "out.json"), ["dense"], has_adapters=False, is_verbose=True)
-    )
+    put("commfuse_megatron.tools.verify.megatron_cli.choose_configurations", lambda *_: ["dense"])
+    put("commfuse_megatron.tools.verify.megatron_cli.verify_models", lambda *_, **__: found)
+    options = argparse.Namespace(json=str(place / "out.json"), only=["dense"], lora=False, verbose=True)
+    return verify_megatron._verify_on_rank(FIRST, options)
 
 
 def run_demo(place: Path, put: Set) -> int:
@@ -114,30 +118,32 @@ def run_demo(place: Path, put: Set) -> int:
     found = Comparison(
         stock_loss=(5.123456789, 4.987654321), runs={"stepped": stepped, "graph": graph}, recording=INTERVALS
     )
-    put("commfuse_megatron.verify.training.train_both", lambda *_, **__: found)
-    put("commfuse_megatron.verify.training.complaints_of", lambda *_: [])
-    options = demo._Options(2, "float32", b"text" * 100, str(place), str(place / "out.json"))
+    put("commfuse_megatron.tools.demo.training.train_both", lambda *_, **__: found)
+    put("commfuse_megatron.tools.demo.training.complaints_of", lambda *_: [])
+    options = argparse.Namespace(
+        steps=2, dtype="float32", text=b"text" * 100, output=str(place), json=str(place / "out.json")
+    )
     return demo._demo_on_rank(FIRST, options)
+
+
+def traces(place: Path, **changes: object) -> argparse.Namespace:
+    files = {"output": str(place), "name": "x", "json": str(place / "out.json")}
+    return argparse.Namespace(dtype="float32", config=OverlapConfig(), calls=2, profiler=False, **files, **changes)
 
 
 def run_trace(place: Path, put: Set) -> int:
     found = LinearTrace(recording=INTERVALS, record=a_record())
-    put("commfuse_megatron.tracing.linear.trace_linear", lambda *_, **__: found)
-    options = trace._Options(
-        op="linear_reduce_scatter", pass_name="backward", case=None, M=8, N=8, K=8, dtype="float32",
-        config=OverlapConfig(), calls=2, is_profiled=False, output=str(place), name="x", json=str(place / "out.json"),
-    )  # fmt: skip
+    put("commfuse_megatron.tools.trace.operation.trace_linear", lambda *_, **__: found)
+    options = traces(place, op="linear_reduce_scatter", case=None, M=8, N=8, K=8, pass_name="backward")
     return trace._trace_on_rank(FIRST, options)
 
 
 def run_trace_attention(place: Path, put: Set) -> int:
     found = BlockTrace(calls=(INTERVALS, INTERVALS), record=a_record(attention="flash"), projection=a_record())
-    put("commfuse_megatron.tracing.attention.trace_block", lambda *_, **__: found)
-    options = trace_attention._Options(
-        case=attention_case("llama-8b.attention", 8192, 2, 64), pass_name="fprop", dtype="float32",
-        configs=dict.fromkeys(("sequential", "row_parallel", "query_split"), OverlapConfig()), calls=2,
-        is_profiled=False, forces_projection=False, output=str(place), name="x", json=str(place / "out.json"),
-    )  # fmt: skip
+    put("commfuse_megatron.tools.trace.operation.trace_block", lambda *_, **__: found)
+    configs = dict.fromkeys(("sequential", "row_parallel", "query_split"), OverlapConfig())
+    case = attention_case("llama-8b.attention", 8192, 2, 64)
+    options = traces(place, case=case, pass_name="fprop", configs=configs, path=None)
     return trace_attention._trace_on_rank(FIRST, options)
 
 
@@ -153,12 +159,9 @@ def run_trace_step(place: Path, put: Set) -> int:
         ops=(a_record(),),
         transport="gloo",
     )
-    put("commfuse_megatron.benchmark.whole_step.trace_step", lambda *_, **__: found)
-    options = trace_step._Options(
-        model="demo", num_layers=2, sequence=8, batch=1, dtype="float32", config=OverlapConfig(),
-        transformer_impl="local", has_fusions=False, rounds=1, runs=1, output=str(place), name="x",
-        json=str(place / "out.json"),
-    )  # fmt: skip
+    put("commfuse_megatron.tools.trace.whole_step.trace_step", lambda *_, **__: found)
+    sizes = {"model": "demo", "layers": 2, "seq": 8, "batch": 1, "rounds": 1, "runs": 1}
+    options = traces(place, transformer_impl="local", fusions=False, **sizes)
     return trace_step._trace_on_rank(FIRST, options)
 
 
@@ -178,14 +181,9 @@ def run_bench(place: Path, put: Set) -> int:
         on_rows("piece", bench_rows())
         return Outcome(missing=["llama-8b.qkv M=2048 fprop: no time left"], left_out={"async_tp": "not here"})
 
-    put("commfuse_megatron.benchmark.run.run_grid", grid)
-    options = bench._Options(
-        Settings(models=("llama-8b",), commit="0123456"),
-        str(place / "out.json"),
-        None,
-        {},
-        resumes=False,
-    )
+    put("commfuse_megatron.tools.bench.run.run_grid", grid)
+    settings = Settings(models=("llama-8b",), commit="0123456")
+    options = argparse.Namespace(settings=settings, bounds={}, resume=False, figure=None, json=str(place / "out.json"))
     return bench._bench_on_rank(FIRST, options)
 
 
@@ -213,28 +211,20 @@ def run_doctor(place: Path, put: Set) -> int:
         ),
         settings=(Setting(name="CUDA_DEVICE_MAX_CONNECTIONS", value=None, meaning="streams may wait " * 5),),
     )
-    put("commfuse_megatron.cli.doctor.inspect_machine", lambda: machine)
+    put("commfuse_megatron.tools.doctor.cli.inspect_machine", lambda: machine)
     return cli.main(["doctor", "--json", str(place / "out.json")])
 
 
 COMMANDS = {
-    "verify": (run_verify, 1),
-    "verify --megatron": (run_verify_megatron, 0),
-    "demo": (run_demo, 0),
-    "trace": (run_trace, 0),
-    "trace --attention": (run_trace_attention, 0),
-    "trace --step": (run_trace_step, 0),
-    "bench": (run_bench, 0),
-    "simulate": (run_simulate, 0),
-    "doctor": (run_doctor, 0),
-}
+    "verify": (run_verify, 1), "verify --megatron": (run_verify_megatron, 0), "demo": (run_demo, 0),
+    "trace": (run_trace, 0), "trace --attention": (run_trace_attention, 0), "trace --step": (run_trace_step, 0),
+    "bench": (run_bench, 0), "simulate": (run_simulate, 0), "doctor": (run_doctor, 0),
+}  # fmt: skip
 
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Imported before, so that it keeps what is put aside here.
-    assert figure
-    monkeypatch.setattr("commfuse_megatron.tracing.figure.missing_matplotlib", lambda: "it takes a second")
+    monkeypatch.setattr("commfuse_megatron.tools.trace.output.missing_matplotlib", lambda: "it takes a second")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

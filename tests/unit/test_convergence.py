@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from commfuse_megatron.verify.convergence import Convergence, Curve, complaints_of, ratios_of
+from commfuse_megatron.tools.verify.convergence import Convergence, Curve, complaints_of, ratios_of
 
 LAYERS = {"plugin": {"qkv": None, "proj": None}, "plugin after stock": {"qkv": None, "proj": None}}
 

@@ -72,7 +72,9 @@ def test_a_device_that_has_failed_holds_nobody_up(kind, caplog):
 
 def test_who_lets_go_of_streams_may_do_so_whatever_is_captured(monkeypatch):
     asked = []
-    monkeypatch.setattr(copy_engine, "look_on_during_captures", lambda: asked.append(threading.current_thread().name))
+    monkeypatch.setattr(
+        copy_engine, "allow_calls_during_capture", lambda: asked.append(threading.current_thread().name)
+    )
     monkeypatch.setattr(CopyEngineTransport, "_is_idle", lambda transport: True)
     monkeypatch.setattr(copy_engine, "_ABORT_ROUND_S", 0.0)
     transport = object.__new__(CopyEngineTransport)

@@ -42,7 +42,7 @@ class Transport:
     def bind_wait(self, keys):
         return self.step("wait " + " ".join(key[0] for key in keys))
 
-    def bind_silence(self, keys):
+    def bind_no_message(self, keys):
         return self.step("tell") if self.silent else None, self.silent
 
     def bind_release(self, keys, awaited):
@@ -171,7 +171,7 @@ def test_in_a_graph_the_release_depends_on_what_was_told(tape, transport):
     assert captured(tape, transport) == ["kernel", "tell", "mark copies", "follow copies"]
 
 
-def test_silence_is_among_what_a_release_clears(tape, transport):
+def test_no_message_is_among_what_a_release_clears(tape, transport):
     transport.silent = (SILENT,)
     tape.note(SENT)
     assert tape.finish().keys == (SENT, SILENT)

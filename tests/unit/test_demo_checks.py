@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from commfuse_megatron.cli import demo
-from commfuse_megatron.cli import main as cli
-from commfuse_megatron.verify.cases import Mode
-from commfuse_megatron.verify.text import batch_of, standard_library_text
-from commfuse_megatron.verify.training import Comparison, Recipe, Run, bounds_of, complaints_of, gradient_limit
+from commfuse_megatron.tools import main as cli
+from commfuse_megatron.tools.common.modes import Mode
+from commfuse_megatron.tools.common.text import batch_of, standard_library_text
+from commfuse_megatron.tools.demo import cli as demo
+from commfuse_megatron.tools.demo.training import Comparison, Run, bounds_of, complaints_of, gradient_limit, task_for
 
 STEPS = 20
 
@@ -148,9 +148,8 @@ def demo_help() -> str:
     return " ".join(commands.choices["demo"].format_help().split())
 
 
-def test_a_recipe_names_its_dtype() -> None:
-    recipe = Recipe.for_device("cuda", dtype=torch.bfloat16, num_steps=1, text=b"")
-    assert recipe.dtype_name == "bfloat16"
+def test_a_task_names_its_dtype() -> None:
+    assert task_for("cuda", dtype=torch.bfloat16, num_steps=1, text=b"").dtype_name == "bfloat16"
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
@@ -177,7 +176,7 @@ def test_what_is_said_of_others_on_import_is_shown_if_asked_for(level: str, are_
         warns = f"import warnings; warnings.warn('{name} lacks something', RuntimeWarning)\n"
         (tmp_path / name / "__init__.py").write_text(warns, encoding="utf-8")
     script = (
-        "from commfuse_megatron.cli import output\n"
+        "from commfuse_megatron.tools.common import output\n"
         "import logging; output.configure_logging(logging." + level + ", rank=1)\n"
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "import megatron.module, transformer_engine, own.module\n"

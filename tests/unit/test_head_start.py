@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.benchmark import timing
-from commfuse_megatron.benchmark.timing import Timed
 from commfuse_megatron.runtime.head_start import start_together
+from commfuse_megatron.tools.bench import timing
+from commfuse_megatron.tools.bench.timing import Timed
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_the_device_waits_for_the_host_and_then_for_the_others(submitted: list[t
 def test_a_burst_begins_a_call_of_the_host_later(
     submitted: list[tuple[str, float]], monkeypatch: pytest.MonkeyPatch, host_ms: float, head_start_us: float
 ):
-    monkeypatch.setattr(timing, "_max_over_ranks", lambda values, group, device: values)
+    monkeypatch.setattr(timing, "largest_of_ranks", lambda values, device, group: values)
     clock_s = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock_s[0])
 

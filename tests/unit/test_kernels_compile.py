@@ -37,7 +37,7 @@ def variant_for(
     out_dtype: torch.dtype = BF16,
     addend: str = "none",
     addend_dtype: torch.dtype = BF16,
-    stealing: bool = False,
+    shares: bool = False,
     aligned: bool = True,
     allow_tma: bool = True,
     num_sms: int = 132,
@@ -57,7 +57,7 @@ def variant_for(
         layout(rows, cols, dtype=out_dtype, aligned=aligned),
         addends[addend],
         num_sms=num_sms,
-        stealing=stealing,
+        shares=shares,
         allow_tma=allow_tma,
     )
     assert variant is not None
@@ -65,20 +65,20 @@ def variant_for(
 
 
 def hopper_variants() -> Iterator[tuple[str, Variant]]:
-    for stealing in (False, True):
-        order = "stealing" if stealing else "static"
+    for shares in (False, True):
+        order = "shared" if shares else "alone"
         for pass_name in ("fprop", "dgrad", "wgrad"):
-            yield f"{pass_name}-{order}", variant_for(pass_name=pass_name, stealing=stealing)
-        yield f"bias-{order}", variant_for(addend="bias", stealing=stealing)
-        yield f"addend-{order}", variant_for(addend="matrix", stealing=stealing)
-        yield f"several-addends-{order}", variant_for(addend="several", stealing=stealing)
-        yield f"several-strided-addends-{order}", variant_for(addend="several strided", stealing=stealing)
-        yield f"strided-addend-{order}", variant_for(addend="strided", stealing=stealing)
+            yield f"{pass_name}-{order}", variant_for(pass_name=pass_name, shares=shares)
+        yield f"bias-{order}", variant_for(addend="bias", shares=shares)
+        yield f"addend-{order}", variant_for(addend="matrix", shares=shares)
+        yield f"several-addends-{order}", variant_for(addend="several", shares=shares)
+        yield f"several-strided-addends-{order}", variant_for(addend="several strided", shares=shares)
+        yield f"strided-addend-{order}", variant_for(addend="strided", shares=shares)
         yield (
             f"wgrad-fp32-accumulate-{order}",
-            variant_for(pass_name="wgrad", out_dtype=FP32, addend="matrix", addend_dtype=FP32, stealing=stealing),
+            variant_for(pass_name="wgrad", out_dtype=FP32, addend="matrix", addend_dtype=FP32, shares=shares),
         )
-        yield f"unaligned-{order}", variant_for(aligned=False, stealing=stealing)
+        yield f"unaligned-{order}", variant_for(aligned=False, shares=shares)
     yield "fp16", variant_for(dtype=FP16, out_dtype=FP16)
     yield "fp32-out", variant_for(out_dtype=FP32)
     yield "strided-fp32-addend", variant_for(out_dtype=FP32, addend="strided", addend_dtype=FP32)
@@ -108,7 +108,7 @@ def test_compiles_for_hopper(name: str, variant: Variant) -> None:
     assert "wgmma.mma_async" in ptx, "not on Hopper's matrix units"
     assert ("cp.async.bulk.tensor.2d.shared" in ptx) == (variant.a.tma or variant.b.tma)
     assert ("cp.async.bulk.tensor.2d.global" in ptx) == variant.out_tma
-    assert ("atom" in ptx) == variant.stealing
+    assert ("atom" in ptx) == variant.shares
 
 
 @pytest.mark.parametrize("pass_name", ["fprop", "dgrad", "wgrad"])
@@ -123,7 +123,7 @@ def test_compiles_without_tma(pass_name: str, out_dtype: torch.dtype) -> None:
 def test_operands_choose_their_loads_one_by_one() -> None:
     variant = choose_variant(
         layout(M, K), Layout((K, N), (1, K + 1), BF16, 0, True), layout(M, N), None,
-        num_sms=132, stealing=False, allow_tma=True,
+        num_sms=132, shares=False, allow_tma=True,
     )  # fmt: skip
     assert variant is not None
     assert (variant.a.tma, variant.b.tma, variant.out_tma) == (True, False, True)
@@ -133,7 +133,7 @@ def test_operands_choose_their_loads_one_by_one() -> None:
 def test_expanded_operands_go_through_pointers() -> None:
     variant = choose_variant(
         Layout((M, K), (0, 1), BF16, 0, True), layout(K, N), layout(M, N), None,
-        num_sms=132, stealing=False, allow_tma=True,
+        num_sms=132, shares=False, allow_tma=True,
     )  # fmt: skip
     assert variant is not None
     assert not variant.a.tma
@@ -142,7 +142,7 @@ def test_expanded_operands_go_through_pointers() -> None:
 
 def test_no_variant_where_no_stride_is_one() -> None:
     wide = Layout((M, K), (2 * K, 2), BF16, 0, True)
-    common = dict(num_sms=132, stealing=False, allow_tma=True)
+    common = dict(num_sms=132, shares=False, allow_tma=True)
     assert choose_variant(wide, layout(K, N), layout(M, N), None, **common) is None
     assert choose_variant(layout(M, K), Layout((K, N), (2 * N, 2), BF16, 0, True), layout(M, N), None, **common) is None
 

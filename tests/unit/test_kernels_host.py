@@ -32,11 +32,11 @@ def test_says_why_it_is_unavailable(device: str, dtype: torch.dtype, words: str)
 def test_matmul_refuses_on_the_cpu_in_the_same_words() -> None:
     a = torch.zeros(4, 4, dtype=BF16)
     with pytest.raises(UnsupportedError, match="needs a CUDA device"):
-        persistent_matmul(a, a)
+        persistent_matmul(a, a, out=a)
     with pytest.raises(ShapeError, match="inner sizes differ"):
-        persistent_matmul(a, a[:3])
+        persistent_matmul(a, a[:3], out=a)
     with pytest.raises(ShapeError, match="a matrix is needed"):
-        persistent_matmul(a[0], a)
+        persistent_matmul(a[0], a, out=a)
 
 
 @pytest.mark.parametrize("num_sms", [1, 100, 132])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_megatron.verify.megatron_cases import CONFIGURATIONS
+from commfuse_megatron.tools.verify.megatron_cases import CONFIGURATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"

@@ -136,7 +136,7 @@ def test_buffer_needs_cover_what_programs_carve(op, needs, rows, group_size, dty
             bound = bind(Collective.REDUCE_SCATTER, *where)
             if "send" in found:
                 assert found["send"] >= (bound.total_rows - bound.own_rows) * features * itemsize
-                assert found["receive"] >= bound.most_slot_rows * features * itemsize
+                assert found["receive"] >= bound.most_arrived_rows * features * itemsize
                 own_rows = max(bound.chunk_rows) if plan.algorithm is Algorithm.RING else bound.own_rows
                 assert found["own"] >= own_rows * features * max(4, itemsize)
             if "gather" in found:

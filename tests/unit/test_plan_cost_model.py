@@ -11,7 +11,6 @@ from commfuse_megatron.config import PlanConfig
 from commfuse_megatron.plan.candidates import list_candidates
 from commfuse_megatron.plan.choose import choose_predicted, predict, select_for_trial
 from commfuse_megatron.plan.cost_model import is_link_slow, predict_us
-from commfuse_megatron.plan.linear_plan import LinearPlan
 from commfuse_megatron.plan.machine import (
     Channel,
     GemmRate,
@@ -22,11 +21,12 @@ from commfuse_megatron.plan.machine import (
     assumed_machine,
     fit_channel,
 )
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.schedule import Algorithm, schedule_bound_us
 from tests.harness.problems import LAYERS, layer_problem
 
 BOTH = "input+weight"
-COPY_ENGINE = assumed_machine(Traits(transport="copy_engine", folds_arrivals=True, replays=True), "bfloat16")
+COPY_ENGINE = assumed_machine(Traits(transport="copy_engine", adds_in_epilogue=True, replays=True), "bfloat16")
 NVLINK_NCCL = assumed_machine(
     Traits(transport="nccl", transfer_sms=20, regains_sms=True), "bfloat16", is_link_slow=False
 )
@@ -35,11 +35,11 @@ MACHINES = {"copy engine": COPY_ENGINE, "nccl": NVLINK_NCCL, "slow": SLOW_LINK}
 FREE_HOST = HostTimes(call_us=0, gemm_us=0, transfer_us=0, collective_us=0, small_kernel_us=0, autograd_us=0)
 
 
-def plan(path, m=1, algorithm=Algorithm.DIRECT, *, keeps=False) -> LinearPlan:
-    return LinearPlan(path, "", algorithm, m, keep_gathered_input=keeps)
+def plan(path, m=1, algorithm=Algorithm.DIRECT, *, keeps=False) -> PassPlan:
+    return PassPlan(path, "", algorithm, m, keep_gathered_input=keeps)
 
 
-def choice(problem, machine) -> LinearPlan:
+def choice(problem, machine) -> PassPlan:
     candidates = list_candidates(problem, OverlapConfig(), is_link_slow=is_link_slow(problem, machine))
     return choose_predicted(predict(problem, candidates, machine), machine)
 
@@ -218,7 +218,7 @@ def test_a_calibrated_machine_predicts_its_calibration():
 def test_own_gemms_add_what_arrived_only_where_it_is_covered(path):
     """Without a weight gradient nothing is computed between: bulk was predicted as if the last GEMM added it still."""
     stepped = dataclasses.replace(
-        COPY_ENGINE, host=FREE_HOST, traits=Traits(transport="copy_engine", folds_arrivals=True)
+        COPY_ENGINE, host=FREE_HOST, traits=Traits(transport="copy_engine", adds_in_epilogue=True)
     )
     apart = dataclasses.replace(stepped, traits=Traits(transport="copy_engine"))
     for needs, adds in (("input", False), (BOTH, path == "bulk")):

@@ -8,20 +8,20 @@ import pytest
 from filelock import FileLock
 
 from commfuse_megatron.plan import store as store_module
-from commfuse_megatron.plan.linear_plan import LinearPlan
+from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.plan.store import PlanStore, plan_of, why_no_file
 from commfuse_megatron.problem import AttentionProblem
 from commfuse_megatron.schedule import Algorithm
 from tests.harness.problems import layer_problem
 
 PROBLEM = layer_problem("8b.qkv", 8192, needs="input+weight")
-PLAN = LinearPlan("sliced", "measured: so", Algorithm.RING, 2, True, predicted_us=0.1 + 0.2, measured_us=1e3 / 3)
+PLAN = PassPlan("sliced", "measured: so", Algorithm.RING, 2, True, predicted_us=0.1 + 0.2, measured_us=1e3 / 3)
 HERE = {"device": "NVIDIA H200", "transport": "copy_engine", "torch": "2.11.0", "path": "auto", "measure": "auto"}
 ATTENTION = AttentionProblem(
     pass_name="fprop", rows=64, batch=1, heads=4, kv_heads=4, head_dim=8, value_dim=8, N=16, dtype="bfloat16",
     group_size=3, right=0,
 )  # fmt: skip
-SPLIT = LinearPlan("query_split", "why", Algorithm.DIRECT, 4, False, measured_us=7.0, backward_path="row_parallel")
+SPLIT = PassPlan("query_split", "why", Algorithm.DIRECT, 4, False, measured_us=7.0, backward_path="row_parallel")
 
 
 def blank(plan):

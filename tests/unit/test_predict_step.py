@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_megatron.benchmark.cases import STEP_LAYERS
-from commfuse_megatron.benchmark.ours import PLANNED
-from commfuse_megatron.benchmark.predict_step import MeasuredStep, measured_steps, predict_step
-from commfuse_megatron.benchmark.whole_step import FREE, STOCK
-from commfuse_megatron.cli import main as cli
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plan.attention import AttentionCosts
 from commfuse_megatron.plan.machine import Traits, assumed_machine
 from commfuse_megatron.problem import AttentionProblem
+from commfuse_megatron.tools import main as cli
+from commfuse_megatron.tools.bench.report import read_rows
+from commfuse_megatron.tools.common.cases import FREE, PLANNED, STEP_LAYERS, STOCK
+from commfuse_megatron.tools.simulate.predict_step import MeasuredStep, measured_steps, predict_step
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 MACHINE = assumed_machine(Traits(transport="copy_engine", replays=True), "bfloat16")
@@ -52,7 +51,7 @@ def test_with_more_ranks_a_step_is_shorter_until_hosts_decide():
 
 def test_attention_takes_what_was_measured():
     """cuDNN's kernels alone, forward and backward, from S 2048 to 16384."""
-    measured = json.loads((RESULTS / "attention_pieces_h200_202611.json").read_text("utf-8"))["rows"]
+    measured = [row for row in read_rows(RESULTS / "attention_h200_202611.json") if "forward_top_left_us" in row]
     assert len(measured) == 5
     errors = []
     for row in measured:
@@ -74,11 +73,11 @@ def run(*options, expected=0):
 
 def test_the_command_predicts_and_says_how_wrong_it_is(tmp_path, capsys):
     file = tmp_path / "out.json"
-    measured = RESULTS / "whole_step_again_h200_202611.json"
+    measured = RESULTS / "whole_step_h200_202611.json"
     run("llama-70b", "--against", measured, "--json", file)
     out = capsys.readouterr().out
     assert "predicted, not measured: step of llama-70b, 80 layers" in out
-    assert "of 3 steps that are not host-bound: " in out
+    assert "of 6 steps that are not host-bound: " in out
     data = json.loads(file.read_text())
     assert [each["group_size"] for each in data["predictions"]] == [2, 4, 8, 16]
     assert {each["variant"] for each in data["against"]} == {STOCK, PLANNED, FREE}
@@ -87,18 +86,16 @@ def test_the_command_predicts_and_says_how_wrong_it_is(tmp_path, capsys):
     assert "host-bound: the host is likely to take longer" in capsys.readouterr().out
 
 
-def test_rows_of_this_version_are_read_like_those_before(tmp_path):
+def test_other_rows_are_no_steps(tmp_path):
     row = {"op": "whole_step", "step_ms": 3.0}
     rows = [{**row, "variant": "stock"}, {**row, "variant": "planned"}, {"op": "all_gather_linear", "variant": "x"}]
     rows.append({**row, "variant": "no_communication", "recipe": "delayed"})
     run_of = {"model": "llama-8b", "layers": 2, "sequence": 64, "batch": 1, "group_size": 2, "device": "NVIDIA H200"}
-    earlier = {**run_of, "variants": {"plugin": {"step_ms": 5.0}, "stock with tp_comm_overlap": {"step_ms": 6.0}}}
-    on_cpu = {**run_of, "device": "cpu", "rows": rows}
+    runs = [{**run_of, "rows": rows}, {**run_of, "device": "cpu", "rows": rows}, {**run_of, "batch": 2, "rows": rows}]
     file = tmp_path / "steps.json"
-    file.write_text(json.dumps({"a": {**run_of, "rows": rows}, "b": earlier, "c": on_cpu, "note": "x"}))
+    file.write_text(json.dumps({"runs": runs}))
     sizes = ("llama-8b", 2, 64, 2)
-    expected = [("stock", 3.0), ("planned", 3.0), ("planned", 5.0)]
-    assert measured_steps(file) == [MeasuredStep(*sizes, *each) for each in expected]
+    assert measured_steps(file) == [MeasuredStep(*sizes, "stock", 3.0), MeasuredStep(*sizes, "planned", 3.0)]
     file.write_text("{}")
     with pytest.raises(ConfigError, match="has no steps that `commfuse trace --step --json` wrote"):
         measured_steps(file)
@@ -110,14 +107,14 @@ def test_rows_of_this_version_are_read_like_those_before(tmp_path):
     (["llama-8b", "--figure", "x.png"], "--step predicts a whole model; leave out --figure"),
     (["llama-8b", "--layers", "0"], "--layers"), (["llama-8b", "--tokens", "0"], "--tokens must be at least 1"),
     (["llama-8b", "--link", "25"], "of a bandwidth only --rows tells the rest"),
-    (["llama-8b", "--against", "{none}"], "none.json cannot be read"),
+    (["llama-8b", "--against", "{none}"], "none.json: no file of rows"),
     (["llama-8b", "--against", "{steps}"], "it has no steps of llama-8b"),
 ])  # fmt: skip
 def test_what_cannot_be_predicted_is_refused(options, message, tmp_path, capsys):
     steps = tmp_path / "steps.json"
-    variants = {"stock": {"step_ms": 5.0}}
+    rows = [{"op": "whole_step", "variant": "stock", "step_ms": 5.0}]
     run_of = {"model": "llama-70b", "layers": 2, "sequence": 64, "batch": 1, "group_size": 2}
-    steps.write_text(json.dumps({**run_of, "variants": variants}))
+    steps.write_text(json.dumps({**run_of, "rows": rows}))
     run(*(option.format(none=tmp_path / "none.json", steps=steps) for option in options), expected=2)
     assert message in capsys.readouterr().err
 

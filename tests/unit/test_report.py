@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_megatron.benchmark.report import KINDS, count_tables, read_rows, render
-from commfuse_megatron.cli import main as cli
 from commfuse_megatron.errors import ConfigError
+from commfuse_megatron.tools import main as cli
+from commfuse_megatron.tools.bench.report import KINDS, count_tables, read_rows, render
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -126,7 +126,7 @@ def test_how_nccl_sends_follows_from_the_link(other_host, complaint, environment
     exchange = lambda text: [text, complaint]  # noqa: E731
     found = select.choose_nccl_settings(CudaGroup(), "nccl", OverlapConfig(), exchange)
     assert found == expected
-    chosen = OverlapConfig.from_dict({"transport": {"nccl_lanes": 3}, "kernel": {"regain_sms": False}})
+    chosen = OverlapConfig.from_dict({"transport": {"nccl_communicators": 3}, "kernel": {"regain_sms": False}})
     found = select.choose_nccl_settings(CudaGroup(), "nccl", chosen, exchange)
     assert found == select.NcclSettings(expected.channels, 3, regains_sms=False)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from commfuse_megatron.verify.step_costs import _saved_bytes
+from commfuse_megatron.tools.verify.step_costs import _saved_bytes
 
 
 def test_what_is_still_kept_counts_once_and_parameters_do_not() -> None:

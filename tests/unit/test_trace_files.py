@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commfuse_megatron.runtime.recorder import Interval
-from commfuse_megatron.tracing.arrivals import find_arrivals
-from commfuse_megatron.tracing.figure import draw_runs, draw_timeline
-from commfuse_megatron.tracing.lanes import lanes_by_label
-from commfuse_megatron.tracing.perfetto import chrome_trace, chrome_trace_of_runs, write_perfetto
-from commfuse_megatron.tracing.session import export
+from commfuse_megatron.tools.trace.figure import draw_runs, draw_timeline
+from commfuse_megatron.tools.trace.layout import find_arrivals, lanes_by_label
+from commfuse_megatron.tools.trace.perfetto import chrome_trace, chrome_trace_of_runs, write_perfetto
+from commfuse_megatron.tools.trace.session import export
 
 OP = "linear_reduce_scatter.fprop"
 

@@ -9,10 +9,10 @@ import pytest
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.runtime.meter import exposed_spans, exposed_us, measure_overlap
 from commfuse_megatron.runtime.recorder import Interval
-from commfuse_megatron.tracing import figure
-from commfuse_megatron.tracing.figure import densest_calls, draw_timeline
-from commfuse_megatron.tracing.lanes import assign_lanes
-from commfuse_megatron.tracing.perfetto import chrome_trace, write_perfetto
+from commfuse_megatron.tools.trace import figure
+from commfuse_megatron.tools.trace.figure import densest_calls, draw_timeline
+from commfuse_megatron.tools.trace.layout import assign_lanes
+from commfuse_megatron.tools.trace.perfetto import chrome_trace, write_perfetto
 
 
 def compute(start_us: float, end_us: float, step: int = 0) -> Interval:

@@ -1,0 +1,55 @@
+"""`PassPlan`: what was chosen for one pass of one linear, or for an attention with its projection, and why."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from commfuse_megatron.schedule import Algorithm
+
+__all__ = ["PassPlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class PassPlan:
+    """What was chosen for one pass of one linear.
+
+    path: "sliced", "bulk", "async" or "sequential" (see `PassConfig`); "query_split", "row_parallel" or "sequential"
+    (see `AttentionConfig`); or "local" (a group of one rank: nothing to send). reason: one sentence, for the report.
+    keep_gathered_input: see `WgradConfig`.
+    predicted_us, measured_us: what the cost model said and what the trial found, where they were asked.
+    backward_path: of an attention, the path of its backward pass, where that is another one.
+    """
+
+    path: str
+    reason: str
+    algorithm: Algorithm
+    chunks_per_shard: int
+    keep_gathered_input: bool
+    predicted_us: float | None = None
+    measured_us: float | None = None
+    backward_path: str | None = None
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether a schedule is run (also the one without transfers), not the group's own collectives."""
+        return self.path in ("sliced", "bulk", "query_split", "local")
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether transfers run beside what is computed. A "row_parallel" attention leaves that to its projection."""
+        return self.path in ("sliced", "bulk", "async", "query_split")
+
+    @property
+    def name(self) -> str:
+        """Short and unique among the candidates of one problem, such as "sliced m=2" or "sliced ring m=4"."""
+        if self.path not in ("sliced", "query_split"):
+            return self.path
+        ring = " ring" if self.algorithm is Algorithm.RING else ""
+        backward = "" if self.backward_path is None else f", {self.backward_path} backward"
+        return f"{self.path}{ring} m={self.chunks_per_shard}{backward}"
+
+    @property
+    def for_backward(self) -> "PassPlan":
+        """The plan of the backward pass of an attention whose forward pass has this one."""
+        if self.backward_path is None:
+            return self
+        return dataclasses.replace(self, path=self.backward_path, chunks_per_shard=1, backward_path=None)

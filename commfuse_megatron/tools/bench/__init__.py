@@ -1,0 +1,1 @@
+"""`commfuse bench`: what the operations take, beside their bounds. Reports, never asserts."""

@@ -1,0 +1,225 @@
+"""Attention with its projection, one rank's heads: operands, bounds, the classic ways, and our operation.
+
+compute_only             attention at once by the fastest kernel, then one GEMM: free of communication
+comm_only ...            as of a linear whose result is scattered
+sequential               the same, then the plain collective
+slicing C=c              c pieces, the collective of one beside the attention of the next (forward)
+row_parallel <transport> attention at once, then the projection over our reduce-scatter
+query_split m=C <...>    the queries of one owner after the other
+planned                  what the planner chooses
+
+At the sizes measured the reference's scores do not fit: results are held to the plain kernel, sequence by sequence.
+"""
+
+from typing import override
+
+import torch
+from torch import distributed as dist
+
+from commfuse_megatron import ops
+from commfuse_megatron.errors import UnsupportedError
+from commfuse_megatron.kernels.attention import MathAttention
+from commfuse_megatron.kernels.attention_choice import AttentionKernels
+from commfuse_megatron.ops.split_attention import Heads, InputGradients, SplitAttention
+from commfuse_megatron.problem import RowRange, chunk_ranges
+from commfuse_megatron.tools.bench.bounds import CommOnly, CommOnlyCollective
+from commfuse_megatron.tools.bench.operands import Pool, Work, draw
+from commfuse_megatron.tools.bench.ours import Ours, Way, attention_ways
+from commfuse_megatron.tools.bench.variant import Ready, Results, Variant, backends_of, collective_name
+from commfuse_megatron.tools.common.attention_cases import AttentionCase
+from commfuse_megatron.tools.common.cases import LinearCase
+
+PIECES = (2, 4)
+# So many that the plain kernel's scores fit on a GPU at the longest sequence: 16384 rows, 32 heads.
+_EXACT_SPLITS = 16
+_GRADIENTS = ("x.grad", "k.grad", "v.grad", "weight.grad")
+
+
+def attention_case_of(work: Work) -> AttentionCase:
+    """The case of a work that is one of attention."""
+    assert isinstance(work.case, AttentionCase)
+    return work.case
+
+
+def heads_of(work: Work) -> Heads:
+    """Queries, keys and values, without a history."""
+    case, o = attention_case_of(work), work.operands
+    assert o.k is not None
+    assert o.v is not None
+    return Heads(o.x.detach().view(case.rows, case.batch, case.heads, case.head_dim), o.k.detach(), o.v.detach())
+
+
+def split_attention(work: Work, splits_per_shard: int | None) -> SplitAttention:
+    """Attention of the case in splits, or in one (None), by the kernel that our operation would take."""
+    case = attention_case_of(work)
+    problem = case.attention(work.dtype_name)
+    splits = [RowRange(0, case.rows)]
+    if splits_per_shard is not None:
+        chunks = chunk_ranges(case.rows, case.group_size, splits_per_shard)
+        splits = [chunk for shard in chunks for chunk in shard]
+    kernel = AttentionKernels(work.pool.device).choose(problem, "auto")
+    return SplitAttention(problem, kernel, splits, case.head_dim**-0.5, None, None)
+
+
+def attention_work(case: LinearCase, pass_name: str, group: dist.ProcessGroup, pool: Pool) -> Work:
+    """Operands, and the results that every variant must give."""
+    work = Work(case, pass_name, group, pool, draw(case, pool), {})
+    case, o = attention_case_of(work), work.operands
+    if pass_name == "fprop":
+        attended = exact_attention(work)[0]
+        with torch.no_grad():
+            work.expected = {"y": ops.reference.linear_reduce_scatter(attended, o.weight, group=group)}
+        return work
+    shard = o.grad_y.flatten(0, -2)
+    grad = shard.new_empty(case.M, case.N)
+    dist.all_gather_into_tensor(grad, shard.contiguous(), group=group)
+    attended, gradients = exact_attention(work, (grad @ o.weight.detach()).view(case.rows, case.batch, -1))
+    assert gradients is not None
+    grad_weight = grad.t() @ attended.flatten(0, 1)
+    work.expected = dict(zip(_GRADIENTS, (gradients.q.flatten(2), gradients.k, gradients.v, grad_weight), strict=True))
+    return work
+
+
+def exact_attention(work: Work, grad: torch.Tensor | None = None) -> tuple[torch.Tensor, Heads | None]:
+    """(values attended to [S, B, K], gradients of queries, keys and values if `grad` [S, B, K] is given)."""
+    case, heads = attention_case_of(work), heads_of(work)
+    attended = torch.empty_like(heads.q)
+    found = Heads(*map(torch.empty_like, heads)) if grad is not None else None
+    # Sequence by sequence, a shard of the queries at a time: the plain kernel keeps the scores of a split.
+    problem = case.attention(work.dtype_name)
+    splits = [chunk for shard in chunk_ranges(case.rows, _EXACT_SPLITS, 1) for chunk in shard]
+    attention = SplitAttention(problem, MathAttention(), splits, case.head_dim**-0.5, None, None)
+    for sequence in range(case.batch):
+        part = slice(sequence, sequence + 1)
+        own = Heads(*(tensor[:, part] for tensor in heads))
+        gradients = None if grad is None else InputGradients(own)
+        for index, queries in enumerate(splits):
+            if not queries.size:
+                continue
+            state = attention.forward(index, own, attended[:, part])
+            if grad is not None and gradients is not None:
+                rows = grad[queries.start : queries.stop, part].unflatten(2, heads.q.shape[2:])
+                found_rows = attention.gradients(index, own, attended[:, part], state, rows)
+                attention.add_gradients(index, found_rows, gradients)
+        if found is not None and gradients is not None:
+            for whole, piece in zip(found, gradients.result(), strict=True):
+                whole[:, part] = piece
+    return attended.flatten(2), found
+
+
+class AttentionComputeOnly(Variant):
+    """The block of one rank, un-split, without a sum over ranks."""
+
+    name = "compute_only"
+    is_basic = True
+
+    @override
+    def build(self, work: Work) -> Ready:
+        case, o, heads, attention = attention_case_of(work), work.operands, heads_of(work), split_attention(work, None)
+        attended = torch.empty_like(heads.q)
+        weight, flat = o.weight.detach(), attended.view(case.M, case.K)
+        state = attention.forward(0, heads, attended)
+        if work.pass_name == "fprop":
+            y = work.pool.tensor("y", case.M, case.N)
+
+            def call() -> None:
+                attention.forward(0, heads, attended)
+                torch.mm(flat, weight.t(), out=y)
+
+        else:
+            grad_attended = work.pool.tensor("grad_x", case.M, case.K)
+            grad_weight = work.pool.tensor("grad_weight", case.N, case.K)
+
+            def call() -> None:
+                torch.mm(o.grad_full, weight, out=grad_attended)
+                attention.gradients(0, heads, attended, state, grad_attended.view(attended.shape))
+                torch.mm(o.grad_full.t(), flat, out=grad_weight)
+
+        return Ready(call=call, path="compute", transport="none", is_op=False)
+
+
+class Pieces:
+    """The block in pieces that hold the same rows of every rank's shard, so that each has a collective of its own.
+
+    Sequences of the batch where there are enough, else queries: that takes an attention kernel for each rank's rows.
+    """
+
+    def __init__(self, work: Work, num_pieces: int) -> None:
+        case = attention_case_of(work)
+        self._case, self._num_pieces, self._heads = case, num_pieces, heads_of(work)
+        self._weight = work.operands.weight.detach()
+        self._cuts_batch = case.batch % num_pieces == 0
+        shard_rows = case.rows // case.group_size
+        if not self._cuts_batch and shard_rows % num_pieces:
+            raise UnsupportedError(f"{shard_rows} rows of a shard cannot be cut into {num_pieces} equal pieces")
+        self._attention = split_attention(work, None if self._cuts_batch else num_pieces)
+        self._attended = torch.empty_like(self._heads.q)
+
+    def partial(self, piece: int) -> torch.Tensor:
+        """This rank's part of the output of one piece [M / pieces, N], owner after owner."""
+        case, pieces = self._case, self._num_pieces
+        if self._cuts_batch:
+            part = self._sequences(piece)
+            attended = torch.empty_like(self._heads.q[:, part], memory_format=torch.contiguous_format)
+            self._attention.forward(0, Heads(*(tensor[:, part] for tensor in self._heads)), attended)
+            return attended.view(-1, case.K) @ self._weight.t()
+        for owner in range(case.group_size):
+            self._attention.forward(owner * pieces + piece, self._heads, self._attended)
+        rows = self._attended.view(case.group_size, pieces, -1, case.K)[:, piece]
+        return torch.bmm(rows, self._weight.t().expand(case.group_size, case.K, case.N)).flatten(0, 1)
+
+    def of_result(self, y: torch.Tensor, piece: int) -> torch.Tensor:
+        """The part of y [S_r, B, N] that one piece's collective gives."""
+        return y[:, self._sequences(piece)] if self._cuts_batch else y.chunk(self._num_pieces)[piece]
+
+    def _sequences(self, piece: int) -> slice:
+        width = self._case.batch // self._num_pieces
+        return slice(piece * width, (piece + 1) * width)
+
+
+class AttentionSlicing(Variant):
+    """Data slicing: the collective of a piece runs beside what comes after it; the last one is exposed."""
+
+    passes = ("fprop",)
+
+    def __init__(self, num_pieces: int) -> None:
+        self.name = f"slicing C={num_pieces}"
+        self._num_pieces = num_pieces
+
+    @override
+    def build(self, work: Work) -> Ready:
+        case, pieces, count = work.case, Pieces(work, self._num_pieces), self._num_pieces
+        shard_rows = case.M // case.batch // case.group_size
+
+        def call() -> Results:
+            y = work.operands.wire_shard.new_empty(shard_rows, case.batch, case.N)
+            arriving = []
+            for piece in range(count):
+                partial = pieces.partial(piece)
+                target = torch.empty_like(pieces.of_result(y, piece), memory_format=torch.contiguous_format)
+                done = dist.reduce_scatter_tensor(target.flatten(0, 1), partial, group=work.group, async_op=True)
+                arriving.append((piece, target, done))
+            for piece, target, done in arriving:
+                done.wait()
+                pieces.of_result(y, piece).copy_(target)
+            return {"y": y}
+
+        return Ready(
+            call=call,
+            results=call,
+            path="slicing",
+            transport=collective_name(work.pool.device),
+            chunks_per_shard=count,
+        )
+
+
+def attention_variants(device: torch.device, splits: tuple[int, ...]) -> list[Variant]:
+    """Everything that can be asked for on `device`. splits: of one shard's queries, for query_split."""
+    return [
+        AttentionComputeOnly(),
+        CommOnlyCollective(),
+        *(CommOnly(backend) for backend in backends_of(device)),
+        *(AttentionSlicing(pieces) for pieces in PIECES),
+        *(Ours(way) for way in attention_ways(device, splits)),
+        Ours(Way(path="auto", is_attention=True)),
+    ]

@@ -1,0 +1,332 @@
+"""`commfuse bench`: our linears beside their bounds, the stock ones and the peers, as a table, rows and a picture."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+
+from commfuse_megatron.config import CONFIG_VARIABLE, config_file_from_environment
+from commfuse_megatron.tools.bench.plans import require_plans_alone, run_write_plans
+from commfuse_megatron.tools.common.cases import CPU_SHRINK
+from commfuse_megatron.tools.common.launch import launch
+from commfuse_megatron.tools.common.options import for_ranks
+from commfuse_megatron.tools.common.output import each_once, make_progress, results, say_count
+from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_num_ranks, is_speaker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from commfuse_megatron.tools.bench.rows import Row
+    from commfuse_megatron.tools.bench.run import Outcome, Piece, Settings
+
+
+MAX_ROWS_SHOWN = 200
+MAX_OFFENDERS_SHOWN = 10
+
+
+def add_bench_options(parser: argparse.ArgumentParser) -> None:
+    """What `commfuse bench` takes besides ranks and device. Imports no torch."""
+    from commfuse_megatron.tools.common.attention_cases import ATTENTION_MODELS
+    from commfuse_megatron.tools.common.cases import FULL_M, LINEARS, MODELS, PASSES
+
+    add = parser.add_argument
+    known = list(dict.fromkeys((*MODELS, *ATTENTION_MODELS)))
+    models = f"of {', '.join(MODELS)}; with --attention of {', '.join(ATTENTION_MODELS)}"
+    add("--attention", action="store_true", help="attention with its projection instead of linears")
+    add("--models", nargs="+", choices=known, metavar="MODEL", help=models)
+    add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS), metavar="L", help=f"of {', '.join(LINEARS)}")
+    add("--tokens", nargs="+", type=int, metavar="M", help="of the whole sequence; the paper's cases have their own")
+    add("--passes", nargs="+", choices=PASSES, default=list(PASSES), metavar="P", help="fprop, backward (default both)")
+    what = "only variants whose names begin with such words, and the bounds"
+    add("--variants", nargs="+", default=[], metavar="NAME", help=what)
+    what = (
+        "chunks or splits per shard, forced, with all variants in every case (default 1 2 4; of linears at M"
+        f" {' and '.join(map(str, FULL_M))} only)"
+    )
+    add("--chunks", nargs="+", type=int, default=[], metavar="m", help=what)
+    what = "configurations of yours, each one more variant (default: $COMMFUSE_CONFIG)"
+    add("--config", nargs="+", default=[], metavar="FILE", help=what)
+    add("--virtual-ranks", nargs="+", type=int, default=[], metavar="V", help="emulate groups of V on two ranks")
+    add("--rounds", type=int, default=9, help="samples of every variant (default 9)")
+    add("--case-s", type=float, default=1.5, help="about how long the rounds of a case may take (default 1.5)")
+    add("--budget-s", type=float, metavar="S", help="start no case that would end S seconds after the first began")
+    add("--shrink", type=int, metavar="F", help=f"divide all sizes by F (default 1; {CPU_SHRINK} on the CPU)")
+    add("--figure", metavar="FILE", help="draw the rows into FILE (.png or .svg); missing folders are made")
+    add("--resume", action="store_true", help="keep the rows of --json FILE and run what is not in there")
+    add("--check", nargs="+", default=[], metavar="NAME=MOST", help="exit 1 if a figure is larger, e.g. ideal=1.1")
+    what = (
+        "time nothing else: plan both passes of every case and keep the plans in FILE, for jobs with `plan.file`;"
+        " missing folders are made"
+    )
+    add("--write-plans", metavar="FILE", help=what)
+    what = "measure nothing: make the tables of these Markdown files anew, each from the file of rows that it names"
+    add("--report", nargs="+", metavar="FILE", help=what)
+    add("--commit", help="recorded in the rows (default: asked from git)")
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    """Run the grid. 0: all that ran was right; 1: a result was wrong, a path not taken, a bound missed; 2: none ran."""
+    if arguments.report:
+        from commfuse_megatron.tools.bench.report import run_report
+
+        return run_report(arguments)
+
+    import torch
+
+    from commfuse_megatron.tools.bench.rows import load_report
+    from commfuse_megatron.tools.bench.run import Settings, require_work
+    from commfuse_megatron.tools.bench.summary import parse_bounds
+    from commfuse_megatron.tools.common.attention_cases import ATTENTION_MODELS, ATTENTION_TOKENS
+    from commfuse_megatron.tools.common.cases import MODELS, TOKENS
+
+    num_ranks = choose_num_ranks(arguments.ranks)
+    if num_ranks < 2:
+        raise UsageError("one rank has nothing to communicate; use --ranks 2 or more")
+    _require_sense(arguments, num_ranks)
+    bounds = parse_bounds(arguments.check)
+    by_default = 1 if arguments.device == "cuda" else CPU_SHRINK
+    shrink = by_default if arguments.shrink is None else arguments.shrink
+    settings = Settings(
+        models=each_once(arguments.models or (ATTENTION_MODELS if arguments.attention else MODELS)),
+        linears=each_once(arguments.linears),
+        tokens=each_once(arguments.tokens or (ATTENTION_TOKENS if arguments.attention else TOKENS)),
+        passes=each_once(arguments.passes),
+        variants=each_once(arguments.variants),
+        chunks=each_once(arguments.chunks),
+        config_files=() if arguments.write_plans else each_once(_config_files(arguments)),
+        virtual_ranks=each_once(arguments.virtual_ranks),
+        rounds=arguments.rounds if arguments.device == "cuda" else 1,
+        case_s=arguments.case_s,
+        budget_s=arguments.budget_s,
+        shrink=shrink,
+        commit=arguments.commit,
+        attention=arguments.attention,
+    )
+    require_work(settings, torch.device(arguments.device), num_ranks)
+    if arguments.write_plans:
+        return run_write_plans(arguments, settings, num_ranks)
+    if arguments.resume and is_speaker() and Path(arguments.json).exists():
+        _require_same_columns(settings, load_report(Path(arguments.json))[0], arguments.json)
+    options = for_ranks(arguments, settings=settings, bounds=bounds)
+    return launch(_bench_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
+
+
+def _config_files(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The files of `--config`, else the environment's."""
+    from_environment = config_file_from_environment()
+    if from_environment and (arguments.attention or arguments.virtual_ranks):
+        option = "--attention" if arguments.attention else "--virtual-ranks"
+        raise UsageError(
+            f"{CONFIG_VARIABLE} is {from_environment}; {option} has fixed variants, none of a configuration: unset it"
+        )
+    return tuple(arguments.config) or ((from_environment,) if from_environment else ())
+
+
+def _require_sense(arguments: argparse.Namespace, num_ranks: int) -> None:
+    """Before any rank starts: what could only end in an error later."""
+    numbers = {"--tokens": arguments.tokens or [1], "--chunks": arguments.chunks, "--rounds": [arguments.rounds]}
+    numbers |= {"--shrink": [1 if arguments.shrink is None else arguments.shrink]}
+    numbers |= {"--virtual-ranks": arguments.virtual_ranks}
+    for option, values in numbers.items():
+        if any(value < 1 for value in values):
+            raise UsageError(f"{option} must be at least 1, got {min(values)}")
+    for option, seconds in (("--case-s", arguments.case_s), ("--budget-s", arguments.budget_s)):
+        if seconds is not None and not 0 <= seconds < math.inf:
+            raise UsageError(f"{option} must be a time in seconds, got {seconds}")
+    if arguments.virtual_ranks and (num_ranks != 2 or min(arguments.virtual_ranks) < 2):
+        raise UsageError("--virtual-ranks emulates groups of 2 and more on exactly two ranks: use --ranks 2")
+    if arguments.virtual_ranks:
+        _require_emulated(arguments)
+    if arguments.write_plans:
+        require_plans_alone(arguments)
+    _require_models(arguments)
+    if arguments.resume and not arguments.json:
+        raise UsageError("--resume needs the --json FILE to go on with")
+    if arguments.device == "cpu" and (arguments.check or arguments.figure):
+        raise UsageError("times from a CPU are neither compared nor drawn: --check and --figure need --device cuda")
+
+
+def _require_emulated(arguments: argparse.Namespace) -> None:
+    if arguments.config:
+        raise UsageError("--config: an emulated group runs fixed variants; leave it or --virtual-ranks out")
+    if "fprop" not in arguments.passes:
+        raise UsageError("--passes: an emulated group runs forward only; add fprop, or leave --virtual-ranks out")
+    if arguments.chunks and not (arguments.attention and arguments.device == "cuda"):
+        raise UsageError(
+            "--chunks: emulated groups run one per shard, but for --attention on --device cuda; leave it or"
+            " --virtual-ranks out"
+        )
+
+
+def _require_models(arguments: argparse.Namespace) -> None:
+    from commfuse_megatron.tools.common.attention_cases import ATTENTION_MODELS
+    from commfuse_megatron.tools.common.cases import LINEARS, MODELS
+
+    known = ATTENTION_MODELS if arguments.attention else MODELS
+    unknown = [model for model in arguments.models or () if model not in known]
+    if unknown:
+        what = "attention blocks" if arguments.attention else "linears"
+        raise UsageError(f"there are no {what} of {', '.join(unknown)}; known are {', '.join(known)}")
+    if arguments.tokens and all(model.startswith("paper") for model in arguments.models or ("any",)):
+        raise UsageError("--tokens: the paper's cases have their own; leave it out, or name another model")
+    of_linears = {"--linears": arguments.linears != list(LINEARS)}
+    of_linears |= {"--config": arguments.config and not arguments.write_plans}
+    of_linears |= {"--check": arguments.check, "--figure": arguments.figure}
+    given = [option for option, value in of_linears.items() if value]
+    if arguments.attention and given:
+        raise UsageError(f"{', '.join(given)}: for linears, not for --attention")
+
+
+def _require_same_columns(settings: Settings, header: dict[str, Any], file: str) -> None:
+    """Raise UsageError where the cases of `file` were measured with other variants: they would count as done."""
+    before = header.get("settings", {})
+    for name, option in (("variants", "--variants"), ("chunks", "--chunks"), ("config_files", "--config")):
+        found, asked = list(before.get(name, ())), list(getattr(settings, name))
+        if found != asked:
+            was, now = (" ".join(map(str, values)) or "none" for values in (found, asked))
+            raise UsageError(
+                f"--resume: {file} was measured with {option} {was}, and this is {option} {now}: go on with the same,"
+                " or write another file"
+            )
+
+
+def _bench_on_rank(rank: Rank, options: argparse.Namespace) -> int:
+    from torch import distributed as dist
+
+    from commfuse_megatron.tools.bench.assemble import run_header, this_commit
+    from commfuse_megatron.tools.bench.rows import Report, load_report
+    from commfuse_megatron.tools.bench.run import grid, run_grid
+    from commfuse_megatron.tools.bench.variant import link_name
+
+    device, settings = rank.device, options.settings
+    path = None if options.json is None else Path(options.json)
+    # All ranks must skip the same pieces, but only the first one's file counts.
+    kept: list[Any] = [[], {}]  # rows and header
+    if rank.is_first and options.resume and path is not None and path.exists():
+        kept[1], kept[0] = load_report(path)
+    dist.broadcast_object_list(kept)
+    header = run_header(device, rank.world_size, settings.commit or this_commit())
+    header["settings"] = _settings_of_all(settings, kept[1].get("settings", {}))
+    report = Report(path if rank.is_first else None, header, kept[0])
+    done = {
+        (row.case, row.M * row.shrink, row.pass_name, row.group_size, row.emulated)
+        for row in kept[0]
+        if (row.shrink, row.link, row.device) == (settings.shrink, link_name(device), header["device"])
+    }
+    pieces = [
+        piece
+        for piece in grid(settings, rank.world_size)
+        if (piece.name, piece.M, piece.pass_name, piece.group_size, piece.is_emulated) not in done
+    ]
+    left = {str(piece) for piece in pieces}
+    still_missing = [text for text in kept[1].get("missing", []) if text.partition(":")[0] not in left]
+    # Until the end, for whoever interrupts this.
+    header["missing"] = [*still_missing, *(f"{piece}: not reached" for piece in pieces)]
+    header["left_out"], header["failures"] = kept[1].get("left_out", {}), kept[1].get("failures", [])
+    with make_progress(is_shown=rank.is_first) as progress:
+        task = progress.add_task("measuring" if device.type == "cuda" else "checking", total=len(pieces))
+
+        def add_rows(piece: Piece, rows: list[Row]) -> None:
+            header["missing"] = [text for text in header["missing"] if text.partition(":")[0] != str(piece)]
+            report.add(rows)
+            progress.update(task, advance=1, description=str(piece))
+
+        def note(text: str) -> None:
+            if rank.is_first:
+                progress.console.print(escape(text))
+
+        outcome = run_grid(pieces, rank.group, device, settings, on_rows=add_rows, on_note=note)
+    failures: list[list[str] | None] = [None] * rank.world_size
+    dist.all_gather_object(failures, outcome.failures)
+    outcome.failures = list(dict.fromkeys(failure for own in [header["failures"], *failures] for failure in own or []))
+    outcome.missing = [*still_missing, *outcome.missing]
+    outcome.left_out = header["left_out"] | outcome.left_out
+    report.header |= {"missing": outcome.missing, "left_out": outcome.left_out, "failures": outcome.failures}
+    report.write()
+    # Every rank has the same rows, so all come to the same exit code; the first one says why.
+    is_empty = bool(pieces) and len(report.rows) == len(kept[0])
+    exit_code = _conclude(report.rows, outcome, options, is_first=rank.is_first)
+    not_run = configurations_without_rows(settings.config_files, report.rows) if pieces else []
+    if not_run and rank.is_first:
+        results().print(f"[red]not run[/] {escape(', '.join(not_run))}: see what was left out", soft_wrap=True)
+    return exit_code or (2 if is_empty or not_run else 0)
+
+
+def _settings_of_all(settings: Settings, before: dict[str, Any]) -> dict[str, Any]:
+    """Of the rows that there will be: what lists name was measured by this call or by those before it."""
+    now = asdict(settings)
+    return {
+        name: list(dict.fromkeys([*before.get(name, ()), *value])) if isinstance(value, tuple) else value
+        for name, value in now.items()
+    }
+
+
+def configurations_without_rows(config_files: Iterable[str], rows: Iterable[Row]) -> list[str]:
+    """Names of a user's configurations, as in the rows, of which nothing ran."""
+    found = {row.variant for row in rows}
+    return [name for name in (Path(file).stem for file in config_files) if name not in found]
+
+
+def _conclude(rows: list[Row], outcome: Outcome, options: argparse.Namespace, *, is_first: bool) -> int:
+    from commfuse_megatron.tools.bench.figure import draw_rows
+    from commfuse_megatron.tools.bench.summary import check_bounds, summarize
+
+    summary = summarize(rows)
+    complaints = check_bounds(summary, options.bounds)
+    if is_first:
+        _print(rows, outcome)
+        for complaint in complaints:
+            results().print(f"[red]missed[/] {escape(complaint)}")
+        if options.figure:
+            results().print(f"drawn: {draw_rows(options.figure, rows)}")
+    return 1 if outcome.failures or complaints else 0
+
+
+def _print(rows: list[Row], outcome: Outcome) -> None:
+    from commfuse_megatron.tools.bench.summary import summarize
+    from commfuse_megatron.tools.bench.tables import (
+        attention_table,
+        checked_table,
+        overview_table,
+        rows_table,
+        summary_table,
+    )
+
+    console = results()
+    timed = [row for row in rows if row.is_comparable]
+    checked = [row for row in rows if not row.is_comparable]
+    if checked:
+        console.print(checked_table(checked))
+    if timed and len(timed) <= MAX_ROWS_SHOWN:
+        console.print(rows_table(timed))
+    blocks = [row for row in timed if row.op == "query_split_attention"]
+    timed = [row for row in timed if row not in blocks]
+    if blocks:
+        console.print(attention_table(blocks))
+    if timed:
+        console.print(overview_table(timed))
+        summary = summarize(rows)
+        console.print(summary_table(summary))
+        slower = [(ratio, row) for ratio, row in summary.offenders if ratio > 1]
+        console.print(f"planned is slower than stock in {len(slower)} of {len(summary.offenders)} cases")
+        for ratio, row in slower[:MAX_OFFENDERS_SHOWN]:
+            console.print(f"    {ratio:.3f}  {row.case} M={row.M} {row.pass_name}: {row.path}, {escape(row.reason)}")
+    for variant, reason in outcome.left_out.items():
+        console.print(f"[yellow]left out[/] {escape(f'{variant}: {reason}')}")
+    for piece in outcome.missing:
+        console.print(f"[yellow]missing[/] {escape(piece)}")
+    for failure in outcome.failures:
+        console.print(f"[red]failed[/] {escape(failure)}")
+    shrunk = sorted({row.shrink for row in rows} - {1})
+    if shrunk:
+        console.print(f"sizes are the models' divided by {' and '.join(map(str, shrunk))} (--shrink)")
+    cases = len({row.problem for row in rows})
+    console.print(
+        f"{say_count(len(rows), 'row')} of {say_count(cases, 'case')}, {len(outcome.missing)} missing,"
+        f" {say_count(len(outcome.left_out), 'variant')} left out, {len(outcome.failures)} failed"
+    )

@@ -1,0 +1,373 @@
+"""Runs a grid of cases: builds, checks and times the variants of each, and hands on its rows as they come.
+
+The contract that bites: every decision that could differ between ranks (what is left out, whether time is up, what was
+done before) is agreed on by all of them before anyone acts on it.
+"""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import distributed as dist
+
+from commfuse_megatron.errors import CommFuseError, ConfigError, UnsupportedError, VerificationError
+from commfuse_megatron.tools.bench.assemble import Measured, make_rows, this_commit
+from commfuse_megatron.tools.bench.attention import attention_variants, attention_work
+from commfuse_megatron.tools.bench.catalog import (
+    BOUNDS,
+    choose,
+    for_large,
+    make_emulated_variants,
+    make_variants,
+)
+from commfuse_megatron.tools.bench.emulate import emulated_attention_variants, make_emulated_work
+from commfuse_megatron.tools.bench.operands import Pool, Work, check_results, make_work
+from commfuse_megatron.tools.bench.ours import Ours
+from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
+from commfuse_megatron.tools.bench.tail import TailMeter
+from commfuse_megatron.tools.bench.timing import Timed, measure, measure_host_us
+from commfuse_megatron.tools.bench.variant import Ready, Variant
+from commfuse_megatron.tools.common.attention_cases import (
+    ATTENTION_CASE_NAMES,
+    AttentionCase,
+    attention_case,
+    attention_tokens,
+)
+from commfuse_megatron.tools.common.cases import (
+    CASE_NAMES,
+    FULL_M,
+    LINEARS,
+    PASSES,
+    TOKENS,
+    LinearCase,
+    linear_case,
+    tokens_of,
+)
+from commfuse_megatron.tools.common.turns import largest_of_ranks
+
+# Host time is measured where 30 calls take no longer than about 0.1 s.
+_LONGEST_CALL_FOR_HOST_MS = 3.0
+
+# What is said to be possible where the group that is there is not.
+_SIZES_TO_PROPOSE = (2, 3, 4, 8, 16)
+
+_CHUNKS = (1, 2, 4)
+
+_MOST_UNUSED_BYTES = 16 << 30
+_LEAST_FREE_BYTES = 24 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to run. See `commfuse bench --help`. attention: attention blocks instead of linears.
+
+    chunks: those forced, with all variants in every case; empty: `_CHUNKS`, of linears where all variants are measured.
+    """
+
+    models: tuple[str, ...]
+    linears: tuple[str, ...] = LINEARS
+    tokens: tuple[int, ...] = TOKENS
+    passes: tuple[str, ...] = PASSES
+    variants: tuple[str, ...] = ()
+    chunks: tuple[int, ...] = ()
+    config_files: tuple[str, ...] = ()
+    virtual_ranks: tuple[int, ...] = ()
+    rounds: int = 9
+    case_s: float = 1.5
+    budget_s: float | None = None
+    shrink: int = 1
+    commit: str | None = None
+    attention: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One pass of one case of the grid; `group_size` is that of the real group or the emulated one."""
+
+    name: str
+    M: int
+    pass_name: str
+    group_size: int
+    is_emulated: bool
+
+    def __str__(self) -> str:
+        emulated = f", {self.group_size} ranks emulated" if self.is_emulated else ""
+        return f"{self.name} M={self.M} {self.pass_name}{emulated}"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a run besides rows. left_out: variant -> why. failures: results that were wrong, paths not taken."""
+
+    missing: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+
+def grid(settings: Settings, group_size: int) -> list[Piece]:
+    """Everything that `settings` asks for, what matters most first."""
+    sizes = [(v, True) for v in settings.virtual_ranks] or [(group_size, False)]
+    if settings.attention:
+        return _attention_grid(settings, sizes)
+    names = [
+        name
+        for model, linear in itertools.product(settings.models, settings.linears)
+        if (name := f"{model}.{linear}") in CASE_NAMES
+    ]
+    asked, own = settings.tokens, [name for name in names if tokens_of(name.split(".")[0], ()) != ()]
+    by_tokens = [(M, [name for name in names if name not in own]) for M in asked]
+    by_tokens += [(tokens_of(name.split(".")[0], ())[0], [name]) for name in own]
+    return [
+        Piece(name, M, pass_name, size, is_emulated)
+        for size, is_emulated in sizes
+        for M, its_names in by_tokens
+        for model in settings.models
+        for pass_name in (("fprop",) if is_emulated else settings.passes)
+        for name in its_names
+        if name.startswith(f"{model}.")
+    ]
+
+
+def _attention_grid(settings: Settings, sizes: list[tuple[int, bool]]) -> list[Piece]:
+    return [
+        Piece(name, M, pass_name, size, is_emulated)
+        for size, is_emulated in sizes
+        for pass_name in (("fprop",) if is_emulated else settings.passes)
+        for name in ATTENTION_CASE_NAMES
+        if name.split(".")[0] in settings.models
+        for M in attention_tokens(name, settings.tokens)
+    ]
+
+
+def require_work(settings: Settings, device: torch.device, group_size: int) -> None:
+    """Raise ConfigError where nothing of the grid can run, or a variant that is asked for is none of its variants.
+
+    Some pieces that cannot run are no error: they are listed as missing.
+    """
+    pieces = grid(settings, group_size)
+    if not pieces:
+        known = ATTENTION_CASE_NAMES if settings.attention else CASE_NAMES
+        asked_for = ", ".join(settings.linears)
+        cases = ", ".join(name for name in known if name.split(".")[0] in settings.models)
+        raise ConfigError(f"there is no {asked_for} among the cases of these models, which are {cases}")
+    possible, reasons = _sort_out(settings, pieces)
+    if not possible:
+        sizes = [str(size) for size in _SIZES_TO_PROPOSE if _sort_out(settings, grid(settings, size))[0]]
+        others = f"; with these options groups of {', '.join(sizes)} can" if sizes else ""
+        more = f"; and {len(reasons) - 2} more" if len(reasons) > 2 else ""
+        raise ConfigError(f"nothing of this can run: {'; '.join(reasons[:2])}{more}{others}")
+    for piece, case in possible:
+        shard_rows = case.M // case.batch // case.group_size
+        if max(settings.chunks, default=1) > shard_rows:
+            raise ConfigError(
+                f"{max(settings.chunks)} chunks of a shard were asked for; of {piece} it has {shard_rows} rows"
+            )
+    variants = _make_variants(settings, device, group_size)
+    found = [variant.name for piece, case in possible for variant in _choose(variants, settings, case, piece, ())]
+    for prefix in settings.variants:
+        if not any(has_word_prefix(name, prefix) for name in found):
+            names = ", ".join(dict.fromkeys(found))
+            is_full = settings.attention or any(_is_full(settings, piece) for piece, _ in possible)
+            more = "" if is_full else f" (and more at M {' and '.join(map(str, FULL_M))})"
+            raise ConfigError(f'no variant of these cases is called "{prefix}"; there are {names}{more}')
+    kept = [name for name in found if any(has_word_prefix(name, prefix) for prefix in settings.variants)]
+    if settings.chunks and settings.variants and not any(" m=" in name for name in kept):
+        having = ", ".join(dict.fromkeys(name for name in found if " m=" in name))
+        raise ConfigError(f"none of the variants that are asked for has chunks to force; those that have: {having}")
+
+
+def _sort_out(settings: Settings, pieces: list[Piece]) -> tuple[list[tuple[Piece, LinearCase]], list[str]]:
+    """The pieces that can run, with their cases, and why the others cannot, each reason once."""
+    possible: list[tuple[Piece, LinearCase]] = []
+    reasons: dict[str, None] = {}
+    for piece in pieces:
+        try:
+            possible.append((piece, make_case(settings, piece)))
+        except ConfigError as error:
+            reasons[str(error)] = None
+    return possible, list(reasons)
+
+
+def make_case(settings: Settings, piece: Piece) -> LinearCase:
+    """The case of a piece; ConfigError where it cannot run."""
+    make = attention_case if settings.attention else linear_case
+    return make(piece.name, piece.M, piece.group_size, settings.shrink)
+
+
+def dtype_of(device: torch.device) -> torch.dtype:
+    """Of all operands: float32 on the CPU, where 16-bit GEMMs are slow and nothing is compared."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _make_variants(settings: Settings, device: torch.device, group_size: int) -> list[Variant]:
+    if settings.attention and settings.virtual_ranks:
+        return emulated_attention_variants(device, settings.chunks or _CHUNKS)
+    if settings.attention:
+        return attention_variants(device, settings.chunks or _CHUNKS)
+    if settings.virtual_ranks:
+        return make_emulated_variants(device)
+    return make_variants(device, group_size, settings.chunks or _CHUNKS, settings.config_files)
+
+
+def _choose(
+    variants: list[Variant], settings: Settings, case: LinearCase, piece: Piece, prefixes: tuple[str, ...]
+) -> list[Variant]:
+    is_full = _is_full(settings, piece)
+    chosen = choose(variants, case.op, piece.pass_name, is_full=is_full, prefixes=prefixes)
+    return for_large(chosen) if _is_paper(piece) else chosen
+
+
+def _is_paper(piece: Piece) -> bool:
+    return piece.name.startswith("paper")
+
+
+def _is_full(settings: Settings, piece: Piece) -> bool:
+    # Of the paper's case all variants run what the paper measured.
+    is_papers_pass = _is_paper(piece) and piece.pass_name == "fprop"
+    return bool(settings.chunks) or settings.attention or piece.M in FULL_M or piece.is_emulated or is_papers_pass
+
+
+def run_grid(
+    pieces: Iterable[Piece],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    settings: Settings,
+    *,
+    on_rows: Callable[[Piece, list[Row]], None] = lambda piece, rows: None,
+    on_note: Callable[[str], None] = lambda note: None,
+) -> Outcome:
+    """Run all `pieces`, in order, until the time is up; collective over `group`."""
+    runner = _Runner(group, device, settings, on_note)
+    deadline = None if settings.budget_s is None else time.monotonic() + settings.budget_s
+    recent_s: deque[float] = deque(maxlen=4)  # the first piece also makes what all of them use
+    try:
+        pieces = list(pieces)
+        for position, piece in enumerate(pieces):
+            is_late = deadline is not None and time.monotonic() + max(recent_s, default=0.0) > deadline
+            if runner.any_rank(is_late):
+                runner.outcome.missing += [f"{late}: no time left" for late in pieces[position:]]
+                break
+            started = time.monotonic()
+            on_rows(piece, runner.run(piece))
+            recent_s.append(time.monotonic() - started)
+    finally:
+        runner.close()
+    return runner.outcome
+
+
+class _Runner:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, settings: Settings, on_note: Callable[[str], None]
+    ) -> None:
+        self.outcome = Outcome()
+        self._group, self._device, self._settings, self._on_note = group, device, settings, on_note
+        self._pool = Pool(device, dtype_of(device), seed=group.rank())
+        self._tails = TailMeter()
+        self._variants = _make_variants(settings, device, group.size())
+
+    def run(self, piece: Piece) -> list[Row]:
+        settings = self._settings
+        try:
+            case = make_case(settings, piece)
+        except ConfigError as error:
+            self.outcome.missing.append(f"{piece}: {error}")
+            return []
+        self._return_memory()
+        work = self._work(case, piece)
+        is_paper, is_full = _is_paper(piece), _is_full(settings, piece)
+        chosen = _choose(self._variants, settings, case, piece, settings.variants)
+        measured = {variant.name: entry for variant in chosen if (entry := self._build(variant, work)) is not None}
+        lacking = [name for name in BOUNDS if not any(has_word_prefix(found, name) for found in measured)]
+        if lacking:
+            self.outcome.missing.append(f"{piece}: nothing to compare with: there is no {', no '.join(lacking)}")
+            return []
+        timed = {name: Timed(entry.ready.call, entry.ready.before_burst) for name, entry in measured.items()}
+        samples = measure(timed, self._group, rounds=settings.rounds, limit_s=settings.case_s, device=self._device)
+        for variant in chosen:
+            entry = measured.get(variant.name)
+            if entry is None or not entry.ready.is_op:
+                continue
+            if not piece.is_emulated and samples[variant.name].median_ms <= _LONGEST_CALL_FOR_HOST_MS:
+                entry.host_us = measure_host_us(timed[variant.name], self._group, self._device)
+            if isinstance(variant, Ours) and is_full and not is_paper:
+                entry.tail_ms = self._tails.measure_ms(work, entry.ready)
+        commit = settings.commit or this_commit()
+        return make_rows(work, measured, samples, is_emulated=piece.is_emulated, commit=commit)
+
+    def any_rank(self, claim: bool) -> bool:
+        """Whether any rank claims it."""
+        return bool(largest_of_ranks([float(claim)], self._device, self._group)[0])
+
+    def close(self) -> None:
+        self._tails.close()
+        for variant in self._variants:
+            variant.close()
+
+    def _return_memory(self) -> None:
+        """Give back what PyTorch holds and nobody uses: windows of the copy engine are allocated beside it.
+
+        Where that leaves too little, all contexts go, and are made anew by those that need them.
+        """
+        if self._device.type != "cuda":
+            return
+        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        if unused > _MOST_UNUSED_BYTES:
+            torch.cuda.empty_cache()
+        if self.any_rank(torch.cuda.mem_get_info(self._device)[0] + unused < _LEAST_FREE_BYTES):
+            self.close()
+            torch.cuda.empty_cache()
+
+    def _work(self, case: LinearCase, piece: Piece) -> Work:
+        if piece.is_emulated:
+            return make_emulated_work(case, self._group, self._pool)
+        make = attention_work if isinstance(case, AttentionCase) else make_work
+        return make(case, piece.pass_name, self._group, self._pool)
+
+    def _build(self, variant: Variant, work: Work) -> Measured | None:
+        """The variant, built and found right on all ranks; None when it is left out, with the reason noted once."""
+        name, name_in_pass = variant.name, f"{variant.name}, {work.pass_name}"
+        if name in self.outcome.left_out or name_in_pass in self.outcome.left_out:
+            return None
+        entry: Measured | None = None
+        failure: Exception | None = None
+        try:
+            entry = self._build_here(variant, work)
+        except (UnsupportedError, ConfigError, VerificationError) as error:
+            failure = error
+        except Exception as error:
+            if not variant.is_foreign:
+                raise
+            failure = error
+        if not self.any_rank(failure is not None):
+            return entry
+        # What is left out from now on must be the same on all ranks, also on those where nothing failed.
+        is_wrong = self.any_rank(isinstance(failure, VerificationError) and not variant.is_foreign)
+        is_impossible = self.any_rank(isinstance(failure, UnsupportedError | ConfigError))
+        reason = "it failed on another rank" if failure is None else _describe(failure)
+        if is_wrong:
+            self.outcome.failures.append(f"{variant.name}: {reason}")
+            self._on_note(f"wrong: {variant.name}: {reason}")
+            return None
+        key = name if is_impossible else name_in_pass  # what failed may yet work in the other pass
+        self.outcome.left_out[key] = reason
+        self._on_note(f"left out: {key}: {reason}")
+        return None
+
+    def _build_here(self, variant: Variant, work: Work) -> Measured:
+        ready: Ready = variant.build(work)
+        error = None
+        if ready.results is not None:
+            error = check_results(work, variant.name, ready.results())
+            variant.check_path(work, ready)
+        else:
+            ready.call()
+        gemm = variant.gemm_name(work) if isinstance(variant, Ours) else None
+        return Measured(ready, error, gemm)
+
+
+def _describe(error: Exception) -> str:
+    first = next(iter(str(error).splitlines()), "")
+    return first if isinstance(error, CommFuseError) else f"{type(error).__name__}: {first}"

@@ -1,0 +1,1 @@
+"""What the subcommands share: ranks, output, options, and the problems that they know by name."""

@@ -1,0 +1,36 @@
+"""What subcommands check of their options alike, and what they hand to the ranks. Imports no torch."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from commfuse_megatron.tools.common.ranks import UsageError
+
+
+def for_ranks(arguments: argparse.Namespace, **worked_out: Any) -> argparse.Namespace:
+    """The options without what cannot be sent to other processes, and with what has been worked out from them."""
+    given = {name: value for name, value in vars(arguments).items() if name not in ("run", "parser")}
+    return argparse.Namespace(**given | worked_out)
+
+
+def refuse_given(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Raise UsageError where one of these options is given: another value than its default.
+
+    why: says so of the options, which stand where it has "{}", else at its end.
+    """
+    default = arguments.parser.get_default
+    given = [
+        f"--{name.removesuffix('_name').replace('_', '-')}"  # `pass` is a word of Python's
+        for name in names
+        if getattr(arguments, name) != default(name)
+    ]
+    if given:
+        raise UsageError((why if "{}" in why else f"{why} {{}}").format(", ".join(given)))
+
+
+def require_positive(arguments: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raise UsageError where one of these options is given and below 1."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} must be at least 1, got {value}")

@@ -1,0 +1,1 @@
+"""`commfuse demo`: a small GPT trained stock and overlapped."""

@@ -1,0 +1,1 @@
+"""`commfuse doctor`: what this machine has, and what will run on it."""

@@ -1,0 +1,1 @@
+"""`commfuse simulate`: what other groups and links would take, from measured rows."""

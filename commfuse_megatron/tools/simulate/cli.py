@@ -1,0 +1,377 @@
+"""`commfuse simulate`: what larger groups and slower links would take, from rows that `commfuse bench` measured.
+
+Needs no GPU and no ranks, only the file. No linear is predicted without measurements, and every prediction stands
+beside the error that the same model makes on the rows it can be checked with. Whole steps are `simulate_step`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+from commfuse_megatron.tools.common.options import refuse_given, require_positive
+from commfuse_megatron.tools.common.output import each_once, make_progress, results, write_json
+from commfuse_megatron.tools.common.ranks import UsageError
+
+if TYPE_CHECKING:
+    from commfuse_megatron.plan.machine import Channel, HostTimes, MachineModel
+    from commfuse_megatron.tools.bench.rows import Row
+    from commfuse_megatron.tools.simulate.against import Comparison
+    from commfuse_megatron.tools.simulate.fit import Machines
+    from commfuse_megatron.tools.simulate.predict import Deviation, Prediction
+
+
+RANKS_OF_A_NODE = 8
+_RANKS, _RANKS_OF_STEPS = (8, 16, 64), (2, 4, 8, 16)
+
+# NCCL's transfers take up to 20 of them.
+_FEWEST_SMS = 40
+_MOST_RANKS = 256
+
+# An error that turns which of two ways is faster.
+_ALARMING = 0.2
+
+
+def add_simulate_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `commfuse simulate`. Imports no torch."""
+    from commfuse_megatron.tools.common.cases import LINEARS, STEP_LAYERS
+
+    models = list(dict.fromkeys(name.split(".")[0] for name in _selectable_linears()))
+    add = parser.add_argument
+    add("--rows", metavar="FILE", help="rows that `commfuse bench --json FILE` measured on GPUs")
+    add("--against", metavar="FILE", help="rows of a larger group on such a machine: how wrong emulation and model are")
+    add(
+        "--ranks",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="group sizes (default 8 16 64; with --step 2 4 8 16)",
+    )
+    add("--link", metavar="LINK", help="nvlink or host, as in the rows, or a bandwidth in GB/s per rank and direction")
+    add("--models", nargs="+", choices=models, default=models, metavar="MODEL", help=f"of {', '.join(models)}")
+    add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS), metavar="L", help=f"of {', '.join(LINEARS)}")
+    add("--tokens", nargs="+", type=int, default=[8192], metavar="M", help="of the whole sequence (default 8192)")
+    add("--figure", metavar="FILE", help="draw the predictions into FILE (.png or .svg); missing folders are made")
+    step = ", ".join(STEP_LAYERS)
+    add(
+        "--step",
+        choices=STEP_LAYERS,
+        metavar="MODEL",
+        help=f"whole training steps of MODEL, of {step}; --rows may be left out",
+    )
+    add("--layers", type=int, metavar="N", help="with --step: layers of the model (default: as published)")
+
+
+def _selectable_linears() -> list[str]:
+    from commfuse_megatron.tools.common.cases import CASE_NAMES
+
+    return [name for name in CASE_NAMES if not name.startswith("paper-mlp.")]
+
+
+def run_simulate(arguments: argparse.Namespace) -> int:
+    """Fit, check, predict, print. 0: done; 2: measurements are missing."""
+    arguments.ranks = each_once(arguments.ranks or (_RANKS if arguments.step is None else _RANKS_OF_STEPS))
+    arguments.tokens = each_once(arguments.tokens)
+    _check_sizes(arguments)
+    if arguments.step is not None:
+        from commfuse_megatron.tools.simulate.step_cli import run_simulate_step
+
+        refuse_given(arguments, ("models", "linears", "figure"), "--step predicts a whole model; leave out")
+        return run_simulate_step(arguments, _step_machine(arguments))
+    from commfuse_megatron.tools.simulate.predict import cases_of, deviations, predict
+
+    refuse_given(arguments, ("layers",), "is for --step:")
+    if arguments.rows is None:
+        raise UsageError(
+            "no measurements: name a file of rows with --rows FILE. On two or more GPUs of one host,\n"
+            "  torchrun --nproc-per-node 2 -m commfuse_megatron bench --device cuda --json FILE\n"
+            "measures the GEMMs, messages and collectives that predictions start from."
+        )
+    machines, rows = _read_machines(Path(arguments.rows), arguments.link)
+    names = [f"{model}.{linear}" for model in each_once(arguments.models) for linear in each_once(arguments.linears)]
+    cases = cases_of(names, arguments.tokens, arguments.ranks)
+    found = deviations(rows, machines)
+    comparisons = _compare(arguments.against, rows, machines, set(_selectable_linears()) - set(names))
+    predictions: list[list[Prediction]] = []
+    with make_progress() as progress:
+        task = progress.add_task("simulating", total=len(cases))
+        for case in cases:
+            predictions.append(predict(case, machines))
+            progress.advance(task)
+    if arguments.json:
+        data = {
+            "rows": str(arguments.rows),
+            "machines": asdict(machines),
+            "deviations": [deviation.as_json() for deviation in found],
+            "against": [comparison.as_json() for comparison in comparisons],
+            "predictions": [prediction.as_json() for ways in predictions for prediction in ways],
+        }
+        write_json(arguments.json, data)
+    _print_machines(machines)
+    _print_deviations(found)
+    if arguments.against:
+        _print_comparisons(comparisons, arguments.against)
+    _print_predictions(predictions, machines)
+    if arguments.figure:
+        from commfuse_megatron.tools.bench.figure import draw_predictions
+
+        results().print(f"drawn: {draw_predictions(arguments.figure, predictions, machines.device)}")
+    return 0
+
+
+def _check_sizes(arguments: argparse.Namespace) -> None:
+    if min(arguments.ranks) < 2:
+        raise UsageError(f"--ranks must be at least 2, got {min(arguments.ranks)}")
+    if max(arguments.ranks) > _MOST_RANKS:
+        largest = f"{_MOST_RANKS}, got {max(arguments.ranks)}"
+        raise UsageError(f"--ranks must be at most {largest}: every step of a rank is simulated")
+    require_positive(arguments, ("layers",))
+    if min(arguments.tokens) < 1:
+        raise UsageError(f"--tokens must be at least 1, got {min(arguments.tokens)}")
+
+
+def _step_machine(arguments: argparse.Namespace) -> MachineModel:
+    """The model that steps are predicted from: that of the rows, where there are some, else as the planner assumes."""
+    from commfuse_megatron.plan.machine import Traits, assumed_machine
+
+    if arguments.rows is not None:
+        machines, _ = _read_machines(Path(arguments.rows), arguments.link)
+        return machines.by_transport.get("copy_engine", machines.any)
+    bandwidth_gb_s = _bandwidth(arguments.link)
+    if bandwidth_gb_s is not None:
+        raise UsageError(f"--link {arguments.link}: of a bandwidth only --rows tells the rest; name such a file")
+    if arguments.link == "host":
+        return assumed_machine(Traits(transport="nccl", transfer_sms=4), "bfloat16")
+    traits = Traits(transport="copy_engine", adds_in_epilogue=True, replays=True)
+    return assumed_machine(traits, "bfloat16")
+
+
+def _read_machines(path: Path, link: str | None) -> tuple[Machines, list[Row]]:
+    """The models for `link`, and the measured rows that they can be checked with."""
+    from commfuse_megatron.errors import ConfigError
+    from commfuse_megatron.tools.bench.rows import load_report
+    from commfuse_megatron.tools.simulate.fit import fit_machines
+
+    header, rows = load_report(path)
+    rows = [row for row in rows if row.is_comparable]
+    if not rows:
+        raise ConfigError(f"{path} has no rows from GPUs: times from a CPU predict nothing")
+    _require_dtype(rows, path)
+    bandwidth_gb_s = _bandwidth(link)
+    measured_links = sorted({row.link for row in rows}, reverse=True)
+    base = measured_links[0] if link is None or bandwidth_gb_s is not None else link
+    if base not in measured_links:
+        raise ConfigError(f"--link {link}: {path} has rows of {', '.join(measured_links)} only; measure that link too")
+    device = next(row.device for row in rows if row.link == base)
+    sms = header.get("multiprocessors", 132)
+    if not isinstance(sms, int) or sms < _FEWEST_SMS:
+        raise ConfigError(f"{path} is of a GPU with {sms} SMs: what is predicted from takes {_FEWEST_SMS} and more")
+    machines = fit_machines(rows, device=device, link=base, sms=sms)
+    if bandwidth_gb_s is None:
+        return machines, rows
+    nccl = machines.by_transport.get("nccl")
+    if nccl is None:
+        why = machines.left_out.get("nccl", "it has no rows of it")
+        raise ConfigError(f"--link {link}: nccl serves such links, and {path} gives no model for it: {why}")
+    # GEMMs and latencies as measured; only the link is another. No measured row can check that.
+    slow = dataclasses.replace(
+        nccl,
+        link=dataclasses.replace(nccl.link, bandwidth_gb_s=bandwidth_gb_s),
+        collective=dataclasses.replace(nccl.collective, bandwidth_gb_s=bandwidth_gb_s),
+    )
+    return dataclasses.replace(machines, link=f"{bandwidth_gb_s:g} GB/s", by_transport={"nccl": slow}), rows
+
+
+def _compare(path: str | None, rows: list[Row], machines: Machines, left_out: Collection[str]) -> list[Comparison]:
+    from commfuse_megatron.tools.bench.rows import load_report
+    from commfuse_megatron.tools.simulate.against import compare
+
+    if path is None:
+        return []
+    measured = load_report(Path(path))[1]
+    _require_dtype(measured, path)
+    comparisons = compare(measured, rows, machines, left_out)
+    if not comparisons:
+        raise UsageError(
+            f"--against {path}: of these models and linears no forward rows of {machines.device} over {machines.link} "
+            "that were emulated or can be predicted; rows of other machines and links are not compared"
+        )
+    return comparisons
+
+
+def _require_dtype(rows: Iterable[Row], path: Path | str) -> None:
+    from commfuse_megatron.errors import ConfigError
+    from commfuse_megatron.tools.simulate.fit import DTYPE
+
+    others = sorted({row.dtype for row in rows} - {DTYPE})
+    if others:
+        raise ConfigError(f"{path} has rows of {', '.join(others)}: what is predicted is {DTYPE}")
+
+
+def _bandwidth(link: str | None) -> float | None:
+    from commfuse_megatron.errors import ConfigError
+
+    if link in (None, "nvlink", "host"):
+        return None
+    assert link is not None
+    try:
+        bandwidth_gb_s = float(link)
+    except ValueError:
+        bandwidth_gb_s = -1.0
+    if not 0 < bandwidth_gb_s < float("inf"):
+        raise ConfigError(f"--link {link}: write nvlink, host or a positive number of GB/s")
+    return bandwidth_gb_s
+
+
+def _print_machines(machines: Machines) -> None:
+    title = f"the planner's model of {machines.device}, link {machines.link}"
+    table = Table(title=title, title_justify="left")
+    for column in ("what", "model"):
+        table.add_column(column)
+    for column in ("rows", "median error of the fit"):
+        table.add_column(column, justify="right")
+    gemm, collective = machines.any.gemm, machines.any.collective
+    models = {
+        "GEMMs": f"{gemm.launch_us:.1f} us + waves of tiles at {gemm.tflops:.0f} TFLOP/s",
+        **{f"messages, {name}": _say_channel(each.link) for name, each in machines.by_transport.items()},
+        "the group's collectives": _say_channel(collective),
+    }
+    for name, each in machines.by_transport.items():
+        models[f"host, {name}"] = _say_host(each.replay if each.traits.replays else each.host)
+    for what, model in models.items():
+        fit = machines.fits.get(what)
+        if fit is not None:
+            table.add_row(what, model, str(fit.num_rows), f"{100 * fit.error:.1f} %")
+    console = results()
+    console.print(table)
+    if machines.assumed:
+        console.print(f"assumed, as by the planner, since the rows do not tell: {'; '.join(machines.assumed)}")
+    for name, reason in machines.left_out.items():
+        console.print(f"[yellow]left out[/] {escape(f'transport {name}: {reason}')}")
+
+
+def _say_host(host: HostTimes) -> str:
+    return f"{host.call_us:.0f} us + GEMMs x {host.gemm_us:.0f} us + messages x {host.transfer_us:.0f} us"
+
+
+def _say_channel(channel: Channel) -> str:
+    return f"{channel.latency_us:.1f} us + bytes / {channel.bandwidth_gb_s:.0f} GB/s"
+
+
+def _print_deviations(found: Sequence[Deviation]) -> None:
+    from commfuse_megatron.tools.simulate.predict import median_error
+
+    console = results()
+    if not found:
+        console.print("no measured rows of this link to check the predictions with: trust them accordingly")
+        return
+    table = Table(title="the same model on what was measured: predicted / measured - 1", title_justify="left")
+    for column in ("variant", "ranks"):
+        table.add_column(column, no_wrap=True)
+    for column in ("rows", "median size", "lowest", "highest"):
+        table.add_column(column, justify="right")
+    table.add_column("worst case", no_wrap=True)
+    groups: dict[tuple[str, str], list[Deviation]] = {}
+    for deviation in found:
+        ranks = f"{deviation.group_size} emulated" if deviation.emulated else str(deviation.group_size)
+        groups.setdefault((deviation.variant, ranks), []).append(deviation)
+    for key, members in groups.items():
+        errors = [deviation.error for deviation in members]
+        worst = max(members, key=lambda deviation: abs(deviation.error))
+        figures = (f"{100 * value:+.1f} %" for value in (min(errors), max(errors)))
+        size = f"{100 * median_error(members):.1f} %"
+        table.add_row(*key, str(len(members)), size, *figures, f"{worst.case} M={worst.M}")
+    console.print(table)
+    real = [deviation for deviation in found if not deviation.emulated]
+    if real:
+        worst = max(real, key=lambda deviation: abs(deviation.error))
+        console.print(
+            f"median size of the error on {len(real)} measured rows: {100 * median_error(real):.1f} %; "
+            f"the largest: {100 * worst.error:+.1f} %, {worst.variant} of {worst.case} M={worst.M}"
+        )
+        if abs(worst.error) > _ALARMING:
+            console.print("which way is the best may be predicted wrongly where such cases lie: measure there")
+
+
+def _print_comparisons(comparisons: Sequence[Comparison], path: str) -> None:
+    from commfuse_megatron.tools.simulate.against import median_size
+
+    table = Table(title=f"measured rows of {path}: error of the emulation, of the model", title_justify="left")
+    table.add_column("case", no_wrap=True)
+    for column in ("M", "ranks"):
+        table.add_column(column, justify="right")
+    table.add_column("variant", no_wrap=True)
+    for column in ("measured ms", "emulated", "error", "predicted", "error"):
+        table.add_column(column, justify="right")
+    for entry in comparisons:
+        table.add_row(
+            entry.case,
+            str(entry.M),
+            str(entry.group_size),
+            entry.variant,
+            f"{entry.measured_ms:.3f}",
+            *_say(entry.emulated_ms, entry.emulation_error),
+            *_say(entry.predicted_ms, entry.prediction_error),
+        )
+    console = results()
+    console.print(table)
+    for name, errors in (
+        ("emulation", [entry.emulation_error for entry in comparisons]),
+        ("model", [entry.prediction_error for entry in comparisons]),
+    ):
+        size = median_size(errors)
+        if size is not None:
+            largest = max(abs(error) for error in errors if error is not None)
+            console.print(
+                f"median size of the error of the {name}: {100 * size:.1f} %; the largest: {100 * largest:.1f} %"
+            )
+
+
+def _say(ms: float | None, error: float | None) -> tuple[str, str]:
+    return ("", "") if ms is None or error is None else (f"{ms:.3f}", f"{100 * error:+.1f} %")
+
+
+def _print_predictions(predictions: Sequence[Sequence[Prediction]], machines: Machines) -> None:
+    from commfuse_megatron.tools.simulate.predict import LIMITS
+
+    title = f"predicted, not measured: forward pass, ms per call, {machines.device}, link {machines.link}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("case", no_wrap=True)
+    for column in ("M", "ranks", "compute", "comm", "sequential", "best", "/ sequential", "of ideal"):
+        table.add_column(column, justify="right")
+    table.add_column("best way", no_wrap=True)
+    table.add_column("limited by", no_wrap=True)
+    for ways in predictions:
+        best = ways[0]
+        table.add_row(
+            best.case,
+            str(best.M),
+            str(best.group_size),
+            f"{best.compute_ms:.3f}",
+            f"{best.comm_ms:.3f}",
+            f"{best.sequential_ms:.3f}",
+            f"{best.ms:.3f}",
+            f"{best.ms / best.sequential_ms:.3f}",
+            f"{100 * max(best.compute_ms, best.comm_ms) / best.ms:.1f} %",
+            best.variant,
+            best.limit,
+        )
+    console = results()
+    console.print(table)
+    console.print(
+        "compute: one un-split GEMM; comm: transfers alone; best: the fastest way; of ideal: the longer of compute and"
+        " comm / best\nlimited by, what the best way's time is made of:"
+    )
+    limits = {ways[0].limit for ways in predictions}
+    for limit, meaning in LIMITS.items():
+        if limit in limits:
+            console.print(f"  - {limit}: {meaning}")
+    if "copy_engine" in machines.by_transport and any(ways[0].group_size > RANKS_OF_A_NODE for ways in predictions):
+        console.print("the copy engine and this link beyond one node assume that all ranks share one NVLink domain")

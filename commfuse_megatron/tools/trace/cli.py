@@ -1,0 +1,165 @@
+"""`commfuse trace`: one overlapped linear, call by call, as a trace for Perfetto, a picture and a table.
+
+One attention block (`--attention`) is in `attention_cli.py`, a whole Megatron step (`--step`) in `step_cli.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from commfuse_megatron.tools.common.launch import launch
+from commfuse_megatron.tools.common.options import refuse_given, require_positive
+from commfuse_megatron.tools.common.output import (
+    make_progress,
+    make_table,
+    require_names_for_files,
+    results,
+    say_count,
+    write_json,
+)
+from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_num_ranks
+from commfuse_megatron.tools.trace.attention_cli import run_trace_attention
+from commfuse_megatron.tools.trace.options import OF_STEPS, ready
+from commfuse_megatron.tools.trace.step_cli import run_trace_step
+
+if TYPE_CHECKING:
+    from commfuse_megatron.tools.trace.operation import LinearTrace
+
+
+OPS = ("all_gather_linear", "linear_reduce_scatter")
+
+
+def run_trace(arguments: argparse.Namespace) -> int:
+    """Trace what is asked for. 0: done."""
+    if not arguments.attention:
+        refuse_given(arguments, ("paths", "splits", "shrink"), "of an attention block; add --attention, or leave out")
+    if arguments.name is not None:
+        require_names_for_files("--name", arguments.name)
+    if arguments.transport in ("nccl", "copy_engine") and arguments.device != "cuda":
+        raise UsageError(f"--transport {arguments.transport} carries tensors of --device cuda only")
+    if arguments.path not in (None, "auto", "sliced"):
+        refuse_given(arguments, ("algorithm", "chunks"), f"--path {arguments.path} sends no chunks: leave out")
+    if arguments.step:
+        return run_trace_step(arguments)
+    if arguments.profiler and arguments.device != "cuda":
+        raise UsageError("--profiler looks at GPU kernels; use it with --device cuda")
+    if arguments.path in ("bulk", "async") and arguments.pass_name == "fprop":
+        raise UsageError(f"--path {arguments.path} is a way of the backward pass; add --pass backward")
+    if arguments.attention:
+        _require_path_of(OPS[1], arguments)  # the projection's
+        return run_trace_attention(arguments)
+    num_ranks = choose_num_ranks(arguments.ranks)
+    refuse_given(arguments, ("seq",), "of --attention and --step; one linear has --tokens: leave out")
+    refuse_given(arguments, OF_STEPS, "of a whole step; add --step, or leave out")
+    require_positive(arguments, ("calls", "tokens", "N", "K"))
+    op, M, N, K = _problem(arguments, num_ranks)
+    _require_path_of(op, arguments)
+    rows = M // num_ranks
+    if (arguments.chunks or 1) > max(1, rows):
+        raise UsageError(f"--chunks {arguments.chunks}: a shard of {M} tokens on {num_ranks} ranks has {rows} rows")
+    options = ready(arguments, f"{op}_{arguments.pass_name}", op=op, M=M, N=N, K=K)
+    return launch(_trace_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
+
+
+def _require_path_of(op: str, arguments: argparse.Namespace) -> None:
+    if arguments.path == "async" and op != OPS[0]:
+        raise UsageError(f"--path async is a way of {OPS[0]}'s backward pass, whose GEMMs need not wait; not of {op}")
+
+
+def _problem(arguments: argparse.Namespace, num_ranks: int) -> tuple[str, int, int, int]:
+    """(op, M, N, K), N and K of one rank's weight."""
+    from commfuse_megatron.tools.common.cases import linear_case
+
+    is_small = arguments.device == "cpu"
+    M = arguments.tokens or (512 if is_small else 8192)
+    if arguments.case is None and (arguments.N or arguments.K or is_small):
+        return arguments.op or OPS[1], M, arguments.N or 512, arguments.K or 512
+    if arguments.N or arguments.K:
+        raise UsageError("--case gives N and K; leave out --N and --K, or --case")
+    name = arguments.case or ("llama-70b.qkv" if arguments.op == OPS[0] else "llama-70b.fc2")
+    case = linear_case(name, M, num_ranks)
+    if arguments.op not in (None, case.op):
+        raise UsageError(f"--case {name} is a case of {case.op}, not {arguments.op}; leave --op out")
+    return case.op, case.M, case.N, case.K
+
+
+def _trace_on_rank(rank: Rank, options: argparse.Namespace) -> int:
+    import torch
+
+    from commfuse_megatron.tools.trace.figure import densest_calls, draw_timeline
+    from commfuse_megatron.tools.trace.operation import LinearToTrace, trace_linear
+    from commfuse_megatron.tools.trace.output import caption, hardware, shown_ranks, write_files
+
+    wanted = LinearToTrace(
+        op=options.op,
+        pass_name=options.pass_name,
+        M=options.M,
+        N=options.N,
+        K=options.K,
+        dtype=getattr(torch, options.dtype),
+        calls=options.calls,
+        is_profiled=options.profiler,
+    )
+    with make_progress(is_shown=rank.is_first) as progress:
+        task = progress.add_task("tracing", total=wanted.warm_up + wanted.calls)
+        traced = trace_linear(wanted, options.config, rank.group, rank.device, on_call=lambda: progress.advance(task))
+    if not rank.is_first:
+        return 0
+    if options.json:
+        data = {
+            "record": dataclasses.asdict(traced.record),
+            "case": options.case,
+            "calls": options.calls,
+            "source": "profiler" if options.profiler else "recorder",
+            "ranks": [{"rank": number, **summary.to_dict()} for number, summary in traced.summaries.items()],
+        }
+        write_json(options.json, data | hardware(rank))
+    _print(traced, rank, options)
+
+    def draw(path: Path) -> Path:
+        shown = shown_ranks(traced.recording)
+        zoom = densest_calls(shown) if options.calls > 2 else None
+        return draw_timeline(
+            path,
+            shown,
+            title=_what(traced, options),
+            caption=caption(rank, traced.record.transport, options.dtype),
+            zooms={} if zoom is None else {"two calls in a row, larger": zoom},
+        )
+
+    write_files(Path(options.output) / options.name, traced.recording, draw)
+    return 0
+
+
+def _print(traced: LinearTrace, rank: Rank, options: argparse.Namespace) -> None:
+    from commfuse_megatron.tools.trace.output import machine_line
+    from commfuse_megatron.tools.trace.summary import worst_of
+
+    console = results()
+    source = "kernels seen by the profiler" if options.profiler else "recorded by the runtime"
+    calls = say_count(options.calls, "call")
+    console.print(f"{_what(traced, options)}; {machine_line(rank, traced.record.transport, options.dtype)}")
+    console.print(f"{traced.record.reason}; {source}; microseconds per call, means over {calls}")
+    rows = []
+    summaries = {str(number): summary for number, summary in traced.summaries.items()}
+    for label, each in (summaries | {"worst": worst_of(list(summaries.values()))}).items():
+        times_us = (each.span_us, each.compute_us, each.gemm_us, each.transfer_us, each.exposed_us)
+        hidden = f"{100 * each.hidden_fraction:.1f}" if each.transfer_us else ""
+        rows.append((label, *(f"{us:.0f}" for us in times_us), hidden, f"{each.tail_us:.0f}"))
+    title = "exposed: a transfer runs and nothing computes; tail: after the last GEMM or attention"
+    columns = ("rank", ">call", ">compute", ">GEMM", ">transfer", ">exposed", ">hidden %", ">tail")
+    console.print(make_table(title, columns, rows))
+    if not any(summary.compute_us for summary in summaries.values()):
+        console.print("no GEMM was recorded: this path runs kernels that only --profiler sees")
+
+
+def _what(traced: LinearTrace, options: argparse.Namespace) -> str:
+    record = traced.record
+    way = record.path
+    if record.path == "sliced":
+        way = f"{record.path}, {record.algorithm}, {record.chunks_per_shard} per shard"
+    what = options.case or options.op
+    return f"{what} {options.pass_name}, M {options.M}, N {options.N}, K {options.K}: {way}"

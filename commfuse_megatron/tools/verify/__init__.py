@@ -1,0 +1,1 @@
+"""`commfuse verify`: whether results are right on this machine."""

@@ -1,0 +1,277 @@
+"""One call of an operation: its operands, what it gives forward and backward, and how far that may be off.
+
+What `commfuse verify` and the tests draw and compare with. The oracle is `ops.reference`. The contract that bites:
+every rank draws its own operands, from the call's seed and its rank, but ids, which all ranks share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import distributed as dist
+
+from commfuse_megatron import OverlapContext, ops
+from commfuse_megatron.ops.attention_arguments import AttentionInputs, state_attention_problem
+from commfuse_megatron.problem import AttentionProblem, shard_range
+
+#: The linears.
+OPS = ("all_gather_linear", "linear_reduce_scatter")
+
+#: By name: "y", "x.grad", "weight.grad", "bias.grad"; None for a gradient that is not due.
+Results = dict[str, torch.Tensor | None]
+
+# Units of roundoff of the largest element that attention may be off. A value goes through about five roundings to the
+# dtype and several sums; a split that is lost, doubled or sees one key too many errs by a fair part of that element.
+_ALLOWED_UNITS = {torch.float64: 4096.0, torch.float32: 4096.0, torch.bfloat16: 64.0, torch.float16: 128.0}
+
+
+@dataclass
+class Operands:
+    """One rank's operands, and the gradient that arrives at the result.
+
+    x: the input, in the form that the call's layout is a view of; of an embedding its ids; of attention queries, keys
+    and values side by side, as a fused projection gives them.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    grad_y: torch.Tensor
+
+    def copies(self, needs: tuple[str, ...] = ("x", "weight", "bias")) -> Operands:
+        """Leaves, of which these require gradients."""
+        named = {"x": self.x, "weight": self.weight, "bias": self.bias}
+        leaves = {name: None if t is None else t.detach().clone() for name, t in named.items()}
+        for name, leaf in leaves.items():
+            if leaf is not None:
+                leaf.requires_grad_(name in needs)
+        return Operands(**leaves, grad_y=self.grad_y)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def fill(self, data: Operands) -> None:
+        """Take over the numbers of `data`; addresses stay."""
+        pairs = ((self.x, data.x), (self.weight, data.weight), (self.bias, data.bias), (self.grad_y, data.grad_y))
+        for target, source in pairs:
+            if target is not None and source is not None:
+                target.copy_(source)
+
+    def widened(self) -> Operands:
+        """The same numbers in fp64."""
+        x, weight, bias, grad_y = (
+            t.double() if t is not None and t.is_floating_point() else t
+            for t in (self.x, self.weight, self.bias, self.grad_y)
+        )
+        return Operands(x, weight, bias, grad_y)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What all calls have. exact: small integers, whose sums are exact in every dtype. needs: what gets a gradient."""
+
+    op: str
+    rows: int
+    batch: int = 2
+    N: int = 6
+    dtype: torch.dtype = torch.float32
+    has_bias: bool = True
+    exact: bool = True
+    needs: tuple[str, ...] = ("x", "weight", "bias")
+    seed: int = 0
+
+    def draw(self, rank: int, group_size: int, device: torch.device) -> Operands:
+        """This rank's operands."""
+        raise NotImplementedError
+
+    def forward(self, op: Callable[..., torch.Tensor], operands: Operands, **where: Any) -> torch.Tensor:
+        """What `op` gives for the operands."""
+        raise NotImplementedError
+
+    def allowed(self, group_size: int, expected: Results) -> dict[str, float]:
+        """By result, the largest error allowed."""
+        raise NotImplementedError
+
+    def _numbers(self, rank: int, device: torch.device) -> Callable[..., torch.Tensor]:
+        """Draws tensors of a shape; exact ones of integers up to `limit`."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + rank)
+
+        def tensor(*shape: int, limit: int = 1) -> torch.Tensor:
+            if self.exact:
+                return torch.randint(-limit, limit + 1, shape, generator=generator).to(device, self.dtype)
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, self.dtype)
+
+        return tensor
+
+    def _grad_y(self, tensor: Callable[..., torch.Tensor], rank: int, group_size: int) -> torch.Tensor:
+        """The gradient of a result of which a rank has its rows."""
+        return tensor(shard_range(self.rows, group_size, rank).size, self.batch, self.N)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCall(Call):
+    """A call of one of `OPS`. layout: how x is seen, or the gradient arrives."""
+
+    K: int = 5
+    layout: Literal["contiguous", "x transposed", "x strided", "gradient expanded"] = "contiguous"
+
+    def draw(self, rank: int, group_size: int, device: torch.device) -> Operands:
+        """See `Call`."""
+        tensor = self._numbers(rank, device)
+        own_rows = shard_range(self.rows, group_size, rank).size
+        rows_in, rows_out = (own_rows, self.rows) if self.op == "all_gather_linear" else (self.rows, own_rows)
+        x_shape = (rows_in, self.batch, self.K)
+        if self.layout == "x transposed":
+            x_shape = (self.batch, rows_in, self.K)
+        elif self.layout == "x strided":
+            x_shape = (rows_in, self.batch, 2 * self.K)
+        x = tensor(*x_shape, limit=2)
+        grad_y = tensor(*(1, 1) if self.layout == "gradient expanded" else (rows_out, self.batch), self.N)
+        return Operands(x, tensor(self.N, self.K), tensor(self.N) if self.has_bias else None, grad_y)
+
+    def forward(self, op: Callable[..., torch.Tensor], operands: Operands, **where: Any) -> torch.Tensor:
+        """See `Call`."""
+        x = operands.x
+        if self.layout == "x transposed":
+            x = x.transpose(0, 1)
+        elif self.layout == "x strided":
+            x = x[..., ::2]
+        total_rows = {"total_rows": self.rows} if self.op == "all_gather_linear" else {}
+        return op(x, operands.weight, operands.bias, **total_rows, **where)
+
+    def allowed(self, group_size: int, expected: Results) -> dict[str, float]:
+        """By how many products (of numbers of standard deviation 1) each element sums, over all ranks."""
+        tokens = max(1, self.rows * self.batch)
+        ranks_in_y, ranks_in_dx = (1, group_size) if self.op == "all_gather_linear" else (group_size, 1)
+        terms = {"y": self.K * ranks_in_y + 1, "x.grad": self.N * ranks_in_dx}
+        terms |= {"weight.grad": tokens, "bias.grad": tokens}
+        return {name: tolerance(self, group_size, number) for name, number in terms.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingCall(Call):
+    """A call of `embedding_reduce_scatter`, of a vocabulary that is `entries` on every rank; some ids are nobody's."""
+
+    op: str = "embedding_reduce_scatter"
+    has_bias: bool = False
+    needs: tuple[str, ...] = ("weight",)
+    entries: int = 12
+
+    @property
+    def K(self) -> int:
+        """1: an element of the output is one product with a one-hot vector."""
+        return 1
+
+    def draw(self, rank: int, group_size: int, device: torch.device) -> Operands:
+        """See `Call`."""
+        tensor = self._numbers(rank, device)
+        shared = torch.Generator().manual_seed(self.seed)
+        ids = torch.randint(group_size * self.entries + 2, (self.batch, self.rows), generator=shared).to(device)
+        # Who is asked for less than this rank's first entry is somebody else.
+        ids = ids - rank * self.entries
+        return Operands(ids, tensor(self.entries, self.N), None, self._grad_y(tensor, rank, group_size))
+
+    def forward(self, op: Callable[..., torch.Tensor], operands: Operands, **where: Any) -> torch.Tensor:
+        """See `Call`."""
+        return op(operands.x, operands.weight, 0, **where)
+
+    def allowed(self, group_size: int, expected: Results) -> dict[str, float]:
+        """0: of the summed partials all but one are zero, and gradients are small integers."""
+        return dict.fromkeys(expected, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall(Call):
+    """A call of `query_split_attention`. is_fused: queries, keys and values are views into one projection."""
+
+    op: str = "query_split_attention"
+    exact: bool = False
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    causal: bool = True
+    window: tuple[int, int] | None = None
+    is_fused: bool = False
+
+    @property
+    def K(self) -> int:
+        """Input features of the projection on one rank."""
+        return self.heads * self.head_dim
+
+    def problem(self, group_size: int) -> AttentionProblem:
+        """The forward pass, as the operation states it."""
+        operands = self.draw(0, group_size, torch.device("cpu"))
+        q, k, v = self._heads(operands.x)
+        inputs = AttentionInputs(
+            q, k, v, operands.weight, operands.bias, self.causal, self.window, mask=None, scale=None, dropout=0.0
+        )
+        return state_attention_problem(inputs, group_size)
+
+    def draw(self, rank: int, group_size: int, device: torch.device) -> Operands:
+        """See `Call`."""
+        tensor = self._numbers(rank, device)
+        x = tensor(self.rows, self.batch, (self.heads + 2 * self.kv_heads) * self.head_dim)
+        weight, bias = tensor(self.N, self.K), tensor(self.N) if self.has_bias else None
+        return Operands(x, weight, bias, self._grad_y(tensor, rank, group_size))
+
+    def forward(self, op: Callable[..., torch.Tensor], operands: Operands, **where: Any) -> torch.Tensor:
+        """See `Call`."""
+        heads = self._heads(operands.x)
+        return op(*heads, operands.weight, operands.bias, causal=self.causal, window=self.window, **where)
+
+    def allowed(self, group_size: int, expected: Results) -> dict[str, float]:
+        """By the largest element."""
+        unit = _ALLOWED_UNITS[self.dtype] * torch.finfo(self.dtype).eps / 2
+        return {
+            name: unit * max(1e-2, float(exact.abs().max()) if exact is not None and exact.numel() else 0.0)
+            for name, exact in expected.items()
+        }
+
+    def _heads(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Queries, keys and values."""
+        heads = x.unflatten(-1, (-1, self.head_dim)).split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        return [head if self.is_fused else head.contiguous() for head in heads]
+
+
+def tolerance(call: Call, group_size: int, terms: int) -> float:
+    """The largest error allowed in a sum of `terms` products of standard normal numbers; 0 for exact inputs.
+
+    Such a sum has standard deviation sqrt(terms) and stays below 6 of them. Every rounding to the dtype costs at most
+    its unit roundoff times that: one per hop of a ring or per arrived partial, one for the result, one for a bias. A
+    partial GEMM accumulates in fp32 (fp64) at least: at most one such roundoff per term. In bfloat16 on 8 ranks this
+    is 0.24 standard deviations, while a missing or doubled shard shows as more than one somewhere.
+    """
+    if call.exact:
+        return 0.0
+    roundoff = torch.finfo(call.dtype).eps / 2
+    accumulator = torch.finfo(torch.float64 if call.dtype == torch.float64 else torch.float32).eps / 2
+    return 6 * math.sqrt(terms) * ((group_size + 2) * roundoff + terms * accumulator)
+
+
+def run_on(call: Call, leaves: Operands, op: Callable[..., torch.Tensor], **where: Any) -> Results:
+    """Forward and backward on these leaves, which keep no gradients."""
+    y = call.forward(op, leaves, **where)
+    y.backward(leaves.grad_y.expand_as(y))
+    results: Results = {"y": y.detach()}
+    for name, leaf in (("x", leaves.x), ("weight", leaves.weight), ("bias", leaves.bias)):
+        results[f"{name}.grad"] = None if leaf is None else leaf.grad
+        if leaf is not None:
+            leaf.grad = None
+    return results
+
+
+def run(call: Call, operands: Operands, op: Callable[..., torch.Tensor], **where: Any) -> Results:
+    """Forward and backward on copies of the operands."""
+    return run_on(call, operands.copies(call.needs), op, **where)
+
+
+def overlapped(call: Call, operands: Operands, context: OverlapContext) -> Results:
+    """What the operation gives."""
+    return run(call, operands, getattr(ops, call.op), context=context)
+
+
+def reference(call: Call, operands: Operands, group: dist.ProcessGroup) -> Results:
+    """What it has to give. Collective."""
+    return run(call, operands, getattr(ops.reference, call.op), group=group)

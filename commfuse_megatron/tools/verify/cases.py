@@ -1,0 +1,258 @@
+"""The cases of `commfuse verify`: sizes, dtypes, layouts and configurations under which the operations must be right.
+
+And in which modes their calls can run: see `modes_of`. The contract that bites: all ranks build the same list in the
+same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any, Literal
+
+import torch
+
+from commfuse_megatron.config import (
+    AttentionConfig,
+    LinearConfig,
+    OverlapConfig,
+    PassConfig,
+    TransportConfig,
+    WgradConfig,
+)
+from commfuse_megatron.kernels.attention_cudnn import cudnn_attention_unavailable_reason
+from commfuse_megatron.problem import chunk_ranges
+from commfuse_megatron.tools.common.modes import MODES, Mode
+from commfuse_megatron.tools.verify.calls import OPS, AttentionCall, Call, EmbeddingCall, LinearCall
+
+TransportName = Literal["auto", "gloo", "nccl", "copy_engine"]
+
+TIMEOUT_S = 60.0
+
+# cuBLASLt takes rows that begin on 16 bytes.
+_ROW_BYTES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Calls under one configuration, forward and backward.
+
+    variant: what is special, for people. call: what comes most often; other_rows: S of further calls.
+    """
+
+    variant: str
+    call: LinearCall | EmbeddingCall | AttentionCall
+    other_rows: tuple[int, ...]
+    path: Literal["sliced", "sequential", "query_split"] = "sliced"
+    backward_path: Literal["sliced", "bulk", "sequential", "query_split", "row_parallel"] = "sliced"
+    algorithm: Literal["ring", "direct"] = "direct"
+    chunks_per_shard: int = 1
+    keep_gathered_input: bool = False
+    transport: TransportName = "auto"
+    group_size: int
+
+    @property
+    def op(self) -> str:
+        """The operation's name."""
+        return self.call.op
+
+    @property
+    def dtype_name(self) -> str:
+        """E.g. "bfloat16"."""
+        return str(self.call.dtype).removeprefix("torch.")
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """S of all calls."""
+        return (*self.other_rows, self.call.rows)
+
+    def call_of(self, rows: int, seed: int) -> Call:
+        """The call with so many rows."""
+        return dataclasses.replace(self.call, rows=rows, seed=seed)
+
+    def expected_path(self, pass_name: str) -> str:
+        """The path that the report must name; a group of one rank sends nothing."""
+        return "local" if self.group_size == 1 else self._asked_path(pass_name)
+
+    def config(self) -> OverlapConfig:
+        """The configuration that a context for this case must have; equal for many cases."""
+        transport = TransportConfig(timeout_s=TIMEOUT_S, backend=self.transport)
+        if isinstance(self.call, AttentionCall):
+            linear = LinearConfig(fprop=_SLICED, dgrad=_SLICED)  # of the projection, where it runs alone
+            attention = AttentionConfig(
+                path="query_split",
+                splits_per_shard=self.chunks_per_shard,
+                backward=self.backward_path,  # type: ignore[arg-type]
+            )
+            return OverlapConfig(linear=linear, attention=attention, transport=transport)
+        fprop, dgrad = (
+            PassConfig(
+                path=self._asked_path(pass_name),  # type: ignore[arg-type]
+                algorithm=self.algorithm,
+                chunks_per_shard=self.chunks_per_shard,
+            )
+            for pass_name in ("fprop", "backward")
+        )
+        wgrad = WgradConfig(keep_gathered_input=self.keep_gathered_input)
+        return OverlapConfig(linear=LinearConfig(fprop=fprop, dgrad=dgrad, wgrad=wgrad), transport=transport)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        own = asdict(self)
+        return own.pop("call") | own | {"op": self.op, "K": self.call.K, "dtype": self.dtype_name, "rows": self.rows}
+
+    def _asked_path(self, pass_name: str) -> str:
+        return self.path if pass_name == "fprop" else self.backward_path
+
+
+_SLICED = PassConfig(path="sliced", algorithm="direct", chunks_per_shard=1)
+
+
+def modes_of(case: Case, pass_name: str, rows: int, transport: str, device: torch.device) -> tuple[Mode, ...]:
+    """Which modes a pass of a call of so many rows can take; none where the group's collectives carry it.
+
+    By the case and what is installed, whatever the program does: a tape serves direct schedules of the copy engine in
+    16 bits, whose GEMMs cuBLASLt takes and whose attention cuDNN does.
+    """
+    path, call = case.expected_path(pass_name), case.call
+    if path == "sequential":
+        return ()
+    is_direct = transport == "copy_engine" and path != "local" and case.algorithm == "direct"
+    if not is_direct or call.dtype.itemsize != 2:
+        return MODES[:1]
+    has_whole_rows = all(features * call.dtype.itemsize % _ROW_BYTES == 0 for features in (call.N, call.K))
+    match call:
+        case EmbeddingCall():
+            is_served = pass_name == "backward"  # PyTorch looks entries up; back, rows are only gathered
+        case AttentionCall():
+            # After a backward pass of the projection alone, attention may be anybody's.
+            is_served = has_whole_rows and (path == "row_parallel" or _is_cudnns(case, call, rows, device))
+        case _:
+            is_served = has_whole_rows
+    return MODES if is_served else MODES[:1]
+
+
+def _is_cudnns(case: Case, call: AttentionCall, rows: int, device: torch.device) -> bool:
+    """Whether cuDNN computes all splits: one query that sees one key it does not."""
+    problem = dataclasses.replace(call, rows=rows).problem(case.group_size)
+    shards = chunk_ranges(rows, case.group_size, case.chunks_per_shard)
+    splits = [split for shard in shards for split in shard]
+    has_one_key = any(split.size == problem.visible_keys(split).keys.size == 1 for split in splits)
+    return not has_one_key and cudnn_attention_unavailable_reason(problem, device) is None
+
+
+def make_cases(
+    group_size: int, device_type: str, dtype: torch.dtype | None = None, transport: TransportName = "auto"
+) -> list[Case]:
+    """All cases for a group (those of one dtype, if given) over `transport`, those of one configuration together.
+
+    Exact cases keep every sum within the 256 integers that bfloat16 holds exactly: |x| <= 2, |weight|, |grad| <= 1.
+    """
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    if device_type == "cpu":
+        dtypes.insert(1, torch.float64)
+    if dtype is not None:
+        dtypes = [dtype]
+    cases = [
+        dataclasses.replace(case, transport=transport)
+        for each in dtypes
+        for case in (
+            *_linear_cases(group_size, device_type, each),
+            *_embedding_cases(group_size, each),
+            *_attention_cases(group_size, each),
+        )
+    ]
+    order = {config: number for number, config in enumerate(dict.fromkeys(case.config() for case in cases))}
+    return sorted(cases, key=lambda case: order[case.config()])
+
+
+def _linear_cases(group_size: int, device_type: str, dtype: torch.dtype) -> Iterator[Case]:
+    variants = list(_linear_variants(group_size, device_type))
+    ways: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
+        ("", {"algorithm": algorithm, "chunks_per_shard": chunks}, variants)
+        for algorithm, chunks in product(("ring", "direct"), (1, 2, 3))
+    ]
+    ways += [
+        ("", {"backward_path": "bulk"}, variants),
+        (", input kept", {"keep_gathered_input": True}, variants[:1]),
+        (", sequential, asked for", {"path": "sequential", "backward_path": "sequential"}, variants[:1]),
+    ]
+    for more, way, chosen in ways:
+        for op, given in product(OPS, chosen):
+            special = dict(given)
+            variant, other_rows = special.pop("variant") + more, special.pop("other_rows", (group_size,))
+            call = LinearCall(op=op, dtype=dtype, **special)
+            yield Case(variant=variant, call=call, other_rows=other_rows, group_size=group_size, **way)
+
+
+def _linear_variants(group_size: int, device_type: str) -> Iterator[dict[str, Any]]:
+    # Features are bounded so that exact sums over all ranks are: 2 * K * group_size <= 256.
+    K = max(2, min(16, 128 // group_size))
+    N = max(8, K - 8) if K >= 8 else K
+    features, even = {"N": N, "K": K}, 4 * group_size
+    plain = {"rows": even, **features}
+    yield {"variant": "even", **plain}
+    yield {"variant": "even, random", **plain, "exact": False}
+    yield {"variant": "uneven", **features, "rows": 3 * group_size + 1}
+    yield {"variant": "uneven, random", **features, "rows": 4 * group_size - 1, "exact": False}
+    yield {"variant": "one row", **features, "rows": 1}
+    yield {"variant": "S changes", **plain, "other_rows": (even + 1, group_size, 2)}
+    yield {"variant": "no bias", **plain, "has_bias": False}
+    yield {"variant": "frozen weight", **plain, "needs": ("x", "bias")}
+    yield {"variant": "input needs no gradient", **plain, "needs": ("weight", "bias")}
+    yield {"variant": "odd output features", **plain, "N": max(1, N - 3)}
+    yield {"variant": "odd input features", **plain, "K": max(1, K - 3)}
+    for layout in ("x transposed", "x strided", "gradient expanded"):
+        yield {"variant": layout, **plain, "layout": layout}
+    rows, N, K = (64, 136, 200) if device_type == "cpu" else (512, 1280, 2048)
+    yield {"variant": "larger, random", "rows": rows * group_size, "batch": 1, "N": N, "K": K, "exact": False}
+
+
+def _embedding_cases(group_size: int, dtype: torch.dtype) -> Iterator[Case]:
+    even = 4 * group_size
+    variants: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("even", {"rows": even, "N": 16}),
+        ("uneven", {"rows": even + 1, "N": 16}),
+        ("odd output features", {"rows": even, "N": 13}),
+    )
+    ways: tuple[dict[str, Any], ...] = (
+        {},
+        {"algorithm": "ring", "chunks_per_shard": 2},
+        {"chunks_per_shard": 2},
+        {"backward_path": "bulk"},
+    )
+    for way, (variant, sizes) in product(ways, variants):
+        call = EmbeddingCall(dtype=dtype, **sizes)
+        yield Case(variant=variant, call=call, other_rows=(group_size,), group_size=group_size, **way)
+
+
+def _attention_cases(group_size: int, dtype: torch.dtype) -> Iterator[Case]:
+    even, few = 8 * group_size, (4 * group_size,)
+    variants: tuple[dict[str, Any], ...] = (
+        {"variant": "causal", "rows": even},
+        {"variant": "full", "rows": even, "causal": False},
+        {"variant": "causal window", "rows": even, "window": (5, 0)},
+        {"variant": "window", "rows": even, "causal": False, "window": (3, 6)},
+        {"variant": "one head per group", "rows": even, "kv_heads": 4},
+        {"variant": "one group, no bias", "rows": even, "kv_heads": 1, "has_bias": False},
+        {"variant": "fused projection", "rows": even, "is_fused": True},
+        {"variant": "uneven", "rows": even + 1},
+        {"variant": "one row", "rows": 1},
+        {"variant": "S changes", "rows": even, "other_rows": (even + 1, *few, 2)},
+    )
+    ways: tuple[dict[str, Any], ...] = (
+        {"chunks_per_shard": 1, "backward_path": "query_split"},
+        {"chunks_per_shard": 2, "backward_path": "query_split"},
+        {"chunks_per_shard": 2, "backward_path": "row_parallel"},
+    )
+    for way in ways:
+        for number, given in enumerate(variants, start=1):
+            special = dict(given)
+            variant, other_rows = special.pop("variant"), special.pop("other_rows", few)
+            # Sizes of their own, so that the report tells them apart.
+            call = AttentionCall(dtype=dtype, N=8 * number, **special)
+            yield Case(
+                variant=variant, call=call, other_rows=other_rows, path="query_split", group_size=group_size, **way
+            )

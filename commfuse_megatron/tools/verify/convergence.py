@@ -1,0 +1,191 @@
+"""Trains one small model several times, stock and overlapped, and holds the differences to what rounding explains.
+
+Five runs from the same weights on the same batches:
+
+    reference            stock, in a wider dtype
+    stock, plugin        in the dtype under test; both write a checkpoint half way
+    plugin after stock   goes on from stock's checkpoint, overlapped
+    stock after plugin   goes on from the plugin's, stock
+
+The measure is the mean distance of losses and gradient norms from the reference: what the dtype costs stock Megatron,
+the plugin may cost too, up to a factor. The contract that bites: equal numbers prove nothing if the plugin was not at
+work, so every layer's calls are counted.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from commfuse_megatron.config import OverlapConfig
+from commfuse_megatron.tools.common.models import (
+    OVERLAPPED,
+    NormOutput,
+    Task,
+    build_model,
+    stock_reasons,
+    tensor_parallel_megatron,
+)
+
+#: The plugin's mean distance from the reference over stock's. Two equally good roundings have a ratio near 1.
+ALLOWED_RATIO = 2.0
+
+#: Losses and norms come as float32 numbers in every run, and two right ones may round to neighbours: one unit of that,
+#: relative, is no difference. It only matters where stock meets the reference exactly, as over a few steps on the CPU.
+ROUNDING = 2.0**-23
+
+QUANTITIES = ("loss", "grad_norm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvergenceTask(Task):
+    """What is trained.
+
+    exchange_at: the step after which checkpoints are written; the resumed runs begin with the next one.
+    lora: train low-rank adapters at all linears, of a GPT whose own weights are frozen. The form (`testing.lora`) is
+        the plugin's; stock always has "rows", the same function with other shards: Transformer Engine 2.20 leaves out
+        the gradient of the norm's output that it returns gathered.
+    """
+
+    reference_dtype: torch.dtype
+    exchange_at: int = 25
+    config: OverlapConfig = OVERLAPPED
+    lora: NormOutput | None = None
+
+    @property
+    def num_runs_steps(self) -> int:
+        """Steps of all five runs together, for progress bars."""
+        return 3 * self.num_steps + 2 * (self.num_steps - self.exchange_at)
+
+
+@dataclass(slots=True)
+class Curve:
+    """One run: values of each step, the first of which is `first_step` (counted from 1)."""
+
+    first_step: int = 1
+    loss: list[float] = field(default_factory=list)
+    grad_norm: list[float] = field(default_factory=list)
+
+    def mean_distance(self, reference: Curve, quantity: str, first_step: int) -> float:
+        """Mean absolute difference from `reference` over the steps from `first_step` on."""
+        found = getattr(self, quantity)[first_step - self.first_step :]
+        expected = getattr(reference, quantity)[first_step - reference.first_step :]
+        return sum(abs(a - b) for a, b in zip(found, expected, strict=True)) / len(expected)
+
+
+@dataclass(frozen=True, slots=True)
+class Convergence:
+    """Curves by run, and by run of the plugin what became of its linears: name -> why stock, None if overlapped."""
+
+    curves: dict[str, Curve]
+    layers: dict[str, dict[str, str | None]]
+
+
+def compare_runs(task: ConvergenceTask, *, on_step: Callable[[], object] = lambda: None) -> Convergence:
+    """Train on all ranks of the default group, which is the tensor-parallel group. Collective; equal on all ranks."""
+    with tensor_parallel_megatron(task.device_type), ExitStack() as stack:
+        folders = [stack.enter_context(tempfile.TemporaryDirectory(prefix="convergence-"))]
+        dist.broadcast_object_list(folders)  # one for all ranks: they write one checkpoint together
+        converged = _Runs(task, Path(folders[0]), on_step).all()
+        dist.barrier()  # the folder goes with the first rank
+        return converged
+
+
+def ratios_of(converged: Convergence) -> dict[tuple[str, str], tuple[float, float]]:
+    """(run, quantity) -> (its mean distance from the reference, stock's over the same steps)."""
+    curves = converged.curves
+    found = {}
+    for run in ("plugin", "plugin after stock", "stock after plugin"):
+        first = curves[run].first_step
+        for quantity in QUANTITIES:
+            found[run, quantity] = (
+                curves[run].mean_distance(curves["reference"], quantity, first),
+                curves["stock"].mean_distance(curves["reference"], quantity, first),
+            )
+    return found
+
+
+def complaints_of(converged: Convergence) -> list[str]:
+    """Everything that makes the comparison fail: runs too far from the reference, linears that were not overlapped."""
+    complaints = []
+    for (run, quantity), (distance, allowed) in ratios_of(converged).items():
+        values = getattr(converged.curves["reference"], quantity)
+        rounding = ROUNDING * max(map(abs, values))
+        if not distance <= ALLOWED_RATIO * allowed + rounding:
+            complaints.append(
+                f"{run}: mean {quantity} differs from the reference's by {distance:.3g}, stock's by {allowed:.3g};"
+                f" allowed is {ALLOWED_RATIO:g} times as much"
+            )
+    for run, layers in converged.layers.items():
+        if not layers:
+            complaints.append(f"{run}: the model has no tensor-parallel linear")
+        complaints += [f"{run}: {name}: {reason}" for name, reason in layers.items() if reason is not None]
+    return complaints
+
+
+class _Runs:
+    """The five runs of one task."""
+
+    def __init__(self, task: ConvergenceTask, folder: Path, on_step: Callable[[], object]) -> None:
+        self._task = task
+        self._folder = folder
+        self._on_step = on_step
+        self._weights: dict[str, torch.Tensor] = {}
+        self._layers: dict[str, dict[str, str | None]] = {}
+
+    def all(self) -> Convergence:
+        half, wide, narrow = self._task.exchange_at, self._task.reference_dtype, self._task.dtype
+        curves = {
+            "reference": self._train("reference", wide, overlap=False),
+            "stock": self._train("stock", narrow, overlap=False, save_at=half),
+            "plugin": self._train("plugin", narrow, overlap=True, save_at=half),
+            "plugin after stock": self._train("plugin after stock", narrow, overlap=True, load="stock"),
+            "stock after plugin": self._train("stock after plugin", narrow, overlap=False, load="plugin"),
+        }
+        return Convergence(curves, self._layers)
+
+    def _train(
+        self, run: str, dtype: torch.dtype, *, overlap: bool, save_at: int | None = None, load: str | None = None
+    ) -> Curve:
+        from commfuse_megatron.testing.training import Training
+
+        task = self._task
+        lora = task.lora if overlap else task.lora and "rows"
+        model = build_model(task, overlap=overlap and task.config, dtype=dtype, lora=lora)
+        self._begin_with_the_same_weights(model)
+        training = Training(model, lr=task.lr, with_mask=task.with_mask)
+        curve = Curve()
+        if load is not None:
+            training.load(self._folder / load)
+            curve.first_step = task.exchange_at + 1
+        for step in range(curve.first_step, task.num_steps + 1):
+            curve.loss.append(training.step(task.batch_of(step).to(task.device)))
+            curve.grad_norm.append(training.grad_norm())
+            if step == save_at:
+                training.save(self._folder / run)
+            self._on_step()
+        if overlap:
+            self._layers[run] = stock_reasons(model)
+        return curve
+
+    def _begin_with_the_same_weights(self, model: Any) -> None:
+        """Copy the first model's weights, which are the widest ones; the names must be the same."""
+        named = dict(model.named_parameters())
+        if not self._weights:
+            self._weights = {name: parameter.detach().clone() for name, parameter in named.items()}
+        if named.keys() != self._weights.keys():
+            differing = ", ".join(sorted(named.keys() ^ self._weights.keys()))
+            raise RuntimeError(f"stock and overlapped models have parameters of different names: {differing}")
+        with torch.no_grad():
+            for name, parameter in named.items():
+                weight = self._weights[name]
+                if weight.shape != parameter.shape:  # replicated in the form of adapters that stock has
+                    weight = weight.chunk(dist.get_world_size())[dist.get_rank()]
+                parameter.copy_(weight)

@@ -1,5 +1,0 @@
-"""Recorded steps, made visible: a trace for Perfetto, a picture, and a meter of exposed communication."""
-
-from commfuse_megatron.tracing.session import export, record
-
-__all__ = ["export", "record"]
