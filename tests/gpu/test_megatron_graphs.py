@@ -102,12 +102,6 @@ def _tokens(device, step):
     return torch.randint(256, (BATCH, LENGTH + 1), generator=generator).to(device)
 
 
-def _fuse_gradients(model):
-    for layer in model.modules():
-        if type(layer).__qualname__.startswith("CommFuse") and hasattr(layer, "gradient_accumulation_fusion"):
-            layer.gradient_accumulation_fusion = True  # Megatron asks for Apex when it is set at construction
-
-
 def _clean_up():
     """Graphs go before the communicators that they captured: NCCL destroys none that a graph still holds.
 
@@ -130,11 +124,12 @@ def _clean_up():
 def _train(device, spec, dtype, overlap, *, graphs="none", fuses_gradients=False, options=None):
     from commfuse_megatron.plugin import model_report
     from commfuse_megatron.testing.training import Training
+    from tests.megatron.models import fuse_gradients
 
     model = _build(device, spec, dtype, overlap, graphs, **(options or {}))
     _set_weights(model)
     if fuses_gradients:
-        _fuse_gradients(model)
+        fuse_gradients(model)
     run = Training(model, with_mask=False)
     steps = Steps([], [], None)
     for step in range(NUM_STEPS):

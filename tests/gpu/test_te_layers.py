@@ -57,15 +57,6 @@ def _model(gpt, device, *, overlap, **options):
     return build_gpt(gpt, config, overlap=overlap, device=device, spec=spec)
 
 
-def _perturb(model):
-    """Make biases and norm weights something else than zeros and ones, equally on all ranks."""
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = 0.05 * torch.randn(parameter.shape, generator=generator)
-            parameter.add_(noise.to(parameter.device, parameter.dtype))
-
-
 def _tokens(device, step=0):
     generator = torch.Generator().manual_seed(100 + step)
     return torch.randint(256, (BATCH, LENGTH + 1), generator=generator).to(device)
@@ -89,12 +80,13 @@ def _errors(oracle, found):
 def _compare(group, device, variant, dtype):
     from commfuse_megatron.plugin import convert_model, model_report
     from commfuse_megatron.testing.training import Training
+    from tests.megatron.models import perturb
 
     options = {"layernorm_zero_centered_gamma": True} if variant == "zero_centered" else {}
     with _parallel(group):
         gpt = _gpt(variant, dtype)
         stock = _model(gpt, device, overlap=False, **options)
-        _perturb(stock)
+        perturb(stock)
         wide = _model(_gpt(variant, torch.float32), device, overlap=False, **options)
         wide.load_state_dict({name: value.float() for name, value in _without_extra_state(stock).items()}, strict=False)
         ours = _model(gpt, device, overlap=OVERLAP, **options)
@@ -132,12 +124,12 @@ def _compare(group, device, variant, dtype):
 
 
 def _checkpoints(group, device):
-    from tests.megatron.models import assert_same, folders, load, save, values
+    from tests.megatron.models import assert_same, folders, load, perturb, save, values
 
     with _parallel(group), folders(2) as (of_stock, of_ours):
         gpt = _gpt("layer_norm_and_bias", torch.bfloat16)
         stock = _model(gpt, device, overlap=False)
-        _perturb(stock)
+        perturb(stock)
         save(stock, of_stock)
         ours = _model(gpt, device, overlap=OVERLAP)
         load(ours, of_stock)

@@ -30,7 +30,8 @@ def perturb(model: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+            noise = 0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.add_(noise.to(parameter.device))
 
 
 def fuse_gradients(model: torch.nn.Module) -> None:

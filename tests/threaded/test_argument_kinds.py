@@ -255,18 +255,15 @@ def test_numbers_of_any_kind_that_mean_something_are_taken(group, device) -> Non
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_lazily_negated_operand_is_refused(op: str) -> None:
+@on_ranks(2)
+def test_a_lazily_negated_operand_is_refused(group, device, op: str) -> None:
     name = "out_weight" if op == ATTENTION else "weight"
-
-    def body(group: Any, device: torch.device) -> None:
-        arguments = good(op, group.rank(), group.size())
-        negated = {**arguments, name: torch._neg_view(arguments[name])}
-        with OverlapContext(group, config()) as context:
-            OPS[op](**arguments, context=context)
-            expect_refusal(op, name, negated if group.rank() else arguments, 1, context)
-            OPS[op](**{**negated, name: negated[name].resolve_neg()}, context=context)
-
-    run_threads(2, body)
+    arguments = good(op, group.rank(), group.size())
+    negated = {**arguments, name: torch._neg_view(arguments[name])}
+    with OverlapContext(group, config()) as context:
+        OPS[op](**arguments, context=context)
+        expect_refusal(op, name, negated if group.rank() else arguments, 1, context)
+        OPS[op](**{**negated, name: negated[name].resolve_neg()}, context=context)
 
 
 def in_forward_mode(call: Any, x: torch.Tensor) -> None:

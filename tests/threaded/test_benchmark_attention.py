@@ -28,7 +28,7 @@ from commfuse_megatron.tools.common.cases import HEADLINE_M
 from commfuse_megatron.transport import tape_graphs
 from tests.harness.emulated_cudnn import emulate_cudnn
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
-from tests.harness.threads import run_threads
+from tests.harness.threads import on_ranks, run_threads
 from tests.threaded.test_benchmark_runs import run_settings
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from commfuse_megatron.tools.bench.run import Settings, grid, run_grid
 from commfuse_megatron.tools.bench.slicing import DataSlicing
 from commfuse_megatron.tools.bench.timing import Timed, measure, measure_host_us
 from commfuse_megatron.tools.common.cases import linear_case
-from tests.harness.threads import run_threads
+from tests.harness.threads import on_ranks, run_threads
 
 CPU = torch.device("cpu")
 # Megatron and its stand-ins for CUDA belong to a process, not to a thread.

@@ -109,23 +109,21 @@ def test_what_one_rank_cannot_make_is_an_error_of_all(group, device):
 
 
 @pytest.mark.parametrize("refusing", [{0}, {0, 1}])
-def test_a_kernel_that_is_refused_leaves_ranks_in_step(refusing):
+@on_ranks(2)
+def test_a_kernel_that_is_refused_leaves_ranks_in_step(group, device, refusing):
     """The refusing rank's context failed, for linears, too, and the others waited for it in the next call."""
     config = OverlapConfig(transport=TransportConfig(timeout_s=4.0), attention=AttentionConfig(path="query_split"))
 
-    def body(group, device):
-        def refuse(problem, wanted):
-            raise UnsupportedError("no such kernel on this rank")
+    def refuse(problem, wanted):
+        raise UnsupportedError("no such kernel on this rank")
 
-        heads = [torch.ones(8, 1, 2, 8) for _ in range(3)]
-        with OverlapContext(group, config) as context:
-            if group.rank() in refusing:
-                context.attention_kernels.choose = refuse
-            with pytest.raises(UnsupportedError if group.rank() in refusing else ShapeError, match="no such kernel"):
-                ops.query_split_attention(*heads, torch.ones(16, 16), context=context)
-            assert gather(context, 3) == [3, 3]
-
-    run_threads(2, body)
+    heads = [torch.ones(8, 1, 2, 8) for _ in range(3)]
+    with OverlapContext(group, config) as context:
+        if group.rank() in refusing:
+            context.attention_kernels.choose = refuse
+        with pytest.raises(UnsupportedError if group.rank() in refusing else ShapeError, match="no such kernel"):
+            ops.query_split_attention(*heads, torch.ones(16, 16), context=context)
+        assert gather(context, 3) == [3, 3]
 
 
 @pytest.mark.parametrize("is_known", [True, False])

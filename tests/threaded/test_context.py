@@ -359,18 +359,15 @@ def test_contexts_one_after_another_on_one_group(group, device):
             assert_equal(overlapped(case, operands, context), reference(case, operands, group))
 
 
-def test_more_than_256_chunks():
+@on_ranks(3)
+def test_more_than_256_chunks(group, device):
     passes = PassConfig(path="sliced", chunks_per_shard=100)
     config = OverlapConfig(linear=LinearConfig(fprop=passes, dgrad=passes))
-
-    def body(group, device):
-        for op in OPS:
-            case = Case(op=op, rows=320, batch=1)
-            operands = draw(case, group.rank(), group.size(), device)
-            with OverlapContext(group, config) as context:
-                assert_equal(overlapped(case, operands, context), reference(case, operands, group))
-
-    run_threads(3, body)
+    for op in OPS:
+        case = Case(op=op, rows=320, batch=1)
+        operands = draw(case, group.rank(), group.size(), device)
+        with OverlapContext(group, config) as context:
+            assert_equal(overlapped(case, operands, context), reference(case, operands, group))
 
 
 def test_sub_groups_make_their_contexts_alone():

@@ -21,7 +21,7 @@ from commfuse_megatron.runtime import shutdown, tensor_tape
 from commfuse_megatron.transport import copy_engine, stream_memory
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from tests.harness import emulated_gpu, run_threads
-from tests.harness.emulated_gpu import emulate_copy_engine, take_part
+from tests.harness.emulated_gpu import emulate_copy_engine, on_copy_engine, take_part
 from tests.threaded.test_copy_engine_emulated import config_for
 
 
@@ -234,16 +234,11 @@ def test_a_context_on_a_failed_device_fails_and_says_of_what(monkeypatch):
 
 
 @pytest.mark.parametrize("is_left", [True, False])
-def test_contexts_know_that_they_were_left_by_an_error(is_left, monkeypatch):
+@on_copy_engine(2)
+def test_contexts_know_that_they_were_left_by_an_error(group, device, is_left):
     """The exit of the program then waits for other ranks for a short time only."""
-    emulate_copy_engine(monkeypatch)
-
-    def body(group, device):
-        with take_part(group):
-            context = OverlapContext(group, config_for("sliced", "direct", 1))
-            with contextlib.suppress(ValueError), context:
-                if is_left:
-                    raise ValueError("a fault of the program")
-            assert context.link.is_left_by_error == is_left
-
-    run_threads(2, body)
+    context = OverlapContext(group, config_for("sliced", "direct", 1))
+    with contextlib.suppress(ValueError), context:
+        if is_left:
+            raise ValueError("a fault of the program")
+    assert context.link.is_left_by_error == is_left

@@ -18,7 +18,7 @@ from commfuse_megatron.runtime import calibrate
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from tests.harness import on_ranks, run_threads
-from tests.harness.emulated_gpu import emulate_copy_engine, take_part
+from tests.harness.emulated_gpu import emulate_copy_engine, on_copy_engine, take_part
 from tests.threaded.test_copy_engine_emulated import config_for
 from tests.threaded.test_planning import TRIAL, MadeUpTimes, plan_by_cost
 
@@ -166,24 +166,19 @@ def test_planning_that_ends_early_on_one_rank_fails_its_context(where, monkeypat
     run_threads(2, body, timeout_s=6.0)
 
 
-def test_a_call_whose_context_is_closed_meanwhile_says_so(monkeypatch):
-    emulate_copy_engine(monkeypatch)
+@on_copy_engine(2)
+def test_a_call_whose_context_is_closed_meanwhile_says_so(group, device):
+    context = OverlapContext(group, config_for("sliced", "direct", 1))
+    transport = context.link.transport
+    replay = transport.replay
 
-    def body(group, device):
-        with take_part(group):
-            context = OverlapContext(group, config_for("sliced", "direct", 1))
-            transport = context.link.transport
-            replay = transport.replay
+    def close_first(*arguments, **keywords):  # as another thread may
+        context.close()
+        return replay(*arguments, **keywords)
 
-            def close_first(*arguments, **keywords):  # as another thread may
-                context.close()
-                return replay(*arguments, **keywords)
-
-            transport.replay = close_first
-            with pytest.raises(TransportError, match="was closed in another thread"):
-                ops.all_gather_linear(torch.ones(4, 1, 8), torch.ones(8, 8), context=context)
-
-    run_threads(2, body)
+    transport.replay = close_first
+    with pytest.raises(TransportError, match="was closed in another thread"):
+        ops.all_gather_linear(torch.ones(4, 1, 8), torch.ones(8, 8), context=context)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -250,31 +245,28 @@ def test_a_dtype_the_gemm_refuses_leaves_the_context_to_others(monkeypatch):
 @pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("is_compared", [True, False])
 @pytest.mark.parametrize("name", ALL)
-def test_what_a_hook_of_saved_tensors_raises_fails_the_context(name, is_compared, error):
+@on_ranks(2)
+def test_what_a_hook_of_saved_tensors_raises_fails_the_context(group, device, name, is_compared, error):
     """Memory runs out there on one rank, say: nobody would see that its next call meets the others' present one."""
     config = OverlapConfig(transport=TransportConfig(timeout_s=8.0), check_agreement=is_compared)
+    context = OverlapContext(group, config)
+    leaves, call = operands_of(name, group.rank())
 
-    def body(group, device):
-        context = OverlapContext(group, config)
-        leaves, call = operands_of(name, group.rank())
+    def refuse(packed):
+        raise error("not there any more")
 
-        def refuse(packed):
-            raise error("not there any more")
-
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, refuse):
-            y = call(context)
-        with pytest.raises(error, match="not there any more"):
-            y.sum().backward()
-        assert context.is_usable == is_compared
-        if not is_compared:
-            with pytest.raises(TransportError, match=f"the backward pass of {name}"):
-                call(context)
-            return
-        call(context).sum().backward()
-        assert all(leaf.grad is not None for leaf in leaves)
-        context.close()
-
-    run_threads(2, body)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, refuse):
+        y = call(context)
+    with pytest.raises(error, match="not there any more"):
+        y.sum().backward()
+    assert context.is_usable == is_compared
+    if not is_compared:
+        with pytest.raises(TransportError, match=f"the backward pass of {name}"):
+            call(context)
+        return
+    call(context).sum().backward()
+    assert all(leaf.grad is not None for leaf in leaves)
+    context.close()
 
 
 def test_a_group_of_one_cannot_be_out_of_step(monkeypatch):

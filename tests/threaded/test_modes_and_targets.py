@@ -7,8 +7,8 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.errors import ShapeError
 from commfuse_megatron.ops import WeightGradTarget
 from commfuse_megatron.ops.arguments import with_unit_stride
-from tests.harness import on_ranks, run_threads
-from tests.harness.emulated_gpu import emulate_copy_engine, take_part
+from tests.harness import on_ranks
+from tests.harness.emulated_gpu import on_copy_engine
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
 
 from tests.threaded.test_copy_engine_emulated import config_for  # isort: skip
@@ -39,24 +39,20 @@ def test_the_embedding_trains_after_inference_mode(group, device):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_one_tape_does_not_serve_gradients_of_another_layout(op, monkeypatch):
-    emulate_copy_engine(monkeypatch)
-
-    def body(group, device):
-        with take_part(group), OverlapContext(group, config_for("sliced", "direct", 1)) as context:
-            case = Case(op=op, rows=16, N=8, K=8, has_bias=False)
-            operands = draw(case, group.rank(), group.size(), device)
-            expected = reference(case, operands, group)["weight.grad"]
-            whole = torch.zeros(8, 16)
-            for target in (torch.zeros(8, 8), torch.zeros(8, 8).t(), whole[:, 4:12]):
-                leaves = operands.copies()
-                added = WeightGradTarget(target, lambda: None)
-                getattr(ops, op)(leaves.x, leaves.weight, context=context, weight_grad=added).backward(operands.grad_y)
-                assert torch.equal(target, expected.to(target.dtype))
-            assert not whole[:, :4].any()
-            assert not whole[:, 12:].any()
-
-    run_threads(2, body)
+@on_copy_engine(2)
+def test_one_tape_does_not_serve_gradients_of_another_layout(group, device, op):
+    with OverlapContext(group, config_for("sliced", "direct", 1)) as context:
+        case = Case(op=op, rows=16, N=8, K=8, has_bias=False)
+        operands = draw(case, group.rank(), group.size(), device)
+        expected = reference(case, operands, group)["weight.grad"]
+        whole = torch.zeros(8, 16)
+        for target in (torch.zeros(8, 8), torch.zeros(8, 8).t(), whole[:, 4:12]):
+            leaves = operands.copies()
+            added = WeightGradTarget(target, lambda: None)
+            getattr(ops, op)(leaves.x, leaves.weight, context=context, weight_grad=added).backward(operands.grad_y)
+            assert torch.equal(target, expected.to(target.dtype))
+        assert not whole[:, :4].any()
+        assert not whole[:, 12:].any()
 
 
 @pytest.mark.parametrize("op", OPS)

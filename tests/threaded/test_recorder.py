@@ -62,28 +62,25 @@ def test_collectives_are_not_recorded_nor_timed(op, path):
     run_threads(2, body)
 
 
-def test_the_exposed_time_of_a_linear_is_that_of_its_own_calls():
+@on_ranks(2)
+def test_the_exposed_time_of_a_linear_is_that_of_its_own_calls(group, device):
     """The projection of sequential attention states the same problem, and leaves its transfers to a collective."""
     config = OverlapConfig.from_dict(
         {"linear": {"dgrad": {"path": "sliced"}}, "attention": {"path": "sequential"}, "record": True}
     )
+    with OverlapContext(group, config) as context:
+        x, weight = torch.ones(8, 1, 6, requires_grad=True), torch.ones(6, 6, requires_grad=True)
+        q, k, v = (torch.ones(8, 1, 2, 3, requires_grad=True) for _ in range(3))
 
-    def body(group, device):
-        with OverlapContext(group, config) as context:
-            x, weight = torch.ones(8, 1, 6, requires_grad=True), torch.ones(6, 6, requires_grad=True)
-            q, k, v = (torch.ones(8, 1, 2, 3, requires_grad=True) for _ in range(3))
+        def report():
+            return {(r.op, r.pass_name): (r.calls, r.exposed_comm_us) for r in context.report()}
 
-            def report():
-                return {(r.op, r.pass_name): (r.calls, r.exposed_comm_us) for r in context.report()}
-
-            ops.linear_reduce_scatter(x, weight, context=context).sum().backward()
-            before = report()
-            for _ in range(3):
-                ops.query_split_attention(q, k, v, weight, context=context).sum().backward()
-            assert before["linear_reduce_scatter", "backward"][1] > 0
-            assert report().items() >= before.items()
-
-    run_threads(2, body)
+        ops.linear_reduce_scatter(x, weight, context=context).sum().backward()
+        before = report()
+        for _ in range(3):
+            ops.query_split_attention(q, k, v, weight, context=context).sum().backward()
+        assert before["linear_reduce_scatter", "backward"][1] > 0
+        assert report().items() >= before.items()
 
 
 @on_ranks(2)

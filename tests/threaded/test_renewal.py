@@ -10,7 +10,7 @@ from commfuse_megatron.config import TransportConfig
 from commfuse_megatron.errors import CommFuseError, TransportError, TransportTimeoutError
 from commfuse_megatron.runtime import link, renewal
 from tests.harness import on_ranks, run_threads
-from tests.harness.emulated_gpu import emulate_copy_engine, take_part
+from tests.harness.emulated_gpu import on_copy_engine
 from tests.threaded.test_copy_engine_emulated import config_for
 
 NOT_COMPARED = OverlapConfig(transport=TransportConfig(timeout_s=8.0), check_agreement=False)
@@ -202,38 +202,28 @@ def test_peers_are_told_of_an_error_beside_the_operations(group, device, config)
         leave()
 
 
-def test_over_the_copy_engine_a_context_is_renewed(monkeypatch):
-    emulate_copy_engine(monkeypatch)
-
-    def body(group, device):
-        with take_part(group):
-            context = OverlapContext(group, config_for("sliced", "direct", 1))
-            for value in range(3):
-                assert gather(context, value + group.rank()) == [value, value + 1]
-                expect_end(context)
-                context = context.renew()
-            gather(context, 1)
-            context.link._has_begun = True  # something of the operation was sent
-            expect_end(context)
-            expect_no_renewal(context)
-
-    run_threads(2, body)
+@on_copy_engine(2)
+def test_over_the_copy_engine_a_context_is_renewed(group, device):
+    context = OverlapContext(group, config_for("sliced", "direct", 1))
+    for value in range(3):
+        assert gather(context, value + group.rank()) == [value, value + 1]
+        expect_end(context)
+        context = context.renew()
+    gather(context, 1)
+    context.link._has_begun = True  # something of the operation was sent
+    expect_end(context)
+    expect_no_renewal(context)
 
 
-def test_a_context_in_a_cuda_graph_is_not_renewed(monkeypatch):
+@on_copy_engine(2)
+def test_a_context_in_a_cuda_graph_is_not_renewed(group, device):
     """Nobody counts the replays of a graph, and its copies go to the old windows."""
-    emulate_copy_engine(monkeypatch)
-
-    def body(group, device):
-        with take_part(group):
-            context = OverlapContext(group, config_for("sliced", "direct", 1))
-            for _ in range(3):
-                gather(context, 1)
-            context.slots.note_capture()
-            expect_end(context)
-            expect_no_renewal(context)
-
-    run_threads(2, body)
+    context = OverlapContext(group, config_for("sliced", "direct", 1))
+    for _ in range(3):
+        gather(context, 1)
+    context.slots.note_capture()
+    expect_end(context)
+    expect_no_renewal(context)
 
 
 @on_ranks(2)

@@ -14,7 +14,7 @@ from commfuse_megatron.runtime.recorder import Interval
 from commfuse_megatron.tools.trace.kernels import Profile
 from commfuse_megatron.tools.trace.operation import BlockToTrace, BlockTrace, attention_us, trace_block
 from commfuse_megatron.tools.trace.summary import is_attention, is_gemm
-from tests.harness import run_threads
+from tests.harness import on_ranks, run_threads
 from tests.threaded.test_query_split_attention import Case, attention_config, draw, run
 
 BLOCK = BlockToTrace(
@@ -180,20 +180,17 @@ def test_another_way_than_asked_for_is_refused_on_all_ranks():
     (LinearConfig(fprop=PassConfig(path="bulk")), "fprop", "path bulk was asked for and sliced taken"),
     (LinearConfig(dgrad=PassConfig(path="async")), "backward", "path async was asked for and sequential taken"),
 ])  # fmt: skip
-def test_another_way_of_the_projection_than_asked_is_refused(forced, pass_name, taken):
+@on_ranks(2)
+def test_another_way_of_the_projection_than_asked_is_refused(group, device, forced, pass_name, taken):
     """Else the row of row_parallel would show another way under its name. A configuration may mean other linears."""
     config = attention_config("row_parallel", linear=forced)
     wanted = dataclasses.replace(BLOCK, pass_name=pass_name)
-
-    def body(group, device):
-        with pytest.raises(UnsupportedError, match=f"the projection's {taken}"):
-            trace_block(dataclasses.replace(wanted, forces_projection=True), config, group, device)
-        if "sequential" not in taken:  # whose collective is watched, which takes processes
-            found = trace_block(wanted, config, group, device)
-            assert found.projection.path == "sliced"
-            assert "for backward passes" in found.projection.reason
-
-    run_threads(2, body)
+    with pytest.raises(UnsupportedError, match=f"the projection's {taken}"):
+        trace_block(dataclasses.replace(wanted, forces_projection=True), config, group, device)
+    if "sequential" not in taken:  # whose collective is watched, which takes processes
+        found = trace_block(wanted, config, group, device)
+        assert found.projection.path == "sliced"
+        assert "for backward passes" in found.projection.reason
 
 
 def test_the_report_does_not_say_attentions_exposed_time_alone():

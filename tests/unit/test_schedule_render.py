@@ -87,19 +87,10 @@ step | ... | rank 20                      | rank 21                      | ...
 """
 
 
-def test_ring_reduce_scatter_of_four() -> None:
+def test_grids_of_four() -> None:
     assert render(build("reduce_scatter", "ring", 4)) == RING_REDUCE_SCATTER
-
-
-def test_direct_reduce_scatter_of_four() -> None:
     assert render(build("reduce_scatter", "direct", 4)) == DIRECT_REDUCE_SCATTER
-
-
-def test_ring_all_gather_of_four() -> None:
     assert render(build("all_gather", "ring", 4)) == RING_ALL_GATHER
-
-
-def test_mark() -> None:
     assert render(build("all_gather", "direct", 4), mark=(2, 2)) == DIRECT_ALL_GATHER_MARKED
 
 

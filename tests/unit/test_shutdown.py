@@ -243,10 +243,11 @@ def test_what_cannot_be_released_is_no_error_of_another_context(alarms, caplog):
     assert (shutdown._links, shutdown._left) == ({later}, {})
 
 
-def test_a_failed_context_makes_the_exit_short(alarms, monkeypatch):
+@pytest.mark.parametrize("said", [{"failure": ValueError()}, {"is_left_by_error": True}])
+def test_a_failed_context_makes_the_exit_short(said, alarms, monkeypatch):
     monkeypatch.setattr(shutdown, "_AFTER_AN_ERROR_S", 0.1)
     link = Link(is_in_flight=True)
-    link.failure = ValueError()
+    vars(link).update(said)
     shutdown.track_until_exit(link)
     began = time.monotonic()
     shutdown._limit_the_exit()
@@ -307,17 +308,6 @@ def test_ctrl_c_in_a_release_leaves_it_to_the_next_time(alarms):
     shutdown.release_what_is_done()
     assert released == ["interrupted", "done"]
     assert (shutdown._links, shutdown._left) == (set(), {})
-
-
-def test_a_context_left_by_an_error_makes_the_exit_short(alarms, monkeypatch):
-    monkeypatch.setattr(shutdown, "_AFTER_AN_ERROR_S", 0.1)
-    link = Link(is_in_flight=True)
-    link.is_left_by_error = True
-    shutdown.track_until_exit(link)
-    began = time.monotonic()
-    shutdown._limit_the_exit()
-    assert time.monotonic() - began < 10
-    assert alarms[-1] == 30
 
 
 def _end_with_something_in_flight(how, folder):

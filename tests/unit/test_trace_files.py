@@ -207,16 +207,6 @@ def test_every_stream_has_a_row_where_there_is_room(
     assert drawn == [{(round(0.4 - (n + 1) * height, 3), round(height, 3)) for n in range(rows)}]
 
 
-def test_the_search_for_cut_labels_finds_them(tmp_path: Path, cut_labels: list[str]) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4, 1))
-    figure.text(0.1, 0.5, "fits")
-    figure.text(0.8, 0.5, "reaches over the edge")
-    figure.savefig(tmp_path / "a.png")
-    assert cut_labels == ["reaches over the edge"]
-
-
 def test_export_writes_trace_and_picture(tmp_path: Path) -> None:
     files = export(a_ring(2), tmp_path / "new", name="step", title="a step")
     assert [file.name for file in files] == ["step_trace.json", "step_timeline.png"]
