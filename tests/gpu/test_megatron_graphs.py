@@ -11,7 +11,6 @@ so against it ours may be off by 1e-2; ours in and outside of graphs are still t
 are compared: the same kernels, up to what attention's backward adds in any order.
 """
 
-import faulthandler
 import functools
 import gc
 import importlib.util
@@ -25,11 +24,9 @@ from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.config import AttentionConfig, LinearConfig, PassConfig, TransportConfig
-from tests.harness import run_spawned
-from tests.harness.outcomes import outcome_on_all_ranks
+from tests.harness.checks import make_test
 
 LENGTH, BATCH, NUM_STEPS, WARM_UP = 128, 2, 6, 2
-HANGS_AFTER_S, ENDS_WITHIN_S = 60.0, 15.0
 
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2**-6}
@@ -56,14 +53,6 @@ def _config(transport, path="sliced", *, m=1, attention="row_parallel"):
         transport=TransportConfig(backend=transport, timeout_s=20.0),
         attention=AttentionConfig(path=attention),
     )
-
-
-@contextmanager
-def _parallel(group):
-    from commfuse_megatron.testing.gpt import tensor_parallel
-
-    with tensor_parallel(group.size()):
-        yield
 
 
 def _build(device, spec, dtype, overlap, graphs, **options):
@@ -113,12 +102,6 @@ def _tokens(device, step):
     return torch.randint(256, (BATCH, LENGTH + 1), generator=generator).to(device)
 
 
-def _fuse_gradients(model):
-    for layer in model.modules():
-        if type(layer).__qualname__.startswith("CommFuse") and hasattr(layer, "gradient_accumulation_fusion"):
-            layer.gradient_accumulation_fusion = True  # Megatron asks for Apex when it is set at construction
-
-
 def _clean_up():
     """Graphs go before the communicators that they captured: NCCL destroys none that a graph still holds.
 
@@ -141,11 +124,12 @@ def _clean_up():
 def _train(device, spec, dtype, overlap, *, graphs="none", fuses_gradients=False, options=None):
     from commfuse_megatron.plugin import model_report
     from commfuse_megatron.testing.training import Training
+    from tests.megatron.models import fuse_gradients
 
     model = _build(device, spec, dtype, overlap, graphs, **(options or {}))
     _set_weights(model)
     if fuses_gradients:
-        _fuse_gradients(model)
+        fuse_gradients(model)
     run = Training(model, with_mask=False)
     steps = Steps([], [], None)
     for step in range(NUM_STEPS):
@@ -289,18 +273,10 @@ CHECKS = {
     "copy engine, local layers, fp32, bulk": (_compare, "local", FP32, _config("copy_engine", "bulk")),
     "copy engine, local layers, fp32, fused gradients": (_compare, "local", FP32, _config("copy_engine"), True),
     "copy engine, local layers, fp32, planned": (_compare, "local", FP32, _config("copy_engine", "auto")),
-    "copy engine, local layers, fp32, query-split": (
-        _compare,
-        "local",
-        FP32,
-        _config("copy_engine", attention="query_split"),
-    ),
-    "copy engine, local layers, bf16, query-split": (
-        _compare,
-        "local",
-        BF16,
-        _config("copy_engine", attention="query_split"),
-    ),
+    "copy engine, local layers, fp32, query-split": (_compare, "local", FP32, _config("copy_engine",
+     attention="query_split")),
+    "copy engine, local layers, bf16, query-split": (_compare, "local", BF16, _config("copy_engine",
+     attention="query_split")),
     "nccl, local layers, fp32, sliced": (_compare, "local", FP32, _config("nccl")),
     "nccl, local layers, fp32, query-split": (_compare, "local", FP32, _config("nccl", attention="query_split")),
     "copy engine, whole iteration": (_full_iteration, _config("copy_engine")),
@@ -308,45 +284,25 @@ CHECKS = {
     "stock, Transformer Engine, fp32": (_stock_graphs, "te", FP32),
     "copy engine, Transformer Engine, fp32": (_compare, "te", FP32, _config("copy_engine")),
     "copy engine, Transformer Engine, bf16": (_compare, "te", BF16, _config("copy_engine")),
-    "copy engine, Transformer Engine, bf16, query-split": (
-        _compare,
-        "te",
-        BF16,
-        _config("copy_engine", attention="query_split"),
-    ),
-}
+    "copy engine, Transformer Engine, bf16, query-split": (_compare, "te", BF16, _config("copy_engine",
+     attention="query_split")),
+}  # fmt: skip
 
 
-def _check_all(group, device, names):
-    """What went wrong in each check, by name; None where nothing did."""
-    found = {}
-    with _parallel(group):
-        for name in names:
-            if any(found.values()):  # Megatron's record of graphs may be left half made
-                found[name] = "not run: a check before it failed"
-                continue
-            body, *arguments = CHECKS[name]
-            faulthandler.dump_traceback_later(HANGS_AFTER_S)
-            try:
-                found[name] = outcome_on_all_ranks(name, functools.partial(body, device, *arguments))
-            finally:
-                faulthandler.cancel_dump_traceback_later()
-        faulthandler.dump_traceback_later(ENDS_WITHIN_S)
-    faulthandler.cancel_dump_traceback_later()
-    return found
+@contextmanager
+def _enter(group, device):
+    from commfuse_megatron.testing.gpt import tensor_parallel
+
+    def run(name):
+        if "Transformer" in name and not HAS_TRANSFORMER_ENGINE:
+            pytest.skip("Transformer Engine is not installed")
+        body, *arguments = CHECKS[name]
+        body(device, *arguments)
+
+    with tensor_parallel(group.size()):
+        yield run
 
 
-@pytest.fixture(scope="module")
-def outcomes(request):
-    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
-    selected = {item.callspec.params["name"] for item in items}
-    names = [name for name in CHECKS if name in selected and (HAS_TRANSFORMER_ENGINE or "Transformer" not in name)]
-    return run_spawned(2, _check_all, names, backend="nccl")[0]
-
-
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
-@pytest.mark.parametrize("name", CHECKS)
-def test_graphs(name, outcomes):
-    if name not in outcomes:
-        pytest.skip("Transformer Engine is not installed")
-    assert outcomes[name] is None, outcomes[name]
+test_graphs = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")(
+    make_test(2, _enter, CHECKS, backend="nccl")
+)

@@ -16,18 +16,9 @@ DEVICE = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PASSES = ("fprop", "dgrad", "wgrad")
 AWKWARD_SIZES = [
-    (1, 1, 1),
-    (1, 17, 127),
-    (17, 1, 1),
-    (127, 17, 8191),
-    (8191, 127, 17),
-    (1, 8191, 17),
-    (8191, 1, 127),
-    (17, 8191, 1),
-    (130, 264, 72),
-    (1000, 520, 328),
-    (2049, 1040, 1000),
-]
+    (1, 1, 1), (1, 17, 127), (17, 1, 1), (127, 17, 8191), (8191, 127, 17), (1, 8191, 17), (8191, 1, 127),
+    (17, 8191, 1), (130, 264, 72), (1000, 520, 328), (2049, 1040, 1000),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -194,14 +185,11 @@ def test_addends_of_every_kind(sizes, out_dtype, addend_dtype):
     bias = integers(1, N, addend_dtype, seed=8)[0]
     column = integers(M, 1, addend_dtype, seed=9)
     addends = {
-        "matrix": matrix,
-        "column-major": place(matrix, transposed=True),
-        "unaligned": place(matrix, transposed=False, offset=1, pad=3),
-        "bias": bias.expand(M, N),
-        "strided bias": integers(1, 2 * N, addend_dtype, seed=8)[0, ::2].expand(M, N),
-        "column": column.expand(M, N),
+        "matrix": matrix, "column-major": place(matrix, transposed=True),
+        "unaligned": place(matrix, transposed=False, offset=1, pad=3), "bias": bias.expand(M, N),
+        "strided bias": integers(1, 2 * N, addend_dtype, seed=8)[0, ::2].expand(M, N), "column": column.expand(M, N),
         "scalar": matrix[:1, :1].expand(M, N),
-    }
+    }  # fmt: skip
     for name, addend in addends.items():
         out = product(a, b, out_dtype, addend=addend)
         wanted = exact(a, b, addend, out_dtype)

@@ -26,20 +26,16 @@ BASE = AttentionProblem(
     group_size=4, right=0,
 )  # fmt: skip
 PROBLEMS = {
-    "causal": BASE,
-    "full": dataclasses.replace(BASE, right=None),
-    "grouped": dataclasses.replace(BASE, kv_heads=2),
+    "causal": BASE, "full": dataclasses.replace(BASE, right=None), "grouped": dataclasses.replace(BASE, kv_heads=2),
     "one group": dataclasses.replace(BASE, kv_heads=1, batch=1),
     "128 features": dataclasses.replace(BASE, head_dim=128, value_dim=128),
     "latent": dataclasses.replace(BASE, head_dim=192, value_dim=128),
     "latent, odd rows": dataclasses.replace(BASE, head_dim=192, value_dim=128, rows=509, batch=1),
     "latent, full": dataclasses.replace(BASE, head_dim=192, value_dim=128, right=None, dtype="float16"),
     "values of half the features": dataclasses.replace(BASE, head_dim=128, value_dim=64),
-    "float16": dataclasses.replace(BASE, dtype="float16"),
-    "odd rows": dataclasses.replace(BASE, rows=509),
-    "window before": dataclasses.replace(BASE, left=70),
-    "window": dataclasses.replace(BASE, left=70, right=33),
-}
+    "float16": dataclasses.replace(BASE, dtype="float16"), "odd rows": dataclasses.replace(BASE, rows=509),
+    "window before": dataclasses.replace(BASE, left=70), "window": dataclasses.replace(BASE, left=70, right=33),
+}  # fmt: skip
 
 
 def kernel_or_skip(name, problem):
@@ -180,7 +176,7 @@ def test_strided_operands(name):
         torch.testing.assert_close(plain, strided, atol=2e-2, rtol=2e-2)
 
 
-def test_flash_drops_the_same_from_the_same_seed_and_leaves_the_programs_state_alone():
+def test_flash_drops_by_the_seed_and_leaves_the_programs_state():
     problem = dataclasses.replace(BASE, has_dropout=True)
     kernel, device = kernel_or_skip("flash", problem), torch.device("cuda", 0)
     q, k, v, grad = heads_of(problem, device)

@@ -4,7 +4,6 @@ Stock and ours get the same weights and the same batches. Ours is built from a s
 Transformer Engine takes long to import, so one group of processes makes all checks.
 """
 
-import functools
 import importlib.util
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,22 +13,17 @@ import torch
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.config import AttentionConfig, LinearConfig, PassConfig
-from tests.harness import run_spawned
-from tests.harness.outcomes import outcome_on_all_ranks
+from tests.harness.checks import make_test
 
 SLICED = PassConfig(path="sliced", algorithm="direct", chunks_per_shard=1)
 OVERLAP = OverlapConfig(linear=LinearConfig(fprop=SLICED, dgrad=SLICED), attention=AttentionConfig(path="row_parallel"))
 LENGTH, BATCH, NUM_STEPS, NUM_LINEARS = 128, 2, 4, 9  # and the embedding
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.multi_gpu(2),
-    pytest.mark.slow,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
-    ),
-]
+    pytest.mark.gpu, pytest.mark.multi_gpu(2), pytest.mark.slow, pytest.mark.timeout(400),
+    pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None,
+     reason="Transformer Engine is not installed"),
+]  # fmt: skip
 
 
 @contextmanager
@@ -63,15 +57,6 @@ def _model(gpt, device, *, overlap, **options):
     return build_gpt(gpt, config, overlap=overlap, device=device, spec=spec)
 
 
-def _perturb(model):
-    """Make biases and norm weights something else than zeros and ones, equally on all ranks."""
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = 0.05 * torch.randn(parameter.shape, generator=generator)
-            parameter.add_(noise.to(parameter.device, parameter.dtype))
-
-
 def _tokens(device, step=0):
     generator = torch.Generator().manual_seed(100 + step)
     return torch.randint(256, (BATCH, LENGTH + 1), generator=generator).to(device)
@@ -95,12 +80,13 @@ def _errors(oracle, found):
 def _compare(group, device, variant, dtype):
     from commfuse_megatron.plugin import convert_model, model_report
     from commfuse_megatron.testing.training import Training
+    from tests.megatron.models import perturb
 
     options = {"layernorm_zero_centered_gamma": True} if variant == "zero_centered" else {}
     with _parallel(group):
         gpt = _gpt(variant, dtype)
         stock = _model(gpt, device, overlap=False, **options)
-        _perturb(stock)
+        perturb(stock)
         wide = _model(_gpt(variant, torch.float32), device, overlap=False, **options)
         wide.load_state_dict({name: value.float() for name, value in _without_extra_state(stock).items()}, strict=False)
         ours = _model(gpt, device, overlap=OVERLAP, **options)
@@ -138,12 +124,12 @@ def _compare(group, device, variant, dtype):
 
 
 def _checkpoints(group, device):
-    from tests.megatron.checkpoint_checks import assert_same, folders, load, save, values
+    from tests.megatron.models import assert_same, folders, load, perturb, save, values
 
     with _parallel(group), folders(2) as (of_stock, of_ours):
         gpt = _gpt("layer_norm_and_bias", torch.bfloat16)
         stock = _model(gpt, device, overlap=False)
-        _perturb(stock)
+        perturb(stock)
         save(stock, of_stock)
         ours = _model(gpt, device, overlap=OVERLAP)
         load(ours, of_stock)
@@ -160,6 +146,8 @@ def _fp8(group, device, recipe):
     from commfuse_megatron.plugin import convert_model, model_report
     from commfuse_megatron.testing.training import Training
 
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs compute capability 8.9")
     with _parallel(group):
         gpt = _gpt("swiglu", torch.bfloat16)
         stock, ours, converted = (
@@ -262,37 +250,22 @@ def _main_grad(group, device):
 
 
 CHECKS = {
-    "main_grad of a converted layer": (_main_grad,),
-    "checkpoints both ways": (_checkpoints,),
-    "the norm's kernels": (_norms,),
-    "swiglu, bfloat16": (_compare, "swiglu", torch.bfloat16),
+    "main_grad of a converted layer": (_main_grad,), "checkpoints both ways": (_checkpoints,),
+    "the norm's kernels": (_norms,), "swiglu, bfloat16": (_compare, "swiglu", torch.bfloat16),
     "swiglu, float32": (_compare, "swiglu", torch.float32),
     "layer norm and bias, bfloat16": (_compare, "layer_norm_and_bias", torch.bfloat16),
     "zero-centered norm, bfloat16": (_compare, "zero_centered", torch.bfloat16),
-    "fp8 stays with a reason, delayed": (_fp8, "delayed"),
-    "fp8 stays with a reason, tensorwise": (_fp8, "tensorwise"),
-}
+    "fp8 stays with a reason, delayed": (_fp8, "delayed"), "fp8 stays with a reason, tensorwise": (_fp8, "tensorwise"),
+}  # fmt: skip
 
 
-def _check_all(group, device):
-    """What went wrong in each check, by name; None where nothing did."""
-    found = {}
-    for name, (body, *arguments) in CHECKS.items():
-        if body is _fp8 and torch.cuda.get_device_capability() < (8, 9):
-            found[name] = "skip: FP8 needs compute capability 8.9"
-            continue
-        found[name] = outcome_on_all_ranks(name, functools.partial(body, group, device, *arguments))
-    return found
+@contextmanager
+def _enter(group, device):
+    def run(name):
+        body, *arguments = CHECKS[name]
+        body(group, device, *arguments)
+
+    yield run
 
 
-@pytest.fixture(scope="module")
-def outcomes():
-    return run_spawned(2, _check_all, backend="nccl")[0]
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_transformer_engines_layers(name, outcomes):
-    outcome = outcomes[name]
-    if outcome and outcome.startswith("skip: "):
-        pytest.skip(outcome)
-    assert outcome is None, outcome
+test_transformer_engines_layers = make_test(2, _enter, CHECKS, backend="nccl")

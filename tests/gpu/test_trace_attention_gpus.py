@@ -35,7 +35,7 @@ def span_us(events):
 
 @pytest.mark.parametrize("transport", ["copy_engine", "nccl"])
 @pytest.mark.parametrize("pass_name", ["fprop", "backward"])
-def test_the_profiler_sees_attention_products_and_transfers_of_every_way(transport, pass_name, tmp_path):
+def test_the_profiler_sees_products_and_transfers_of_attention(transport, pass_name, tmp_path):
     """Fails where calls get each other's kernels, none at all, or copies that count as computations."""
     m = 2
     way = ("--path", "sliced", "--algorithm", "direct", "--chunks", "1", "--splits", str(m), "--transport", transport)

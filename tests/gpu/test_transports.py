@@ -138,7 +138,7 @@ def _late_peer(group, device, backend, calls_before):
 
 @pytest.mark.parametrize("calls_before", [1, 6])
 @BACKENDS
-def test_the_watchdog_frees_the_stream_and_names_the_missing_rank(backend, calls_before):
+def test_the_watchdog_frees_the_stream_and_names_who_is_missing(backend, calls_before):
     run_spawned(2, _late_peer, backend, calls_before, backend="nccl")
 
 

@@ -2,6 +2,6 @@
 
 from tests.harness.commands import run_on_ranks
 from tests.harness.spawned import run_spawned
-from tests.harness.threads import make_groups, run_threads
+from tests.harness.threads import make_groups, on_ranks, run_threads
 
-__all__ = ["make_groups", "run_on_ranks", "run_spawned", "run_threads"]
+__all__ = ["make_groups", "on_ranks", "run_on_ranks", "run_spawned", "run_threads"]

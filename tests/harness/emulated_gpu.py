@@ -9,6 +9,7 @@ fulfils raises after some seconds.
 import contextlib
 import ctypes
 import functools
+import inspect
 import itertools
 import math
 import random
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,8 +33,9 @@ from commfuse_megatron.runtime.lanes import Lanes
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.copy_steps import BoundOperation
 from commfuse_megatron.transport.driver import Driver
+from tests.harness.threads import on_ranks
 
-__all__ = ["capture_call", "emulate_copy_engine", "take_part", "tapes_of"]
+__all__ = ["capture_call", "emulate_copy_engine", "on_copy_engine", "take_part", "tapes_of"]
 
 _LONGEST_WAIT_S = 10.0
 _CPU = torch.device("cpu")
@@ -54,6 +57,29 @@ def emulate_copy_engine(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     found = _Hardware()
     monkeypatch.setattr(hardware, "current", found)
     return found
+
+
+def on_copy_engine(group_size: int | str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """As `on_ranks`, but contexts use the copy engine, and every thread is a rank when windows are mapped."""
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        @on_ranks(group_size)
+        @functools.wraps(test)
+        def on_all(group: dist.ProcessGroup, device: torch.device, **given: Any) -> None:
+            with take_part(group):
+                test(group, device, **given)
+
+        @functools.wraps(test)
+        def run(monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
+            emulate_copy_engine(monkeypatch)
+            on_all(**given)
+
+        fixture = inspect.Parameter("monkeypatch", inspect.Parameter.KEYWORD_ONLY)
+        others = inspect.signature(on_all).parameters.values()
+        run.__signature__ = inspect.Signature([*others, fixture])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def tapes_of(context: OverlapContext) -> list[BoundOperation | None]:

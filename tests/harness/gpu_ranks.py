@@ -1,9 +1,10 @@
 """Ranks on GPUs: processes that stay, with their process group, for the next test.
 
 Importing, a CUDA context and a communicator take some 15 s (2 x H200, 11/2026), most bodies take 2. So the ranks of a
-group wait for more bodies of the same module; those of another one may need other libraries (two of cuDNN in one
-process do not go together), those of another size, backend or environment, which is read at the start, replace them.
-What is left in memory or on the device by a body that failed is not known: its ranks are killed.
+group wait for more bodies of the same module, with the same functions among their arguments; those of another one may
+need other libraries (two of cuDNN in one process do not go together), those of another size, backend or environment,
+which is read at the start, replace them. What is left in memory or on the device by a body that failed is not known:
+its ranks are killed.
 """
 
 import atexit
@@ -43,7 +44,8 @@ class _Job(NamedTuple):
 
 def run_on_gpu_ranks(world_size: int, backend: str, folder: str, body: Callable[..., Any], args: tuple) -> None:
     """Run `body` on every rank; raises with what failed first and what fails soon after."""
-    key = (body.__module__, world_size, backend, *sorted(_environment().items()))
+    functions = (f"{each.__module__}.{each.__qualname__}" for each in args if callable(each))
+    key = (body.__module__, *functions, world_size, backend, *sorted(_environment().items()))
     if key not in _ranks:
         for other in list(_ranks):
             _ranks.pop(other).end()

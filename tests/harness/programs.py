@@ -70,39 +70,21 @@ KINDS = {
     "all_gather_linear": Kind(lambda g, s, policy, asked: lower_gather_pass(g, policy, asked), _GATHER_FORWARD),
     "linear_reduce_scatter": Kind(_scatter_pass, (Asked(), Asked(has_bias=True))),
     "all_gather_linear backward": Kind(_scatter_pass, _SCATTER_BACKWARD),
-    "linear_reduce_scatter backward": Kind(
-        lambda g, s, policy, asked: lower_gather_pass(g, policy, asked), _GATHER_BACKWARD
-    ),
+    "linear_reduce_scatter backward": Kind(lambda g, s, policy, asked: lower_gather_pass(g, policy, asked),
+     _GATHER_BACKWARD),
     "embedding": Kind(lambda g, s, policy, asked: lower_embedding(s, policy), (Asked(),)),
-    "embedding backward": Kind(
-        lambda g, s, policy, asked: lower_gather_alone(g, policy, "all-gather", keeps_gathered=True),
-        (Asked(has_product=False, keeps_gathered=True),),
-    ),
-    "transfers": Kind(
-        lambda g, s, policy, asked: lower_transfers(g, policy, "all-gather"), (Asked(has_product=False),)
-    ),
-    "query split": Kind(
-        lambda g, s, policy, asked: lower_query_split(s, policy, has_bias=asked.has_bias),
-        (Asked(), Asked(has_bias=True)),
-        attends=True,
-        has_lanes_on_tensors=True,
-        only_direct=True,
-    ),
-    "query split backward": Kind(
-        lambda g, s, policy, asked: lower_query_split_backward(g, policy, asked),
-        tuple(asked for asked in _WHOLE_BACKWARD if not asked.is_bulk),
-        attends=True,
-        has_lanes_on_tensors=True,
-        only_direct=True,
-    ),
-    "at once backward": Kind(
-        lambda g, s, policy, asked: lower_at_once_backward(g, policy, asked),
-        _WHOLE_BACKWARD,
-        attends=True,
-        only_tapes=True,
-        only_direct=True,
-    ),
-}
+    "embedding backward": Kind(lambda g, s, policy, asked: lower_gather_alone(g, policy, "all-gather",
+     keeps_gathered=True), (Asked(has_product=False, keeps_gathered=True),)),
+    "transfers": Kind(lambda g, s, policy, asked: lower_transfers(g, policy, "all-gather"),
+     (Asked(has_product=False),)),
+    "query split": Kind(lambda g, s, policy, asked: lower_query_split(s, policy, has_bias=asked.has_bias), (Asked(),
+     Asked(has_bias=True)), attends=True, has_lanes_on_tensors=True, only_direct=True),
+    "query split backward": Kind(lambda g, s, policy, asked: lower_query_split_backward(g, policy, asked),
+     tuple(asked for asked in _WHOLE_BACKWARD if not asked.is_bulk), attends=True, has_lanes_on_tensors=True,
+      only_direct=True),
+    "at once backward": Kind(lambda g, s, policy, asked: lower_at_once_backward(g, policy, asked), _WHOLE_BACKWARD,
+     attends=True, only_tapes=True, only_direct=True),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

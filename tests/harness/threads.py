@@ -1,5 +1,7 @@
 """Ranks as threads: real gloo groups over one in-process store. Fast enough for the bulk of the tests."""
 
+import functools
+import inspect
 import os
 import threading
 import time
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-__all__ = ["make_groups", "run_threads"]
+__all__ = ["make_groups", "on_ranks", "run_threads"]
 
 # PyTorch 2.11 keeps one record of collectives per process, and a group's first collective enters the group into its map
 # before it takes the lock (FlightRecorder::recordWithResetEnabled). Ranks as threads do that at once; 8 threads
@@ -81,3 +83,19 @@ def run_threads(group_size: int, body: Body, *, timeout_s: float = 30.0) -> list
         text = "\n".join(f"rank {rank}:\n{trace}" for rank, _, trace in sorted(failures, key=lambda f: f[0]))
         raise AssertionError(f"{len(failures)} of {group_size} ranks failed\n{text}") from failures[0][1]
     return results
+
+
+def on_ranks(group_size: int | str, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Decorates a test `test(group, device, ...)` that all ranks run; a text names the parameter with their number."""
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**given: Any) -> None:
+            number = given[group_size] if isinstance(group_size, str) else group_size
+            run_threads(number, lambda group, device: test(group, device, **given), **options)
+
+        _, _, *others = inspect.signature(test).parameters.values()
+        run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+        return run
+
+    return decorate

@@ -9,7 +9,7 @@ from torch import distributed as dist
 
 from commfuse_megatron.plugin import apply_to_spec, convert_model, model_report
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, transformer_config
-from tests.megatron.gpt_bodies import differing_checkpoint_entries, perturb
+from tests.megatron.models import differing_checkpoint_entries, perturb
 
 #: Order -> what is done to the model of a stock spec, one after the other.
 ORDERS: dict[str, tuple[str, ...]] = {

@@ -10,7 +10,7 @@ from modelopt.torch.quantization.nn import QuantModule, TensorQuantizer
 from commfuse_megatron.plugin import apply_to_spec, convert_model, model_report
 from commfuse_megatron.plugin.spec import block_spec, local_layer_spec
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, transformer_config
-from tests.megatron.gpt_bodies import perturb
+from tests.megatron.models import perturb
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 

@@ -11,9 +11,8 @@ from commfuse_megatron.plugin.spec import block_spec, local_layer_spec
 from commfuse_megatron.testing.gpt import build_gpt, loss_of, transformer_config
 from tests.integrations import transformer_engine_on_cpu as te_on_cpu
 from tests.integrations.adapters import GPTS, TOLERANCE
-from tests.megatron.gpt_bodies import perturb
-from tests.megatron.layers import config
-from tests.megatron.stand_in_checks import assert_ours_pass_for, make_linear
+from tests.megatron.layers import assert_ours_pass_for, config, make_linear
+from tests.megatron.models import perturb
 
 KINDS = {
     te.TEColumnParallelLinear: "column",

@@ -34,9 +34,19 @@ from commfuse_megatron.plugin.decision import state_of
 from commfuse_megatron.plugin.spec import block_spec
 from commfuse_megatron.plugin.support import unsupported_reason
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, transformer_config
-from tests.megatron.gpt_bodies import differing_checkpoint_entries
-from tests.megatron.layers import IN, OUT, assert_equal, assert_overlapped, config, example_input, run
-from tests.megatron.norm_linear_checks import EPS, StockNormAndLinear, assert_norm_output
+from tests.megatron.layers import (
+    EPS,
+    IN,
+    OUT,
+    StockNormAndLinear,
+    assert_equal,
+    assert_norm_output,
+    assert_overlapped,
+    config,
+    example_input,
+    run,
+)
+from tests.megatron.models import differing_checkpoint_entries
 
 OURS = {
     te.TELayerNormColumnParallelLinear: CommFuseTELayerNormColumnParallelLinear,
@@ -65,13 +75,9 @@ def te_layer(leaf: Any, transformer: Any, **options: Any) -> Any:
     is_row = "Row" in (leaf.module if hasattr(leaf, "module") else leaf).__name__
     sides = {"input_is_parallel": True} if is_row else {"gather_output": False}
     arguments: dict[str, Any] = {
-        "config": transformer,
-        "init_method": torch.nn.init.normal_,
-        "bias": True,
-        "skip_bias_add": False,
-        "is_expert": False,
-        **sides,
-    }
+        "config": transformer, "init_method": torch.nn.init.normal_, "bias": True, "skip_bias_add": False,
+        "is_expert": False, **sides,
+    }  # fmt: skip
     with on_the_cpu():
         return build_module(leaf, IN, OUT, **{**arguments, **options})
 

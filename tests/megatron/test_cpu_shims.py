@@ -56,7 +56,7 @@ def test_a_shim_can_be_left_out(name: str) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("apex") is not None, reason="Apex is installed")
-def test_that_gpu_packages_are_missing_is_not_said_and_all_else_is() -> None:
+def test_only_missing_gpu_packages_are_not_said() -> None:
     """Fails without the filter: Megatron warns of Apex and Transformer Engine some ten times."""
 
     def import_again() -> None:
@@ -178,7 +178,7 @@ def test_fp8_flag() -> None:
         assert random.CheckpointWithoutOutput(fp8=True).fp8 is True
 
 
-def test_recomputed_outputs_fill_the_memory_of_the_first_ones_without_a_compiler(
+def test_recomputed_outputs_fill_the_first_ones_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(random, "load_inline", None)

@@ -22,15 +22,10 @@ def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ((), {}),
-        (("--commfuse",), {"commfuse": True}),
-        (("--no-commfuse",), {"commfuse": False}),
-        (("--commfuse-config", "a.yaml"), {"commfuse_config": "a.yaml"}),
-    ],
-)
+@pytest.mark.parametrize(("words", "expected"), [
+    ((), {}), (("--commfuse",), {"commfuse": True}), (("--no-commfuse",), {"commfuse": False}),
+    (("--commfuse-config", "a.yaml"), {"commfuse_config": "a.yaml"}),
+])  # fmt: skip
 def test_only_given_flags_are_copied(
     words: tuple[str, ...], expected: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -41,13 +36,10 @@ def test_only_given_flags_are_copied(
     assert vars(config) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, r"--commfuse-config: .*a\.yaml: cannot be read: No such file"),
-        ("chunks: 2", r"--commfuse-config: .*a\.yaml: .*chunks"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    (None, r"--commfuse-config: .*a\.yaml: cannot be read: No such file"),
+    ("chunks: 2", r"--commfuse-config: .*a\.yaml: .*chunks"),
+])  # fmt: skip
 def test_a_file_that_cannot_be_used_is_a_usage_error(text, message, tmp_path: Path, capsys) -> None:
     """Not a traceback out of Megatron's model provider, when all ranks are up."""
     if text is not None:
@@ -58,7 +50,7 @@ def test_a_file_that_cannot_be_used_is_a_usage_error(text, message, tmp_path: Pa
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_help_is_printed_where_texts_of_other_options_hold_a_lone_percent_sign() -> None:
+def test_help_is_printed_though_other_texts_hold_a_lone_percent() -> None:
     """Fails without the correction: some of Megatron's do, and --help raised ValueError."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--share", default=7, help="a share (50%) of %(default)s%, not 5%% of it")

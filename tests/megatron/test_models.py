@@ -1,85 +1,88 @@
 """Models of every kind against stock Megatron at the same layout, float64 on the CPU: loss, every gradient, every call.
 
-One group of 2 and one of 4 processes run all configurations of their size.
+One group of 2 and one of 4 processes run what `commfuse verify --megatron` runs in a group of their size.
 """
 
 from typing import Any
+from unittest import mock
 
 import pytest
+from torch import distributed as dist
 
+from commfuse_megatron import ops
 from commfuse_megatron.errors import ConfigError
+from commfuse_megatron.ops.weight_grad import DueWeightGrad
+from commfuse_megatron.plugin import linear
 from commfuse_megatron.tools.verify.megatron_cases import CONFIGURATIONS, choose_configurations
-from commfuse_megatron.tools.verify.megatron_models import ModelResult
-from tests.harness import run_spawned
-from tests.megatron import model_bodies
+from commfuse_megatron.tools.verify.megatron_models import ModelResult, verify_models
+from tests.megatron.harness import make_cpu_test
 
 #: On 4 ranks, what needs them, and what sums more than two terms.
 NAMES = {
     2: [configuration.name for configuration in choose_configurations(2)],
-    4: [
-        "dense",
-        "layer_norm_and_bias",
-        "one_query_group",
-        "mla",
-        "hybrid_moe",
-        "moe_expert_parallel",
-        "pipeline",
-        "pipeline_interleaved",
-        "pipeline_variable_lengths",
-        "distributed_optimizer",
-    ],
-}
-CASES = [(ranks, name) for ranks, names in NAMES.items() for name in names]
+    4: ["dense", "layer_norm_and_bias", "one_query_group", "mla", "hybrid_moe", "moe_expert_parallel", "pipeline",
+        "pipeline_interleaved", "pipeline_variable_lengths", "distributed_optimizer"],
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[int, list[Any]]:
-    return {ranks: run_spawned(ranks, model_bodies.verify_all, names) for ranks, names in NAMES.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize(("ranks", "name"), CASES)
-def test_equals_stock(outcomes: dict, ranks: int, name: str) -> None:
-    everyones: list[ModelResult] = [
-        result for results, _ in outcomes[ranks] for result in results if result.name == name
-    ]
-    assert len(everyones) == ranks
-    assert all(each == everyones[0] for each in everyones), "all ranks come to the same verdict"
-    result = everyones[0]
+def assert_passed(result: ModelResult) -> None:
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, result)
+    assert all(each == result for each in everyones), "all ranks come to the same verdict"
     assert result.passed, "\n".join(result.complaints)
     assert result.loss_error <= 1e-13
     assert result.gradient_error <= 1e-13
-    configuration = next(each for each in CONFIGURATIONS if each.name == name)
+
+
+def equals_stock(ranks: int, name: str) -> None:
+    (configuration,) = choose_configurations(ranks, [name])
+    (result,) = verify_models([configuration])
+    assert_passed(result)
     assert bool(result.overlapped) != configuration.is_all_stock
     assert bool(result.stock) == bool(configuration.stock)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(500)
-def test_faults_are_found(outcomes: dict) -> None:
-    for _, found in outcomes[2]:
-        wrong = "\n".join(found["a gradient that is off by 1e-11"])
-        assert "gradient of" in wrong
-        assert "losses" not in wrong
-        assert "0 forward passes were overlapped" in "\n".join(found["an operation that never ran"])
-        wrong = "\n".join(found["a shard of another rank"])
-        assert "losses differ" in wrong
-        assert "gradient of" in wrong
+def finds_a_fault(ranks: int, fault: str, words: tuple[str, ...], not_words: str) -> None:
+    finish, scatter = DueWeightGrad.finish, ops.linear_reduce_scatter
+
+    def scaled(due: DueWeightGrad) -> Any:
+        result = finish(due)
+        return result if result is None else result * (1 + 1e-11)
+
+    with {
+        "a gradient is off by 1e-11": mock.patch.object(DueWeightGrad, "finish", scaled),
+        "an operation never runs": mock.patch.object(linear, "overlap_context", return_value=None),
+        "shards are exchanged": mock.patch.object(
+            ops, "linear_reduce_scatter", lambda *args, **kwargs: scatter(*args, **kwargs).flip(0)
+        ),
+    }[fault]:
+        (result,) = verify_models(choose_configurations(ranks, ["dense"]))
+    complaints = "\n".join(result.complaints)
+    assert all(each in complaints for each in words), complaints
+    assert not_words not in complaints
+
+
+FAULTS = {
+    "a gradient is off by 1e-11": (("gradient of",), "losses"),
+    "an operation never runs": (("0 forward passes were overlapped",), "losses"),
+    "shards are exchanged": (("losses differ", "gradient of"), "forward passes were"),
+}
+test_two_ranks = make_cpu_test(
+    2,
+    {name: (0, __name__, equals_stock.__name__, (name,)) for name in NAMES[2]}
+    | {fault: (0, __name__, finds_a_fault.__name__, (fault, *expected)) for fault, expected in FAULTS.items()},
+)
+test_four_ranks = make_cpu_test(4, {name: (0, __name__, equals_stock.__name__, (name,)) for name in NAMES[4]})
 
 
 def test_every_configuration_is_run_somewhere() -> None:
     assert {name for names in NAMES.values() for name in names} == {each.name for each in CONFIGURATIONS}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "names", "words"),
-    [
-        (3, None, "2 or 4 ranks, not for 3"),
-        (2, ["dense", "sparse"], "no configuration is called sparse"),
-        (2, ["dense", "pipeline"], "pipeline: needs 4 ranks, there are 2"),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "names", "words"), [
+    (3, None, "2 or 4 ranks, not for 3"), (2, ["dense", "sparse"], "no configuration is called sparse"),
+    (2, ["dense", "pipeline"], "pipeline: needs 4 ranks, there are 2"),
+])  # fmt: skip
 def test_wrong_choices(ranks: int, names: list[str] | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         choose_configurations(ranks, names)

@@ -92,20 +92,11 @@ def test_stock_is_stock_and_trains(runs: dict) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("name", "chunks", "reaches_all"),
-    [
-        ("flag", 1, True),
-        ("flag_and_file", 2, True),
-        ("callable", 1, False),
-        ("ready_object", 1, False),
-        ("variable", 3, False),
-        ("attributes", 4, False),
-        ("hybrid_flag", 1, True),
-        ("hybrid_callable", 1, False),
-        ("hybrid_ready_object", 3, False),
-    ],
-)
+@pytest.mark.parametrize(("name", "chunks", "reaches_all"), [
+    ("flag", 1, True), ("flag_and_file", 2, True), ("callable", 1, False), ("ready_object", 1, False),
+    ("variable", 3, False), ("attributes", 4, False), ("hybrid_flag", 1, True), ("hybrid_callable", 1, False),
+    ("hybrid_ready_object", 3, False),
+])  # fmt: skip
 def test_a_way_to_switch_on(runs: dict, name: str, chunks: int, reaches_all: bool) -> None:
     run = runs[name]
     calls = (SAVED_STEPS if name == "flag" else NUM_STEPS) * MICRO_BATCHES
@@ -146,7 +137,7 @@ def test_a_checkpoint_of_one_resumes_in_the_other(runs: dict, name: str, overlap
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_data_parallel_with_the_distributed_optimizer_and_both_overlaps(folder: Path) -> None:
+def test_data_parallel_with_distributed_optimizer_and_overlaps(folder: Path) -> None:
     wanted = {"stock": Run(flags=DATA_PARALLEL), "plugin": Run(flags=["--commfuse", *DATA_PARALLEL])}
     runs = run_spawned(4, run_all, str(folder), wanted)[-1]
     assert {(layer["path"], layer["overlapped_calls"]) for layer in runs["plugin"]["layers"]} == {

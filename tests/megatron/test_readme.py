@@ -59,7 +59,7 @@ def test_it_is_short() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_the_script_builds_a_model_and_its_report_is_what_is_shown(tmp_path: Path) -> None:
+def test_the_script_builds_a_model_and_prints_what_is_shown(tmp_path: Path) -> None:
     typed, shown = session()
     script = block_with("import apply_to_spec")
     for words, instead in ON_THE_CPU.items():

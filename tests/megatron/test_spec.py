@@ -164,14 +164,10 @@ def test_provider() -> None:
         provider.does_not_exist()
 
 
-@pytest.mark.parametrize(
-    ("cls", "weight", "bias"),
-    [
-        (CommFuseColumnParallelLinear, "column", "column"),
-        (CommFuseLayerNormColumnParallelLinear, "column", "column"),
-        (CommFuseRowParallelLinear, "row", "replicated"),
-    ],
-)
+@pytest.mark.parametrize(("cls", "weight", "bias"), [
+    (CommFuseColumnParallelLinear, "column", "column"), (CommFuseLayerNormColumnParallelLinear, "column", "column"),
+    (CommFuseRowParallelLinear, "row", "replicated"),
+])  # fmt: skip
 def test_fsdp_sees_how_weights_are_split(cls: type, weight: str, bias: str) -> None:
     from megatron.core.distributed import FullyShardedDataParallel
 
@@ -184,14 +180,14 @@ def test_fsdp_sees_how_weights_are_split(cls: type, weight: str, bias: str) -> N
         assert detect(stub, "layer_norm_weight", layer) == detect(stub, "layer_norm_bias", layer) == "replicated"
 
 
-def test_the_default_spec_says_so_where_transformer_engine_is_wanted_but_missing(monkeypatch):
+def test_the_default_spec_says_transformer_engine_is_missing(monkeypatch):
     monkeypatch.setattr(compat, "HAVE_TRANSFORMER_ENGINE", False)
     transformer = SimpleNamespace(transformer_impl="transformer_engine")
     with pytest.raises(UnsupportedError, match="pass --transformer-impl local"):
         gpt_layer_spec(SimpleNamespace(transformer=transformer))
 
 
-def test_the_default_spec_reads_the_configuration_file_before_anything_is_built(monkeypatch, tmp_path):
+def test_the_default_spec_reads_the_file_before_it_builds(monkeypatch, tmp_path):
     file = tmp_path / "wrong.yaml"
     file.write_text("liner: {}\n")
     monkeypatch.setenv("COMMFUSE_CONFIG", str(file))

@@ -22,17 +22,11 @@ def make_layer(cls: type, **attributes: Any) -> Any:
     layer = cls.__new__(cls)
     torch.nn.Module.__init__(layer)
     defaults: dict[str, Any] = {
-        "config": SimpleNamespace(),
-        "weight": torch.nn.Parameter(torch.zeros(4, 4)),
-        "tp_group": SimpleNamespace(size=lambda: GROUP_SIZE),
-        "sequence_parallel": True,
-        "is_expert": False,
-        "explicit_expert_comm": False,
-        "gtp_remat_size": 1,
-        "gradient_accumulation_fusion": False,
-        "disable_grad_reduce": False,
-        "input_is_parallel": True,
-    }
+        "config": SimpleNamespace(), "weight": torch.nn.Parameter(torch.zeros(4, 4)),
+        "tp_group": SimpleNamespace(size=lambda: GROUP_SIZE), "sequence_parallel": True, "is_expert": False,
+        "explicit_expert_comm": False, "gtp_remat_size": 1, "gradient_accumulation_fusion": False,
+        "disable_grad_reduce": False, "input_is_parallel": True,
+    }  # fmt: skip
     for name, value in {**defaults, **attributes}.items():
         setattr(layer, name, value)
     return layer
@@ -50,18 +44,11 @@ def test_supported(cls: type, dtype: torch.dtype) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("commfuse", False, "config.commfuse is False"),
-        ("fp8", "hybrid", "config.fp8"),
-        ("fp4", "e2m1", "config.fp4"),
-        ("tp_comm_overlap", True, "userbuffers"),
-        ("batch_invariant_mode", True, "batch_invariant_mode"),
-        ("symmetric_ar_type", "one_shot", "symmetric_ar_type"),
-        ("cpu_offloading", True, "cpu_offloading"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "words"), [
+    ("commfuse", False, "config.commfuse is False"), ("fp8", "hybrid", "config.fp8"), ("fp4", "e2m1", "config.fp4"),
+    ("tp_comm_overlap", True, "userbuffers"), ("batch_invariant_mode", True, "batch_invariant_mode"),
+    ("symmetric_ar_type", "one_shot", "symmetric_ar_type"), ("cpu_offloading", True, "cpu_offloading"),
+])  # fmt: skip
 def test_configuration(cls: type, name: str, value: Any, words: str) -> None:
     reason = unsupported_reason(make_layer(cls, config=SimpleNamespace(**{name: value})))
     assert reason is not None
@@ -75,16 +62,11 @@ def test_flag_that_is_absent_or_on(cls: type) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("attributes", "words"),
-    [
-        ({"is_expert": True}, "belongs to an expert"),
-        ({"explicit_expert_comm": True}, "explicit_expert_comm"),
-        ({"tp_group": SimpleNamespace(size=lambda: 1)}, "one rank"),
-        ({"sequence_parallel": False}, "sequence_parallel is off"),
-        ({"gtp_remat_size": 2}, "gtp_remat_size"),
-    ],
-)
+@pytest.mark.parametrize(("attributes", "words"), [
+    ({"is_expert": True}, "belongs to an expert"), ({"explicit_expert_comm": True}, "explicit_expert_comm"),
+    ({"tp_group": SimpleNamespace(size=lambda: 1)}, "one rank"),
+    ({"sequence_parallel": False}, "sequence_parallel is off"), ({"gtp_remat_size": 2}, "gtp_remat_size"),
+])  # fmt: skip
 def test_layer(cls: type, attributes: dict, words: str) -> None:
     reason = unsupported_reason(make_layer(cls, **attributes))
     assert reason is not None
@@ -99,15 +81,11 @@ def test_only_one_kind() -> None:
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("input_", "words"),
-    [
-        (torch.zeros(4, 4), "2 dimensions"),
-        (torch.zeros(0, 1, 4), "empty"),
-        (torch.zeros(4, 1, 4, dtype=torch.int32), "torch.int32"),
-        (torch.zeros(4, 1, 4, dtype=torch.float64), "Megatron itself raises"),
-    ],
-)
+@pytest.mark.parametrize(("input_", "words"), [
+    (torch.zeros(4, 4), "2 dimensions"), (torch.zeros(0, 1, 4), "empty"),
+    (torch.zeros(4, 1, 4, dtype=torch.int32), "torch.int32"),
+    (torch.zeros(4, 1, 4, dtype=torch.float64), "Megatron itself raises"),
+])  # fmt: skip
 def test_input(cls: type, input_: torch.Tensor, words: str) -> None:
     reason = unsupported_reason(make_layer(cls), input_)
     assert reason is not None
@@ -183,19 +161,15 @@ def test_embedding() -> None:
     assert unsupported_reason(quantised, ids) is None, "embeddings are not quantised"
 
 
-@pytest.mark.parametrize(
-    ("attributes", "ids", "words"),
-    [
-        ({"config": SimpleNamespace(commfuse=False)}, None, "config.commfuse is False"),
-        ({"tp_group": SimpleNamespace(size=lambda: 1)}, None, "one rank"),
-        ({"reduce_scatter_embeddings": False}, None, "the embedding all-reduces"),
-        ({"gtp_remat_size": 2}, None, "gtp_remat_size"),
-        ({}, torch.zeros(2, 3, dtype=torch.int64), "3 is not divisible by the 2 ranks"),
-        ({}, torch.zeros(4, dtype=torch.int64), "1 dimensions"),
-        ({}, torch.zeros(2, 4), "torch.float32"),
-        ({}, torch.zeros(0, 4, dtype=torch.int64), "empty"),
-    ],
-)
+@pytest.mark.parametrize(("attributes", "ids", "words"), [
+    ({"config": SimpleNamespace(commfuse=False)}, None, "config.commfuse is False"),
+    ({"tp_group": SimpleNamespace(size=lambda: 1)}, None, "one rank"),
+    ({"reduce_scatter_embeddings": False}, None, "the embedding all-reduces"),
+    ({"gtp_remat_size": 2}, None, "gtp_remat_size"),
+    ({}, torch.zeros(2, 3, dtype=torch.int64), "3 is not divisible by the 2 ranks"),
+    ({}, torch.zeros(4, dtype=torch.int64), "1 dimensions"), ({}, torch.zeros(2, 4), "torch.float32"),
+    ({}, torch.zeros(0, 4, dtype=torch.int64), "empty"),
+])  # fmt: skip
 def test_embedding_that_stays_stock(attributes: dict, ids: torch.Tensor | None, words: str) -> None:
     assert words in (unsupported_reason(make_embedding(**attributes), ids) or "")
 

@@ -76,7 +76,7 @@ def run_mixed(group_size: int) -> tuple[float, float, int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_model_from_such_a_spec_runs_overlapped_with_a_mask_of_its_own() -> None:
+def test_a_model_from_such_a_spec_runs_with_its_own_mask() -> None:
     for usual, mixed, overlapped_calls in run_megatron(2, run_mixed):
         assert mixed == usual
         assert overlapped_calls == 10

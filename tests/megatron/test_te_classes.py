@@ -1,7 +1,5 @@
 """Transformer Engine's linears in specs and models, where Transformer Engine is installed; no GPU is needed."""
 
-import importlib
-import traceback
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,39 +10,19 @@ from torch import distributed as dist
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.plugin.compat import HAVE_TRANSFORMER_ENGINE
 from commfuse_megatron.plugin.decision import biases_of
-from tests.harness import run_spawned
+from tests.harness.checks import make_test
+from tests.megatron.harness import checks_of_module, on_the_cpu
 
-MODULE = "tests.megatron.te_checks"
-
-
-def _enter(group: dist.ProcessGroup, _: Any) -> dict[str, str]:
-    from commfuse_megatron.testing import cpu_megatron
-
-    with cpu_megatron(without=["transformer_engine"]):
-        from commfuse_megatron.testing.gpt import tensor_parallel
-        from tests.megatron.harness import names_of_checks
-
-        checks = importlib.import_module(MODULE)
-        outcomes = {}
-        with tensor_parallel(group.size()):
-            for name in names_of_checks(checks):
-                try:
-                    getattr(checks, name)(group.size())
-                except Exception:
-                    outcomes[name] = traceback.format_exc()
-                failed: list[Any] = [None] * group.size()
-                dist.all_gather_object(failed, name in outcomes)
-                if any(failed):
-                    break
-        return outcomes
+TE_CHECKS = checks_of_module("tests.megatron.te_checks", 2)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.skipif(not HAVE_TRANSFORMER_ENGINE, reason="Transformer Engine is not installed")
-def test_transformer_engines_classes() -> None:
-    for rank, outcomes in enumerate(run_spawned(2, _enter)):
-        assert outcomes == {}, f"rank {rank}:\n" + "\n".join(outcomes.values())
+def with_transformer_engine(group: dist.ProcessGroup, device: torch.device, checks: Any) -> Any:
+    return on_the_cpu(group, device, checks, ("transformer_engine",))
+
+
+test_transformer_engines_classes = pytest.mark.skipif(not HAVE_TRANSFORMER_ENGINE, reason="it is not installed")(
+    make_test(2, with_transformer_engine, TE_CHECKS, TE_CHECKS)
+)
 
 
 @pytest.mark.skipif(HAVE_TRANSFORMER_ENGINE, reason="Transformer Engine is installed")

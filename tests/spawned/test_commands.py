@@ -166,14 +166,11 @@ def test_the_benchmark_checks_every_variant_on_cpu_ranks(tmp_path: Path) -> None
     assert {(row["emulated"], row["group_size"]) for row in more[len(rows) :]} == {(True, 4)}
 
 
-@pytest.mark.parametrize(
-    ("cases", "config", "count"),
-    [
-        (("--linears", "qkv", "proj"), "linear: {wgrad: {keep_gathered_input: true}}", 4),
-        # Attention decides for both passes; its projection is a linear of its own.
-        (("--attention",), "attention: {path: auto}", 3),
-    ],
-)
+@pytest.mark.parametrize(("cases", "config", "count"), [
+    (("--linears", "qkv", "proj"), "linear: {wgrad: {keep_gathered_input: true}}", 4),
+    # Attention decides for both passes; its projection is a linear of its own.
+    (("--attention",), "attention: {path: auto}", 3),
+])  # fmt: skip
 def test_plans_are_written_and_taken_on_cpu_ranks(
     cases: tuple[str, ...], config: str, count: int, tmp_path: Path
 ) -> None:

@@ -17,13 +17,10 @@ from tests.megatron.pretraining_runs import load_example
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 PROMISED = {
-    "measure_node.py": "passed",
-    "look_at_a_schedule.py": "chunks per shard 4",
-    "overlap_linears.py": "equal the sequential program's",
-    "trace_a_step.py": "rank 1: 4 operations",
-    "check_training.py": "stock after plugin",
-    "swap_layers_in_gpt.py": f"{'output_layer':43}  overlapped\n",
-}
+    "measure_node.py": "passed", "look_at_a_schedule.py": "chunks per shard 4",
+    "overlap_linears.py": "equal the sequential program's", "trace_a_step.py": "rank 1: 4 operations",
+    "check_training.py": "stock after plugin", "swap_layers_in_gpt.py": f"{'output_layer':43}  overlapped\n",
+}  # fmt: skip
 #: Run in ranks that torchrun need not start: others show that it can.
 IN_PLACE = {"check_training.py", "swap_layers_in_gpt.py", "trace_a_step.py"}
 #: Run by `test_pretraining_examples.py`: one needs what the other writes.
@@ -56,7 +53,7 @@ RANKS = [script.stem for script in SCRIPTS if is_a_rank(script)]
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_a_rank_without_a_launcher_says_in_one_line_how_to_start_it(
+def test_a_rank_without_a_launcher_says_how_to_start_it(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fails without the check: a traceback of torch's rendezvous."""
@@ -170,6 +167,6 @@ def test_an_impossible_schedule_is_wrong_usage() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_the_linears_agree_with_the_sequential_program_on_three_ranks() -> None:
+def test_the_linears_agree_with_the_sequential_program() -> None:
     """Fails without scaled weights: outputs far from 1 differ by more than assert_close allows in fp32."""
     run_on_forked_ranks(3, "overlap_linears.py")

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import distributed as dist
 
 from tests.harness import run_spawned
+from tests.harness.checks import run_checks
 
 pytestmark = [
     pytest.mark.timeout(120),  # the first group imports Megatron
@@ -53,8 +55,33 @@ def test_a_rank_that_raises_shows_its_traceback() -> None:
     assert "ValueError: the reason is here" in str(caught.value)
 
 
-def test_a_rank_that_dies_ends_the_others_and_the_next_group_starts() -> None:
+def test_a_rank_that_dies_ends_the_others_and_a_new_group_starts() -> None:
     """Fails, for ever, if the others are waited for."""
     with pytest.raises(RuntimeError, match="rank 1 ended with exit code -9"):
         run_spawned(2, die_on_rank_1)
     assert len(run_spawned(2, say_where)) == 2
+
+
+@contextmanager
+def _checks_that_fail(group: dist.ProcessGroup, device: torch.device):
+    def run(name: str) -> None:
+        if name == "fails on rank 1" and group.rank() == 1:
+            raise ValueError("the reason is here")
+        if name == "hangs on rank 0" and group.rank() == 0:
+            threading.Event().wait()
+        if name == "is skipped":
+            pytest.skip("nothing to see")
+        dist.barrier()
+
+    yield run
+
+
+def test_checks_after_one_that_fails_or_hangs_run() -> None:
+    names = ["passes", "fails on rank 1", "hangs on rank 0", "is skipped", "runs"]
+    outcomes: dict[str, str | None] = {}
+    run_checks(2, _checks_that_fail, names, outcomes=outcomes, hangs_after_s=2.0)
+    assert [name for name in names if outcomes[name] is None] == ["passes", "runs"]
+    assert "ValueError: the reason is here" in str(outcomes["fails on rank 1"])
+    assert "threading.py" in str(outcomes["hangs on rank 0"]), "where it waits"
+    assert "started anew, after fails on rank 1 failed" in str(outcomes["hangs on rank 0"])
+    assert outcomes["is skipped"] == "skip: nothing to see"

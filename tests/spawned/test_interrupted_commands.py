@@ -50,7 +50,7 @@ def is_at(moment: str, pid: int, said: bytes) -> bool:
 
 
 @pytest.mark.parametrize(("moment", "to_group"), [("import", True), ("start", True), ("start", False), ("run", True)])
-def test_an_interrupted_command_says_so_in_one_line_and_leaves_nobody_behind(moment: str, to_group: bool) -> None:
+def test_an_interrupted_command_says_so_and_leaves_nobody_behind(moment: str, to_group: bool) -> None:
     terminal, its_end = pty.openpty()
     command = subprocess.Popen(
         [sys.executable, "-c", COMMAND], start_new_session=True, stdout=subprocess.DEVNULL, stderr=its_end

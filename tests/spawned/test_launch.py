@@ -100,7 +100,7 @@ def test_the_largest_exit_code_is_returned() -> None:
     assert launch(return_own_rank, None, num_ranks=2, device_type="cpu") == 1
 
 
-def test_a_rank_that_raises_ends_the_others_and_shows_its_traceback() -> None:
+def test_a_rank_that_raises_ends_the_others_with_its_traceback() -> None:
     with pytest.raises(RankFailedError) as caught:
         launch(raise_on_rank_1, None, num_ranks=2, device_type="cpu")
     message = str(caught.value)
@@ -124,7 +124,7 @@ def test_what_is_no_consequence_of_a_refusal_is_said_with_it() -> None:
     ]
 
 
-def test_a_check_that_failed_counts_for_more_than_one_that_could_not_run() -> None:
+def test_a_failed_check_counts_for_more_than_one_that_cannot_run() -> None:
     assert launch(return_two_and_one, None, num_ranks=2, device_type="cpu") == 1
 
 
@@ -161,16 +161,13 @@ def test_ranks_must_not_contradict_the_launcher(monkeypatch: pytest.MonkeyPatch)
         choose_num_ranks(2)
 
 
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
-        ({"RANK": "1"}, "it has RANK, not WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start it with torchrun"),
-        ({"WORLD_SIZE": "two"}, "it has WORLD_SIZE, not RANK, MASTER_ADDR, MASTER_PORT"),
-        ({"RANK": "0", "WORLD_SIZE": "two", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "WORLD_SIZE='two', which is not"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": ""}, "MASTER_PORT='', which is not"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2 and WORLD_SIZE=2; ranks"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "words"), [
+    ({"RANK": "1"}, "it has RANK, not WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start it with torchrun"),
+    ({"WORLD_SIZE": "two"}, "it has WORLD_SIZE, not RANK, MASTER_ADDR, MASTER_PORT"),
+    ({"RANK": "0", "WORLD_SIZE": "two", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "WORLD_SIZE='two', which is not"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": ""}, "MASTER_PORT='', which is not"),
+    ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2 and WORLD_SIZE=2; ranks"),
+])  # fmt: skip
 def test_half_a_launcher_is_refused_by_name(
     variables: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,7 +273,7 @@ def test_under_torchrun_the_body_runs_in_place(tmp_path: Path) -> None:
     assert [(tmp_path / f"rank{rank}").read_text(encoding="utf-8") for rank in range(2)] == ["3.0 2 1"] * 2
 
 
-def test_an_error_under_a_launcher_is_raised_before_groups_are_destroyed(monkeypatch):
+def test_an_error_is_raised_before_groups_are_destroyed(monkeypatch):
     # NCCL destroys a group when all its ranks do: a rank that failed would wait for those that wait for it.
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")

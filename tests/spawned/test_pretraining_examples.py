@@ -96,15 +96,11 @@ def test_the_bar_ends_where_reading_does(tmp_path: Path, script: Script) -> None
     assert "8/8" in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("nowhere",), "nowhere does not exist"),
-        (("folder",), "no files that end in .py or .txt or .md in folder"),
-        (("folder", "--suffix", ".empty"), "all files are empty"),
-        (("folder/x.empty", "--output", "folder/x.empty/data"), "the folder cannot be made"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("nowhere",), "nowhere does not exist"), (("folder",), "no files that end in .py or .txt or .md in folder"),
+    (("folder", "--suffix", ".empty"), "all files are empty"),
+    (("folder/x.empty", "--output", "folder/x.empty/data"), "the folder cannot be made"),
+])  # fmt: skip
 def test_text_that_cannot_be_used(tmp_path: Path, script: Script, arguments: tuple[str, ...], message: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "x.empty").touch()

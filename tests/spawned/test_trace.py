@@ -34,15 +34,10 @@ def outcome(folder: Path, out: str) -> tuple[dict[str, Any], dict[str, Any]]:
 SMALL = ("--tokens", "121", "--N", "24", "--K", "16", "--calls", "3")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "op", "pass_name", "path"),
-    [
-        (2, "linear_reduce_scatter", "fprop", "sliced"),
-        (2, "all_gather_linear", "backward", "sequential"),
-        (2, "all_gather_linear", "backward", "async"),
-        (3, "all_gather_linear", "backward", "sliced"),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "op", "pass_name", "path"), [
+    (2, "linear_reduce_scatter", "fprop", "sliced"), (2, "all_gather_linear", "backward", "sequential"),
+    (2, "all_gather_linear", "backward", "async"), (3, "all_gather_linear", "backward", "sliced"),
+])  # fmt: skip
 def test_one_operation(ranks: int, op: str, pass_name: str, path: str, tmp_path: Path) -> None:
     way = ("--op", op, "--pass", pass_name, "--path", path, *(("--algorithm", "direct") if path == "sliced" else ()))
     asked = ("trace", *way, *SMALL, *outputs_in(tmp_path))
@@ -75,13 +70,10 @@ def test_one_operation(ranks: int, op: str, pass_name: str, path: str, tmp_path:
     assert len([event for event in slices if event["name"].startswith("multiply")]) == 3 * ranks * ranks
 
 
-@pytest.mark.parametrize(
-    ("pass_name", "options", "paths"),
-    [
-        ("fprop", ("--splits", "2"), ["sequential", "row_parallel", "query_split"]),
-        ("backward", ("--paths", "query_split", "sequential", "--case", "paper.attention-4x8192"), None),
-    ],
-)
+@pytest.mark.parametrize(("pass_name", "options", "paths"), [
+    ("fprop", ("--splits", "2"), ["sequential", "row_parallel", "query_split"]),
+    ("backward", ("--paths", "query_split", "sequential", "--case", "paper.attention-4x8192"), None),
+])  # fmt: skip
 def test_one_attention_block(pass_name: str, options: tuple[str, ...], paths: list[str] | None, tmp_path: Path) -> None:
     asked = ("--attention", "--pass", pass_name, "--calls", "3", "--shrink", "128", *options)
     ran = run_on_ranks(2, "trace", *asked, *outputs_in(tmp_path))
@@ -155,7 +147,7 @@ def test_a_whole_step_stock_and_planned(tmp_path: Path) -> None:
     assert 0 < len(gemms) < len([e for e in slices if e["pid"] == 0 and e["cat"] == "compute"]), "recorded twice"
 
 
-def test_a_step_of_which_nothing_is_overlapped_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_step_with_nothing_overlapped_is_refused_in_one_line(tmp_path: Path) -> None:
     config, folder = tmp_path / "sequential.yaml", tmp_path / "out"
     config.write_text("linear: {fprop: {path: sequential}, dgrad: {path: sequential}}\n", encoding="utf-8")
     asked = ("--step", "--seq", "32", "--layers", "1", "--rounds", "1", "--config", str(config))
@@ -181,7 +173,7 @@ sys.exit(main())
 @pytest.mark.parametrize(
     "asked", [("--path", "sequential", *SMALL), ("--step", "--seq", "32", "--layers", "1", "--rounds", "1")]
 )
-def test_a_recording_of_nothing_is_refused_before_anything_is_written(asked: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_recording_of_nothing_is_refused_before_a_file_is_made(asked: tuple[str, ...], tmp_path: Path) -> None:
     """Fails where the first rank is left to find that it has nothing to draw."""
     script, folder = tmp_path / "sees_nothing.py", tmp_path / "out"
     script.write_text(SEES_NOTHING, encoding="utf-8")

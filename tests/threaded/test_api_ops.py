@@ -18,17 +18,12 @@ def test_the_examples_run_and_shapes_are_those_that_are_written(capsys):
     def body(group, device):
         size = group.size()
         names = {
-            "torch": torch,
-            "group": group,
-            "x": torch.randn(S // size, B, K),
-            "weight": torch.randn(N // size, K),
-            "bias": torch.randn(N // size),
-            "weight2": torch.randn(N, N // size, requires_grad=True),
+            "torch": torch, "group": group, "x": torch.randn(S // size, B, K), "weight": torch.randn(N // size, K),
+            "bias": torch.randn(N // size), "weight2": torch.randn(N, N // size, requires_grad=True),
             "weight3": torch.randn(N, H // size * D),
             "ids": torch.randint(0, VOCABULARY, (B, S), generator=torch.Generator().manual_seed(0)),
-            "vectors": torch.randn(VOCABULARY // size, N),
-            **{name: torch.randn(S, B, H // size, D) for name in "qkv"},
-        }
+            "vectors": torch.randn(VOCABULARY // size, N), **{name: torch.randn(S, B, H // size, D) for name in "qkv"},
+        }  # fmt: skip
         exec(program, names)
         torch.testing.assert_close(names["z"], names["expected"])
         torch.testing.assert_close(names["gradient"], names["main_grad"])

@@ -20,7 +20,7 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.errors import ShapeError
 from commfuse_megatron.ops import DeferredWeightGrad, WeightGradQueue, WeightGradTarget
 from commfuse_megatron.ops.weight_grad import WeightGrad
-from tests.harness import run_threads
+from tests.harness import on_ranks, run_threads
 
 # Waiting for a rank that does not come takes as long as this; an error takes milliseconds.
 TIMEOUT_S, SOON_S = 20.0, 5.0
@@ -61,33 +61,20 @@ ARRAY = np.zeros((TOKENS, 1, FEATURES), dtype=np.float32)
 TENSOR = torch.ones(FEATURES, FEATURES)
 with warnings.catch_warnings(action="ignore"):
     FOREIGN = [
-        torch.nested.nested_tensor([TENSOR, TENSOR]),
-        torch._efficientzerotensor((FEATURES, FEATURES)),
-        torch._to_functional_tensor(TENSOR),
-        FakeTensorMode().from_tensor(TENSOR),
-        Wrapper(TENSOR),
-    ]
+        torch.nested.nested_tensor([TENSOR, TENSOR]), torch._efficientzerotensor((FEATURES, FEATURES)),
+        torch._to_functional_tensor(TENSOR), FakeTensorMode().from_tensor(TENSOR), Wrapper(TENSOR),
+    ]  # fmt: skip
 #: By what a signature says.
 WRONG: dict[Any, list[Any]] = {
     torch.Tensor: [None, 5, "a", [TENSOR], ARRAY, object(), *FOREIGN],
-    torch.Tensor | None: [5, "b", [1], ARRAY, object()],
-    int: [None, float(FEATURES), "7", [7], TENSOR],
-    int | None: [float(TOKENS), "7", [7], TENSOR],
-    bool: [None, 2, "yes", [True], TENSOR],
-    float: [None, "a", 1j, [0.5], TENSOR],
-    float | None: ["a", 1j, [0.5], TENSOR],
+    torch.Tensor | None: [5, "b", [1], ARRAY, object()], int: [None, float(FEATURES), "7", [7], TENSOR],
+    int | None: [float(TOKENS), "7", [7], TENSOR], bool: [None, 2, "yes", [True], TENSOR],
+    float: [None, "a", 1j, [0.5], TENSOR], float | None: ["a", 1j, [0.5], TENSOR],
     tuple[int, int] | None: [5, "ab", {1, 2}, {1: 2}, TENSOR],
-    WeightGrad: [
-        TENSOR,
-        5,
-        WeightGradTarget(None, lambda: None),
-        WeightGradTarget(ARRAY, lambda: None),
-        WeightGradTarget(FOREIGN[1], lambda: None),
-        DeferredWeightGrad([]),
-        DeferredWeightGrad(WeightGradQueue(), TENSOR),
-        DeferredWeightGrad(WeightGradQueue(), WeightGradTarget(ARRAY, lambda: None)),
-    ],
-}
+    WeightGrad: [TENSOR, 5, WeightGradTarget(None, lambda: None), WeightGradTarget(ARRAY, lambda: None),
+     WeightGradTarget(FOREIGN[1], lambda: None), DeferredWeightGrad([]), DeferredWeightGrad(WeightGradQueue(),
+      TENSOR), DeferredWeightGrad(WeightGradQueue(), WeightGradTarget(ARRAY, lambda: None))],
+}  # fmt: skip
 
 
 def kinds_of(op: str) -> dict[str, Any]:
@@ -126,78 +113,67 @@ def check_still_right(op: str, group: Any, context: OverlapContext) -> None:
 
 @pytest.mark.parametrize(("group_size", "bad_rank"), [(2, 0), (3, 1)])
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in kinds_of(op)])
-def test_every_rank_raises_soon(op: str, name: str, group_size: int, bad_rank: int) -> None:
+@on_ranks("group_size")
+def test_every_rank_raises_soon(group, device, op: str, name: str, group_size: int, bad_rank: int) -> None:
     """Fails without the kinds among what ranks agree on: one rank alone raised, the others waited for it."""
-
-    def body(group: Any, device: torch.device) -> None:
-        arguments = good(op, group.rank(), group.size())
-        with OverlapContext(group, config()) as context:
-            for is_known in (False, True):  # a call like a good one before is not looked at again
-                for value in WRONG[kinds_of(op)[name]]:
-                    given = {**arguments, name: value} if group.rank() == bad_rank else arguments
-                    expect_refusal(op, name, given, bad_rank, context)
-                if not is_known:
-                    check_still_right(op, group, context)
-            check_still_right(op, group, context)
-
-    run_threads(group_size, body)
+    arguments = good(op, group.rank(), group.size())
+    with OverlapContext(group, config()) as context:
+        for is_known in (False, True):  # a call like a good one before is not looked at again
+            for value in WRONG[kinds_of(op)[name]]:
+                given = {**arguments, name: value} if group.rank() == bad_rank else arguments
+                expect_refusal(op, name, given, bad_rank, context)
+            if not is_known:
+                check_still_right(op, group, context)
+        check_still_right(op, group, context)
 
 
 @pytest.mark.parametrize(
     ("op", "name"),
     [("all_gather_linear", "bias"), ("linear_reduce_scatter", "x"), ("query_split_attention", "k")],
 )
-def test_under_autocast(op: str, name: str) -> None:
+@on_ranks(2)
+def test_under_autocast(group, device, op: str, name: str) -> None:
     """Which casts before anything is compared."""
-
-    def body(group: Any, device: torch.device) -> None:
-        arguments = good(op, group.rank(), group.size())
-        with OverlapContext(group, config()) as context, torch.autocast("cpu", torch.bfloat16):
-            for value in (5, [TENSOR], ARRAY):
-                expect_refusal(op, name, {**arguments, name: value} if group.rank() else arguments, 1, context)
-            assert OPS[op](**arguments, context=context).dtype == torch.bfloat16
-
-    run_threads(2, body)
+    arguments = good(op, group.rank(), group.size())
+    with OverlapContext(group, config()) as context, torch.autocast("cpu", torch.bfloat16):
+        for value in (5, [TENSOR], ARRAY):
+            expect_refusal(op, name, {**arguments, name: value} if group.rank() else arguments, 1, context)
+        assert OPS[op](**arguments, context=context).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_where_ranks_compare_new_calls_only(op: str) -> None:
+@on_ranks(2)
+def test_where_ranks_compare_new_calls_only(group, device, op: str) -> None:
     """A new call is refused everywhere; nobody knows at which call the others are then, so the context has failed."""
-
-    def body(group: Any, device: torch.device) -> None:
-        arguments = good(op, group.rank(), group.size())
-        name = next(iter(arguments))
-        context = OverlapContext(group, config(check_agreement=False))
-        expect_refusal(op, name, {**arguments, name: None} if group.rank() else arguments, 1, context)
-        with pytest.raises(ShapeError):
-            OPS[op](**arguments, context=context)
-        with pytest.raises(ShapeError):
-            context.close()
-
-    run_threads(2, body)
+    arguments = good(op, group.rank(), group.size())
+    name = next(iter(arguments))
+    context = OverlapContext(group, config(check_agreement=False))
+    expect_refusal(op, name, {**arguments, name: None} if group.rank() else arguments, 1, context)
+    with pytest.raises(ShapeError):
+        OPS[op](**arguments, context=context)
+    with pytest.raises(ShapeError):
+        context.close()
 
 
-def test_what_does_as_well_is_taken() -> None:
-    def body(group: Any, device: torch.device) -> None:
-        with OverlapContext(group, config()) as context:
-            embedding = good("embedding_reduce_scatter", group.rank(), group.size())
-            for first in (np.int64(embedding["first_id"]), embedding["first_id"]):
-                ops.embedding_reduce_scatter(**{**embedding, "first_id": first}, context=context)
-            linear = good("linear_reduce_scatter", group.rank(), group.size())
-            of_another_type = {name: tensor.as_subclass(Marked) for name, tensor in linear.items()}
-            found = [ops.linear_reduce_scatter(**each, context=context) for each in (linear, of_another_type)]
-            assert torch.equal(*found)
-            attention = good("query_split_attention", group.rank(), group.size())
-            results = [
-                ops.query_split_attention(**attention, **numbers, context=context)
-                for numbers in (
-                    {"causal": True, "window": (3, 0), "scale": 1.0, "dropout": 0.0},
-                    {"causal": 1, "window": [3, 0], "scale": np.float32(1), "dropout": 0},
-                )
-            ]
-            assert torch.equal(*results)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_what_does_as_well_is_taken(group, device) -> None:
+    with OverlapContext(group, config()) as context:
+        embedding = good("embedding_reduce_scatter", group.rank(), group.size())
+        for first in (np.int64(embedding["first_id"]), embedding["first_id"]):
+            ops.embedding_reduce_scatter(**{**embedding, "first_id": first}, context=context)
+        linear = good("linear_reduce_scatter", group.rank(), group.size())
+        of_another_type = {name: tensor.as_subclass(Marked) for name, tensor in linear.items()}
+        found = [ops.linear_reduce_scatter(**each, context=context) for each in (linear, of_another_type)]
+        assert torch.equal(*found)
+        attention = good("query_split_attention", group.rank(), group.size())
+        results = [
+            ops.query_split_attention(**attention, **numbers, context=context)
+            for numbers in (
+                {"causal": True, "window": (3, 0), "scale": 1.0, "dropout": 0.0},
+                {"causal": 1, "window": [3, 0], "scale": np.float32(1), "dropout": 0},
+            )
+        ]
+        assert torch.equal(*results)
 
 
 def target(**accumulate: Any) -> WeightGradTarget:
@@ -213,97 +189,81 @@ GATHER, ATTENTION, EMBEDDING = "all_gather_linear", "query_split_attention", "em
 
 
 @pytest.mark.parametrize("needs_gradients", [False, True])
-@pytest.mark.parametrize(
-    ("op", "name", "value"),
-    [
-        (GATHER, "weight_grad", WeightGradTarget(torch.zeros(FEATURES, FEATURES), None)),  # type: ignore[arg-type]
-        (GATHER, "weight_grad", types.SimpleNamespace(accumulate=torch.zeros(FEATURES, FEATURES))),
-        (GATHER, "weight_grad", target(dtype=torch.int64)),
-        (GATHER, "weight_grad", target(dtype=torch.bfloat16)),
-        (GATHER, "weight_grad", WeightGradTarget(torch.zeros(1, FEATURES).expand(FEATURES, FEATURES), lambda: None)),
-        (GATHER, "weight_grad", WeightGradTarget(made_in_inference_mode(FEATURES, FEATURES), lambda: None)),
-        (GATHER, "x", torch.zeros(TOKENS // 2, 1, FEATURES).to_sparse()),
-        (GATHER, "weight", torch.zeros(FEATURES, FEATURES).to_sparse()),
-        (ATTENTION, "weight_grad", WeightGradTarget(torch.zeros(3, FEATURES, dtype=torch.int64), lambda: None)),
-        (ATTENTION, "q", torch.zeros(TOKENS, 1, 2, FEATURES // 2).to_sparse()),
-        (ATTENTION, "scale", 10**400),
-        (ATTENTION, "scale", float("nan")),
-        (EMBEDDING, "first_id", 2**70),
-        (EMBEDDING, "first_id", -(2**63)),
-        (EMBEDDING, "weight", torch.ones(FEATURES, FEATURES).to_sparse()),
-    ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
-)
-def test_values_that_could_not_be_computed_with(op: str, name: str, value: Any, needs_gradients: bool) -> None:
+@pytest.mark.parametrize(("op", "name", "value"), [
+    (GATHER, "weight_grad", WeightGradTarget(torch.zeros(FEATURES, FEATURES), None)),  # type: ignore[arg-type]
+    (GATHER, "weight_grad", types.SimpleNamespace(accumulate=torch.zeros(FEATURES, FEATURES))),
+    (GATHER, "weight_grad", target(dtype=torch.int64)), (GATHER, "weight_grad", target(dtype=torch.bfloat16)),
+    (GATHER, "weight_grad", WeightGradTarget(torch.zeros(1, FEATURES).expand(FEATURES, FEATURES), lambda: None)),
+    (GATHER, "weight_grad", WeightGradTarget(made_in_inference_mode(FEATURES, FEATURES), lambda: None)),
+    (GATHER, "x", torch.zeros(TOKENS // 2, 1, FEATURES).to_sparse()),
+    (GATHER, "weight", torch.zeros(FEATURES, FEATURES).to_sparse()),
+    (ATTENTION, "weight_grad", WeightGradTarget(torch.zeros(3, FEATURES, dtype=torch.int64), lambda: None)),
+    (ATTENTION, "q", torch.zeros(TOKENS, 1, 2, FEATURES // 2).to_sparse()), (ATTENTION, "scale", 10**400),
+    (ATTENTION, "scale", float("nan")), (EMBEDDING, "first_id", 2**70), (EMBEDDING, "first_id", -(2**63)),
+    (EMBEDDING, "weight", torch.ones(FEATURES, FEATURES).to_sparse()),
+], ids=lambda value: value if isinstance(value, str) else type(value).__name__)  # fmt: skip
+@on_ranks(2)
+def test_values_that_could_not_be_computed_with(
+    group, device, op: str, name: str, value: Any, needs_gradients: bool
+) -> None:
     """In new calls, and in calls like a good one before: each once raised on one rank alone, after all had agreed."""
-
-    def body(group: Any, device: torch.device) -> None:
-        arguments = good(op, group.rank(), group.size())
-        if needs_gradients:
-            arguments["out_weight" if op == ATTENTION else "weight"].requires_grad_()
-        like_a_good_one = dict(arguments)
-        if name == "weight_grad":
-            shape = arguments["out_weight" if op == ATTENTION else "weight"].shape
-            like_a_good_one["weight_grad"] = WeightGradTarget(torch.zeros(shape), lambda: None)
-        if name == "scale":
-            like_a_good_one["scale"] = 1 if isinstance(value, int) else 1.0
-        given = {**arguments, name: value} if group.rank() else like_a_good_one
-        with OverlapContext(group, config()) as context:
-            expect_refusal(op, name, given, 1, context)
-            OPS[op](**like_a_good_one, context=context)
-            expect_refusal(op, name, given, 1, context)
-            OPS[op](**like_a_good_one, context=context)
-
-    run_threads(2, body)
+    arguments = good(op, group.rank(), group.size())
+    if needs_gradients:
+        arguments["out_weight" if op == ATTENTION else "weight"].requires_grad_()
+    like_a_good_one = dict(arguments)
+    if name == "weight_grad":
+        shape = arguments["out_weight" if op == ATTENTION else "weight"].shape
+        like_a_good_one["weight_grad"] = WeightGradTarget(torch.zeros(shape), lambda: None)
+    if name == "scale":
+        like_a_good_one["scale"] = 1 if isinstance(value, int) else 1.0
+    given = {**arguments, name: value} if group.rank() else like_a_good_one
+    with OverlapContext(group, config()) as context:
+        expect_refusal(op, name, given, 1, context)
+        OPS[op](**like_a_good_one, context=context)
+        expect_refusal(op, name, given, 1, context)
+        OPS[op](**like_a_good_one, context=context)
 
 
 @pytest.mark.parametrize("op", [GATHER, "linear_reduce_scatter", ATTENTION])
-def test_operands_of_inference_mode_cannot_be_trained_with(op: str) -> None:
-    def body(group: Any, device: torch.device) -> None:
-        arguments = good(op, group.rank(), group.size())
-        name = next(iter(arguments))
-        weight = arguments["out_weight" if op == ATTENTION else "weight"]
-        lost = {**arguments, name: made_in_inference_mode(*arguments[name].shape)}
-        with OverlapContext(group, config()) as context:
-            with torch.no_grad():
-                OPS[op](**lost, context=context)
-            OPS[op](**lost, context=context)  # nobody will ask for gradients
-            weight.requires_grad_()
-            expect_refusal(op, name, lost if group.rank() else arguments, 1, context)
-            OPS[op](**arguments, context=context)
-            expect_refusal(op, name, lost if group.rank() else arguments, 1, context)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_operands_of_inference_mode_cannot_be_trained_with(group, device, op: str) -> None:
+    arguments = good(op, group.rank(), group.size())
+    name = next(iter(arguments))
+    weight = arguments["out_weight" if op == ATTENTION else "weight"]
+    lost = {**arguments, name: made_in_inference_mode(*arguments[name].shape)}
+    with OverlapContext(group, config()) as context:
+        with torch.no_grad():
+            OPS[op](**lost, context=context)
+        OPS[op](**lost, context=context)  # nobody will ask for gradients
+        weight.requires_grad_()
+        expect_refusal(op, name, lost if group.rank() else arguments, 1, context)
+        OPS[op](**arguments, context=context)
+        expect_refusal(op, name, lost if group.rank() else arguments, 1, context)
 
 
-def test_numbers_of_any_kind_and_size_that_mean_something_are_taken() -> None:
-    def body(group: Any, device: torch.device) -> None:
-        arguments = good(ATTENTION, group.rank(), group.size())
-        with OverlapContext(group, config()) as context:
-            for mine, theirs in (
-                ({"scale": fractions.Fraction(1, 2)}, {"scale": 0.5}),
-                ({"window": (10**30, 0)}, {}),
-                ({"causal": False, "window": (10**30, TOKENS)}, {"causal": False}),
-            ):
-                found = ops.query_split_attention(**arguments, **mine, context=context)
-                assert torch.equal(found, ops.query_split_attention(**arguments, **theirs, context=context))
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_numbers_of_any_kind_that_mean_something_are_taken(group, device) -> None:
+    arguments = good(ATTENTION, group.rank(), group.size())
+    with OverlapContext(group, config()) as context:
+        for mine, theirs in (
+            ({"scale": fractions.Fraction(1, 2)}, {"scale": 0.5}),
+            ({"window": (10**30, 0)}, {}),
+            ({"causal": False, "window": (10**30, TOKENS)}, {"causal": False}),
+        ):
+            found = ops.query_split_attention(**arguments, **mine, context=context)
+            assert torch.equal(found, ops.query_split_attention(**arguments, **theirs, context=context))
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_lazily_negated_operand_is_refused_not_sent_with_the_wrong_sign(op: str) -> None:
+@on_ranks(2)
+def test_a_lazily_negated_operand_is_refused(group, device, op: str) -> None:
     name = "out_weight" if op == ATTENTION else "weight"
-
-    def body(group: Any, device: torch.device) -> None:
-        arguments = good(op, group.rank(), group.size())
-        negated = {**arguments, name: torch._neg_view(arguments[name])}
-        with OverlapContext(group, config()) as context:
-            OPS[op](**arguments, context=context)
-            expect_refusal(op, name, negated if group.rank() else arguments, 1, context)
-            OPS[op](**{**negated, name: negated[name].resolve_neg()}, context=context)
-
-    run_threads(2, body)
+    arguments = good(op, group.rank(), group.size())
+    negated = {**arguments, name: torch._neg_view(arguments[name])}
+    with OverlapContext(group, config()) as context:
+        OPS[op](**arguments, context=context)
+        expect_refusal(op, name, negated if group.rank() else arguments, 1, context)
+        OPS[op](**{**negated, name: negated[name].resolve_neg()}, context=context)
 
 
 def in_forward_mode(call: Any, x: torch.Tensor) -> None:

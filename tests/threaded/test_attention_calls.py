@@ -6,84 +6,71 @@ import torch
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import AttentionConfig
 from commfuse_megatron.errors import ConfigError, ShapeError
-from tests.harness import run_threads
+from tests.harness import on_ranks, run_threads
 from tests.threaded.test_planning import TRIAL, MadeUpTimes, machine
 from tests.threaded.test_query_split_attention import Case, attention_config, check, draw, run
 
 
 @pytest.mark.parametrize(("good", "bad"), [(0.4, 1.4), (0.0, -0.4), (0.4, float("nan"))])
-def test_a_bad_dropout_after_a_good_one_is_refused(good, bad):
+@on_ranks(2)
+def test_a_bad_dropout_after_a_good_one_is_refused(group, device, good, bad):
     """Fails with only `dropout > 0` in the key of known calls: what the first call passed, the second would not do."""
-
-    def body(group, device):
-        operands, _ = draw(Case(), group.rank(), group.size())
-        with OverlapContext(group, attention_config()) as context:
-            ops.query_split_attention(*operands.values(), context=context, dropout=good)
-            with pytest.raises(ShapeError, match="dropout must be"):
-                ops.query_split_attention(*operands.values(), context=context, dropout=bad)
-            check(Case(), group, context)
-
-    run_threads(2, body)
+    operands, _ = draw(Case(), group.rank(), group.size())
+    with OverlapContext(group, attention_config()) as context:
+        ops.query_split_attention(*operands.values(), context=context, dropout=good)
+        with pytest.raises(ShapeError, match="dropout must be"):
+            ops.query_split_attention(*operands.values(), context=context, dropout=bad)
+        check(Case(), group, context)
 
 
-def test_windows_that_are_no_integers_are_refused_and_lists_are_taken():
-    def body(group, device):
-        operands, _ = draw(Case(), group.rank(), group.size())
-        with OverlapContext(group, attention_config()) as context:
-            for window in ((2.5, 0), (1, 2, 3), (-2, 0)):
-                with pytest.raises(ShapeError, match="window must be"):
-                    ops.query_split_attention(*operands.values(), window=window, context=context)
-            check(Case(keywords={"window": [3, 0]}), group, context)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_windows_that_are_no_integers_are_refused(group, device):
+    operands, _ = draw(Case(), group.rank(), group.size())
+    with OverlapContext(group, attention_config()) as context:
+        for window in ((2.5, 0), (1, 2, 3), (-2, 0)):
+            with pytest.raises(ShapeError, match="window must be"):
+                ops.query_split_attention(*operands.values(), window=window, context=context)
+        check(Case(keywords={"window": [3, 0]}), group, context)
 
 
 @pytest.mark.parametrize("path", ["query_split", "row_parallel"])
-def test_autocast_rounds_operands_and_nothing_else(path):
+@on_ranks(2)
+def test_autocast_rounds_operands_and_nothing_else(group, device, path):
     """Fails with the operation left inside autocast: its scores are then rounded to bfloat16 too, only forward."""
+    operands, grad_y = draw(Case(rows=9, kv_heads=2, dtype=torch.float32), group.rank(), group.size())
+    rounded = {name: t.bfloat16() for name, t in operands.items()}
 
-    def body(group, device):
-        operands, grad_y = draw(Case(rows=9, kv_heads=2, dtype=torch.float32), group.rank(), group.size())
-        rounded = {name: t.bfloat16() for name, t in operands.items()}
+    def attend(*given, **where):
+        with torch.autocast("cpu", torch.bfloat16):
+            return ops.query_split_attention(*given, **where)
 
-        def attend(*given, **where):
-            with torch.autocast("cpu", torch.bfloat16):
-                return ops.query_split_attention(*given, **where)
-
-        with OverlapContext(group, attention_config(path)) as context:
-            expected = run(rounded, grad_y.bfloat16(), ops.query_split_attention, context=context, scale=2.0)
-            found = run(operands, grad_y.bfloat16(), attend, context=context, scale=2.0)
-        for name, value in expected.items():
-            assert torch.equal(found[name], value.to(found[name].dtype)), name
-
-    run_threads(2, body)
+    with OverlapContext(group, attention_config(path)) as context:
+        expected = run(rounded, grad_y.bfloat16(), ops.query_split_attention, context=context, scale=2.0)
+        found = run(operands, grad_y.bfloat16(), attend, context=context, scale=2.0)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value.to(found[name].dtype)), name
 
 
 @pytest.mark.parametrize("path", ["query_split", "row_parallel", "sequential"])
-def test_a_backward_pass_inside_autocast_is_that_outside(path):
+@on_ranks(2)
+def test_a_backward_pass_inside_autocast_is_that_outside(group, device, path):
     """Fails with backward left inside autocast: its products are then rounded to bfloat16."""
+    operands, grad_y = draw(Case(rows=9, kv_heads=2, dtype=torch.float32), group.rank(), group.size())
 
-    def body(group, device):
-        operands, grad_y = draw(Case(rows=9, kv_heads=2, dtype=torch.float32), group.rank(), group.size())
+    def gradients(*, is_inside):
+        leaves = [t.detach().clone().requires_grad_() for t in operands.values()]
+        with torch.autocast("cpu", torch.bfloat16):
+            y = ops.query_split_attention(*leaves, scale=2.0, context=context)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_inside):
+            y.backward(grad_y.bfloat16())
+        return [leaf.grad for leaf in leaves]
 
-        def gradients(*, is_inside):
-            leaves = [t.detach().clone().requires_grad_() for t in operands.values()]
-            with torch.autocast("cpu", torch.bfloat16):
-                y = ops.query_split_attention(*leaves, scale=2.0, context=context)
-            with torch.autocast("cpu", torch.bfloat16, enabled=is_inside):
-                y.backward(grad_y.bfloat16())
-            return [leaf.grad for leaf in leaves]
-
-        with OverlapContext(group, attention_config(path)) as context:
-            for name, found, expected in zip(
-                operands, gradients(is_inside=True), gradients(is_inside=False), strict=True
-            ):
-                assert torch.equal(found, expected), name
-
-    run_threads(2, body)
+    with OverlapContext(group, attention_config(path)) as context:
+        for name, found, expected in zip(operands, gradients(is_inside=True), gradients(is_inside=False), strict=True):
+            assert torch.equal(found, expected), name
 
 
-def test_with_dropout_a_call_is_split_alike_with_and_without_gradients(monkeypatch):
+def test_with_dropout_a_call_is_split_alike_without_gradients(monkeypatch):
     """As a recomputed layer is called: splits draw masks of their own, so gradients would be those of other masks.
 
     Fails with a plan of its own for every set of gradients.

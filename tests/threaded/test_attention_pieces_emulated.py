@@ -31,16 +31,10 @@ CASE = Case(rows=24, heads=4, kv_heads=2, head_dim=16, value_dim=16, N=16, dtype
 
 @pytest.mark.parametrize("worth", [0, 1e30], ids=["pieces", "whole"])
 @pytest.mark.parametrize("stepwise", [-1, 1000], ids=["graphs", "tapes"])
-@pytest.mark.parametrize(
-    ("group_size", "m", "backward"),
-    [
-        (2, 1, "query_split"),
-        (2, 2, "query_split"),
-        (3, 2, "query_split"),
-        (2, 2, "row_parallel"),
-        (3, 1, "row_parallel"),
-    ],
-)
+@pytest.mark.parametrize(("group_size", "m", "backward"), [
+    (2, 1, "query_split"), (2, 2, "query_split"), (3, 2, "query_split"), (2, 2, "row_parallel"),
+    (3, 1, "row_parallel"),
+])  # fmt: skip
 def test_both_passes_equal_the_reference_in_every_order(group_size, m, backward, stepwise, worth, monkeypatch):
     cudnn = emulate_cudnn(monkeypatch)
     emulate_copy_engine(monkeypatch)
@@ -175,7 +169,7 @@ def test_a_weight_by_columns_has_its_backward_pass_on_a_tape(backward, monkeypat
     assert replayed == [True] * 4
 
 
-def test_a_kernel_that_refuses_all_queries_at_once_is_passed_over(monkeypatch):
+def test_a_kernel_that_refuses_all_queries_is_passed_over(monkeypatch):
     cudnn, config = emulated(monkeypatch, path="query_split", backward="row_parallel", kernel="auto")
     cudnn.refused = {Launch("backward", "top left", 32, 32)}
 
@@ -214,7 +208,7 @@ class Allocator:
 
 
 @pytest.mark.parametrize("backward", ["query_split", "row_parallel"])
-def test_scratch_memory_is_free_after_a_call_and_graphs_serve_calls_that_get_it_again(backward, monkeypatch):
+def test_scratch_memory_is_free_after_a_call_and_graphs_go_on(backward, monkeypatch):
     _, config = emulated(monkeypatch, path="query_split", splits_per_shard=2, backward=backward)
     monkeypatch.setattr(tape_graphs, "_STEPWISE", 0)
     allocator = Allocator()

@@ -41,7 +41,7 @@ WAYS = (
 
 
 @pytest.mark.parametrize("best", WAYS)
-def test_the_fastest_on_the_slowest_rank_is_taken_for_both_passes(monkeypatch, best):
+def test_the_fastest_on_the_slowest_rank_is_taken_for_both(monkeypatch, best):
     names = WAYS
     times = [{name: 50.0 if name == best else 90.0 for name in names} for _ in range(2)]
     times[0].update({name: 10.0 for name in names if name != best})  # fast here, slow on the other rank
@@ -82,7 +82,7 @@ def test_as_many_tokens_in_longer_sequences_are_decided_anew(monkeypatch):
         assert longer.startswith("measured: ")
 
 
-def test_where_nothing_may_be_measured_it_is_the_row_parallel_one(monkeypatch):
+def test_where_nothing_may_be_measured_it_is_row_parallel(monkeypatch):
     config = OverlapConfig(attention=AUTO, plan=PlanConfig(measure="never"))
     for forward, _ in planned(monkeypatch, [{}, {}], config):
         assert (forward.path, forward.measured_us) == ("row_parallel", None)

@@ -28,7 +28,7 @@ from commfuse_megatron.tools.common.cases import HEADLINE_M
 from commfuse_megatron.transport import tape_graphs
 from tests.harness.emulated_cudnn import emulate_cudnn
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
-from tests.harness.threads import run_threads
+from tests.harness.threads import on_ranks, run_threads
 from tests.threaded.test_benchmark_runs import run_settings
 
 CPU = torch.device("cpu")
@@ -102,23 +102,21 @@ def test_emulated_groups(group_size):
     assert max(row.max_error for row in rows if row.max_error is not None) < 1e-5
 
 
-def test_a_wrong_emulated_result_is_noticed():
-    def body(group, device):
-        work = make_emulated_work(attention_case(*SMALL, 4, 64), group, Pool(CPU, torch.float32, group.rank()))
-        variant = EmulatedAttention("gloo", 1)
-        ready = variant.build(work)
+@on_ranks(2)
+def test_a_wrong_emulated_result_is_noticed(group, device):
+    work = make_emulated_work(attention_case(*SMALL, 4, 64), group, Pool(CPU, torch.float32, group.rank()))
+    variant = EmulatedAttention("gloo", 1)
+    ready = variant.build(work)
+    check_results(work, variant.name, ready.results())
+    work.operands.k.data.add_(1.0 * torch.arange(work.operands.k.size(0)).view(-1, 1, 1, 1))
+    with pytest.raises(VerificationError, match="differs"):
         check_results(work, variant.name, ready.results())
-        work.operands.k.data.add_(1.0 * torch.arange(work.operands.k.size(0)).view(-1, 1, 1, 1))
-        with pytest.raises(VerificationError, match="differs"):
-            check_results(work, variant.name, ready.results())
-        variant.close()
-
-    run_threads(2, body)
+    variant.close()
 
 
 @pytest.mark.parametrize("splits", [None, 1, 2])
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_emulated_programs_on_tapes_give_what_they_should_in_every_order(size, splits, monkeypatch):
+def test_emulated_tapes_give_what_they_should_in_every_order(size, splits, monkeypatch):
     emulate_cudnn(monkeypatch)
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(attention_choice, "cudnn_attention_unavailable_reason", lambda problem, device: None)
@@ -148,19 +146,17 @@ SMALL = ("paper.attention-4x8192", 4 * 8192)
 
 
 @pytest.mark.parametrize("pass_name", ["fprop", "backward"])
-def test_what_is_expected_is_the_reference(pass_name):
-    def body(group, device):
-        work = attention_work(attention_case(*SMALL, 2, 256), pass_name, group, Pool(CPU, torch.float64, group.rank()))
-        heads = [head.clone().requires_grad_() for head in heads_of(work)]
-        y = ops.reference.query_split_attention(*heads, work.operands.weight, group=group)
-        if pass_name == "fprop":
-            torch.testing.assert_close(work.expected["y"], y.detach())
-            return
-        found = torch.autograd.grad(y, [*heads, work.operands.weight], work.operands.grad_y)
-        for grad, name in zip(found, ("x.grad", "k.grad", "v.grad", "weight.grad"), strict=True):
-            torch.testing.assert_close(grad.view(work.expected[name].shape), work.expected[name])
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_what_is_expected_is_the_reference(group, device, pass_name):
+    work = attention_work(attention_case(*SMALL, 2, 256), pass_name, group, Pool(CPU, torch.float64, group.rank()))
+    heads = [head.clone().requires_grad_() for head in heads_of(work)]
+    y = ops.reference.query_split_attention(*heads, work.operands.weight, group=group)
+    if pass_name == "fprop":
+        torch.testing.assert_close(work.expected["y"], y.detach())
+        return
+    found = torch.autograd.grad(y, [*heads, work.operands.weight], work.operands.grad_y)
+    for grad, name in zip(found, ("x.grad", "k.grad", "v.grad", "weight.grad"), strict=True):
+        torch.testing.assert_close(grad.view(work.expected[name].shape), work.expected[name])
 
 
 def test_cases():
@@ -179,7 +175,7 @@ def test_cases():
             attention_case(name, M, size)
 
 
-def test_the_bound_lies_between_the_closed_form_and_no_overlap_at_all():
+def test_the_bound_is_between_the_closed_form_and_no_overlap():
     case = attention_case("llama-8b.attention", 8192, 8)
     for compute_ms, comm_ms in ((1.0, 0.1), (1.0, 0.9), (1.0, 3.0)):
         for splits in (1, 2, 4):

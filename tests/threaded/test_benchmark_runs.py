@@ -13,7 +13,7 @@ from commfuse_megatron.tools.bench.run import Settings, grid, run_grid
 from commfuse_megatron.tools.bench.slicing import DataSlicing
 from commfuse_megatron.tools.bench.timing import Timed, measure, measure_host_us
 from commfuse_megatron.tools.common.cases import linear_case
-from tests.harness.threads import run_threads
+from tests.harness.threads import on_ranks, run_threads
 
 CPU = torch.device("cpu")
 # Megatron and its stand-ins for CUDA belong to a process, not to a thread.
@@ -123,40 +123,34 @@ def test_rows_of_emulated_groups_say_so():
     assert {"compute_only", "comm_only gloo", "sequential", "sliced m=1 gloo"} <= {row.variant for row in rows}
 
 
-def test_larger_groups_are_emulated_on_two_ranks_only():
-    def body(group, device):
-        with pytest.raises(UnsupportedError, match="on 2 ranks, not on 3"):
-            make_emulated_work(linear_case("llama-8b.proj", 2048, 8, 32), group, Pool(device, torch.float32, 0))
-
-    run_threads(3, body)
+@on_ranks(3)
+def test_larger_groups_are_emulated_on_two_ranks_only(group, device):
+    with pytest.raises(UnsupportedError, match="on 2 ranks, not on 3"):
+        make_emulated_work(linear_case("llama-8b.proj", 2048, 8, 32), group, Pool(device, torch.float32, 0))
 
 
-def test_a_forced_path_that_fell_back_is_an_error():
-    def body(group, device):
-        work = make_work(linear_case("llama-8b.proj", 2048, 2, 64), "fprop", group, Pool(device, torch.float32, 0))
-        variant = Ours(Way(path="sliced", backend="gloo"))
-        ready = variant.build(work)
-        ready.results()
+@on_ranks(2)
+def test_a_forced_path_that_fell_back_is_an_error(group, device):
+    work = make_work(linear_case("llama-8b.proj", 2048, 2, 64), "fprop", group, Pool(device, torch.float32, 0))
+    variant = Ours(Way(path="sliced", backend="gloo"))
+    ready = variant.build(work)
+    ready.results()
+    variant.check_path(work, ready)
+    variant.way = Way(path="bulk", backend="gloo")
+    with pytest.raises(VerificationError, match="fell back to sliced"):
         variant.check_path(work, ready)
-        variant.way = Way(path="bulk", backend="gloo")
-        with pytest.raises(VerificationError, match="fell back to sliced"):
-            variant.check_path(work, ready)
-        variant.close()
-
-    run_threads(2, body)
+    variant.close()
 
 
-def test_a_wrong_result_is_found():
-    def body(group, device):
-        work = make_work(linear_case("llama-8b.qkv", 2048, 2, 64), "backward", group, Pool(device, torch.float32, 0))
-        found = Sequential().build(work).results()
-        assert check_results(work, "sequential", found) == 0.0
-        with pytest.raises(VerificationError, match=r"weight\.grad differs from the sequential program"):
-            check_results(work, "sequential", found | {"weight.grad": found["weight.grad"] * 1.1})
-        with pytest.raises(VerificationError, match=r"x\.grad has shape"):
-            check_results(work, "sequential", found | {"x.grad": found["x.grad"][:1]})
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_a_wrong_result_is_found(group, device):
+    work = make_work(linear_case("llama-8b.qkv", 2048, 2, 64), "backward", group, Pool(device, torch.float32, 0))
+    found = Sequential().build(work).results()
+    assert check_results(work, "sequential", found) == 0.0
+    with pytest.raises(VerificationError, match=r"weight\.grad differs from the sequential program"):
+        check_results(work, "sequential", found | {"weight.grad": found["weight.grad"] * 1.1})
+    with pytest.raises(VerificationError, match=r"x\.grad has shape"):
+        check_results(work, "sequential", found | {"x.grad": found["x.grad"][:1]})
 
 
 def test_bursts_are_prepared_outside_of_the_timed_part():

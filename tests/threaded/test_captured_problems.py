@@ -12,8 +12,8 @@ from commfuse_megatron.errors import ShapeError
 from commfuse_megatron.ops.attention_arguments import AttentionInputs
 from commfuse_megatron.ops.problems import attention_problems, embedding_problems, linear_problems
 from commfuse_megatron.transport.base import MOST_FLAGS
-from tests.harness import run_threads
-from tests.harness.emulated_gpu import emulate_copy_engine, take_part
+from tests.harness import on_ranks, run_threads
+from tests.harness.emulated_gpu import on_copy_engine
 
 
 def _operands(op, group_size, *, rows=4):
@@ -24,63 +24,56 @@ def _operands(op, group_size, *, rows=4):
 
 @pytest.mark.parametrize("op", ["all_gather_linear", "linear_reduce_scatter"])
 @pytest.mark.parametrize("frozen", [None, "input", "weight", "both"])
-def test_a_linear_states_the_problems_that_its_call_meets(op, frozen):
-    def body(group, device):
-        with OverlapContext(group) as context:
-            x, weight = _operands(op, group.size())
-            x.requires_grad_(frozen not in ("input", "both"))
-            weight.requires_grad_(frozen not in ("weight", "both"))
-            bias = torch.zeros(8, requires_grad=True)
-            problems = linear_problems(op, x, weight, context)
-            assert len(problems) == (1 if frozen == "both" else 2)
-            assert not any(map(context.has_run, problems))
-            y = getattr(ops, op)(x, weight, bias, context=context)
-            assert [context.has_run(problem) for problem in problems] == [True, False][: len(problems)]
-            y.sum().backward()
-            assert all(map(context.has_run, problems))
-            assert len(context.report()) == len(problems), "it met no others"
-            with torch.no_grad():
-                assert linear_problems(op, x, weight, context) == problems[:1]
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_a_linear_states_the_problems_that_its_call_meets(group, device, op, frozen):
+    with OverlapContext(group) as context:
+        x, weight = _operands(op, group.size())
+        x.requires_grad_(frozen not in ("input", "both"))
+        weight.requires_grad_(frozen not in ("weight", "both"))
+        bias = torch.zeros(8, requires_grad=True)
+        problems = linear_problems(op, x, weight, context)
+        assert len(problems) == (1 if frozen == "both" else 2)
+        assert not any(map(context.has_run, problems))
+        y = getattr(ops, op)(x, weight, bias, context=context)
+        assert [context.has_run(problem) for problem in problems] == [True, False][: len(problems)]
+        y.sum().backward()
+        assert all(map(context.has_run, problems))
+        assert len(context.report()) == len(problems), "it met no others"
+        with torch.no_grad():
+            assert linear_problems(op, x, weight, context) == problems[:1]
 
 
-def test_an_embedding_states_the_problems_that_its_call_meets():
-    def body(group, device):
-        with OverlapContext(group) as context:
-            ids, weight = torch.zeros(3, 4, dtype=torch.int64), torch.randn(5, 6, requires_grad=True)
-            problems = embedding_problems(ids, weight, context)
-            ops.embedding_reduce_scatter(ids, weight, 0, context=context).sum().backward()
-            assert len(problems) == len(context.report()) == 2
-            assert all(map(context.has_run, problems))
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_an_embedding_states_the_problems_that_its_call_meets(group, device):
+    with OverlapContext(group) as context:
+        ids, weight = torch.zeros(3, 4, dtype=torch.int64), torch.randn(5, 6, requires_grad=True)
+        problems = embedding_problems(ids, weight, context)
+        ops.embedding_reduce_scatter(ids, weight, 0, context=context).sum().backward()
+        assert len(problems) == len(context.report()) == 2
+        assert all(map(context.has_run, problems))
 
 
 @pytest.mark.parametrize(
     "attention",
     [{"path": "query_split"}, {"path": "query_split", "backward": "row_parallel"}, {"path": "row_parallel"}],
 )
-def test_an_attention_states_the_problems_that_its_call_meets(attention):
+@on_ranks(2)
+def test_an_attention_states_the_problems_that_its_call_meets(group, device, attention):
     config = OverlapConfig.from_dict({"attention": attention})
-
-    def body(group, device):
-        with OverlapContext(group, config) as context:
-            q, k, v = (torch.randn(8, 1, 2, 4, requires_grad=True) for _ in range(3))
-            weight = torch.randn(6, 8, requires_grad=True)
-            inputs = AttentionInputs(q, k, v, weight, None, True, None, None, None, 0.0)
-            problems = attention_problems(inputs, context)
-            assert context.known_plan(problems[0]) is None
-            ops.query_split_attention(q, k, v, weight, context=context).sum().backward()
-            assert len(problems) == 2
-            # Once it is planned it is known to have a linear in its backward pass.
-            known = attention_problems(inputs, context)
-            assert known[:2] == problems
-            assert [problem.op for problem in known[2:]] == ["linear_reduce_scatter"] * ("backward" in attention)
-            assert all(context.known_plan(problem) is not None for problem in known)
-            assert all(map(context.has_run, known))
-
-    run_threads(2, body)
+    with OverlapContext(group, config) as context:
+        q, k, v = (torch.randn(8, 1, 2, 4, requires_grad=True) for _ in range(3))
+        weight = torch.randn(6, 8, requires_grad=True)
+        inputs = AttentionInputs(q, k, v, weight, None, True, None, None, None, 0.0)
+        problems = attention_problems(inputs, context)
+        assert context.known_plan(problems[0]) is None
+        ops.query_split_attention(q, k, v, weight, context=context).sum().backward()
+        assert len(problems) == 2
+        # Once it is planned it is known to have a linear in its backward pass.
+        known = attention_problems(inputs, context)
+        assert known[:2] == problems
+        assert [problem.op for problem in known[2:]] == ["linear_reduce_scatter"] * ("backward" in attention)
+        assert all(context.known_plan(problem) is not None for problem in known)
+        assert all(map(context.has_run, known))
 
 
 def test_what_ran_in_a_capture_alone_counts_as_new(monkeypatch):
@@ -142,43 +135,39 @@ def _whole_numbers(*shape):
 
 @pytest.mark.parametrize("path", ["sliced", "bulk"])
 @pytest.mark.parametrize("group_size", [2, 3])
-def test_graphs_of_single_passes_are_replayed_between_eager_calls(group_size, path, monkeypatch):
+@on_copy_engine("group_size")
+def test_graphs_of_single_passes_are_replayed_between_calls(group, device, group_size, path):
     """As Megatron does with its layers: all forward graphs, something eager, the backward graphs in reverse."""
-    emulate_copy_engine(monkeypatch)
     chosen = PassConfig(path=path, algorithm="direct", chunks_per_shard=1)
     linear = LinearConfig(fprop=PassConfig(path="sliced", algorithm="direct", chunks_per_shard=2), dgrad=chosen)
     config = OverlapConfig(linear=linear, transport=TransportConfig(backend="copy_engine"))
-
-    def body(group, device):
-        with take_part(group), OverlapContext(group, config) as context:
-            x, w1 = _whole_numbers(4, 2, 16).requires_grad_(), _whole_numbers(8, 16).requires_grad_()
-            w2, grad_y = _whole_numbers(12, 8).requires_grad_(), _whole_numbers(4, 2, 12)
-            first = _Graph(context, lambda: ops.all_gather_linear(x, w1, context=context))
-            hidden = first.outputs.detach().requires_grad_()
-            second = _Graph(context, lambda: ops.linear_reduce_scatter(hidden, w2, context=context))
-            last = _Graph(context, lambda: torch.autograd.grad(second.outputs, [hidden, w2], grad_y))
-            but_last = _Graph(context, lambda: torch.autograd.grad(first.outputs, [x, w1], last.outputs[0]))
-            for _ in range(3):
-                with torch.no_grad():
-                    for tensor in (x, w1, w2, grad_y):
-                        tensor.copy_(_whole_numbers(*tensor.shape))
-                first.replay()
-                second.replay()
-                beside = _whole_numbers(6, 1, 8).requires_grad_()
-                ops.all_gather_linear(beside, w2, context=context).sum().backward()
-                last.replay()
-                but_last.replay()
-                h = ops.reference.all_gather_linear(x, w1, group=group)
-                y = ops.reference.linear_reduce_scatter(h, w2, group=group)
-                assert torch.equal(y, second.outputs)
-                expected = torch.autograd.grad(y, [w2, x, w1], grad_y)
-                for found, gradient in zip((last.outputs[1], *but_last.outputs), expected, strict=True):
-                    assert torch.equal(found, gradient)
-            group.barrier().wait()  # between operations no flag tells of one
-            flags = context.link.transport._flags.tensor
-            assert flags.numel() > 2 * group_size * MOST_FLAGS
-            assert not flags[:-group_size].any()
-            assert flags[-group_size:].all()  # what may be sent
-            group.barrier().wait()
-
-    run_threads(group_size, body)
+    with OverlapContext(group, config) as context:
+        x, w1 = _whole_numbers(4, 2, 16).requires_grad_(), _whole_numbers(8, 16).requires_grad_()
+        w2, grad_y = _whole_numbers(12, 8).requires_grad_(), _whole_numbers(4, 2, 12)
+        first = _Graph(context, lambda: ops.all_gather_linear(x, w1, context=context))
+        hidden = first.outputs.detach().requires_grad_()
+        second = _Graph(context, lambda: ops.linear_reduce_scatter(hidden, w2, context=context))
+        last = _Graph(context, lambda: torch.autograd.grad(second.outputs, [hidden, w2], grad_y))
+        but_last = _Graph(context, lambda: torch.autograd.grad(first.outputs, [x, w1], last.outputs[0]))
+        for _ in range(3):
+            with torch.no_grad():
+                for tensor in (x, w1, w2, grad_y):
+                    tensor.copy_(_whole_numbers(*tensor.shape))
+            first.replay()
+            second.replay()
+            beside = _whole_numbers(6, 1, 8).requires_grad_()
+            ops.all_gather_linear(beside, w2, context=context).sum().backward()
+            last.replay()
+            but_last.replay()
+            h = ops.reference.all_gather_linear(x, w1, group=group)
+            y = ops.reference.linear_reduce_scatter(h, w2, group=group)
+            assert torch.equal(y, second.outputs)
+            expected = torch.autograd.grad(y, [w2, x, w1], grad_y)
+            for found, gradient in zip((last.outputs[1], *but_last.outputs), expected, strict=True):
+                assert torch.equal(found, gradient)
+        group.barrier().wait()  # between operations no flag tells of one
+        flags = context.link.transport._flags.tensor
+        assert flags.numel() > 2 * group_size * MOST_FLAGS
+        assert not flags[:-group_size].any()
+        assert flags[-group_size:].all()  # what may be sent
+        group.barrier().wait()

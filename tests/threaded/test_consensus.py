@@ -9,7 +9,7 @@ import torch
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import AttentionConfig, TransportConfig
 from commfuse_megatron.errors import ShapeError, TransportError, TransportTimeoutError, UnsupportedError
-from tests.harness import run_threads
+from tests.harness import on_ranks, run_threads
 
 EVERY_CALL = OverlapConfig(transport=TransportConfig(timeout_s=4.0), check_agreement=True)
 
@@ -23,7 +23,7 @@ def gather(context, value, features=5):
     return (y[:, 0, 0] / 5).tolist()
 
 
-def test_ctrl_c_while_the_others_are_told_of_a_refusal_fails_the_context():
+def test_ctrl_c_while_a_refusal_is_told_fails_the_context():
     """Its next call took the others' present one for its own: gathered were values of two calls, on all ranks."""
     may_come = threading.Event()
 
@@ -94,83 +94,72 @@ def test_a_question_is_not_answered_by_a_call(asks):
     run_threads(2, body)
 
 
-def test_what_one_rank_cannot_make_is_an_error_of_all_and_all_go_on():
-    def body(group, device):
-        def make():
-            if group.rank() == 1:
-                raise RuntimeError("cuBLAS has no handle")
-            return "made"
+@on_ranks(2)
+def test_what_one_rank_cannot_make_is_an_error_of_all(group, device):
+    def make():
+        if group.rank() == 1:
+            raise RuntimeError("cuBLAS has no handle")
+        return "made"
 
-        with OverlapContext(group, EVERY_CALL) as context:
-            with pytest.raises(RuntimeError if group.rank() == 1 else ShapeError, match="cuBLAS has no handle"):
-                context.consensus.make_together(make, "a thing")
-            for value in (1, 2):
-                assert gather(context, value) == [value, value]
-
-    run_threads(2, body)
+    with OverlapContext(group, EVERY_CALL) as context:
+        with pytest.raises(RuntimeError if group.rank() == 1 else ShapeError, match="cuBLAS has no handle"):
+            context.consensus.make_together(make, "a thing")
+        for value in (1, 2):
+            assert gather(context, value) == [value, value]
 
 
 @pytest.mark.parametrize("refusing", [{0}, {0, 1}])
-def test_a_kernel_that_is_refused_leaves_ranks_in_step(refusing):
+@on_ranks(2)
+def test_a_kernel_that_is_refused_leaves_ranks_in_step(group, device, refusing):
     """The refusing rank's context failed, for linears, too, and the others waited for it in the next call."""
     config = OverlapConfig(transport=TransportConfig(timeout_s=4.0), attention=AttentionConfig(path="query_split"))
 
-    def body(group, device):
-        def refuse(problem, wanted):
-            raise UnsupportedError("no such kernel on this rank")
+    def refuse(problem, wanted):
+        raise UnsupportedError("no such kernel on this rank")
 
-        heads = [torch.ones(8, 1, 2, 8) for _ in range(3)]
-        with OverlapContext(group, config) as context:
-            if group.rank() in refusing:
-                context.attention_kernels.choose = refuse
-            with pytest.raises(UnsupportedError if group.rank() in refusing else ShapeError, match="no such kernel"):
-                ops.query_split_attention(*heads, torch.ones(16, 16), context=context)
-            assert gather(context, 3) == [3, 3]
-
-    run_threads(2, body)
+    heads = [torch.ones(8, 1, 2, 8) for _ in range(3)]
+    with OverlapContext(group, config) as context:
+        if group.rank() in refusing:
+            context.attention_kernels.choose = refuse
+        with pytest.raises(UnsupportedError if group.rank() in refusing else ShapeError, match="no such kernel"):
+            ops.query_split_attention(*heads, torch.ones(16, 16), context=context)
+        assert gather(context, 3) == [3, 3]
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_ranks_that_differ_at_one_place_are_in_step(is_known):
-    def body(group, device):
-        context = OverlapContext(group, EVERY_CALL)
-        place = f"layer 1, call {1 if is_known else group.rank()}"
-        with pytest.raises(ShapeError, match=r"group rank 1: stock"):
-            context.consensus.agree(["overlapped", "stock"][group.rank()], topic=place, is_place=True)
-        assert context.is_usable == is_known
-        if is_known:
-            assert gather(context, 3) == [3, 3]
-            context.close()
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_ranks_that_differ_at_one_place_are_in_step(group, device, is_known):
+    context = OverlapContext(group, EVERY_CALL)
+    place = f"layer 1, call {1 if is_known else group.rank()}"
+    with pytest.raises(ShapeError, match=r"group rank 1: stock"):
+        context.consensus.agree(["overlapped", "stock"][group.rank()], topic=place, is_place=True)
+    assert context.is_usable == is_known
+    if is_known:
+        assert gather(context, 3) == [3, 3]
+        context.close()
 
 
-def test_a_refusal_of_another_call_is_not_of_this_one():
+@on_ranks(2)
+def test_a_refusal_of_another_call_is_not_of_this_one(group, device):
     """A rank left out a backward pass, and refused its next forward pass: it was a batch ahead ever after."""
-
-    def body(group, device):
-        context = OverlapContext(group, EVERY_CALL)
-        x = torch.ones(1, 1, 5, requires_grad=True)
-        y = ops.all_gather_linear(x, torch.ones(4, 5), context=context)
-        with pytest.raises(ShapeError, match="6 input features"):
-            gather(context, 2, features=6) if group.rank() == 0 else y.sum().backward()
-        assert not context.is_usable
-
-    run_threads(2, body)
+    context = OverlapContext(group, EVERY_CALL)
+    x = torch.ones(1, 1, 5, requires_grad=True)
+    y = ops.all_gather_linear(x, torch.ones(4, 5), context=context)
+    with pytest.raises(ShapeError, match="6 input features"):
+        gather(context, 2, features=6) if group.rank() == 0 else y.sum().backward()
+    assert not context.is_usable
 
 
-def test_an_answer_to_another_question_is_none():
-    def body(group, device):
-        context = OverlapContext(group, EVERY_CALL)
-        questions = {
-            0: lambda: context.consensus.first_reason("attention", "it is not installed"),
-            1: lambda: context.consensus.make_together(lambda: 42, "a thing"),
-        }
-        with pytest.raises(ShapeError, match="the reason for attention: it is not installed"):
-            questions[group.rank()]()
-        assert not context.is_usable
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_an_answer_to_another_question_is_none(group, device):
+    context = OverlapContext(group, EVERY_CALL)
+    questions = {
+        0: lambda: context.consensus.first_reason("attention", "it is not installed"),
+        1: lambda: context.consensus.make_together(lambda: 42, "a thing"),
+    }
+    with pytest.raises(ShapeError, match="the reason for attention: it is not installed"):
+        questions[group.rank()]()
+    assert not context.is_usable
 
 
 def test_who_refuses_and_comes_too_late_says_what_it_refused():

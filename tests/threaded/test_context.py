@@ -20,7 +20,7 @@ from commfuse_megatron.errors import ConfigError, ShapeError, TransportError, Tr
 from commfuse_megatron.runtime import hardware, shutdown
 from commfuse_megatron.transport.gloo import GlooTransport
 from commfuse_megatron.transport.select import create_transport
-from tests.harness import make_groups, run_threads
+from tests.harness import make_groups, on_ranks, run_threads
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
 
 
@@ -39,7 +39,7 @@ def expect_everywhere(group_size, body, error, match):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_ranks_with_different_shapes_raise_everywhere_before_anything_is_sent(op):
+def test_ranks_with_different_shapes_raise_before_they_send(op):
     def body(group, device):
         rows = 8 if group.rank() == 0 else 6
         with OverlapContext(group, quick()) as context:
@@ -74,33 +74,27 @@ def test_a_rank_that_comes_too_late_is_told_so():
     run_threads(2, leave)
 
 
-def test_one_rank_with_a_wrong_dtype_raises_everywhere_and_the_context_lives_on():
-    def body(group, device):
-        with OverlapContext(group, quick()) as context:
-            x = torch.zeros(4, 2, 5, dtype=torch.float64 if group.rank() == 1 else torch.float32)
-            with pytest.raises(ShapeError, match=r"one dtype|do not agree"):
-                ops.all_gather_linear(x, torch.zeros(4, 5), context=context)
-            y = ops.all_gather_linear(x.float(), torch.ones(4, 5), context=context)
-            assert y.shape == (12, 2, 4)
-
-    run_threads(3, body)
+@on_ranks(3)
+def test_a_wrong_dtype_on_one_rank_raises_everywhere(group, device):
+    with OverlapContext(group, quick()) as context:
+        x = torch.zeros(4, 2, 5, dtype=torch.float64 if group.rank() == 1 else torch.float32)
+        with pytest.raises(ShapeError, match=r"one dtype|do not agree"):
+            ops.all_gather_linear(x, torch.zeros(4, 5), context=context)
+        y = ops.all_gather_linear(x.float(), torch.ones(4, 5), context=context)
+        assert y.shape == (12, 2, 4)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"x": torch.zeros(5)}, r"at least two dimensions"),
-        ({"weight": torch.zeros(4, 5, 1)}, r"weight must be \[N, K\]"),
-        ({"x": torch.zeros(4, 2, 6)}, r"x has 6 input features .* has 5"),
-        ({"bias": torch.zeros(5)}, r"bias must be \[4\]"),
-        ({"bias": torch.zeros(4, dtype=torch.float64)}, r"one dtype, got x float32, weight float32, bias float64"),
-        ({"x": torch.zeros(4, 2, 5, device="meta")}, r"x is on meta, but this context uses transport gloo"),
-        ({"total_rows": 9}, r"must bring [45] rows .*, x has 3"),
-        ({"total_rows": -1}, r"total_rows must not be negative"),
-        ({"total_rows": 6.0}, r"total_rows must be an integer or None, got 6\.0"),
-        ({"x": torch.zeros(3, 2, 5).int(), "weight": torch.zeros(4, 5).int()}, r"int32 is not supported"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "match"), [
+    ({"x": torch.zeros(5)}, r"at least two dimensions"),
+    ({"weight": torch.zeros(4, 5, 1)}, r"weight must be \[N, K\]"),
+    ({"x": torch.zeros(4, 2, 6)}, r"x has 6 input features .* has 5"),
+    ({"bias": torch.zeros(5)}, r"bias must be \[4\]"),
+    ({"bias": torch.zeros(4, dtype=torch.float64)}, r"one dtype, got x float32, weight float32, bias float64"),
+    ({"x": torch.zeros(4, 2, 5, device="meta")}, r"x is on meta, but this context uses transport gloo"),
+    ({"total_rows": 9}, r"must bring [45] rows .*, x has 3"), ({"total_rows": -1}, r"total_rows must not be negative"),
+    ({"total_rows": 6.0}, r"total_rows must be an integer or None, got 6\.0"),
+    ({"x": torch.zeros(3, 2, 5).int(), "weight": torch.zeros(4, 5).int()}, r"int32 is not supported"),
+])  # fmt: skip
 def test_bad_arguments_are_named(arguments, match):
     def body(group, device):
         given = {"x": torch.zeros(3, 2, 5), "weight": torch.zeros(4, 5)} | arguments
@@ -169,7 +163,7 @@ def test_a_rank_that_cannot_connect_is_named_everywhere(monkeypatch):
     expect_everywhere(2, lambda group, device: OverlapContext(group, quick(5.0)), TransportError, "no such interface")
 
 
-def test_after_giving_up_on_a_late_rank_the_next_call_does_not_meet_its_present_one():
+def test_after_giving_up_on_a_late_rank_its_call_is_not_met():
     gave_up = threading.Event()
 
     def body(group, device):
@@ -197,26 +191,24 @@ def test_after_giving_up_on_a_late_rank_the_next_call_does_not_meet_its_present_
     run_threads(2, body)
 
 
-def test_an_interrupt_while_waiting_for_the_others_fails_the_context():
-    def body(group, device):
-        context = OverlapContext(group, quick(0.5))
-        x, weight = torch.zeros(2, 1, 5), torch.zeros(4, 5)
-        if group.rank() == 0:
-            store = context.consensus._agreement._store
+@on_ranks(2)
+def test_an_interrupt_while_waiting_for_others_fails_the_context(group, device):
+    context = OverlapContext(group, quick(0.5))
+    x, weight = torch.zeros(2, 1, 5), torch.zeros(4, 5)
+    if group.rank() == 0:
+        store = context.consensus._agreement._store
 
-            def interrupt(*_):
-                raise KeyboardInterrupt
+        def interrupt(*_):
+            raise KeyboardInterrupt
 
-            context.consensus._agreement._store = SimpleNamespace(set=store.set, wait=interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                ops.all_gather_linear(x, weight, context=context)
-            with pytest.raises(TransportError, match="interrupted by KeyboardInterrupt"):
-                ops.all_gather_linear(x, weight, context=context)
-
-    run_threads(2, body)
+        context.consensus._agreement._store = SimpleNamespace(set=store.set, wait=interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ops.all_gather_linear(x, weight, context=context)
+        with pytest.raises(TransportError, match="interrupted by KeyboardInterrupt"):
+            ops.all_gather_linear(x, weight, context=context)
 
 
-def test_a_call_that_runs_out_of_memory_before_it_sends_anything_fails_its_context(monkeypatch):
+def test_a_call_out_of_memory_before_it_sends_fails_its_context(monkeypatch):
     def body(group, device):
         with OverlapContext(group, quick(5.0)) as context:
             operands = torch.ones(4, 1, 5), torch.ones(4, 5)
@@ -237,7 +229,7 @@ def test_a_call_that_runs_out_of_memory_before_it_sends_anything_fails_its_conte
     expect_everywhere(2, body, KeyError, "left with an error")
 
 
-def test_after_an_uncompared_refusal_the_next_call_does_not_meet_the_refused_one():
+def test_after_an_uncompared_refusal_its_call_is_not_met():
     refused_twice = threading.Event()
 
     def body(group, device):
@@ -257,60 +249,54 @@ def test_after_an_uncompared_refusal_the_next_call_does_not_meet_the_refused_one
     run_threads(2, body)
 
 
-def test_a_rank_that_never_makes_its_context_is_named():
-    def body(group, device):
-        if group.rank() != 1:
-            with pytest.raises(TransportTimeoutError, match=r"for group ranks \[1\]"):
-                OverlapContext(group, quick(0.5))
-
-    run_threads(3, body)
+@on_ranks(3)
+def test_a_rank_that_never_makes_its_context_is_named(group, device):
+    if group.rank() != 1:
+        with pytest.raises(TransportTimeoutError, match=r"for group ranks \[1\]"):
+            OverlapContext(group, quick(0.5))
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_missing_peer_times_out_naming_op_step_and_both_ranks_and_fails_the_context(op):
-    def body(group, device):
-        context = OverlapContext(
-            group, quick(2.0, check_agreement=False)
-        )  # the first call is to succeed on a loaded machine
-        x, weight = torch.zeros(4, 1, 5), torch.zeros(4, 5)
-        getattr(ops, op)(x, weight, context=context)
-        if group.rank() == 0:
-            label = "all-gather" if op == "all_gather_linear" else "reduce-scatter"
-            expected = (
-                rf"{label}, step \d of 2: group rank 0 \(global rank 0\) got nothing from group rank 1 "
-                rf"\(global rank 1\) for 2\.0 s\. Schedule:\n"
-            )
-            with pytest.raises(TransportTimeoutError, match=expected) as first:
-                getattr(ops, op)(x, weight, context=context)
-            assert not context.is_usable
-            for again in (lambda: getattr(ops, op)(x, weight, context=context), context.close, context.synchronize):
-                with pytest.raises(TransportTimeoutError) as later:
-                    again()
-                said, advice = str(later.value).rsplit("\n", 1)
-                assert (type(later.value), said) == (type(first.value), str(first.value))
-                assert "all ranks make a new OverlapContext" in advice
-            context.close()  # closed by now: nothing more to say
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_a_missing_peer_times_out_and_is_named(group, device, op):
+    context = OverlapContext(
+        group, quick(2.0, check_agreement=False)
+    )  # the first call is to succeed on a loaded machine
+    x, weight = torch.zeros(4, 1, 5), torch.zeros(4, 5)
+    getattr(ops, op)(x, weight, context=context)
+    if group.rank() == 0:
+        label = "all-gather" if op == "all_gather_linear" else "reduce-scatter"
+        expected = (
+            rf"{label}, step \d of 2: group rank 0 \(global rank 0\) got nothing from group rank 1 "
+            rf"\(global rank 1\) for 2\.0 s\. Schedule:\n"
+        )
+        with pytest.raises(TransportTimeoutError, match=expected) as first:
+            getattr(ops, op)(x, weight, context=context)
+        assert not context.is_usable
+        for again in (lambda: getattr(ops, op)(x, weight, context=context), context.close, context.synchronize):
+            with pytest.raises(TransportTimeoutError) as later:
+                again()
+            said, advice = str(later.value).rsplit("\n", 1)
+            assert (type(later.value), said) == (type(first.value), str(first.value))
+            assert "all ranks make a new OverlapContext" in advice
+        context.close()  # closed by now: nothing more to say
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_outgrown_buffers_are_freed_and_closing_frees_all(op):
-    def body(group, device):
-        context = OverlapContext(group)
-        weight = torch.zeros(4, 5, requires_grad=True)
-        buffers = []
-        for rows in range(400, 800, 40):  # each is larger than the one before
-            x = torch.zeros(rows, 1, 5, requires_grad=True)
-            getattr(ops, op)(x, weight, context=context).sum().backward()
-            buffers += [StorageWeakRef(buffer.tensor.untyped_storage()) for buffer in context.slots._buffers.values()]
-        in_use = {buffer.cdata for buffer in buffers if not buffer.expired()}
-        assert len(in_use) == len(context.slots._buffers)
-        context.close()
-        assert context.buffer_bytes == 0
-        assert all(buffer.expired() for buffer in buffers)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_outgrown_buffers_are_freed_and_closing_frees_all(group, device, op):
+    context = OverlapContext(group)
+    weight = torch.zeros(4, 5, requires_grad=True)
+    buffers = []
+    for rows in range(400, 800, 40):  # each is larger than the one before
+        x = torch.zeros(rows, 1, 5, requires_grad=True)
+        getattr(ops, op)(x, weight, context=context).sum().backward()
+        buffers += [StorageWeakRef(buffer.tensor.untyped_storage()) for buffer in context.slots._buffers.values()]
+    in_use = {buffer.cdata for buffer in buffers if not buffer.expired()}
+    assert len(in_use) == len(context.slots._buffers)
+    context.close()
+    assert context.buffer_bytes == 0
+    assert all(buffer.expired() for buffer in buffers)
 
 
 def test_ever_new_sizes_keep_a_bounded_number_of_programs(monkeypatch):
@@ -330,69 +316,58 @@ def test_ever_new_sizes_keep_a_bounded_number_of_programs(monkeypatch):
     run_threads(2, body)
 
 
-def test_an_unchecked_mismatch_of_sizes_times_out_instead_of_ending_the_process():
-    def body(group, device):
-        context = OverlapContext(group, quick(2.0, check_agreement=False))
-        weight = torch.zeros(4, 5)
-        for rows in (4, 6):  # both sizes are known on both ranks, so neither is compared again
-            ops.all_gather_linear(torch.zeros(rows, 1, 5), weight, context=context)
-        with pytest.raises((TransportTimeoutError, TransportError), match=f"group rank {1 - group.rank()}"):
-            ops.all_gather_linear(torch.zeros(4 + 2 * group.rank(), 1, 5), weight, context=context)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_an_unchecked_mismatch_of_sizes_times_out(group, device):
+    context = OverlapContext(group, quick(2.0, check_agreement=False))
+    weight = torch.zeros(4, 5)
+    for rows in (4, 6):  # both sizes are known on both ranks, so neither is compared again
+        ops.all_gather_linear(torch.zeros(rows, 1, 5), weight, context=context)
+    with pytest.raises((TransportTimeoutError, TransportError), match=f"group rank {1 - group.rank()}"):
+        ops.all_gather_linear(torch.zeros(4 + 2 * group.rank(), 1, 5), weight, context=context)
 
 
-def test_an_operation_that_breaks_halfway_fails_the_context():
-    def body(group, device):
-        context = OverlapContext(group, quick(check_agreement=False))
-        x, weight = torch.zeros(4, 1, 5), torch.zeros(4, 5)
-        ops.all_gather_linear(x, weight, context=context)
-        if group.rank() == 0:
-            gemm = next(iter(context._prepared.values())).gemm
-            gemm.multiply = lambda *_: (_ for _ in ()).throw(MemoryError("no memory"))
-            with pytest.raises(MemoryError):
-                ops.all_gather_linear(x, weight, context=context)
-            with pytest.raises(TransportError, match="was interrupted by MemoryError: no memory"):
-                ops.all_gather_linear(x, weight, context=context)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_an_operation_that_breaks_halfway_fails_the_context(group, device):
+    context = OverlapContext(group, quick(check_agreement=False))
+    x, weight = torch.zeros(4, 1, 5), torch.zeros(4, 5)
+    ops.all_gather_linear(x, weight, context=context)
+    if group.rank() == 0:
+        gemm = next(iter(context._prepared.values())).gemm
+        gemm.multiply = lambda *_: (_ for _ in ()).throw(MemoryError("no memory"))
+        with pytest.raises(MemoryError):
+            ops.all_gather_linear(x, weight, context=context)
+        with pytest.raises(TransportError, match="was interrupted by MemoryError: no memory"):
+            ops.all_gather_linear(x, weight, context=context)
 
 
-def test_a_closed_context_refuses_and_closing_twice_is_closing_once():
-    def body(group, device):
-        context = OverlapContext(group)
-        context.close()
-        context.close()
-        assert not context.is_usable
-        with pytest.raises(TransportError, match="closed"):
-            ops.all_gather_linear(torch.zeros(2, 1, 3), torch.zeros(2, 3), context=context)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_a_closed_context_refuses_and_may_be_closed_again(group, device):
+    context = OverlapContext(group)
+    context.close()
+    context.close()
+    assert not context.is_usable
+    with pytest.raises(TransportError, match="closed"):
+        ops.all_gather_linear(torch.zeros(2, 1, 3), torch.zeros(2, 3), context=context)
 
 
-def test_contexts_one_after_another_on_one_group():
-    def body(group, device):
-        for seed in range(5):
-            case = Case(op=OPS[seed % 2], rows=6, seed=seed)
-            operands = draw(case, group.rank(), group.size(), device)
-            with OverlapContext(group) as context:
-                assert_equal(overlapped(case, operands, context), reference(case, operands, group))
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_contexts_one_after_another_on_one_group(group, device):
+    for seed in range(5):
+        case = Case(op=OPS[seed % 2], rows=6, seed=seed)
+        operands = draw(case, group.rank(), group.size(), device)
+        with OverlapContext(group) as context:
+            assert_equal(overlapped(case, operands, context), reference(case, operands, group))
 
 
-def test_more_than_256_chunks():
+@on_ranks(3)
+def test_more_than_256_chunks(group, device):
     passes = PassConfig(path="sliced", chunks_per_shard=100)
     config = OverlapConfig(linear=LinearConfig(fprop=passes, dgrad=passes))
-
-    def body(group, device):
-        for op in OPS:
-            case = Case(op=op, rows=320, batch=1)
-            operands = draw(case, group.rank(), group.size(), device)
-            with OverlapContext(group, config) as context:
-                assert_equal(overlapped(case, operands, context), reference(case, operands, group))
-
-    run_threads(3, body)
+    for op in OPS:
+        case = Case(op=op, rows=320, batch=1)
+        operands = draw(case, group.rank(), group.size(), device)
+        with OverlapContext(group, config) as context:
+            assert_equal(overlapped(case, operands, context), reference(case, operands, group))
 
 
 def test_sub_groups_make_their_contexts_alone():
@@ -427,41 +402,37 @@ def test_sub_groups_make_their_contexts_alone():
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_the_report_counts_and_explains():
-    def body(group, device):
-        with OverlapContext(group, OverlapConfig(record=True)) as context:
-            x = torch.ones(4, 2, 5, requires_grad=True)
-            weight = torch.ones(6, 5, requires_grad=True)
-            for _ in range(3):
-                ops.all_gather_linear(x, weight, context=context).sum().backward()
-            forward, backward = context.report()
-        assert (forward.op, forward.pass_name, forward.calls) == ("all_gather_linear", "fprop", 3)
-        assert (forward.M, forward.N, forward.K, forward.dtype) == (16, 6, 5, "float32")
-        assert (backward.pass_name, backward.calls) == ("backward", 3)
-        assert (forward.path, forward.transport, forward.algorithm) == ("sliced", "gloo", "direct")
-        assert forward.reason
-        assert forward.exposed_comm_us >= 0
-        intervals = context.recorder.intervals()
-        assert {interval.track for interval in intervals} == {"compute", "transfer"}
-        assert all(interval.end_us >= interval.start_us for interval in intervals)
-        assert {interval.op for interval in intervals} == {"all_gather_linear.fprop", "all_gather_linear.backward"}
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_the_report_counts_and_explains(group, device):
+    with OverlapContext(group, OverlapConfig(record=True)) as context:
+        x = torch.ones(4, 2, 5, requires_grad=True)
+        weight = torch.ones(6, 5, requires_grad=True)
+        for _ in range(3):
+            ops.all_gather_linear(x, weight, context=context).sum().backward()
+        forward, backward = context.report()
+    assert (forward.op, forward.pass_name, forward.calls) == ("all_gather_linear", "fprop", 3)
+    assert (forward.M, forward.N, forward.K, forward.dtype) == (16, 6, 5, "float32")
+    assert (backward.pass_name, backward.calls) == ("backward", 3)
+    assert (forward.path, forward.transport, forward.algorithm) == ("sliced", "gloo", "direct")
+    assert forward.reason
+    assert forward.exposed_comm_us >= 0
+    intervals = context.recorder.intervals()
+    assert {interval.track for interval in intervals} == {"compute", "transfer"}
+    assert all(interval.end_us >= interval.start_us for interval in intervals)
+    assert {interval.op for interval in intervals} == {"all_gather_linear.fprop", "all_gather_linear.backward"}
 
 
-def test_a_context_that_is_not_closed_is_released_with_its_last_reference():
-    def body(group, device):
-        context = OverlapContext(group)
-        link = context.link
-        finalizer = context._finalizer
-        del context
-        import gc
+@on_ranks(2)
+def test_a_context_is_released_with_its_last_reference(group, device):
+    context = OverlapContext(group)
+    link = context.link
+    finalizer = context._finalizer
+    del context
+    import gc
 
-        gc.collect()
-        assert not finalizer.alive
-        assert link.failure is None
-
-    run_threads(2, body)
+    gc.collect()
+    assert not finalizer.alive
+    assert link.failure is None
 
 
 def test_a_failed_context_that_is_dropped_is_released():
@@ -488,46 +459,43 @@ def test_a_failed_context_that_is_dropped_is_released():
     assert [reference() for references in found for reference in references] == [None] * 4
 
 
-def test_a_failure_that_is_raised_again_has_no_frames_of_earlier_calls():
-    def body(group, device):
-        context = OverlapContext(group)
-        cause = ValueError("a cause")
-        try:
-            raise TransportError("first") from cause
-        except TransportError as error:
-            context.link.fail(error)
-        depths = []
-        for _ in range(3):
-            with pytest.raises(TransportError, match="first") as raised:
-                gather(context)
-            assert raised.value.__cause__ is None
-            depths.append(len(raised.traceback))
-        assert depths[0] == depths[2]
-
+@on_ranks(1)
+def test_a_failure_raised_again_has_no_frames_of_earlier_calls(group, device):
     def gather(context):
         ops.all_gather_linear(torch.ones(4, 1, 5), torch.ones(4, 5), context=context)
 
-    run_threads(1, body)
+    context = OverlapContext(group)
+    cause = ValueError("a cause")
+    try:
+        raise TransportError("first") from cause
+    except TransportError as error:
+        context.link.fail(error)
+    depths = []
+    for _ in range(3):
+        with pytest.raises(TransportError, match="first") as raised:
+            gather(context)
+        assert raised.value.__cause__ is None
+        depths.append(len(raised.traceback))
+    assert depths[0] == depths[2]
 
 
-def test_a_call_whose_context_is_closed_meanwhile_says_so():
-    def body(group, device):
-        context = OverlapContext(group)
-        exchange = context.link.transport.exchange
+@on_ranks(2)
+def test_a_call_whose_context_is_closed_meanwhile_says_so(group, device):
+    context = OverlapContext(group)
+    exchange = context.link.transport.exchange
 
-        def close_first(*arguments):  # as another thread may
-            context.close()
-            return exchange(*arguments)
+    def close_first(*arguments):  # as another thread may
+        context.close()
+        return exchange(*arguments)
 
-        context.link.transport.exchange = close_first
-        with pytest.raises(TransportError, match="closed, or failed, in another thread"):
-            ops.all_gather_linear(torch.ones(4, 1, 5), torch.ones(4, 5), context=context)
-
-    run_threads(2, body)
+    context.link.transport.exchange = close_first
+    with pytest.raises(TransportError, match="closed, or failed, in another thread"):
+        ops.all_gather_linear(torch.ones(4, 1, 5), torch.ones(4, 5), context=context)
 
 
 @pytest.mark.parametrize("does", ["calls", "closes", "leaves"])
-def test_a_forked_child_cannot_use_its_parents_context(does):
+@on_ranks(1)
+def test_a_forked_child_cannot_use_its_parents_context(group, device, does):
     """It shares the parent's connections: what it sent there broke the parent's calls, and closing hung."""
 
     def in_child(context):
@@ -542,22 +510,19 @@ def test_a_forked_child_cannot_use_its_parents_context(does):
     def gather(context):
         return ops.all_gather_linear(torch.ones(4, 1, 5), torch.ones(4, 5), context=context)
 
-    def body(group, device):
-        with OverlapContext(group) as context:
-            gather(context)
-            child = os.fork()
-            if child == 0:
-                try:
-                    in_child(context)
-                except TransportError as error:
-                    os._exit(0 if "parent's" in str(error) else 1)
-                except BaseException:
-                    os._exit(2)
-                os._exit(3)
-            assert status_of(child) == 0
-            gather(context)
-
-    run_threads(1, body)
+    with OverlapContext(group) as context:
+        gather(context)
+        child = os.fork()
+        if child == 0:
+            try:
+                in_child(context)
+            except TransportError as error:
+                os._exit(0 if "parent's" in str(error) else 1)
+            except BaseException:
+                os._exit(2)
+            os._exit(3)
+        assert status_of(child) == 0
+        gather(context)
 
 
 def status_of(child):

@@ -27,7 +27,7 @@ from commfuse_megatron.runtime.tape_program import TapeBinder
 from commfuse_megatron.transport import mapped_window, tape_graphs
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from tests.harness import run_threads
-from tests.harness.emulated_gpu import capture_call, emulate_copy_engine, take_part, tapes_of
+from tests.harness.emulated_gpu import capture_call, emulate_copy_engine, on_copy_engine, take_part, tapes_of
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
 from tests.harness.mixed_calls import MixedCalls, draw_cases
 from tests.harness.transport_contract import run_contract
@@ -60,34 +60,30 @@ def test_contract(group_size, monkeypatch):
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
 @pytest.mark.parametrize(("path", "algorithm", "m"), PATHS)
-def test_linears_with_new_data_at_every_call(group_size, path, algorithm, m, monkeypatch):
-    emulate_copy_engine(monkeypatch)
-
-    def body(group, device):
-        with take_part(group), OverlapContext(group, config_for(path, algorithm, m)) as context:
-            for op in OPS:
-                for rows, N, K, has_bias in (
-                    (32, 16, 8, True),
-                    (24, 8, 16, False),
-                    (13, 24, 8, True),
-                    (2, 8, 8, False),
-                ):
-                    for seed in range(3):
-                        case = Case(op=op, rows=rows, N=N, K=K, has_bias=has_bias, seed=seed)
-                        operands = draw(case, group.rank(), group.size(), device)
-                        assert_equal(overlapped(case, operands, context), reference(case, operands, group))
-            tapes = tapes_of(context)
-            if group_size > 1:
-                assert bool(tapes) == (algorithm == "direct")
-            assert None not in tapes
-
-    run_threads(group_size, body)
+@on_copy_engine("group_size")
+def test_linears_with_new_data_at_every_call(group, device, group_size, path, algorithm, m):
+    with OverlapContext(group, config_for(path, algorithm, m)) as context:
+        for op in OPS:
+            for rows, N, K, has_bias in (
+                (32, 16, 8, True),
+                (24, 8, 16, False),
+                (13, 24, 8, True),
+                (2, 8, 8, False),
+            ):
+                for seed in range(3):
+                    case = Case(op=op, rows=rows, N=N, K=K, has_bias=has_bias, seed=seed)
+                    operands = draw(case, group.rank(), group.size(), device)
+                    assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+        tapes = tapes_of(context)
+        if group_size > 1:
+            assert bool(tapes) == (algorithm == "direct")
+        assert None not in tapes
 
 
 @pytest.mark.parametrize("group_size", [2, 4])
 @pytest.mark.parametrize("mib", [64, 0])
 @pytest.mark.parametrize(("path", "m"), [("sliced", 1), ("sliced", 2), ("bulk", 1)])
-def test_calls_with_the_same_addresses_become_graphs_and_see_new_data(group_size, mib, path, m, monkeypatch):
+def test_calls_of_the_same_addresses_become_graphs_of_new_data(group_size, mib, path, m, monkeypatch):
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(tape_graphs, "_STEPWISE", 0)  # malloc repeats itself less than the allocator for GPUs
     chosen = config_for(path, "direct", m)
@@ -127,7 +123,7 @@ def number_of_graphs(context) -> int:
 
 @pytest.mark.parametrize("group_size", [2, 3, 4])
 @pytest.mark.parametrize(("path", "m"), [("sliced", 1), ("sliced", 2), ("sliced", 3), ("bulk", 1)])
-def test_graphs_of_linears_are_right_in_every_order_that_they_allow(group_size, path, m, monkeypatch):
+def test_graphs_of_linears_are_right_in_every_order(group_size, path, m, monkeypatch):
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(tape_graphs, "_STEPWISE", -1)  # every call is one
 
@@ -144,18 +140,11 @@ def test_graphs_of_linears_are_right_in_every_order_that_they_allow(group_size, 
 
 
 @pytest.mark.parametrize("group_size", [2, 3, 4])
-@pytest.mark.parametrize(
-    ("m", "num_lanes", "backward"),
-    [
-        (1, 2, "query_split"),
-        (2, 3, "query_split"),
-        (3, 2, "query_split"),
-        (1, 4, "query_split"),
-        (2, 4, "query_split"),
-        (2, 2, "row_parallel"),
-    ],
-)
-def test_graphs_of_attention_are_right_in_every_order_that_they_allow(group_size, m, num_lanes, backward, monkeypatch):
+@pytest.mark.parametrize(("m", "num_lanes", "backward"), [
+    (1, 2, "query_split"), (2, 3, "query_split"), (3, 2, "query_split"), (1, 4, "query_split"), (2, 4, "query_split"),
+    (2, 2, "row_parallel"),
+])  # fmt: skip
+def test_graphs_of_attention_are_right_in_every_order(group_size, m, num_lanes, backward, monkeypatch):
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(prepared, "choose_num_lanes", lambda *arguments: num_lanes)
     monkeypatch.setattr(tape_graphs, "_STEPWISE", -1)
@@ -177,36 +166,33 @@ def test_graphs_of_attention_are_right_in_every_order_that_they_allow(group_size
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("m", [1, 2, 3])
-def test_attention_with_new_data_and_layouts_at_every_call(group_size, m, monkeypatch):
-    emulate_copy_engine(monkeypatch)
+@on_copy_engine("group_size")
+def test_attention_with_new_data_and_layouts_at_every_call(group, device, group_size, m):
     attention = AttentionConfig(path="query_split", splits_per_shard=m)
     config = OverlapConfig(attention=attention, transport=TransportConfig(backend="copy_engine"))
 
     def fused(tensor):  # as views into one projection
         return torch.cat([tensor, tensor], dim=-1)[..., : tensor.size(-1)] if tensor.dim() == 4 else tensor
 
-    def body(group, device):
-        with take_part(group), OverlapContext(group, config) as context:
-            for case in (
-                AttentionCase(rows=24, head_dim=8, value_dim=8, N=16, dtype=torch.float32),
-                AttentionCase(rows=13, head_dim=8, value_dim=4, N=8, kv_heads=2, dtype=torch.float32, has_bias=False),
-                AttentionCase(rows=3, batch=1, heads=1, kv_heads=1, head_dim=4, value_dim=4, N=4, dtype=torch.float32),
-            ):
-                for seed, keywords in enumerate(({}, {"causal": False}, {"scale": 0.3}, {"window": (2, 0)})):
-                    for view in (None, fused):
-                        given = dataclasses.replace(case, seed=seed, keywords=keywords)
-                        operands, grad_y = draw_attention(given, group.rank(), group.size())
-                        found = run(operands, grad_y, query_split_attention, view, context=context, **keywords)
-                        exact = run(operands, grad_y, references.query_split_attention, group=group, **keywords)
-                        assert_close(found, exact, 1e-5)
-            passes = [p for p in context._prepared.values() if p.problem.op == "query_split_attention"]
-            tapes = [tape for p in passes for tape in p.tapes]
-            assert bool(tapes) == (group_size > 1)
-            assert None not in tapes
-            if group_size > 1:
-                assert {p.problem.pass_name for p in passes if p.tapes} == {"fprop", "backward"}
-
-    run_threads(group_size, body)
+    with OverlapContext(group, config) as context:
+        for case in (
+            AttentionCase(rows=24, head_dim=8, value_dim=8, N=16, dtype=torch.float32),
+            AttentionCase(rows=13, head_dim=8, value_dim=4, N=8, kv_heads=2, dtype=torch.float32, has_bias=False),
+            AttentionCase(rows=3, batch=1, heads=1, kv_heads=1, head_dim=4, value_dim=4, N=4, dtype=torch.float32),
+        ):
+            for seed, keywords in enumerate(({}, {"causal": False}, {"scale": 0.3}, {"window": (2, 0)})):
+                for view in (None, fused):
+                    given = dataclasses.replace(case, seed=seed, keywords=keywords)
+                    operands, grad_y = draw_attention(given, group.rank(), group.size())
+                    found = run(operands, grad_y, query_split_attention, view, context=context, **keywords)
+                    exact = run(operands, grad_y, references.query_split_attention, group=group, **keywords)
+                    assert_close(found, exact, 1e-5)
+        passes = [p for p in context._prepared.values() if p.problem.op == "query_split_attention"]
+        tapes = [tape for p in passes for tape in p.tapes]
+        assert bool(tapes) == (group_size > 1)
+        assert None not in tapes
+        if group_size > 1:
+            assert {p.problem.pass_name for p in passes if p.tapes} == {"fprop", "backward"}
 
 
 @pytest.mark.parametrize("path", ["query_split", "row_parallel"])
@@ -230,71 +216,55 @@ def test_trials_of_attention_run_as_calls_do(path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["sliced", "bulk"])
-def test_without_features_or_batch(path, monkeypatch):
-    emulate_copy_engine(monkeypatch)
-
-    def body(group, device):
-        with take_part(group), OverlapContext(group, config_for(path, "direct", 1)) as context:
-            for op in OPS:
-                for N, K in ((0, 4), (4, 0), (0, 0), (8, 8)):
-                    case = Case(op=op, rows=8, N=N, K=K, has_bias=False)
-                    operands = draw(case, group.rank(), group.size(), device)
-                    assert_equal(overlapped(case, operands, context), reference(case, operands, group))
-
-    run_threads(2, body)
-
-
-def test_what_tapes_do_not_serve_goes_step_by_step(monkeypatch):
-    emulate_copy_engine(monkeypatch)
-
-    def body(group, device):
-        with take_part(group), OverlapContext(group, config_for("sliced", "direct", 2)) as context:
-            for op in OPS:
-                case = Case(op=op, rows=8, N=6, K=5)  # rows of 20 and 24 bytes
+@on_copy_engine(2)
+def test_without_features_or_batch(group, device, path):
+    with OverlapContext(group, config_for(path, "direct", 1)) as context:
+        for op in OPS:
+            for N, K in ((0, 4), (4, 0), (0, 0), (8, 8)):
+                case = Case(op=op, rows=8, N=N, K=K, has_bias=False)
                 operands = draw(case, group.rank(), group.size(), device)
                 assert_equal(overlapped(case, operands, context), reference(case, operands, group))
-            assert all(record.modes == {"stepped": record.calls} for record in context.report())
-            assert {record.gemm for record in context.report()} == {"torch"}
-            tapes = tapes_of(context)
-            assert tapes
-            assert set(tapes) == {None}
 
-    run_threads(2, body)
+
+@on_copy_engine(2)
+def test_what_tapes_do_not_serve_goes_step_by_step(group, device):
+    with OverlapContext(group, config_for("sliced", "direct", 2)) as context:
+        for op in OPS:
+            case = Case(op=op, rows=8, N=6, K=5)  # rows of 20 and 24 bytes
+            operands = draw(case, group.rank(), group.size(), device)
+            assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+        assert all(record.modes == {"stepped": record.calls} for record in context.report())
+        assert {record.gemm for record in context.report()} == {"torch"}
+        tapes = tapes_of(context)
+        assert tapes
+        assert set(tapes) == {None}
 
 
 @pytest.mark.parametrize("path", ["sliced", "bulk"])
-def test_weight_gradients_are_added_where_they_are_wanted(path, monkeypatch):
-    emulate_copy_engine(monkeypatch)
+@on_copy_engine(2)
+def test_weight_gradients_are_added_where_they_are_wanted(group, device, path):
+    with OverlapContext(group, config_for(path, "direct", 1)) as context:
+        for op, function in zip(OPS, (all_gather_linear, linear_reduce_scatter), strict=True):
+            case = Case(op=op, rows=16, N=8, K=8, dtype=torch.bfloat16, has_bias=False)
+            operands = draw(case, group.rank(), group.size(), device)
+            expected = reference(case, operands, group)["weight.grad"]
+            main_grad = torch.zeros(8, 8)
+            for count in (1, 2):
+                leaves = operands.copies()
+                target = WeightGradTarget(main_grad, lambda: None)
+                function(leaves.x, leaves.weight, context=context, weight_grad=target).backward(operands.grad_y)
+                assert leaves.weight.grad is None
+                assert torch.equal(main_grad, count * expected.float())
 
-    def body(group, device):
-        with take_part(group), OverlapContext(group, config_for(path, "direct", 1)) as context:
-            for op, function in zip(OPS, (all_gather_linear, linear_reduce_scatter), strict=True):
-                case = Case(op=op, rows=16, N=8, K=8, dtype=torch.bfloat16, has_bias=False)
+
+@on_copy_engine(3)
+def test_windows_grow_and_tapes_are_recorded_again(group, device):
+    with OverlapContext(group, config_for("sliced", "direct", 2)) as context:
+        for rows in (8, 64, 8, 128, 64):
+            for op in OPS:
+                case = Case(op=op, rows=rows, N=16, K=16, seed=rows)
                 operands = draw(case, group.rank(), group.size(), device)
-                expected = reference(case, operands, group)["weight.grad"]
-                main_grad = torch.zeros(8, 8)
-                for count in (1, 2):
-                    leaves = operands.copies()
-                    target = WeightGradTarget(main_grad, lambda: None)
-                    function(leaves.x, leaves.weight, context=context, weight_grad=target).backward(operands.grad_y)
-                    assert leaves.weight.grad is None
-                    assert torch.equal(main_grad, count * expected.float())
-
-    run_threads(2, body)
-
-
-def test_windows_grow_and_tapes_are_recorded_again(monkeypatch):
-    emulate_copy_engine(monkeypatch)
-
-    def body(group, device):
-        with take_part(group), OverlapContext(group, config_for("sliced", "direct", 2)) as context:
-            for rows in (8, 64, 8, 128, 64):
-                for op in OPS:
-                    case = Case(op=op, rows=rows, N=16, K=16, seed=rows)
-                    operands = draw(case, group.rank(), group.size(), device)
-                    assert_equal(overlapped(case, operands, context), reference(case, operands, group))
-
-    run_threads(3, body)
+                assert_equal(overlapped(case, operands, context), reference(case, operands, group))
 
 
 def test_windows_that_were_outgrown_or_closed_are_freed_at_once(monkeypatch):
@@ -340,7 +310,7 @@ def test_windows_that_were_outgrown_or_closed_are_freed_at_once(monkeypatch):
     ("op", "path", "m"),
     [(op, "sliced", m) for op in OPS for m in (1, 2, 4)] + [("linear_reduce_scatter", "bulk", 1)],
 )
-def test_own_rows_are_copied_beside_the_last_gemm_before_the_weight_gradient(op, path, m, monkeypatch):
+def test_own_rows_are_copied_beside_the_last_gemm(op, path, m, monkeypatch):
     """With one hardware queue, GEMMs behind the copy would wait for all transfers before it."""
     emulate_copy_engine(monkeypatch)
     logs: dict[int, list[str]] = {}
@@ -394,30 +364,26 @@ def test_calls_of_other_shapes_follow_at_once(group_size, is_in_graphs, monkeypa
 
 @pytest.mark.parametrize("group_size", [2, 3, 4])
 @pytest.mark.parametrize("m", [1, 2])
-def test_calls_in_a_graph_of_the_program_are_right_in_every_order(group_size, m, monkeypatch):
+@on_copy_engine("group_size")
+def test_calls_in_the_programs_graph_are_right_in_every_order(group, device, group_size, m):
     """Megatron captures layers so. Also where some ranks have no rows, and with tapes that were not made before."""
-    emulate_copy_engine(monkeypatch)
-
-    def body(group, device):
-        with take_part(group), OverlapContext(group, config_for("sliced", "direct", m)) as context:
-            first = Case(op="all_gather_linear", rows=group_size, N=8, K=8)
-            overlapped(first, draw(first, group.rank(), group.size(), device), context)
-            for op, rows in itertools.product(OPS, (4 * group_size, group_size + 1, 2, 1)):
-                case = Case(op=op, rows=rows, N=16, K=8, has_bias=False, seed=rows)
-                operands = draw(case, group.rank(), group.size(), device)
-                expected = reference(case, operands, group)["y"]
-                more = {"total_rows": rows} if op == "all_gather_linear" else {}
-                function = getattr(importlib.import_module("commfuse_megatron.ops"), op)
-                with torch.no_grad():
-                    call = functools.partial(function, operands.x, operands.weight, context=context, **more)
-                    call()  # windows grow
-                    y, launch = capture_call(call)
-                for _ in range(5):
-                    y.fill_(-99)
-                    launch()
-                    assert torch.equal(y, expected)
-
-    run_threads(group_size, body)
+    with OverlapContext(group, config_for("sliced", "direct", m)) as context:
+        first = Case(op="all_gather_linear", rows=group_size, N=8, K=8)
+        overlapped(first, draw(first, group.rank(), group.size(), device), context)
+        for op, rows in itertools.product(OPS, (4 * group_size, group_size + 1, 2, 1)):
+            case = Case(op=op, rows=rows, N=16, K=8, has_bias=False, seed=rows)
+            operands = draw(case, group.rank(), group.size(), device)
+            expected = reference(case, operands, group)["y"]
+            more = {"total_rows": rows} if op == "all_gather_linear" else {}
+            function = getattr(importlib.import_module("commfuse_megatron.ops"), op)
+            with torch.no_grad():
+                call = functools.partial(function, operands.x, operands.weight, context=context, **more)
+                call()  # windows grow
+                y, launch = capture_call(call)
+            for _ in range(5):
+                y.fill_(-99)
+                launch()
+                assert torch.equal(y, expected)
 
 
 @pytest.mark.parametrize("op", OPS)

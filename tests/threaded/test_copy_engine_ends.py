@@ -21,12 +21,12 @@ from commfuse_megatron.runtime import shutdown, tensor_tape
 from commfuse_megatron.transport import copy_engine, stream_memory
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from tests.harness import emulated_gpu, run_threads
-from tests.harness.emulated_gpu import emulate_copy_engine, take_part
+from tests.harness.emulated_gpu import emulate_copy_engine, on_copy_engine, take_part
 from tests.threaded.test_copy_engine_emulated import config_for
 
 
 @pytest.mark.parametrize("how", ["by an exception", "with its last reference"])
-def test_a_context_that_is_given_up_is_released_when_its_transfers_are_done(how, monkeypatch):
+def test_a_context_given_up_is_released_when_transfers_are_done(how, monkeypatch):
     """What is in flight goes on, is still watched, and keeps its streams to itself."""
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(shutdown, "_links", set())
@@ -73,7 +73,7 @@ def test_a_context_that_is_given_up_is_released_when_its_transfers_are_done(how,
     run_threads(2, body)
 
 
-def test_who_is_interrupted_while_closing_frees_nothing_that_is_in_flight(monkeypatch):
+def test_who_is_interrupted_while_closing_frees_nothing_in_use(monkeypatch):
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(shutdown, "_links", set())
     monkeypatch.setattr(shutdown, "_left", {})
@@ -101,7 +101,7 @@ def test_who_is_interrupted_while_closing_frees_nothing_that_is_in_flight(monkey
     run_threads(2, body)
 
 
-def test_a_failed_context_is_forgotten_when_its_streams_were_let_go(monkeypatch):
+def test_a_failed_context_is_forgotten_when_streams_are_let_go(monkeypatch):
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(shutdown, "_links", set())
     monkeypatch.setattr(shutdown, "_left", {})
@@ -127,7 +127,7 @@ def test_a_failed_context_is_forgotten_when_its_streams_were_let_go(monkeypatch)
     assert (shutdown._links, shutdown._left) == (set(), {})
 
 
-def test_a_call_that_is_interrupted_at_its_end_gives_no_other_call_its_messages(monkeypatch):
+def test_a_call_interrupted_at_its_end_keeps_its_messages(monkeypatch):
     """Its flags are set still: the next call took what arrived for this one, and went on with the rows before."""
     emulate_copy_engine(monkeypatch)
     monkeypatch.setattr(shutdown, "_links", set())
@@ -181,7 +181,7 @@ def test_a_released_transport_is_not_given_up(monkeypatch):
     assert aborted == []
 
 
-def test_the_end_of_a_call_is_recorded_before_others_may_ask_for_it(monkeypatch):
+def test_the_end_of_a_call_is_recorded_before_others_may_ask(monkeypatch):
     """An event says "reached" until it is recorded: the watchdog dropped the call, and windows were freed under it."""
     machine = emulate_copy_engine(monkeypatch)
     asked = []
@@ -234,16 +234,11 @@ def test_a_context_on_a_failed_device_fails_and_says_of_what(monkeypatch):
 
 
 @pytest.mark.parametrize("is_left", [True, False])
-def test_contexts_know_that_they_were_left_by_an_error(is_left, monkeypatch):
+@on_copy_engine(2)
+def test_contexts_know_that_they_were_left_by_an_error(group, device, is_left):
     """The exit of the program then waits for other ranks for a short time only."""
-    emulate_copy_engine(monkeypatch)
-
-    def body(group, device):
-        with take_part(group):
-            context = OverlapContext(group, config_for("sliced", "direct", 1))
-            with contextlib.suppress(ValueError), context:
-                if is_left:
-                    raise ValueError("a fault of the program")
-            assert context.link.is_left_by_error == is_left
-
-    run_threads(2, body)
+    context = OverlapContext(group, config_for("sliced", "direct", 1))
+    with contextlib.suppress(ValueError), context:
+        if is_left:
+            raise ValueError("a fault of the program")
+    assert context.link.is_left_by_error == is_left

@@ -9,7 +9,7 @@ from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.errors import CommFuseError, ShapeError
 from commfuse_megatron.ops import DeferredWeightGrad, WeightGradQueue, WeightGradTarget
 from commfuse_megatron.transport import tape_graphs
-from tests.harness import run_threads
+from tests.harness import on_ranks, run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part, tapes_of
 from tests.harness.linear_cases import OPS, Case, draw, reference
 from tests.threaded import test_query_split_attention as attention
@@ -139,54 +139,47 @@ def test_attention(config, over_copies, monkeypatch):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_only_what_a_backward_pass_was_asked_for_is_put_into_the_queue(op):
+@on_ranks(2)
+def test_only_what_a_backward_pass_is_asked_for_is_queued(group, device, op):
     """As a schedule that sends dx on its way before it computes dw."""
-
-    def body(group, device):
-        with OverlapContext(group) as context:
-            case, queue = Case(op=op, rows=8), WeightGradQueue()
-            operands = draw(case, group.rank(), group.size(), device)
-            expected = reference(case, operands, group)
-            leaves = operands.copies()
-            deferred = DeferredWeightGrad(queue)
-            y = getattr(ops, op)(leaves.x, leaves.weight, leaves.bias, context=context, weight_grad=deferred)
-            (grad_x,) = torch.autograd.grad(y, [leaves.x], operands.grad_y, retain_graph=True)
-            assert torch.equal(grad_x, expected["x.grad"])
-            assert not len(queue)
-            y.backward(operands.grad_y, inputs=[leaves.weight])
-            assert len(queue) == 1
-            compute = queue.pop()
-        assert torch.equal(compute(), expected["weight.grad"])  # the context is closed: nothing can be sent
-
-    run_threads(2, body)
+    with OverlapContext(group) as context:
+        case, queue = Case(op=op, rows=8), WeightGradQueue()
+        operands = draw(case, group.rank(), group.size(), device)
+        expected = reference(case, operands, group)
+        leaves = operands.copies()
+        deferred = DeferredWeightGrad(queue)
+        y = getattr(ops, op)(leaves.x, leaves.weight, leaves.bias, context=context, weight_grad=deferred)
+        (grad_x,) = torch.autograd.grad(y, [leaves.x], operands.grad_y, retain_graph=True)
+        assert torch.equal(grad_x, expected["x.grad"])
+        assert not len(queue)
+        y.backward(operands.grad_y, inputs=[leaves.weight])
+        assert len(queue) == 1
+        compute = queue.pop()
+    assert torch.equal(compute(), expected["weight.grad"])  # the context is closed: nothing can be sent
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_operands_that_changed_since_are_refused(op):
-    def body(group, device):
-        with OverlapContext(group) as context:
-            case = Case(op=op, rows=8)
-            for which in ("grad_y", "x"):
-                operands, queue = draw(case, group.rank(), group.size(), device), WeightGradQueue()
-                leaves, grad_y = operands.copies(), operands.grad_y
-                x = leaves.x * 1
-                y = getattr(ops, op)(
-                    x, leaves.weight, leaves.bias, context=context, weight_grad=DeferredWeightGrad(queue)
+@on_ranks(2)
+def test_operands_that_changed_since_are_refused(group, device, op):
+    with OverlapContext(group) as context:
+        case = Case(op=op, rows=8)
+        for which in ("grad_y", "x"):
+            operands, queue = draw(case, group.rank(), group.size(), device), WeightGradQueue()
+            leaves, grad_y = operands.copies(), operands.grad_y
+            x = leaves.x * 1
+            y = getattr(ops, op)(x, leaves.weight, leaves.bias, context=context, weight_grad=DeferredWeightGrad(queue))
+            y.backward(grad_y)
+            with torch.no_grad():
+                (x if which == "x" else grad_y).add_(1)
+            # What was gathered is a copy.
+            is_copied = which == ("x" if op == "all_gather_linear" else "grad_y")
+            if is_copied:
+                assert torch.equal(
+                    queue.pop()(), reference(case, draw(case, group.rank(), 2, device), group)["weight.grad"]
                 )
-                y.backward(grad_y)
-                with torch.no_grad():
-                    (x if which == "x" else grad_y).add_(1)
-                # What was gathered is a copy.
-                is_copied = which == ("x" if op == "all_gather_linear" else "grad_y")
-                if is_copied:
-                    assert torch.equal(
-                        queue.pop()(), reference(case, draw(case, group.rank(), 2, device), group)["weight.grad"]
-                    )
-                else:
-                    with pytest.raises(CommFuseError, match="was changed in place after the backward pass"):
-                        queue.pop()()
-
-    run_threads(2, body)
+            else:
+                with pytest.raises(CommFuseError, match="was changed in place after the backward pass"):
+                    queue.pop()()
 
 
 def test_an_empty_queue_and_queues_of_another_kind():
@@ -209,19 +202,15 @@ def test_an_empty_queue_and_queues_of_another_kind():
     run_threads(2, body)
 
 
-def test_a_deferred_gradient_of_half_precision_is_added_into_a_wider_tensor():
-    def body(group, device):
-        with OverlapContext(group) as context:
-            for op in OPS:
-                case = dataclasses.replace(Case(op=op, rows=8), dtype=torch.bfloat16)
-                operands, queue = draw(case, group.rank(), group.size(), device), WeightGradQueue()
-                main_grad = torch.full((case.N, case.K), 3.0)
-                leaves = operands.copies()
-                deferred = DeferredWeightGrad(queue, WeightGradTarget(main_grad, lambda: None))
-                getattr(ops, op)(leaves.x, leaves.weight, context=context, weight_grad=deferred).backward(
-                    operands.grad_y
-                )
-                assert queue.pop()() is None
-                assert torch.equal(main_grad, 3 + reference(case, operands, group)["weight.grad"].float())
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_a_deferred_half_gradient_is_added_into_a_wider_tensor(group, device):
+    with OverlapContext(group) as context:
+        for op in OPS:
+            case = dataclasses.replace(Case(op=op, rows=8), dtype=torch.bfloat16)
+            operands, queue = draw(case, group.rank(), group.size(), device), WeightGradQueue()
+            main_grad = torch.full((case.N, case.K), 3.0)
+            leaves = operands.copies()
+            deferred = DeferredWeightGrad(queue, WeightGradTarget(main_grad, lambda: None))
+            getattr(ops, op)(leaves.x, leaves.weight, context=context, weight_grad=deferred).backward(operands.grad_y)
+            assert queue.pop()() is None
+            assert torch.equal(main_grad, 3 + reference(case, operands, group)["weight.grad"].float())

@@ -6,7 +6,7 @@ import torch
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import LinearConfig, PassConfig
 from commfuse_megatron.errors import ShapeError
-from tests.harness import run_threads
+from tests.harness import on_ranks, run_threads
 
 V, N, B = 24, 10, 3
 
@@ -62,67 +62,56 @@ def test_equals_the_reference_exactly(algorithm, group_size, m):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_other_dtypes_and_options(dtype):
-    def body(group, device):
-        for chosen in (config(), config("ring", 2), config(path="sequential")):
-            with OverlapContext(group, chosen) as context:
-                check(group, context, 8, dtype)
-                check(group, context, 8, dtype, seed=1, is_deterministic=True)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_other_dtypes_and_options(group, device, dtype):
+    for chosen in (config(), config("ring", 2), config(path="sequential")):
+        with OverlapContext(group, chosen) as context:
+            check(group, context, 8, dtype)
+            check(group, context, 8, dtype, seed=1, is_deterministic=True)
 
 
-def test_without_gradients_and_frozen():
-    def body(group, device):
-        with OverlapContext(group, config()) as context:
-            ids, weight, first_id, _ = draw(group, 8)
-            expected = ops.reference.embedding_reduce_scatter(ids, weight, first_id, group=group)
-            y = ops.embedding_reduce_scatter(ids, weight, first_id, context=context)
-            assert not y.requires_grad
-            with torch.inference_mode():
-                again = ops.embedding_reduce_scatter(ids, weight, first_id, context=context)
-            torch.testing.assert_close(y, expected, rtol=0, atol=0)
-            torch.testing.assert_close(again, expected, rtol=0, atol=0)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_without_gradients_and_frozen(group, device):
+    with OverlapContext(group, config()) as context:
+        ids, weight, first_id, _ = draw(group, 8)
+        expected = ops.reference.embedding_reduce_scatter(ids, weight, first_id, group=group)
+        y = ops.embedding_reduce_scatter(ids, weight, first_id, context=context)
+        assert not y.requires_grad
+        with torch.inference_mode():
+            again = ops.embedding_reduce_scatter(ids, weight, first_id, context=context)
+        torch.testing.assert_close(y, expected, rtol=0, atol=0)
+        torch.testing.assert_close(again, expected, rtol=0, atol=0)
 
 
-def test_two_calls_in_flight_keep_their_own_values():
+@on_ranks(2)
+def test_two_calls_in_flight_keep_their_own_values(group, device):
     # Both outputs, and a gradient, must survive what the next call puts into the shared buffers.
-    def body(group, device):
-        with OverlapContext(group, config()) as context:
-            operands = [draw(group, 8, seed=seed) for seed in range(3)]
-            weights = [weight.clone().requires_grad_() for _, weight, _, _ in operands]
-            outputs = [
-                ops.embedding_reduce_scatter(ids, weight, first_id, context=context)
-                for (ids, _, first_id, _), weight in zip(operands, weights, strict=True)
-            ]
-            for output, (*_, grad) in zip(outputs, operands, strict=True):
-                output.backward(grad)
-            for output, weight, each in zip(outputs, weights, operands, strict=True):
-                y, gradient = run(ops.reference.embedding_reduce_scatter, *each, group=group)
-                torch.testing.assert_close(output, y, rtol=0, atol=0)
-                torch.testing.assert_close(weight.grad, gradient, rtol=0, atol=0)
-
-    run_threads(2, body)
+    with OverlapContext(group, config()) as context:
+        operands = [draw(group, 8, seed=seed) for seed in range(3)]
+        weights = [weight.clone().requires_grad_() for _, weight, _, _ in operands]
+        outputs = [
+            ops.embedding_reduce_scatter(ids, weight, first_id, context=context)
+            for (ids, _, first_id, _), weight in zip(operands, weights, strict=True)
+        ]
+        for output, (*_, grad) in zip(outputs, operands, strict=True):
+            output.backward(grad)
+        for output, weight, each in zip(outputs, weights, operands, strict=True):
+            y, gradient = run(ops.reference.embedding_reduce_scatter, *each, group=group)
+            torch.testing.assert_close(output, y, rtol=0, atol=0)
+            torch.testing.assert_close(weight.grad, gradient, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda ids, weight: (ids[0], weight), r"ids must be \[B, S\]"),
-        (lambda ids, weight: (ids.double(), weight), "ids must be int64 or int32"),
-        (lambda ids, weight: (ids, weight[0]), r"weight must be \[V, N\]"),
-        (lambda ids, weight: (ids, weight.long()), "dtype torch.int64 is not supported"),
-    ],
-)
-def test_bad_arguments_raise_on_all_ranks(change, words):
-    def body(group, device):
-        with OverlapContext(group, config()) as context:
-            ids, weight, first_id, _ = draw(group, 8)
-            bad = change(ids, weight) if group.rank() == 1 else (ids, weight)
-            with pytest.raises(ShapeError, match=words):
-                ops.embedding_reduce_scatter(*bad, first_id, context=context)
-            check(group, context, 8)
-
-    run_threads(2, body)
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda ids, weight: (ids[0], weight), r"ids must be \[B, S\]"),
+    (lambda ids, weight: (ids.double(), weight), "ids must be int64 or int32"),
+    (lambda ids, weight: (ids, weight[0]), r"weight must be \[V, N\]"),
+    (lambda ids, weight: (ids, weight.long()), "dtype torch.int64 is not supported"),
+])  # fmt: skip
+@on_ranks(2)
+def test_bad_arguments_raise_on_all_ranks(group, device, change, words):
+    with OverlapContext(group, config()) as context:
+        ids, weight, first_id, _ = draw(group, 8)
+        bad = change(ids, weight) if group.rank() == 1 else (ids, weight)
+        with pytest.raises(ShapeError, match=words):
+            ops.embedding_reduce_scatter(*bad, first_id, context=context)
+        check(group, context, 8)

@@ -5,7 +5,7 @@ import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import LinearConfig, PassConfig
-from tests.harness import run_threads
+from tests.harness import on_ranks, run_threads
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
 from tests.harness.threads import make_groups
 
@@ -21,36 +21,32 @@ def check(case: Case, group, device, context: OverlapContext) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_01_sequence_lengths_change_from_call_to_call_and_are_not_divisible(op):
-    def body(group, device):
-        with OverlapContext(group, sliced()) as context:
-            for seed, rows in enumerate((512, 384, 500, 7, 512)):
-                for batch in (1, 2):  # 1: packed tokens [t, 1, h]
-                    check(Case(op=op, rows=rows, batch=batch, seed=seed), group, device, context)
-
-    run_threads(3, body)
+@on_ranks(3)
+def test_01_sequence_lengths_change_and_are_not_divisible(group, device, op):
+    with OverlapContext(group, sliced()) as context:
+        for seed, rows in enumerate((512, 384, 500, 7, 512)):
+            for batch in (1, 2):  # 1: packed tokens [t, 1, h]
+                check(Case(op=op, rows=rows, batch=batch, seed=seed), group, device, context)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "direct"])
 @pytest.mark.parametrize("m", [2, 4])
-def test_02_two_ranks_do_not_cross_slices_of_equal_size(algorithm, m):
+@on_ranks(2)
+def test_02_two_ranks_do_not_cross_slices_of_equal_size(group, device, algorithm, m):
     # Every row holds its own number, so that a slice in another's place is seen in every row of it.
-    def body(group, device):
-        rows = 8 * m
-        numbers = torch.arange(2 * rows, dtype=torch.float64).view(-1, 1, 1)
-        own = slice(group.rank() * rows, (group.rank() + 1) * rows)
-        weight = torch.ones(1, 1, dtype=torch.float64)
-        with OverlapContext(group, sliced(m, algorithm)) as context:
-            for _ in range(3):
-                assert torch.equal(ops.all_gather_linear(numbers[own], weight, context=context), numbers)
-                summed = ops.linear_reduce_scatter(numbers * (1 + group.rank()), weight, context=context)
-                assert torch.equal(summed, 3 * numbers[own])
-
-    run_threads(2, body)
+    rows = 8 * m
+    numbers = torch.arange(2 * rows, dtype=torch.float64).view(-1, 1, 1)
+    own = slice(group.rank() * rows, (group.rank() + 1) * rows)
+    weight = torch.ones(1, 1, dtype=torch.float64)
+    with OverlapContext(group, sliced(m, algorithm)) as context:
+        for _ in range(3):
+            assert torch.equal(ops.all_gather_linear(numbers[own], weight, context=context), numbers)
+            summed = ops.linear_reduce_scatter(numbers * (1 + group.rank()), weight, context=context)
+            assert torch.equal(summed, 3 * numbers[own])
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_03_large_payloads_pass_beside_a_collective_of_another_group(op):
+def test_03_large_payloads_pass_beside_another_groups_collective(op):
     # 4 MiB a message: far above what a socket or a transport buffers, so an order in which both sides send first hangs.
     of_rank = make_groups([[0, 1, 2], [0, 1, 2]])
 
@@ -76,38 +72,34 @@ def test_03_large_payloads_pass_beside_a_collective_of_another_group(op):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_10_inputs_overwritten_right_after_the_call_do_not_reach_other_ranks(op):
+@on_ranks(3)
+def test_10_inputs_overwritten_after_the_call_reach_nobody(group, device, op):
     # A send that still reads its source after the call has returned would carry the NaNs.
-    def body(group, device):
-        case = Case(op=op, rows=64 * group.size(), batch=2, N=32, K=32)
-        with OverlapContext(group, sliced(2)) as context, torch.no_grad():
-            for seed in range(20):
-                operands = draw(Case(**{**vars(case), "seed": seed}), group.rank(), group.size(), device)
-                expected = getattr(ops.reference, op)(operands.x, operands.weight, operands.bias, group=group)
-                x = operands.x.detach().clone()
-                y = getattr(ops, op)(x, operands.weight, operands.bias, context=context)
-                x.fill_(float("nan"))
-                assert torch.equal(y, expected)
-
-    run_threads(3, body)
+    case = Case(op=op, rows=64 * group.size(), batch=2, N=32, K=32)
+    with OverlapContext(group, sliced(2)) as context, torch.no_grad():
+        for seed in range(20):
+            operands = draw(Case(**{**vars(case), "seed": seed}), group.rank(), group.size(), device)
+            expected = getattr(ops.reference, op)(operands.x, operands.weight, operands.bias, group=group)
+            x = operands.x.detach().clone()
+            y = getattr(ops, op)(x, operands.weight, operands.bias, context=context)
+            x.fill_(float("nan"))
+            assert torch.equal(y, expected)
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_15_every_rank_gets_the_whole_input_gradient(op):
+@on_ranks(4)
+def test_15_every_rank_gets_the_whole_input_gradient(group, device, op):
     # Reported: 1/R of it was right. Here each element of every rank's gradient is known beforehand.
-    def body(group, device):
-        R, r = group.size(), group.rank()
-        rows = 2 * R if op == "linear_reduce_scatter" else 2
-        x = torch.ones(rows, 1, 3, dtype=torch.float64, requires_grad=True)
-        weight = torch.full((5, 3), 1.0 + r, dtype=torch.float64, requires_grad=True)
-        with OverlapContext(group, sliced()) as context:
-            getattr(ops, op)(x, weight, context=context).sum().backward()
-        per_rank = [5.0 * (1 + rank) for rank in range(R)]
-        expected = sum(per_rank) if op == "all_gather_linear" else per_rank[r]
-        assert torch.equal(x.grad, torch.full_like(x, expected))
-        assert torch.equal(weight.grad, torch.full_like(weight, 2.0 * R))
-
-    run_threads(4, body)
+    R, r = group.size(), group.rank()
+    rows = 2 * R if op == "linear_reduce_scatter" else 2
+    x = torch.ones(rows, 1, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.full((5, 3), 1.0 + r, dtype=torch.float64, requires_grad=True)
+    with OverlapContext(group, sliced()) as context:
+        getattr(ops, op)(x, weight, context=context).sum().backward()
+    per_rank = [5.0 * (1 + rank) for rank in range(R)]
+    expected = sum(per_rank) if op == "all_gather_linear" else per_rank[r]
+    assert torch.equal(x.grad, torch.full_like(x, expected))
+    assert torch.equal(weight.grad, torch.full_like(weight, 2.0 * R))
 
 
 def test_05_a_group_that_is_neither_the_world_nor_contiguous():

@@ -11,23 +11,20 @@ from commfuse_megatron.errors import ShapeError
 from commfuse_megatron.ops import WeightGradTarget
 from commfuse_megatron.problem import shard_range
 from commfuse_megatron.transport import tape_graphs
-from tests.harness import run_threads
+from tests.harness import on_ranks, run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part, tapes_of
 from tests.harness.linear_cases import Case, assert_equal, draw
 from tests.threaded.test_copy_engine_emulated import PATHS, config_for, number_of_graphs
 from tests.threaded.test_linears import linear_config
 
 CONFIGS = {
-    "direct": linear_config(),
-    "direct 2": linear_config(m=2),
-    "ring": linear_config("ring"),
-    "ring 2": linear_config("ring", 2),
-    "kept": linear_config(keep_gathered_input=True),
+    "direct": linear_config(), "direct 2": linear_config(m=2), "ring": linear_config("ring"),
+    "ring 2": linear_config("ring", 2), "kept": linear_config(keep_gathered_input=True),
     "sequential": linear_config(path="sequential"),
     "sequential, kept": linear_config(path="sequential", keep_gathered_input=True),
     "async": OverlapConfig(linear=LinearConfig(dgrad=PassConfig(path="async"))),
     "bulk": OverlapConfig(linear=LinearConfig(dgrad=PassConfig(path="bulk", algorithm="direct", chunks_per_shard=1))),
-}
+}  # fmt: skip
 OUTPUTS = [("y", "gathered"), ("y",), ("gathered",)]
 
 
@@ -70,29 +67,25 @@ def check(case, group, device, context, limit=0.0, **others) -> None:
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_every_result_is_exact_on_integers(group_size, config):
-    def body(group, device):
-        with OverlapContext(group, config) as context:
-            for seed, rows in enumerate((4 * group_size, 2 * group_size + 1, 1)):
-                case = Case(op="all_gather_linear", rows=rows, seed=seed)
-                for frozen in ((), ("weight",), ("weight", "bias")):
-                    for outputs in OUTPUTS:
-                        check(case, group, device, context, frozen=frozen, outputs=outputs)
-            check(Case(op="all_gather_linear", rows=7, N=0), group, device, context)
-            check(Case(op="all_gather_linear", rows=0), group, device, context)
-
-    run_threads(group_size, body)
+@on_ranks("group_size")
+def test_every_result_is_exact_on_integers(group, device, group_size, config):
+    with OverlapContext(group, config) as context:
+        for seed, rows in enumerate((4 * group_size, 2 * group_size + 1, 1)):
+            case = Case(op="all_gather_linear", rows=rows, seed=seed)
+            for frozen in ((), ("weight",), ("weight", "bias")):
+                for outputs in OUTPUTS:
+                    check(case, group, device, context, frozen=frozen, outputs=outputs)
+        check(Case(op="all_gather_linear", rows=7, N=0), group, device, context)
+        check(Case(op="all_gather_linear", rows=0), group, device, context)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_random_numbers_in_double_precision(config):
-    def body(group, device):
-        with OverlapContext(group, config) as context:
-            case = Case(op="all_gather_linear", rows=13, N=24, K=40, exact=False, dtype=torch.float64)
-            # Rounding is some 1e-15 of sums of about 100; a part that is left out errs by order 1.
-            check(case, group, device, context, limit=1e-12)
-
-    run_threads(3, body)
+@on_ranks(3)
+def test_random_numbers_in_double_precision(group, device, config):
+    with OverlapContext(group, config) as context:
+        case = Case(op="all_gather_linear", rows=13, N=24, K=40, exact=False, dtype=torch.float64)
+        # Rounding is some 1e-15 of sums of about 100; a part that is left out errs by order 1.
+        check(case, group, device, context, limit=1e-12)
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
@@ -138,58 +131,49 @@ def test_kept_input_over_the_copy_engine_and_not(over_copies, monkeypatch):
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_without_a_gradient_of_the_product_nothing_is_added_to_a_target(config):
+@on_ranks(2)
+def test_without_a_gradient_nothing_is_added_to_a_target(group, device, config):
     """Fails where zeros count as a gradient: `main_grad` was said to hold one, and optimizers made a step of it."""
-
-    def body(group, device):
-        with OverlapContext(group, config) as context:
-            case = Case(op="all_gather_linear", rows=8)
-            leaves = draw(case, group.rank(), group.size(), device).copies()
-            total, asked = torch.ones_like(leaves.weight), []
-            target = WeightGradTarget(total, lambda: asked.append(1))
-            for is_mixed in (False, True):  # or without one on this rank only
-                y, gathered = ops.all_gather_linear(
-                    leaves.x, leaves.weight, context=context, return_gathered=True, weight_grad=target
-                )
-                (y if is_mixed and group.rank() == 1 else gathered).sum().backward()
-                assert len(asked) == (is_mixed and group.rank() == 1)
-                assert bool((total == 1).all()) != bool(asked)
-
-    run_threads(2, body)
+    with OverlapContext(group, config) as context:
+        case = Case(op="all_gather_linear", rows=8)
+        leaves = draw(case, group.rank(), group.size(), device).copies()
+        total, asked = torch.ones_like(leaves.weight), []
+        target = WeightGradTarget(total, lambda: asked.append(1))
+        for is_mixed in (False, True):  # or without one on this rank only
+            y, gathered = ops.all_gather_linear(
+                leaves.x, leaves.weight, context=context, return_gathered=True, weight_grad=target
+            )
+            (y if is_mixed and group.rank() == 1 else gathered).sum().backward()
+            assert len(asked) == (is_mixed and group.rank() == 1)
+            assert bool((total == 1).all()) != bool(asked)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_some_ranks_without_a_gradient_of_what_was_gathered(config):
-    def body(group, device):
-        with OverlapContext(group, config) as context:
-            case = Case(op="all_gather_linear", rows=9)
-            check(case, group, device, context, outputs=OUTPUTS[group.rank()])
-
-    run_threads(3, body)
+@on_ranks(3)
+def test_some_ranks_without_a_gradient_of_what_was_gathered(group, device, config):
+    with OverlapContext(group, config) as context:
+        case = Case(op="all_gather_linear", rows=9)
+        check(case, group, device, context, outputs=OUTPUTS[group.rank()])
 
 
-def test_nothing_else_is_sent_for_it():
-    def body(group, device):
-        counts = []
-        with OverlapContext(group) as context:
-            start, sent = context.link.start, []
-            context.link.start = lambda run, index, send, receive: (
-                sent.append(0 if send is None else send.tensor.nbytes) or start(run, index, send, receive)
-            )
-            case = Case(op="all_gather_linear", rows=8)
-            operands = draw(case, group.rank(), group.size(), device)
-            for returns in (False, True):
-                sent.clear()
-                leaves = operands.copies()
-                found = ops.all_gather_linear(leaves.x, leaves.weight, context=context, return_gathered=returns)
-                y = found[0] if returns else found
-                torch.autograd.backward(
-                    found if returns else [y], [operands.grad_y, draw_gathered(case, 0)][: 1 + returns]
-                )
-                counts.append(sum(sent))
-        assert counts[0] == counts[1] > 0
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_nothing_else_is_sent_for_it(group, device):
+    counts = []
+    with OverlapContext(group) as context:
+        start, sent = context.link.start, []
+        context.link.start = lambda run, index, send, receive: (
+            sent.append(0 if send is None else send.tensor.nbytes) or start(run, index, send, receive)
+        )
+        case = Case(op="all_gather_linear", rows=8)
+        operands = draw(case, group.rank(), group.size(), device)
+        for returns in (False, True):
+            sent.clear()
+            leaves = operands.copies()
+            found = ops.all_gather_linear(leaves.x, leaves.weight, context=context, return_gathered=returns)
+            y = found[0] if returns else found
+            torch.autograd.backward(found if returns else [y], [operands.grad_y, draw_gathered(case, 0)][: 1 + returns])
+            counts.append(sum(sent))
+    assert counts[0] == counts[1] > 0
 
 
 def test_what_is_returned_is_the_callers_own():
@@ -219,28 +203,24 @@ def test_what_is_returned_is_the_callers_own():
         run_threads(group_size, body)
 
 
-def test_a_frozen_input_and_calls_without_gradients():
-    def body(group, device):
-        with OverlapContext(group) as context:
-            case = Case(op="all_gather_linear", rows=8)
-            check(case, group, device, context, frozen=("x",), outputs=("y",))
-            leaves = draw(case, group.rank(), group.size(), device).copies()
-            with torch.no_grad():
-                y, gathered = ops.all_gather_linear(leaves.x, leaves.weight, context=context, return_gathered=True)
-            assert not y.requires_grad
-            assert not gathered.requires_grad
-            expected = ops.reference.all_gather_linear(leaves.x, leaves.weight, group=group, return_gathered=True)
-            assert torch.equal(gathered, expected[1])
-            assert torch.equal(y, expected[0])
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_a_frozen_input_and_calls_without_gradients(group, device):
+    with OverlapContext(group) as context:
+        case = Case(op="all_gather_linear", rows=8)
+        check(case, group, device, context, frozen=("x",), outputs=("y",))
+        leaves = draw(case, group.rank(), group.size(), device).copies()
+        with torch.no_grad():
+            y, gathered = ops.all_gather_linear(leaves.x, leaves.weight, context=context, return_gathered=True)
+        assert not y.requires_grad
+        assert not gathered.requires_grad
+        expected = ops.reference.all_gather_linear(leaves.x, leaves.weight, group=group, return_gathered=True)
+        assert torch.equal(gathered, expected[1])
+        assert torch.equal(y, expected[0])
 
 
-def test_an_answer_of_another_kind_is_refused():
-    def body(group, device):
-        with OverlapContext(group) as context:
-            with pytest.raises(ShapeError, match="return_gathered must be True or False, got 'yes'"):
-                ops.all_gather_linear(torch.zeros(2, 4), torch.zeros(3, 4), context=context, return_gathered="yes")
-            assert ops.all_gather_linear(torch.zeros(2, 4), torch.zeros(3, 4), context=context).shape == (4, 3)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_an_answer_of_another_kind_is_refused(group, device):
+    with OverlapContext(group) as context:
+        with pytest.raises(ShapeError, match="return_gathered must be True or False, got 'yes'"):
+            ops.all_gather_linear(torch.zeros(2, 4), torch.zeros(3, 4), context=context, return_gathered="yes")
+        assert ops.all_gather_linear(torch.zeros(2, 4), torch.zeros(3, 4), context=context).shape == (4, 3)

@@ -17,8 +17,8 @@ from commfuse_megatron.errors import ShapeError, TransportError, TransportTimeou
 from commfuse_megatron.runtime import calibrate
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
-from tests.harness import run_threads
-from tests.harness.emulated_gpu import emulate_copy_engine, take_part
+from tests.harness import on_ranks, run_threads
+from tests.harness.emulated_gpu import emulate_copy_engine, on_copy_engine, take_part
 from tests.threaded.test_copy_engine_emulated import config_for
 from tests.threaded.test_planning import TRIAL, MadeUpTimes, plan_by_cost
 
@@ -48,23 +48,20 @@ def operands_of(name, rank=0):
 
 @pytest.mark.parametrize("is_compared", [True, False])
 @pytest.mark.parametrize("name", ALL)
-def test_a_checkpoint_that_stops_early_is_no_interruption(name, is_compared):
+@on_ranks(2)
+def test_a_checkpoint_that_stops_early_is_no_interruption(group, device, name, is_compared):
     """It raises out of what autograd does after our forward pass has returned, as soon as all is there again."""
-
-    def body(group, device):
-        found = []
-        for is_checkpointed in (False, True):
-            leaves, call = operands_of(name, group.rank())
-            with OverlapContext(group, OverlapConfig(check_agreement=is_compared)) as context:
-                for _ in range(2):
-                    y = checkpoint(call, context, use_reentrant=False) if is_checkpointed else call(context)
-                    y.square().sum().backward()
-                assert context.is_usable
-            found.append([leaf.grad for leaf in leaves])
-        for expected, gradient in zip(*found, strict=True):
-            assert torch.equal(expected, gradient)
-
-    run_threads(2, body)
+    found = []
+    for is_checkpointed in (False, True):
+        leaves, call = operands_of(name, group.rank())
+        with OverlapContext(group, OverlapConfig(check_agreement=is_compared)) as context:
+            for _ in range(2):
+                y = checkpoint(call, context, use_reentrant=False) if is_checkpointed else call(context)
+                y.square().sum().backward()
+            assert context.is_usable
+        found.append([leaf.grad for leaf in leaves])
+    for expected, gradient in zip(*found, strict=True):
+        assert torch.equal(expected, gradient)
 
 
 _this_rank = threading.local()
@@ -170,24 +167,19 @@ def test_planning_that_ends_early_on_one_rank_fails_its_context(where, monkeypat
     run_threads(2, body, timeout_s=6.0)
 
 
-def test_a_call_whose_context_is_closed_meanwhile_says_so_over_the_copy_engine(monkeypatch):
-    emulate_copy_engine(monkeypatch)
+@on_copy_engine(2)
+def test_a_call_whose_context_is_closed_meanwhile_says_so(group, device):
+    context = OverlapContext(group, config_for("sliced", "direct", 1))
+    transport = context.link.transport
+    replay = transport.replay
 
-    def body(group, device):
-        with take_part(group):
-            context = OverlapContext(group, config_for("sliced", "direct", 1))
-            transport = context.link.transport
-            replay = transport.replay
+    def close_first(*arguments, **keywords):  # as another thread may
+        context.close()
+        return replay(*arguments, **keywords)
 
-            def close_first(*arguments, **keywords):  # as another thread may
-                context.close()
-                return replay(*arguments, **keywords)
-
-            transport.replay = close_first
-            with pytest.raises(TransportError, match="was closed in another thread"):
-                ops.all_gather_linear(torch.ones(4, 1, 8), torch.ones(8, 8), context=context)
-
-    run_threads(2, body)
+    transport.replay = close_first
+    with pytest.raises(TransportError, match="was closed in another thread"):
+        ops.all_gather_linear(torch.ones(4, 1, 8), torch.ones(8, 8), context=context)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -211,29 +203,26 @@ def test_a_closed_context_that_is_used_has_not_failed(name, monkeypatch):
     assert given_up == []
 
 
-def test_an_error_is_marked_for_the_context_whose_ranks_raise_it():
+@on_ranks(2)
+def test_an_error_is_marked_for_the_context_whose_ranks_raise_it(group, device):
     """Not for another one, in whose call it was raised: its ranks may go on with that."""
+    with OverlapContext(group) as first:
+        second = OverlapContext(group)
 
-    def body(group, device):
-        with OverlapContext(group) as first:
-            second = OverlapContext(group)
+        def raise_in_both():
+            with second.guard("a call"):
+                first.consensus.refuse(ShapeError("wrong operands"), topic="a call")
 
-            def raise_in_both():
-                with second.guard("a call"):
-                    first.consensus.refuse(ShapeError("wrong operands"), topic="a call")
-
-            with pytest.raises(ShapeError, match="wrong operands"):
-                raise_in_both()
-            assert first.is_usable
-            assert not second.is_usable
-            with pytest.raises(ShapeError) as again:
-                second.link.raise_failure()
-            assert not vars(again.value)
-
-    run_threads(2, body)
+        with pytest.raises(ShapeError, match="wrong operands"):
+            raise_in_both()
+        assert first.is_usable
+        assert not second.is_usable
+        with pytest.raises(ShapeError) as again:
+            second.link.raise_failure()
+        assert not vars(again.value)
 
 
-def test_a_dtype_that_the_gemm_does_not_take_leaves_the_context_to_others(monkeypatch):
+def test_a_dtype_the_gemm_refuses_leaves_the_context_to_others(monkeypatch):
     def make(config, transport, channels, device, dtype, **others):
         if dtype is torch.float64:
             raise UnsupportedError("the persistent GEMM takes no float64")
@@ -257,31 +246,28 @@ def test_a_dtype_that_the_gemm_does_not_take_leaves_the_context_to_others(monkey
 @pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("is_compared", [True, False])
 @pytest.mark.parametrize("name", ALL)
-def test_what_a_hook_of_saved_tensors_raises_fails_the_context_unless_every_call_is_compared(name, is_compared, error):
+@on_ranks(2)
+def test_what_a_hook_of_saved_tensors_raises_fails_the_context(group, device, name, is_compared, error):
     """Memory runs out there on one rank, say: nobody would see that its next call meets the others' present one."""
     config = OverlapConfig(transport=TransportConfig(timeout_s=8.0), check_agreement=is_compared)
+    context = OverlapContext(group, config)
+    leaves, call = operands_of(name, group.rank())
 
-    def body(group, device):
-        context = OverlapContext(group, config)
-        leaves, call = operands_of(name, group.rank())
+    def refuse(packed):
+        raise error("not there any more")
 
-        def refuse(packed):
-            raise error("not there any more")
-
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, refuse):
-            y = call(context)
-        with pytest.raises(error, match="not there any more"):
-            y.sum().backward()
-        assert context.is_usable == is_compared
-        if not is_compared:
-            with pytest.raises(TransportError, match=f"the backward pass of {name}"):
-                call(context)
-            return
-        call(context).sum().backward()
-        assert all(leaf.grad is not None for leaf in leaves)
-        context.close()
-
-    run_threads(2, body)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, refuse):
+        y = call(context)
+    with pytest.raises(error, match="not there any more"):
+        y.sum().backward()
+    assert context.is_usable == is_compared
+    if not is_compared:
+        with pytest.raises(TransportError, match=f"the backward pass of {name}"):
+            call(context)
+        return
+    call(context).sum().backward()
+    assert all(leaf.grad is not None for leaf in leaves)
+    context.close()
 
 
 def test_a_group_of_one_cannot_be_out_of_step(monkeypatch):

@@ -7,7 +7,7 @@ import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import LinearConfig, PassConfig, WgradConfig
-from tests.harness import run_threads
+from tests.harness import on_ranks, run_threads
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference, run_op
 
 
@@ -39,29 +39,26 @@ def test_every_result_is_exact_on_integers(op, algorithm, group_size, m):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_random_inputs_err_no_more_than_the_reference(op, dtype):
+@on_ranks(4)
+def test_random_inputs_err_no_more_than_the_reference(group, device, op, dtype):
     case = Case(op=op, rows=24, batch=3, N=40, K=56, dtype=dtype, exact=False)
     wide = Case(op=op, rows=24, batch=3, N=40, K=56, dtype=torch.float64, exact=False)
-
-    def body(group, device):
-        operands = draw(case, group.rank(), group.size(), device)
-        in_float64 = draw(wide, group.rank(), group.size(), device)
-        for name in ("x", "weight", "bias", "grad_y"):
-            setattr(in_float64, name, getattr(operands, name).double())
-        oracle = reference(wide, in_float64, group)
-        stock = reference(case, operands, group)
-        for algorithm, m in itertools.product(["ring", "direct"], [1, 2]):
-            with OverlapContext(group, linear_config(algorithm, m)) as context:
-                ours = overlapped(case, operands, context)
-            for name, exact in oracle.items():
-                scale = exact.abs().max()
-                error = ((ours[name].double() - exact).abs().max() / scale).item()
-                stock_error = ((stock[name].double() - exact).abs().max() / scale).item()
-                # Sums of up to 224 products round differently by some eps; a dropped partial or crossed chunk errs by
-                # order 1. (For fp64 the oracle is the reference itself, so its own error shows as 0.)
-                assert error <= 2 * stock_error + 16 * torch.finfo(dtype).eps, (name, algorithm, m, error, stock_error)
-
-    run_threads(4, body)
+    operands = draw(case, group.rank(), group.size(), device)
+    in_float64 = draw(wide, group.rank(), group.size(), device)
+    for name in ("x", "weight", "bias", "grad_y"):
+        setattr(in_float64, name, getattr(operands, name).double())
+    oracle = reference(wide, in_float64, group)
+    stock = reference(case, operands, group)
+    for algorithm, m in itertools.product(["ring", "direct"], [1, 2]):
+        with OverlapContext(group, linear_config(algorithm, m)) as context:
+            ours = overlapped(case, operands, context)
+        for name, exact in oracle.items():
+            scale = exact.abs().max()
+            error = ((ours[name].double() - exact).abs().max() / scale).item()
+            stock_error = ((stock[name].double() - exact).abs().max() / scale).item()
+            # Sums of up to 224 products round differently by some eps; a dropped partial or crossed chunk errs by
+            # order 1. (For fp64 the oracle is the reference itself, so its own error shows as 0.)
+            assert error <= 2 * stock_error + 16 * torch.finfo(dtype).eps, (name, algorithm, m, error, stock_error)
 
 
 def outer_swapped(tensor):
@@ -78,7 +75,8 @@ def one_batch_expanded(x):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("view", [outer_swapped, every_second, one_batch_expanded])
-def test_layouts_of_the_input(op, view):
+@on_ranks(2)
+def test_layouts_of_the_input(group, device, op, view):
     case = Case(op=op, rows=12, batch=2)
 
     def viewing(call):
@@ -91,34 +89,29 @@ def test_layouts_of_the_input(op, view):
 
         return run
 
-    def body(group, device):
-        operands = draw(case, group.rank(), group.size(), device)
-        with OverlapContext(group) as context:
-            found = run_op(case, operands, viewing(getattr(ops, op)), context=context)
-            assert_equal(found, run_op(case, operands, viewing(getattr(ops.reference, op)), group=group))
-
-    run_threads(2, body)
+    operands = draw(case, group.rank(), group.size(), device)
+    with OverlapContext(group) as context:
+        found = run_op(case, operands, viewing(getattr(ops, op)), context=context)
+        assert_equal(found, run_op(case, operands, viewing(getattr(ops.reference, op)), group=group))
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_layouts_of_the_output_gradient(op):
+@on_ranks(2)
+def test_layouts_of_the_output_gradient(group, device, op):
     case = Case(op=op, rows=12, batch=2)
-
-    def body(group, device):
-        operands = draw(case, group.rank(), group.size(), device)
-        ones = torch.ones((), device=device).expand(operands.grad_y.shape)  # what out.sum() sends back
-        with OverlapContext(group) as context:
-            for grad_y in (outer_swapped(operands.grad_y), every_second(operands.grad_y), ones):
-                assert not grad_y.is_contiguous()
-                operands.grad_y = grad_y
-                assert_equal(overlapped(case, operands, context), reference(case, operands, group))
-
-    run_threads(2, body)
+    operands = draw(case, group.rank(), group.size(), device)
+    ones = torch.ones((), device=device).expand(operands.grad_y.shape)  # what out.sum() sends back
+    with OverlapContext(group) as context:
+        for grad_y in (outer_swapped(operands.grad_y), every_second(operands.grad_y), ones):
+            assert not grad_y.is_contiguous()
+            operands.grad_y = grad_y
+            assert_equal(overlapped(case, operands, context), reference(case, operands, group))
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("config", [linear_config(), linear_config("ring", 2), linear_config(path="sequential")])
-def test_operands_without_a_unit_stride(op, config):
+@on_ranks(3)
+def test_operands_without_a_unit_stride(group, device, op, config):
     case = Case(op=op, rows=7)
     names = ("x", "weight", "bias")
 
@@ -131,73 +124,63 @@ def test_operands_without_a_unit_stride(op, config):
         y = call(*given, **where)
         return y, *torch.autograd.grad(y.square().sum(), leaves)
 
-    def body(group, device):
-        operands = draw(case, group.rank(), group.size(), device).copies()
-        leaves = [operands.x, operands.weight, operands.bias]
-        extra = {"total_rows": case.rows} if op == "all_gather_linear" else {}
-        with OverlapContext(group, config) as context:
-            for view, viewed in itertools.product((every_second, first_expanded), names):
-                found = gradients(leaves, view, viewed, getattr(ops, op), context=context, **extra)
-                expected = gradients(leaves, view, viewed, getattr(ops.reference, op), group=group, **extra)
-                for a, b in zip(found, expected, strict=True):
-                    assert torch.equal(a, b), (view, viewed)
-
-    run_threads(3, body)
+    operands = draw(case, group.rank(), group.size(), device).copies()
+    leaves = [operands.x, operands.weight, operands.bias]
+    extra = {"total_rows": case.rows} if op == "all_gather_linear" else {}
+    with OverlapContext(group, config) as context:
+        for view, viewed in itertools.product((every_second, first_expanded), names):
+            found = gradients(leaves, view, viewed, getattr(ops, op), context=context, **extra)
+            expected = gradients(leaves, view, viewed, getattr(ops.reference, op), group=group, **extra)
+            for a, b in zip(found, expected, strict=True):
+                assert torch.equal(a, b), (view, viewed)
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("group_size", [1, 2, 3])
 @pytest.mark.parametrize("config", [linear_config(), linear_config("ring", 5), linear_config(path="sequential")])
-def test_sizes_of_zero_and_one(op, group_size, config):
-    def body(group, device):
-        with OverlapContext(group, config) as context:
-            for sizes in ({"rows": 0}, {"rows": 3, "batch": 0}, {"rows": 3, "N": 0}, {"rows": 7, "K": 0}):
-                check(Case(op=op, **sizes), group, device, context)
-            check(Case(op=op, rows=3, batch=1, N=1, K=1), group, device, context)
-
-    run_threads(group_size, body)
+@on_ranks("group_size")
+def test_sizes_of_zero_and_one(group, device, op, group_size, config):
+    with OverlapContext(group, config) as context:
+        for sizes in ({"rows": 0}, {"rows": 3, "batch": 0}, {"rows": 3, "N": 0}, {"rows": 7, "K": 0}):
+            check(Case(op=op, **sizes), group, device, context)
+        check(Case(op=op, rows=3, batch=1, N=1, K=1), group, device, context)
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", [(6,), (6, 2, 2)])
-def test_any_number_of_middle_dimensions(op, shape):
-    def body(group, device):
-        rows = shape[0] * (group.size() if op == "all_gather_linear" else 1)
-        x = torch.randint(-2, 3, (*shape, 5), generator=torch.Generator().manual_seed(group.rank())).float()
-        weight = torch.ones(4, 5)
-        with OverlapContext(group) as context:
-            found = getattr(ops, op)(x, weight, context=context)
-        expected = getattr(ops.reference, op)(x, weight, group=group)
-        assert found.shape == expected.shape
-        assert found.size(0) == (rows if op == "all_gather_linear" else rows // group.size())
-        torch.testing.assert_close(found, expected, atol=0, rtol=0)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_any_number_of_middle_dimensions(group, device, op, shape):
+    rows = shape[0] * (group.size() if op == "all_gather_linear" else 1)
+    x = torch.randint(-2, 3, (*shape, 5), generator=torch.Generator().manual_seed(group.rank())).float()
+    weight = torch.ones(4, 5)
+    with OverlapContext(group) as context:
+        found = getattr(ops, op)(x, weight, context=context)
+    expected = getattr(ops.reference, op)(x, weight, group=group)
+    assert found.shape == expected.shape
+    assert found.size(0) == (rows if op == "all_gather_linear" else rows // group.size())
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("frozen", [("x",), ("weight",), ("bias",), ("x", "bias"), ("weight", "bias"), ("x", "weight")])
-def test_frozen_operands_get_no_gradient_and_the_others_theirs(op, frozen):
+@on_ranks(3)
+def test_frozen_operands_get_no_gradient_and_the_others_theirs(group, device, op, frozen):
     case = Case(op=op, rows=9)
-
-    def body(group, device):
-        operands = draw(case, group.rank(), group.size(), device)
-        with OverlapContext(group) as context:
-            results = []
-            for call, where in (
-                (getattr(ops, op), {"context": context}),
-                (getattr(ops.reference, op), {"group": group}),
-            ):
-                leaves = operands.copies()
-                for name in frozen:
-                    getattr(leaves, name).requires_grad_(False)
-                extra = {"total_rows": case.rows} if op == "all_gather_linear" else {}
-                call(leaves.x, leaves.weight, leaves.bias, **extra, **where).backward(operands.grad_y)
-                results.append({name: getattr(leaves, name).grad for name in ("x", "weight", "bias")})
-            assert_equal(results[0], results[1])
-            assert all(results[0][name] is None for name in frozen)
-
-    run_threads(3, body)
+    operands = draw(case, group.rank(), group.size(), device)
+    with OverlapContext(group) as context:
+        results = []
+        for call, where in (
+            (getattr(ops, op), {"context": context}),
+            (getattr(ops.reference, op), {"group": group}),
+        ):
+            leaves = operands.copies()
+            for name in frozen:
+                getattr(leaves, name).requires_grad_(False)
+            extra = {"total_rows": case.rows} if op == "all_gather_linear" else {}
+            call(leaves.x, leaves.weight, leaves.bias, **extra, **where).backward(operands.grad_y)
+            results.append({name: getattr(leaves, name).grad for name in ("x", "weight", "bias")})
+        assert_equal(results[0], results[1])
+        assert all(results[0][name] is None for name in frozen)
 
 
 @pytest.mark.parametrize("config", [linear_config(keep_gathered_input=True), linear_config(path="sequential")])
@@ -213,112 +196,95 @@ def test_kept_input_and_sequential_path(op, config):
     assert all(paths == {expected} for paths in run_threads(3, body))
 
 
-def test_six_calls_in_a_row_with_new_data_and_sizes():
-    def body(group, device):
-        with OverlapContext(group, linear_config(m=2)) as context:
-            for seed, (rows, op) in enumerate(zip([512, 384, 500, 7, 512, 384], itertools.cycle(OPS), strict=False)):
-                check(Case(op=op, rows=rows, N=16, K=8, seed=seed), group, device, context)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_six_calls_in_a_row_with_new_data_and_sizes(group, device):
+    with OverlapContext(group, linear_config(m=2)) as context:
+        for seed, (rows, op) in enumerate(zip([512, 384, 500, 7, 512, 384], itertools.cycle(OPS), strict=False)):
+            check(Case(op=op, rows=rows, N=16, K=8, seed=seed), group, device, context)
 
 
-def test_two_operations_interleaved_on_one_context_and_two_contexts_at_once():
-    def body(group, device):
-        with OverlapContext(group) as first, OverlapContext(group, linear_config("ring", 2)) as second:
-            gather, scatter = Case(op=OPS[0], rows=8, seed=1), Case(op=OPS[1], rows=8, seed=2)
-            a, b = (draw(case, group.rank(), group.size(), device) for case in (gather, scatter))
-            for contexts in ((first, first), (first, second)):
-                left, right = a.copies(), b.copies()
-                y_left = ops.all_gather_linear(left.x, left.weight, left.bias, 8, context=contexts[0])
-                y_right = ops.linear_reduce_scatter(right.x, right.weight, right.bias, context=contexts[1])
-                y_left.backward(a.grad_y)
-                y_right.backward(b.grad_y)
-                for leaves, case, operands in ((left, gather, a), (right, scatter, b)):
-                    expected = reference(case, operands, group)
-                    assert torch.equal(leaves.x.grad, expected["x.grad"])
-                    assert torch.equal(leaves.weight.grad, expected["weight.grad"])
-
-    run_threads(3, body)
+@on_ranks(3)
+def test_two_operations_interleaved_and_two_contexts_at_once(group, device):
+    with OverlapContext(group) as first, OverlapContext(group, linear_config("ring", 2)) as second:
+        gather, scatter = Case(op=OPS[0], rows=8, seed=1), Case(op=OPS[1], rows=8, seed=2)
+        a, b = (draw(case, group.rank(), group.size(), device) for case in (gather, scatter))
+        for contexts in ((first, first), (first, second)):
+            left, right = a.copies(), b.copies()
+            y_left = ops.all_gather_linear(left.x, left.weight, left.bias, 8, context=contexts[0])
+            y_right = ops.linear_reduce_scatter(right.x, right.weight, right.bias, context=contexts[1])
+            y_left.backward(a.grad_y)
+            y_right.backward(b.grad_y)
+            for leaves, case, operands in ((left, gather, a), (right, scatter, b)):
+                expected = reference(case, operands, group)
+                assert torch.equal(leaves.x.grad, expected["x.grad"])
+                assert torch.equal(leaves.weight.grad, expected["weight.grad"])
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_hundred_runs_are_bit_identical(op):
+@on_ranks(3)
+def test_a_hundred_runs_are_bit_identical(group, device, op):
     case = Case(op=op, rows=10, exact=False, dtype=torch.float32, N=33, K=17)
-
-    def body(group, device):
-        operands = draw(case, group.rank(), group.size(), device)
-        with OverlapContext(group) as context:
-            first = overlapped(case, operands, context)
-            for _ in range(99):
-                assert_equal(overlapped(case, operands, context), first)
-
-    run_threads(3, body)
+    operands = draw(case, group.rank(), group.size(), device)
+    with OverlapContext(group) as context:
+        first = overlapped(case, operands, context)
+        for _ in range(99):
+            assert_equal(overlapped(case, operands, context), first)
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_weight_gradient_added_into_a_wider_tensor(op):
+@on_ranks(2)
+def test_weight_gradient_added_into_a_wider_tensor(group, device, op):
     case = Case(op=op, rows=8, dtype=torch.bfloat16)
-
-    def body(group, device):
-        operands = draw(case, group.rank(), group.size(), device)
-        main_grad = torch.full((case.N, case.K), 3.0)
-        target = ops.WeightGradTarget(main_grad, lambda: None)
-        with OverlapContext(group) as context:
-            found = run_op(case, operands, getattr(ops, op), context=context, weight_grad=target)
-        expected = reference(case, operands, group)
-        assert found["weight.grad"] is None
-        torch.testing.assert_close(main_grad, 3 + expected["weight.grad"].float(), atol=0, rtol=0)
-
-    run_threads(2, body)
+    operands = draw(case, group.rank(), group.size(), device)
+    main_grad = torch.full((case.N, case.K), 3.0)
+    target = ops.WeightGradTarget(main_grad, lambda: None)
+    with OverlapContext(group) as context:
+        found = run_op(case, operands, getattr(ops, op), context=context, weight_grad=target)
+    expected = reference(case, operands, group)
+    assert found["weight.grad"] is None
+    torch.testing.assert_close(main_grad, 3 + expected["weight.grad"].float(), atol=0, rtol=0)
 
 
-def test_no_grad_forward_and_autocast():
-    def body(group, device):
-        case = Case(op="all_gather_linear", rows=8)
-        operands = draw(case, group.rank(), group.size(), device)
-        with OverlapContext(group) as context:
-            with torch.no_grad():
-                y = ops.all_gather_linear(operands.x, operands.weight, context=context)
-            assert not y.requires_grad
-            leaves = operands.copies()
-            with torch.autocast("cpu", torch.bfloat16):
-                y = ops.all_gather_linear(leaves.x, leaves.weight, context=context)
-            assert y.dtype is torch.bfloat16
-            y.float().sum().backward()
-            assert leaves.weight.grad.dtype is torch.float32
-            with torch.autocast("cpu", torch.bfloat16):  # as everywhere in autocast, float64 stays
-                y = ops.all_gather_linear(operands.x.double(), operands.weight.double(), context=context)
-            assert y.dtype is torch.float64
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_no_grad_forward_and_autocast(group, device):
+    case = Case(op="all_gather_linear", rows=8)
+    operands = draw(case, group.rank(), group.size(), device)
+    with OverlapContext(group) as context:
+        with torch.no_grad():
+            y = ops.all_gather_linear(operands.x, operands.weight, context=context)
+        assert not y.requires_grad
+        leaves = operands.copies()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = ops.all_gather_linear(leaves.x, leaves.weight, context=context)
+        assert y.dtype is torch.bfloat16
+        y.float().sum().backward()
+        assert leaves.weight.grad.dtype is torch.float32
+        with torch.autocast("cpu", torch.bfloat16):  # as everywhere in autocast, float64 stays
+            y = ops.all_gather_linear(operands.x.double(), operands.weight.double(), context=context)
+        assert y.dtype is torch.float64
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("low", ["x", "nothing"])
-def test_autocast_casts_the_bias_as_well(op, low):
+@on_ranks(2)
+def test_autocast_casts_the_bias_as_well(group, device, op, low):
     """Fails without the cast in the reference, whose result was as wide as its bias."""
     case = Case(op=op, rows=8)
-
-    def body(group, device):
-        with OverlapContext(group) as context:
-            results = []
-            for call, where in (
-                (getattr(ops, op), {"context": context}),
-                (getattr(ops.reference, op), {"group": group}),
-            ):
-                operands = draw(case, group.rank(), group.size(), device)
-                if low == "x":
-                    operands.x = operands.x.bfloat16()
-                leaves = operands.copies()
-                with torch.autocast("cpu", torch.bfloat16):
-                    y = call(leaves.x, leaves.weight, leaves.bias, **where)
-                    expected = torch.nn.functional.linear(leaves.x, leaves.weight, leaves.bias)
-                assert y.dtype is expected.dtype is torch.bfloat16
-                y.backward(operands.grad_y.to(y.dtype))
-                results.append(
-                    {"y": y.detach()} | {name: getattr(leaves, name).grad for name in ("x", "weight", "bias")}
-                )
-            assert_equal(*results)
-            assert results[0]["weight"].dtype is results[0]["bias"].dtype is torch.float32
-
-    run_threads(2, body)
+    with OverlapContext(group) as context:
+        results = []
+        for call, where in (
+            (getattr(ops, op), {"context": context}),
+            (getattr(ops.reference, op), {"group": group}),
+        ):
+            operands = draw(case, group.rank(), group.size(), device)
+            if low == "x":
+                operands.x = operands.x.bfloat16()
+            leaves = operands.copies()
+            with torch.autocast("cpu", torch.bfloat16):
+                y = call(leaves.x, leaves.weight, leaves.bias, **where)
+                expected = torch.nn.functional.linear(leaves.x, leaves.weight, leaves.bias)
+            assert y.dtype is expected.dtype is torch.bfloat16
+            y.backward(operands.grad_y.to(y.dtype))
+            results.append({"y": y.detach()} | {name: getattr(leaves, name).grad for name in ("x", "weight", "bias")})
+        assert_equal(*results)
+        assert results[0]["weight"].dtype is results[0]["bias"].dtype is torch.float32

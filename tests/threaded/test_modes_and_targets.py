@@ -7,99 +7,81 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.errors import ShapeError
 from commfuse_megatron.ops import WeightGradTarget
 from commfuse_megatron.ops.arguments import with_unit_stride
-from tests.harness import run_threads
-from tests.harness.emulated_gpu import emulate_copy_engine, take_part
+from tests.harness import on_ranks
+from tests.harness.emulated_gpu import on_copy_engine
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
 
 from tests.threaded.test_copy_engine_emulated import config_for  # isort: skip
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_training_follows_a_first_call_in_inference_mode(op):
-    def body(group, device):
-        with OverlapContext(group, OverlapConfig()) as context:
-            for rows in (8, 16):
-                case = Case(op=op, rows=rows, N=8, K=8)
-                operands = draw(case, group.rank(), group.size(), device)
-                leaves = operands.copies()
-                with torch.inference_mode():
-                    getattr(ops, op)(leaves.x, leaves.weight, context=context)
-                assert_equal(overlapped(case, operands, context), reference(case, operands, group))
-
-    run_threads(2, body)
-
-
-def test_the_embedding_trains_after_inference_mode():
-    def body(group, device):
-        with OverlapContext(group, OverlapConfig()) as context:
-            ids, weight = torch.arange(8).view(2, 4), torch.randn(4, 6, requires_grad=True)
-            first = 4 * group.rank()
-            with torch.inference_mode():
-                ops.embedding_reduce_scatter(ids, weight, first, context=context)
-            ops.embedding_reduce_scatter(ids, weight, first, context=context).sum().backward()
-            assert torch.equal(weight.grad, torch.ones_like(weight))
-
-    run_threads(2, body)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_one_tape_does_not_serve_gradients_of_another_layout(op, monkeypatch):
-    emulate_copy_engine(monkeypatch)
-
-    def body(group, device):
-        with take_part(group), OverlapContext(group, config_for("sliced", "direct", 1)) as context:
-            case = Case(op=op, rows=16, N=8, K=8, has_bias=False)
+@on_ranks(2)
+def test_training_follows_a_first_call_in_inference_mode(group, device, op):
+    with OverlapContext(group, OverlapConfig()) as context:
+        for rows in (8, 16):
+            case = Case(op=op, rows=rows, N=8, K=8)
             operands = draw(case, group.rank(), group.size(), device)
-            expected = reference(case, operands, group)["weight.grad"]
-            whole = torch.zeros(8, 16)
-            for target in (torch.zeros(8, 8), torch.zeros(8, 8).t(), whole[:, 4:12]):
-                leaves = operands.copies()
-                added = WeightGradTarget(target, lambda: None)
-                getattr(ops, op)(leaves.x, leaves.weight, context=context, weight_grad=added).backward(operands.grad_y)
-                assert torch.equal(target, expected.to(target.dtype))
-            assert not whole[:, :4].any()
-            assert not whole[:, 12:].any()
+            leaves = operands.copies()
+            with torch.inference_mode():
+                getattr(ops, op)(leaves.x, leaves.weight, context=context)
+            assert_equal(overlapped(case, operands, context), reference(case, operands, group))
 
-    run_threads(2, body)
+
+@on_ranks(2)
+def test_the_embedding_trains_after_inference_mode(group, device):
+    with OverlapContext(group, OverlapConfig()) as context:
+        ids, weight = torch.arange(8).view(2, 4), torch.randn(4, 6, requires_grad=True)
+        first = 4 * group.rank()
+        with torch.inference_mode():
+            ops.embedding_reduce_scatter(ids, weight, first, context=context)
+        ops.embedding_reduce_scatter(ids, weight, first, context=context).sum().backward()
+        assert torch.equal(weight.grad, torch.ones_like(weight))
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_gradient_of_another_shape_is_refused_before_anything_is_sent(op):
-    def body(group, device):
-        with OverlapContext(group, OverlapConfig()) as context:
-            leaves = draw(Case(op=op, rows=16, N=8, K=8), group.rank(), group.size(), device).copies()
-            target = WeightGradTarget(torch.zeros(4, 8), lambda: None)
-            with pytest.raises(ShapeError, match=r"weight_grad.accumulate is \[4, 8\]"):
-                getattr(ops, op)(leaves.x, leaves.weight, context=context, weight_grad=target)
+@on_copy_engine(2)
+def test_one_tape_does_not_serve_gradients_of_another_layout(group, device, op):
+    with OverlapContext(group, config_for("sliced", "direct", 1)) as context:
+        case = Case(op=op, rows=16, N=8, K=8, has_bias=False)
+        operands = draw(case, group.rank(), group.size(), device)
+        expected = reference(case, operands, group)["weight.grad"]
+        whole = torch.zeros(8, 16)
+        for target in (torch.zeros(8, 8), torch.zeros(8, 8).t(), whole[:, 4:12]):
+            leaves = operands.copies()
+            added = WeightGradTarget(target, lambda: None)
+            getattr(ops, op)(leaves.x, leaves.weight, context=context, weight_grad=added).backward(operands.grad_y)
+            assert torch.equal(target, expected.to(target.dtype))
+        assert not whole[:, :4].any()
+        assert not whole[:, 12:].any()
 
-    run_threads(2, body)
+
+@pytest.mark.parametrize("op", OPS)
+@on_ranks(2)
+def test_a_gradient_of_another_shape_is_refused_before_it_sends(group, device, op):
+    with OverlapContext(group, OverlapConfig()) as context:
+        leaves = draw(Case(op=op, rows=16, N=8, K=8), group.rank(), group.size(), device).copies()
+        target = WeightGradTarget(torch.zeros(4, 8), lambda: None)
+        with pytest.raises(ShapeError, match=r"weight_grad.accumulate is \[4, 8\]"):
+            getattr(ops, op)(leaves.x, leaves.weight, context=context, weight_grad=target)
 
 
-@pytest.mark.parametrize(
-    ("weight", "is_copied"),
-    [
-        (torch.zeros(8, 16), False),
-        (torch.zeros(16, 8).t(), False),
-        (torch.zeros(8, 32)[:, :16], False),
-        (torch.zeros(1, 16).expand(8, 16), True),
-        (torch.zeros(64).as_strided((8, 16), (2, 1)), True),
-        (torch.zeros(8, 32)[:, ::2], True),
-    ],
-)
+@pytest.mark.parametrize(("weight", "is_copied"), [
+    (torch.zeros(8, 16), False), (torch.zeros(16, 8).t(), False), (torch.zeros(8, 32)[:, :16], False),
+    (torch.zeros(1, 16).expand(8, 16), True), (torch.zeros(64).as_strided((8, 16), (2, 1)), True),
+    (torch.zeros(8, 32)[:, ::2], True),
+])  # fmt: skip
 def test_weights_whose_rows_overlap_are_copied(weight, is_copied):
     taken = with_unit_stride(weight)
     assert (taken.data_ptr() != weight.data_ptr()) == is_copied
     assert torch.equal(taken, weight)
 
 
-def test_keys_that_are_all_hidden_count_alike_in_single_precision():
-    def body(group, device):
-        q, k = torch.randn(8, 1, 2, 4), torch.randn(8, 1, 2, 4)
-        hidden = torch.ones(1, 1, 8, 8, dtype=torch.bool)
-        config = OverlapConfig.from_dict({"attention": {"path": "query_split"}})
-        with OverlapContext(group, config) as context:
-            weight = torch.eye(8) / group.size()
-            y = ops.query_split_attention(q, k, torch.ones(8, 1, 2, 4), weight, mask=hidden, context=context)
-            torch.testing.assert_close(y, torch.ones_like(y), rtol=1e-6, atol=1e-6)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_keys_that_are_all_hidden_count_alike_in_single(group, device):
+    q, k = torch.randn(8, 1, 2, 4), torch.randn(8, 1, 2, 4)
+    hidden = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    config = OverlapConfig.from_dict({"attention": {"path": "query_split"}})
+    with OverlapContext(group, config) as context:
+        weight = torch.eye(8) / group.size()
+        y = ops.query_split_attention(q, k, torch.ones(8, 1, 2, 4), weight, mask=hidden, context=context)
+        torch.testing.assert_close(y, torch.ones_like(y), rtol=1e-6, atol=1e-6)

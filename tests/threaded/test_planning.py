@@ -121,7 +121,7 @@ def test_on_the_cpu_the_default_is_sliced_and_says_so(op):
 @pytest.mark.parametrize("path", ["async", "bulk", "sequential", "sliced"])
 @pytest.mark.parametrize("group_size", [1, 3])
 @pytest.mark.parametrize("keeps", [False, True])
-def test_forced_paths_equal_the_reference_for_all_sizes_and_gradients(op, path, group_size, keeps):
+def test_forced_paths_equal_the_reference_with_all_gradients(op, path, group_size, keeps):
     def body(group, device):
         with OverlapContext(group, config(path, keeps=keeps)) as context:
             for rows in (6, 7, 1, 12):
@@ -227,7 +227,7 @@ def test_without_a_measurement_the_assumed_machine_decides():
         assert record.reason.startswith("predicted from assumed figures: sequential")
 
 
-def test_different_problems_raise_everywhere_before_anything_is_measured(monkeypatch):
+def test_different_problems_raise_before_anything_is_measured(monkeypatch):
     def of_rank(rank, name):
         raise AssertionError("nothing was to be timed")
 
@@ -248,7 +248,7 @@ def run_out_of_memory():
     raise torch.OutOfMemoryError("no memory. More words.")
 
 
-def test_a_rank_without_memory_for_a_trial_lets_the_model_decide_everywhere(monkeypatch):
+def test_a_rank_without_memory_for_a_trial_lets_the_model_decide(monkeypatch):
     def body(group, device):
         with OverlapContext(group, config()) as context:
             plan_by_cost(context)
@@ -338,7 +338,7 @@ def test_a_trial_is_neither_counted_nor_recorded_and_logged_once(monkeypatch, ca
     assert lines[0].startswith("all_gather_linear fprop S=8 ")
 
 
-def test_lengths_that_change_at_every_call_are_not_timed_one_by_one(monkeypatch):
+def test_lengths_that_change_always_are_not_timed_one_by_one(monkeypatch):
     timed = []
 
     def of_rank(rank, name):
@@ -408,7 +408,7 @@ def test_calibration_gives_all_ranks_the_same_machine():
     assert model.collective.bandwidth_gb_s > 0
 
 
-def test_a_context_that_plans_by_cost_calibrates_once_and_decides_alike():
+def test_a_context_that_plans_by_cost_calibrates_once():
     def body(group, device):
         with OverlapContext(group, config()) as context:
             context.planner.default_reason = None
@@ -445,7 +445,7 @@ def test_who_may_still_win_is_timed_more_often(monkeypatch):
         assert of_one_rank[:6] == [f"sliced m={m}" for m in (1, 2, 4, 2, 4, 1)]
 
 
-def test_who_is_out_does_not_win_because_the_device_became_slower(monkeypatch):
+def test_who_is_out_does_not_win_on_a_device_grown_slower(monkeypatch):
     times = {
         "sliced m=1": [100.0] * 5 + [150.0] * 8,
         "sliced m=2": [101.0] * 5 + [160.0] * 8,

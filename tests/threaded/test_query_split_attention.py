@@ -12,7 +12,7 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import AttentionConfig
 from commfuse_megatron.errors import ShapeError, UnsupportedError
 from commfuse_megatron.problem import AttentionProblem, RowRange, shard_range
-from tests.harness import run_threads
+from tests.harness import on_ranks, run_threads
 
 LIMIT = 1e-12  # fp64: rounding is some 1e-15, a wrong or missing split errs by order 1
 NAMES = ("q", "k", "v", "out_weight", "out_bias")
@@ -88,15 +88,11 @@ def check(case: Case, group, context: OverlapContext, view=None) -> dict[str, to
 
 
 MASKS = {
-    "causal": {},
-    "full": {"causal": False},
-    "causal window": {"window": (3, 0)},
-    "causal window of one": {"window": (0, -1)},
-    "window": {"causal": False, "window": (2, 4)},
-    "window before": {"causal": False, "window": (3, -1)},
-    "window after": {"causal": False, "window": (-1, 2)},
+    "causal": {}, "full": {"causal": False}, "causal window": {"window": (3, 0)},
+    "causal window of one": {"window": (0, -1)}, "window": {"causal": False, "window": (2, 4)},
+    "window before": {"causal": False, "window": (3, -1)}, "window after": {"causal": False, "window": (-1, 2)},
     "scale": {"scale": 0.7},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
@@ -135,22 +131,18 @@ def test_other_paths_equal_the_reference_and_are_reported(path):
 
 
 @pytest.mark.parametrize(("m", "backward"), [(1, "query_split"), (4, "query_split"), (4, "row_parallel")])
-def test_sizes_of_zero_and_one(m, backward):
-    def body(group, device):
-        with OverlapContext(group, attention_config(m=m, backward=backward)) as context:
-            for sizes in ({"rows": 0}, {"rows": 1}, {"rows": 2}, {"batch": 0}, {"N": 0}, {"head_dim": 1}):
-                check(Case(**sizes), group, context)
-            check(Case(rows=3, batch=1, heads=1, kv_heads=1, head_dim=1, value_dim=1, N=1), group, context)
-
-    run_threads(3, body)
+@on_ranks(3)
+def test_sizes_of_zero_and_one(group, device, m, backward):
+    with OverlapContext(group, attention_config(m=m, backward=backward)) as context:
+        for sizes in ({"rows": 0}, {"rows": 1}, {"rows": 2}, {"batch": 0}, {"N": 0}, {"head_dim": 1}):
+            check(Case(**sizes), group, context)
+        check(Case(rows=3, batch=1, heads=1, kv_heads=1, head_dim=1, value_dim=1, N=1), group, context)
 
 
-def test_values_of_another_size_than_keys():
-    def body(group, device):
-        with OverlapContext(group, attention_config()) as context:
-            check(Case(head_dim=8, value_dim=3, kv_heads=2), group, context)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_values_of_another_size_than_keys(group, device):
+    with OverlapContext(group, attention_config()) as context:
+        check(Case(head_dim=8, value_dim=3, kv_heads=2), group, context)
 
 
 def outer_swapped(tensor):
@@ -165,50 +157,40 @@ def first_expanded(tensor):
     return tensor[..., :1].expand(tensor.shape)
 
 
-def test_operands_that_are_not_contiguous():
-    def body(group, device):
-        with OverlapContext(group, attention_config(m=2)) as context:
-            for view in (outer_swapped, every_second, first_expanded):
-                check(Case(kv_heads=2), group, context, view)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_operands_that_are_not_contiguous(group, device):
+    with OverlapContext(group, attention_config(m=2)) as context:
+        for view in (outer_swapped, every_second, first_expanded):
+            check(Case(kv_heads=2), group, context, view)
 
 
-def test_an_output_gradient_that_is_not_contiguous():
-    def body(group, device):
-        operands, grad_y = draw(Case(), group.rank(), group.size())
-        ones = torch.ones((), dtype=grad_y.dtype).expand(grad_y.shape)  # what out.sum() sends back
-        with OverlapContext(group, attention_config()) as context:
-            for grad in (outer_swapped(grad_y), ones):
-                found = run(operands, grad, ops.query_split_attention, context=context)
-                assert_close(found, run(operands, grad, ops.reference.query_split_attention, group=group))
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_an_output_gradient_that_is_not_contiguous(group, device):
+    operands, grad_y = draw(Case(), group.rank(), group.size())
+    ones = torch.ones((), dtype=grad_y.dtype).expand(grad_y.shape)  # what out.sum() sends back
+    with OverlapContext(group, attention_config()) as context:
+        for grad in (outer_swapped(grad_y), ones):
+            found = run(operands, grad, ops.query_split_attention, context=context)
+            assert_close(found, run(operands, grad, ops.reference.query_split_attention, group=group))
 
 
-def test_exact_results_where_every_sum_is():
+@on_ranks(2)
+def test_exact_results_where_every_sum_is(group, device):
     """Scores of zero make every softmax a mean over a power of two of keys: all sums are exact, in any order."""
-
-    def body(group, device):
-        rows = 8
-        generator = torch.Generator().manual_seed(group.rank())
-        draw_integers = lambda *shape: torch.randint(-2, 3, shape, generator=generator).double()  # noqa: E731
-        operands = {
-            "q": torch.zeros(rows, 2, 2, 3, dtype=torch.float64),
-            "k": draw_integers(rows, 2, 2, 3),
-            "v": draw_integers(rows, 2, 2, 3),
-            "out_weight": draw_integers(5, 6),
-            "out_bias": draw_integers(5),
-        }
-        grad_y = draw_integers(shard_range(rows, group.size(), group.rank()).size, 2, 5)
-        with OverlapContext(group, attention_config(m=2)) as context:
-            found = run(operands, grad_y, ops.query_split_attention, causal=False, scale=1.0, context=context)
-        expected = run(operands, grad_y, ops.reference.query_split_attention, causal=False, scale=1.0, group=group)
-        for name in ("y", "out_weight.grad", "out_bias.grad", "v.grad"):
-            torch.testing.assert_close(found[name], expected[name], atol=1e-14, rtol=1e-14)
-        assert_close(found, expected, 1e-14)
-
-    run_threads(2, body)
+    rows = 8
+    generator = torch.Generator().manual_seed(group.rank())
+    draw_integers = lambda *shape: torch.randint(-2, 3, shape, generator=generator).double()  # noqa: E731
+    operands = {
+        "q": torch.zeros(rows, 2, 2, 3, dtype=torch.float64), "k": draw_integers(rows, 2, 2, 3),
+        "v": draw_integers(rows, 2, 2, 3), "out_weight": draw_integers(5, 6), "out_bias": draw_integers(5),
+    }  # fmt: skip
+    grad_y = draw_integers(shard_range(rows, group.size(), group.rank()).size, 2, 5)
+    with OverlapContext(group, attention_config(m=2)) as context:
+        found = run(operands, grad_y, ops.query_split_attention, causal=False, scale=1.0, context=context)
+    expected = run(operands, grad_y, ops.reference.query_split_attention, causal=False, scale=1.0, group=group)
+    for name in ("y", "out_weight.grad", "out_bias.grad", "v.grad"):
+        torch.testing.assert_close(found[name], expected[name], atol=1e-14, rtol=1e-14)
+    assert_close(found, expected, 1e-14)
 
 
 def test_random_masks():
@@ -226,98 +208,86 @@ def test_random_masks():
 
 @pytest.mark.parametrize("frozen", [("q", "k", "v"), ("out_weight",), ("k",), ("q", "k", "v", "out_weight")])
 @pytest.mark.parametrize("path", ["query_split", "row_parallel"])
-def test_frozen_operands_get_no_gradient_and_the_others_theirs(frozen, path):
-    def body(group, device):
-        operands, grad_y = draw(Case(rows=9), group.rank(), group.size())
-        results = []
-        with OverlapContext(group, attention_config(path)) as context:
-            for call, where in (
-                (ops.query_split_attention, {"context": context}),
-                (ops.reference.query_split_attention, {"group": group}),
-            ):
-                leaves = {name: t.clone().requires_grad_(name not in frozen) for name, t in operands.items()}
-                call(*leaves.values(), **where).backward(grad_y)
-                results.append({name: leaf.grad for name, leaf in leaves.items()})
-        assert_close(*results)
-        assert all(results[0][name] is None for name in frozen)
-
-    run_threads(3, body)
+@on_ranks(3)
+def test_frozen_operands_get_no_gradient_and_the_others_theirs(group, device, frozen, path):
+    operands, grad_y = draw(Case(rows=9), group.rank(), group.size())
+    results = []
+    with OverlapContext(group, attention_config(path)) as context:
+        for call, where in (
+            (ops.query_split_attention, {"context": context}),
+            (ops.reference.query_split_attention, {"group": group}),
+        ):
+            leaves = {name: t.clone().requires_grad_(name not in frozen) for name, t in operands.items()}
+            call(*leaves.values(), **where).backward(grad_y)
+            results.append({name: leaf.grad for name, leaf in leaves.items()})
+    assert_close(*results)
+    assert all(results[0][name] is None for name in frozen)
 
 
-def test_six_calls_in_a_row_with_new_data_and_sizes():
-    def body(group, device):
-        with OverlapContext(group, attention_config(m=2)) as context:
-            for seed, rows in enumerate([64, 48, 50, 7, 64, 48]):
-                check(Case(rows=rows, seed=seed), group, context)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_six_calls_in_a_row_with_new_data_and_sizes(group, device):
+    with OverlapContext(group, attention_config(m=2)) as context:
+        for seed, rows in enumerate([64, 48, 50, 7, 64, 48]):
+            check(Case(rows=rows, seed=seed), group, context)
 
 
-def test_interleaved_with_a_linear_and_with_another_context():
-    def body(group, device):
-        operands, grad_y = draw(Case(), group.rank(), group.size())
-        weight = torch.randn(6, 5, generator=torch.Generator().manual_seed(group.rank()), dtype=torch.float64)
-        x = torch.randn(12, 2, 5, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-        expected = run(operands, grad_y, ops.reference.query_split_attention, group=group)
-        linear = ops.reference.linear_reduce_scatter(x, weight, group=group)
-        with OverlapContext(group, attention_config()) as first, OverlapContext(group, attention_config(m=3)) as second:
-            for contexts in ((first, first), (first, second), (second, first)):
-                leaves = [t.clone().requires_grad_() for t in operands.values()]
-                y = ops.query_split_attention(*leaves, context=contexts[0])
-                found = ops.linear_reduce_scatter(x, weight, context=contexts[1])
-                y.backward(grad_y)
-                torch.testing.assert_close(found, linear, atol=LIMIT, rtol=LIMIT)
-                found = {"y": y.detach(), **{f"{n}.grad": t.grad for n, t in zip(NAMES, leaves, strict=True)}}
-                assert_close(found, expected)
-
-    run_threads(3, body)
+@on_ranks(3)
+def test_interleaved_with_a_linear_and_with_another_context(group, device):
+    operands, grad_y = draw(Case(), group.rank(), group.size())
+    weight = torch.randn(6, 5, generator=torch.Generator().manual_seed(group.rank()), dtype=torch.float64)
+    x = torch.randn(12, 2, 5, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    expected = run(operands, grad_y, ops.reference.query_split_attention, group=group)
+    linear = ops.reference.linear_reduce_scatter(x, weight, group=group)
+    with OverlapContext(group, attention_config()) as first, OverlapContext(group, attention_config(m=3)) as second:
+        for contexts in ((first, first), (first, second), (second, first)):
+            leaves = [t.clone().requires_grad_() for t in operands.values()]
+            y = ops.query_split_attention(*leaves, context=contexts[0])
+            found = ops.linear_reduce_scatter(x, weight, context=contexts[1])
+            y.backward(grad_y)
+            torch.testing.assert_close(found, linear, atol=LIMIT, rtol=LIMIT)
+            found = {"y": y.detach(), **{f"{n}.grad": t.grad for n, t in zip(NAMES, leaves, strict=True)}}
+            assert_close(found, expected)
 
 
-def test_a_hundred_runs_are_bit_identical():
-    def body(group, device):
-        operands, grad_y = draw(Case(rows=10, dtype=torch.float32), group.rank(), group.size())
-        with OverlapContext(group, attention_config()) as context:
-            first = run(operands, grad_y, ops.query_split_attention, context=context)
-            for _ in range(99):
-                again = run(operands, grad_y, ops.query_split_attention, context=context)
-                assert all(torch.equal(again[name], first[name]) for name in first)
-
-    run_threads(3, body)
+@on_ranks(3)
+def test_a_hundred_runs_are_bit_identical(group, device):
+    operands, grad_y = draw(Case(rows=10, dtype=torch.float32), group.rank(), group.size())
+    with OverlapContext(group, attention_config()) as context:
+        first = run(operands, grad_y, ops.query_split_attention, context=context)
+        for _ in range(99):
+            again = run(operands, grad_y, ops.query_split_attention, context=context)
+            assert all(torch.equal(again[name], first[name]) for name in first)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("path", ["query_split", "row_parallel"])
-def test_narrow_dtypes_err_no_more_than_the_reference(dtype, path):
-    def body(group, device):
-        case = Case(rows=24, kv_heads=2, dtype=dtype)
-        operands, grad_y = draw(case, group.rank(), group.size())
-        wide = {name: t.double() for name, t in operands.items()}
-        oracle = run(wide, grad_y.double(), ops.reference.query_split_attention, group=group)
-        stock = run(operands, grad_y, ops.reference.query_split_attention, group=group)
-        with OverlapContext(group, attention_config(path)) as context:
-            ours = run(operands, grad_y, ops.query_split_attention, context=context)
-        for name, exact in oracle.items():
-            scale = exact.abs().max()
-            error, stock_error = (((t[name].double() - exact).abs().max() / scale).item() for t in (ours, stock))
-            assert ours[name].dtype == dtype
-            # Rounding once more or less than the reference is some eps; a split that is lost errs by order 1.
-            assert error <= 2 * stock_error + 16 * torch.finfo(dtype).eps, (name, error, stock_error)
-
-    run_threads(4, body)
+@on_ranks(4)
+def test_narrow_dtypes_err_no_more_than_the_reference(group, device, dtype, path):
+    case = Case(rows=24, kv_heads=2, dtype=dtype)
+    operands, grad_y = draw(case, group.rank(), group.size())
+    wide = {name: t.double() for name, t in operands.items()}
+    oracle = run(wide, grad_y.double(), ops.reference.query_split_attention, group=group)
+    stock = run(operands, grad_y, ops.reference.query_split_attention, group=group)
+    with OverlapContext(group, attention_config(path)) as context:
+        ours = run(operands, grad_y, ops.query_split_attention, context=context)
+    for name, exact in oracle.items():
+        scale = exact.abs().max()
+        error, stock_error = (((t[name].double() - exact).abs().max() / scale).item() for t in (ours, stock))
+        assert ours[name].dtype == dtype
+        # Rounding once more or less than the reference is some eps; a split that is lost errs by order 1.
+        assert error <= 2 * stock_error + 16 * torch.finfo(dtype).eps, (name, error, stock_error)
 
 
-def test_weight_gradient_added_into_a_wider_tensor():
-    def body(group, device):
-        operands, grad_y = draw(Case(dtype=torch.float32), group.rank(), group.size())
-        main_grad = torch.full(operands["out_weight"].shape, 3.0, dtype=torch.float64)
-        target = ops.WeightGradTarget(main_grad, lambda: None)
-        with OverlapContext(group, attention_config()) as context:
-            found = run(operands, grad_y, ops.query_split_attention, context=context, weight_grad=target)
-        expected = run(operands, grad_y, ops.reference.query_split_attention, group=group)
-        assert found["out_weight.grad"] is None
-        torch.testing.assert_close(main_grad - 3, expected["out_weight.grad"].double(), atol=1e-5, rtol=1e-5)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_weight_gradient_added_into_a_wider_tensor(group, device):
+    operands, grad_y = draw(Case(dtype=torch.float32), group.rank(), group.size())
+    main_grad = torch.full(operands["out_weight"].shape, 3.0, dtype=torch.float64)
+    target = ops.WeightGradTarget(main_grad, lambda: None)
+    with OverlapContext(group, attention_config()) as context:
+        found = run(operands, grad_y, ops.query_split_attention, context=context, weight_grad=target)
+    expected = run(operands, grad_y, ops.reference.query_split_attention, group=group)
+    assert found["out_weight.grad"] is None
+    torch.testing.assert_close(main_grad - 3, expected["out_weight.grad"].double(), atol=1e-5, rtol=1e-5)
 
 
 def test_no_grad_and_autocast():
@@ -340,22 +310,20 @@ def test_no_grad_and_autocast():
 
 
 @pytest.mark.parametrize("path", ["query_split", "row_parallel"])
-def test_dropout_is_repeated_from_the_same_state(path):
+@on_ranks(1)
+def test_dropout_is_repeated_from_the_same_state(group, device, path):
     def attend(operands, grad_y, context, seed):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return run(operands, grad_y, ops.query_split_attention, context=context, dropout=0.4, causal=False)
 
-    def body(group, device):
-        operands, grad_y = draw(Case(rows=16, batch=1, heads=2, kv_heads=2), group.rank(), group.size())
-        with OverlapContext(group, attention_config(path)) as context:
-            first = attend(operands, grad_y, context, 3)
-            again = attend(operands, grad_y, context, 3)
-            other = attend(operands, grad_y, context, 4)
-        assert all(torch.equal(first[name], again[name]) for name in first)
-        assert not torch.equal(first["y"], other["y"])
-
-    run_threads(1, body)  # threads share the CPU's generator
+    operands, grad_y = draw(Case(rows=16, batch=1, heads=2, kv_heads=2), group.rank(), group.size())
+    with OverlapContext(group, attention_config(path)) as context:
+        first = attend(operands, grad_y, context, 3)
+        again = attend(operands, grad_y, context, 3)
+        other = attend(operands, grad_y, context, 4)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["y"], other["y"])
 
 
 @pytest.mark.parametrize("path", ["query_split", "row_parallel"])
@@ -412,74 +380,65 @@ def test_dropout_differs_between_ranks_and_splits():
     assert not torch.equal(y[:32], y[32:])
 
 
-def test_gradients_under_dropout_are_those_of_the_forward_pass():
+@on_ranks(1)
+def test_gradients_under_dropout_are_those_of_the_forward_pass(group, device):
     """By finite differences along a random direction: with another mask in backward they differ by order 1."""
+    operands, grad_y = draw(Case(rows=8, batch=1, heads=2, kv_heads=1), group.rank(), group.size())
+    names = ("q", "k", "v")
+    generator = torch.Generator().manual_seed(5)
+    direction = {n: torch.randn(operands[n].shape, generator=generator, dtype=torch.float64) for n in names}
 
-    def body(group, device):
-        operands, grad_y = draw(Case(rows=8, batch=1, heads=2, kv_heads=1), group.rank(), group.size())
-        names = ("q", "k", "v")
-        generator = torch.Generator().manual_seed(5)
-        direction = {n: torch.randn(operands[n].shape, generator=generator, dtype=torch.float64) for n in names}
+    def attend(step):
+        moved = {n: t + step * direction[n] if n in names else t for n, t in operands.items()}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(11)
+            return run(moved, grad_y, ops.query_split_attention, context=context, dropout=0.5)
 
-        def attend(step):
-            moved = {n: t + step * direction[n] if n in names else t for n, t in operands.items()}
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(11)
-                return run(moved, grad_y, ops.query_split_attention, context=context, dropout=0.5)
-
-        with OverlapContext(group, attention_config(m=2)) as context:
-            gradients = attend(0.0)
-            step = 1e-6
-            change = ((attend(step)["y"] - attend(-step)["y"]) * grad_y).sum() / (2 * step)
-        slope = sum((gradients[f"{n}.grad"] * direction[n]).sum() for n in names)
-        torch.testing.assert_close(slope, change, rtol=1e-6, atol=1e-6)
-
-    run_threads(1, body)
+    with OverlapContext(group, attention_config(m=2)) as context:
+        gradients = attend(0.0)
+        step = 1e-6
+        change = ((attend(step)["y"] - attend(-step)["y"]) * grad_y).sum() / (2 * step)
+    slope = sum((gradients[f"{n}.grad"] * direction[n]).sum() for n in names)
+    torch.testing.assert_close(slope, change, rtol=1e-6, atol=1e-6)
 
 
-def test_complaints_reach_every_rank_and_leave_the_context_usable():
-    def body(group, device):
-        operands, _ = draw(Case(), group.rank(), group.size())
-        q, k, v, weight, _ = operands.values()
-        wrong = {
-            "positive multiple": (q[:, :, :3], k[:, :, :2], v[:, :, :2], weight),
-            "share S and B": (q, k[:5], v, weight),
-            "out_weight must be": (q, k, v, weight[:, :3]),
-            "one dtype": (q, k, v.float(), weight),
-            "4 heads": (q, k, v, weight.new_zeros(3, 5)),
-        }
-        with OverlapContext(group, attention_config()) as context:
-            for words, arguments in wrong.items():
-                with pytest.raises(ShapeError, match=words if group.rank() == 0 else None):
-                    ops.query_split_attention(*(arguments if group.rank() == 0 else (q, k, v, weight)), context=context)
-            mask = torch.zeros(1, 1, 12, 12, dtype=torch.bool)
-            with pytest.raises(ShapeError, match="exclude"):
-                ops.query_split_attention(q, k, v, weight, window=(1, 1), mask=mask, context=context)
-            check(Case(), group, context)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_complaints_reach_every_rank_and_leave_the_context(group, device):
+    operands, _ = draw(Case(), group.rank(), group.size())
+    q, k, v, weight, _ = operands.values()
+    wrong = {
+        "positive multiple": (q[:, :, :3], k[:, :, :2], v[:, :, :2], weight),
+        "share S and B": (q, k[:5], v, weight),
+        "out_weight must be": (q, k, v, weight[:, :3]),
+        "one dtype": (q, k, v.float(), weight),
+        "4 heads": (q, k, v, weight.new_zeros(3, 5)),
+    }
+    with OverlapContext(group, attention_config()) as context:
+        for words, arguments in wrong.items():
+            with pytest.raises(ShapeError, match=words if group.rank() == 0 else None):
+                ops.query_split_attention(*(arguments if group.rank() == 0 else (q, k, v, weight)), context=context)
+        mask = torch.zeros(1, 1, 12, 12, dtype=torch.bool)
+        with pytest.raises(ShapeError, match="exclude"):
+            ops.query_split_attention(q, k, v, weight, window=(1, 1), mask=mask, context=context)
+        check(Case(), group, context)
 
 
-def test_different_problems_raise_on_every_rank_and_fail_the_context():
-    def body(group, device):
-        operands, _ = draw(Case(), group.rank(), group.size())
-        q, k, v, weight, _ = operands.values()
-        context = OverlapContext(group, attention_config())
-        with pytest.raises(ShapeError, match="do not agree"):
-            ops.query_split_attention(q, k, v, weight, causal=group.rank() == 0, context=context)
-        assert not context.is_usable
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_different_problems_raise_on_all_and_fail_the_context(group, device):
+    operands, _ = draw(Case(), group.rank(), group.size())
+    q, k, v, weight, _ = operands.values()
+    context = OverlapContext(group, attention_config())
+    with pytest.raises(ShapeError, match="do not agree"):
+        ops.query_split_attention(q, k, v, weight, causal=group.rank() == 0, context=context)
+    assert not context.is_usable
 
 
-def test_a_kernel_that_cannot_is_refused():
-    def body(group, device):
-        config = OverlapConfig(attention=AttentionConfig(path="query_split", kernel="flash"))
-        operands, _ = draw(Case(), group.rank(), group.size())
-        with pytest.raises(UnsupportedError, match="flash"), OverlapContext(group, config) as context:
-            ops.query_split_attention(*operands.values(), context=context)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_a_kernel_that_cannot_is_refused(group, device):
+    config = OverlapConfig(attention=AttentionConfig(path="query_split", kernel="flash"))
+    operands, _ = draw(Case(), group.rank(), group.size())
+    with pytest.raises(UnsupportedError, match="flash"), OverlapContext(group, config) as context:
+        ops.query_split_attention(*operands.values(), context=context)
 
 
 @pytest.mark.parametrize("left", [None, 0, 2, 20])

@@ -11,7 +11,7 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import KernelConfig, LinearConfig, PassConfig, TransportConfig
 from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.transport.base import Transfer
-from tests.harness import run_threads
+from tests.harness import on_ranks, run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
 
 
@@ -34,24 +34,22 @@ def test_a_long_recording_keeps_the_latest_calls(monkeypatch):
     run_threads(2, body)
 
 
-def test_a_cleared_recording_goes_on():
-    def body(group, device):
-        with OverlapContext(group, OverlapConfig(record=True)) as context:
-            weight = torch.ones(6, 5)
-            for call in (1, 2):
-                ops.all_gather_linear(torch.ones(2, 2, 5), weight, context=context)
-                assert {interval.call for interval in context.recorder.intervals()} == {call}
-                assert context.report()[0].exposed_comm_us >= 0
-                context.recorder.clear()
-                assert context.recorder.intervals() == []
-                assert context.report()[0].exposed_comm_us is None
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_a_cleared_recording_goes_on(group, device):
+    with OverlapContext(group, OverlapConfig(record=True)) as context:
+        weight = torch.ones(6, 5)
+        for call in (1, 2):
+            ops.all_gather_linear(torch.ones(2, 2, 5), weight, context=context)
+            assert {interval.call for interval in context.recorder.intervals()} == {call}
+            assert context.report()[0].exposed_comm_us >= 0
+            context.recorder.clear()
+            assert context.recorder.intervals() == []
+            assert context.report()[0].exposed_comm_us is None
 
 
 @pytest.mark.parametrize("path", ["sequential", "async"])
 @pytest.mark.parametrize("op", [ops.all_gather_linear, ops.linear_reduce_scatter])
-def test_collectives_are_not_recorded_and_no_time_is_said_of_them(op, path):
+def test_collectives_are_not_recorded_nor_timed(op, path):
     """Their passes record GEMMs; a zero in the report would say that the whole collective was hidden."""
     config = {"linear": {"fprop": {"path": "sequential"}, "dgrad": {"path": path}}, "record": True}
 
@@ -64,57 +62,51 @@ def test_collectives_are_not_recorded_and_no_time_is_said_of_them(op, path):
     run_threads(2, body)
 
 
-def test_the_exposed_time_of_a_linear_is_that_of_its_own_calls():
+@on_ranks(2)
+def test_the_exposed_time_of_a_linear_is_that_of_its_own_calls(group, device):
     """The projection of sequential attention states the same problem, and leaves its transfers to a collective."""
     config = OverlapConfig.from_dict(
         {"linear": {"dgrad": {"path": "sliced"}}, "attention": {"path": "sequential"}, "record": True}
     )
+    with OverlapContext(group, config) as context:
+        x, weight = torch.ones(8, 1, 6, requires_grad=True), torch.ones(6, 6, requires_grad=True)
+        q, k, v = (torch.ones(8, 1, 2, 3, requires_grad=True) for _ in range(3))
 
-    def body(group, device):
-        with OverlapContext(group, config) as context:
-            x, weight = torch.ones(8, 1, 6, requires_grad=True), torch.ones(6, 6, requires_grad=True)
-            q, k, v = (torch.ones(8, 1, 2, 3, requires_grad=True) for _ in range(3))
+        def report():
+            return {(r.op, r.pass_name): (r.calls, r.exposed_comm_us) for r in context.report()}
 
-            def report():
-                return {(r.op, r.pass_name): (r.calls, r.exposed_comm_us) for r in context.report()}
-
-            ops.linear_reduce_scatter(x, weight, context=context).sum().backward()
-            before = report()
-            for _ in range(3):
-                ops.query_split_attention(q, k, v, weight, context=context).sum().backward()
-            assert before["linear_reduce_scatter", "backward"][1] > 0
-            assert report().items() >= before.items()
-
-    run_threads(2, body)
+        ops.linear_reduce_scatter(x, weight, context=context).sum().backward()
+        before = report()
+        for _ in range(3):
+            ops.query_split_attention(q, k, v, weight, context=context).sum().backward()
+        assert before["linear_reduce_scatter", "backward"][1] > 0
+        assert report().items() >= before.items()
 
 
-def test_a_call_that_failed_does_not_spoil_the_report():
+@on_ranks(2)
+def test_a_call_that_failed_does_not_spoil_the_report(group, device):
     """A transfer that nobody waited for has no end; the report raised, on the rank whose report is wanted most."""
+    config = OverlapConfig(record=True, transport=TransportConfig(timeout_s=2.0))
+    context = OverlapContext(group, config)
+    operands = torch.ones(4, 1, 5), torch.ones(6, 5)
+    ops.all_gather_linear(*operands, context=context)
+    before = context.report()[0].exposed_comm_us
+    (prepared,) = context._prepared.values()
+    whole, run = prepared.gemm.multiply, []
 
-    def body(group, device):
-        config = OverlapConfig(record=True, transport=TransportConfig(timeout_s=2.0))
-        context = OverlapContext(group, config)
-        operands = torch.ones(4, 1, 5), torch.ones(6, 5)
+    def multiply_once(*arguments, **keywords):
+        if run:
+            raise torch.OutOfMemoryError("no memory")
+        run.append(whole(*arguments, **keywords))
+
+    prepared.gemm.multiply = multiply_once
+    with pytest.raises(torch.OutOfMemoryError):
         ops.all_gather_linear(*operands, context=context)
-        before = context.report()[0].exposed_comm_us
-        (prepared,) = context._prepared.values()
-        whole, run = prepared.gemm.multiply, []
-
-        def multiply_once(*arguments, **keywords):
-            if run:
-                raise torch.OutOfMemoryError("no memory")
-            run.append(whole(*arguments, **keywords))
-
-        prepared.gemm.multiply = multiply_once
-        with pytest.raises(torch.OutOfMemoryError):
-            ops.all_gather_linear(*operands, context=context)
-        for _ in range(2):
-            (record,) = context.report()
-            assert (record.calls, record.exposed_comm_us) == (2, before)
-            kept = context.recorder.intervals()
-            assert len(set(kept)) == len(kept)
-
-    run_threads(2, body)
+    for _ in range(2):
+        (record,) = context.report()
+        assert (record.calls, record.exposed_comm_us) == (2, before)
+        kept = context.recorder.intervals()
+        assert len(set(kept)) == len(kept)
 
 
 # --- on GPUs ----------------------------------------------------------------------------------------------------------
@@ -169,7 +161,7 @@ def fake_device(monkeypatch):
     return FakeDevice(monkeypatch)
 
 
-def test_on_gpus_a_transfer_without_communicators_lasts_from_its_issue_to_its_end(fake_device):
+def test_a_transfer_without_communicators_lasts_issue_to_end(fake_device):
     """Fails with `max(start_us, *())`: a plain collective, seen from outside, has none."""
     recorder = fake_device.recorder()
     fake_device.now_us = 125.0
@@ -181,7 +173,7 @@ def test_on_gpus_a_transfer_without_communicators_lasts_from_its_issue_to_its_en
     assert found == [("all-gather", "transfer", 125, 250, ""), ("all-reduce", "transfer", 250, 375, "")]
 
 
-def test_on_gpus_a_transfer_begins_when_those_before_it_on_its_communicators_are_done(fake_device):
+def test_a_transfer_begins_when_those_before_it_are_done(fake_device):
     recorder = fake_device.recorder()
     for communicators, us in (((0,), 500), ((1,), 250), ((0, 1), 625), ((2,), 125)):
         fake_device.now_us = 125.0  # all issued at once
@@ -215,7 +207,7 @@ def test_on_gpus_times_stay_fine_long_after_the_first_mark(fake_device):
 
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_recording_changes_nothing_that_runs_over_the_copy_engine(dtype, m, monkeypatch):
+def test_recording_changes_nothing_over_the_copy_engine(dtype, m, monkeypatch):
     """The same programs in the same mode, and an interval for every computation and every batch of each call."""
     emulate_copy_engine(monkeypatch)
     sliced = PassConfig(path="sliced", algorithm="direct", chunks_per_shard=m)

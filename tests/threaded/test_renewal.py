@@ -9,8 +9,8 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import TransportConfig
 from commfuse_megatron.errors import CommFuseError, TransportError, TransportTimeoutError
 from commfuse_megatron.runtime import link, renewal
-from tests.harness import run_threads
-from tests.harness.emulated_gpu import emulate_copy_engine, take_part
+from tests.harness import on_ranks, run_threads
+from tests.harness.emulated_gpu import on_copy_engine
 from tests.threaded.test_copy_engine_emulated import config_for
 
 NOT_COMPARED = OverlapConfig(transport=TransportConfig(timeout_s=8.0), check_agreement=False)
@@ -60,28 +60,25 @@ def expect_no_renewal(context, words="not known to be in step"):
 
 @pytest.mark.parametrize("config", [NOT_COMPARED, COMPARED])
 @pytest.mark.parametrize("group_size", [1, 2, 3])
-def test_ranks_that_ended_in_one_operation_go_on_together(group_size, config):
+@on_ranks("group_size")
+def test_ranks_that_ended_in_one_operation_go_on_together(group, device, group_size, config):
     """Fails without: there was no way but to make a new context by hand."""
-
-    def body(group, device):
-        context = OverlapContext(group, config)
-        assert context.renew() is context
-        for attempt in range(3):
-            assert gather(context, group.rank()) == list(range(group_size))
-            expect_end(context) if group_size > 1 else context.link.note_interruption("a call", NoMemoryError("none"))
-            renewed = context.renew()
-            assert renewed is not context
-            with pytest.raises(TransportError, match="was interrupted by NoMemoryError"):
-                gather(context, 0)
-            context = renewed
-            assert gather(context, 10 * attempt + group.rank()) == [10 * attempt + rank for rank in range(group_size)]
-        assert OverlapContext(group, config).is_usable, "those that are made afterwards meet, too"
-        context.close()
-
-    run_threads(group_size, body)
+    context = OverlapContext(group, config)
+    assert context.renew() is context
+    for attempt in range(3):
+        assert gather(context, group.rank()) == list(range(group_size))
+        expect_end(context) if group_size > 1 else context.link.note_interruption("a call", NoMemoryError("none"))
+        renewed = context.renew()
+        assert renewed is not context
+        with pytest.raises(TransportError, match="was interrupted by NoMemoryError"):
+            gather(context, 0)
+        context = renewed
+        assert gather(context, 10 * attempt + group.rank()) == [10 * attempt + rank for rank in range(group_size)]
+    assert OverlapContext(group, config).is_usable, "those that are made afterwards meet, too"
+    context.close()
 
 
-def test_other_kinds_other_operations_and_other_problems_are_in_doubt(monkeypatch):
+def test_other_kinds_operations_and_problems_are_in_doubt(monkeypatch):
     """Another handler may catch another exception; a rank may be a call ahead: its values would be of another batch."""
     monkeypatch.setattr(renewal, "_LONGEST_WAIT_S", 4.0)
 
@@ -132,142 +129,120 @@ def test_a_rank_that_does_not_come_back_is_not_waited_for_long(is_interrupted, m
     run_threads(2, body)
 
 
-def test_a_broken_transfer_leaves_ranks_in_doubt_at_once():
-    def body(group, device):
-        context = OverlapContext(group, NOT_COMPARED)
-        gather(context, 1)
-        if group.rank() == 1:
-            expect_end(context)
-            expect_no_renewal(context, "(?s)group rank 0: error: .*was interrupted by .*NoMemoryError")
-        else:
-            with pytest.raises(TransportError):
-                gather(context, 2)
-            expect_no_renewal(context)
-
-    run_threads(2, body, timeout_s=6.0)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), TransportTimeoutError("late")])
-def test_what_may_come_anywhere_is_no_proof_of_being_in_step(error):
-    def body(group, device):
-        context = OverlapContext(group, NOT_COMPARED)
-        gather(context, 1)
-        end_operations(context, error)
-        with pytest.raises(type(error)):
+@on_ranks(2, timeout_s=6.0)
+def test_a_broken_transfer_leaves_ranks_in_doubt_at_once(group, device):
+    context = OverlapContext(group, NOT_COMPARED)
+    gather(context, 1)
+    if group.rank() == 1:
+        expect_end(context)
+        expect_no_renewal(context, "(?s)group rank 0: error: .*was interrupted by .*NoMemoryError")
+    else:
+        with pytest.raises(TransportError):
             gather(context, 2)
         expect_no_renewal(context)
 
-    run_threads(2, body)
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), TransportTimeoutError("late")])
+@on_ranks(2)
+def test_what_may_come_anywhere_is_no_proof_of_being_in_step(group, device, error):
+    context = OverlapContext(group, NOT_COMPARED)
+    gather(context, 1)
+    end_operations(context, error)
+    with pytest.raises(type(error)):
+        gather(context, 2)
+    expect_no_renewal(context)
 
 
-def test_a_closed_context_is_not_renewed():
-    def body(group, device):
-        with OverlapContext(group, NOT_COMPARED) as context:
-            pass
-        with pytest.raises(TransportError, match=r"is closed.*make a new OverlapContext"):
-            context.renew()
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_a_closed_context_is_not_renewed(group, device):
+    with OverlapContext(group, NOT_COMPARED) as context:
+        pass
+    with pytest.raises(TransportError, match=r"is closed.*make a new OverlapContext"):
+        context.renew()
 
 
 @pytest.mark.parametrize("config", [NOT_COMPARED, COMPARED])
 @pytest.mark.parametrize("stage", ["halfway", "between calls"])
-def test_peers_are_told_the_cause_and_not_only_that_the_connection_is_closed(config, stage):
+@on_ranks(2, timeout_s=5.0)
+def test_peers_are_told_the_cause(group, device, config, stage):
     """Fails without: "Connection closed by peer" was all; where calls are compared, after the whole time limit."""
 
     def interrupt(*_):
         raise MemoryError("no memory")
 
-    def body(group, device):
-        context = OverlapContext(group, config)
-        gather(context, 1)
-        if group.rank() == 1:
-            if stage == "halfway":
-                next(iter(context._prepared.values())).gemm.multiply = interrupt
-            else:
-                context.link.note_interruption("a call", MemoryError("no memory"))
-            with pytest.raises((MemoryError, TransportError), match="no memory"):
-                gather(context, 2)
-            with pytest.raises(TransportError, match="was interrupted by MemoryError: no memory"):
-                gather(context, 3)
-            return
-        with pytest.raises(TransportError, match=r"group rank 1.*was interrupted by MemoryError: no memory"):
-            [gather(context, value) for value in (2, 3)]
-
-    run_threads(2, body, timeout_s=5.0)
+    context = OverlapContext(group, config)
+    gather(context, 1)
+    if group.rank() == 1:
+        if stage == "halfway":
+            next(iter(context._prepared.values())).gemm.multiply = interrupt
+        else:
+            context.link.note_interruption("a call", MemoryError("no memory"))
+        with pytest.raises((MemoryError, TransportError), match="no memory"):
+            gather(context, 2)
+        with pytest.raises(TransportError, match="was interrupted by MemoryError: no memory"):
+            gather(context, 3)
+        return
+    with pytest.raises(TransportError, match=r"group rank 1.*was interrupted by MemoryError: no memory"):
+        [gather(context, value) for value in (2, 3)]
 
 
 @pytest.mark.parametrize("config", [NOT_COMPARED, COMPARED])
-def test_peers_are_told_of_an_error_beside_the_operations_that_leaves_the_context(config):
-    def body(group, device):
-        def leave():
-            with OverlapContext(group, config) as context:
-                gather(context, 1)
-                if group.rank() == 1:
-                    raise ValueError("the loss is not finite")
-                gather(context, 2)
-
-        with pytest.raises(
-            ValueError if group.rank() == 1 else TransportError, match=r"ValueError: the loss|^the loss is not finite"
-        ):
-            leave()
-
-    run_threads(2, body, timeout_s=5.0)
-
-
-def test_over_the_copy_engine_a_context_is_renewed_where_nothing_was_in_flight(monkeypatch):
-    emulate_copy_engine(monkeypatch)
-
-    def body(group, device):
-        with take_part(group):
-            context = OverlapContext(group, config_for("sliced", "direct", 1))
-            for value in range(3):
-                assert gather(context, value + group.rank()) == [value, value + 1]
-                expect_end(context)
-                context = context.renew()
+@on_ranks(2, timeout_s=5.0)
+def test_peers_are_told_of_an_error_beside_the_operations(group, device, config):
+    def leave():
+        with OverlapContext(group, config) as context:
             gather(context, 1)
-            context.link._has_begun = True  # something of the operation was sent
-            expect_end(context)
-            expect_no_renewal(context)
+            if group.rank() == 1:
+                raise ValueError("the loss is not finite")
+            gather(context, 2)
 
-    run_threads(2, body)
-
-
-def test_a_context_in_a_cuda_graph_is_not_renewed(monkeypatch):
-    """Nobody counts the replays of a graph, and its copies go to the old windows."""
-    emulate_copy_engine(monkeypatch)
-
-    def body(group, device):
-        with take_part(group):
-            context = OverlapContext(group, config_for("sliced", "direct", 1))
-            for _ in range(3):
-                gather(context, 1)
-            context.slots.note_capture()
-            expect_end(context)
-            expect_no_renewal(context)
-
-    run_threads(2, body)
+    with pytest.raises(
+        ValueError if group.rank() == 1 else TransportError, match=r"ValueError: the loss|^the loss is not finite"
+    ):
+        leave()
 
 
-def test_what_hooks_of_saved_tensors_raise_on_all_ranks_is_an_exception_like_others():
-    """Where calls are not compared, it fails the context."""
-
-    def body(group, device):
-        context = OverlapContext(group, NOT_COMPARED)
-        gather(context, 1)
-        x = torch.ones(1, 1, 5, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, refuse):
-            y = ops.all_gather_linear(x, torch.ones(4, 5), context=context)
-        with pytest.raises(ValueError, match="not there any more"):
-            y.sum().backward()
+@on_copy_engine(2)
+def test_over_the_copy_engine_a_context_is_renewed(group, device):
+    context = OverlapContext(group, config_for("sliced", "direct", 1))
+    for value in range(3):
+        assert gather(context, value + group.rank()) == [value, value + 1]
+        expect_end(context)
         context = context.renew()
-        assert gather(context, group.rank()) == [0, 1]
-        context.close()
+    gather(context, 1)
+    context.link._has_begun = True  # something of the operation was sent
+    expect_end(context)
+    expect_no_renewal(context)
+
+
+@on_copy_engine(2)
+def test_a_context_in_a_cuda_graph_is_not_renewed(group, device):
+    """Nobody counts the replays of a graph, and its copies go to the old windows."""
+    context = OverlapContext(group, config_for("sliced", "direct", 1))
+    for _ in range(3):
+        gather(context, 1)
+    context.slots.note_capture()
+    expect_end(context)
+    expect_no_renewal(context)
+
+
+@on_ranks(2)
+def test_what_hooks_raise_on_all_ranks_is_an_exception(group, device):
+    """Where calls are not compared, it fails the context."""
 
     def refuse(packed):
         raise ValueError("not there any more")
 
-    run_threads(2, body)
+    context = OverlapContext(group, NOT_COMPARED)
+    gather(context, 1)
+    x = torch.ones(1, 1, 5, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, refuse):
+        y = ops.all_gather_linear(x, torch.ones(4, 5), context=context)
+    with pytest.raises(ValueError, match="not there any more"):
+        y.sum().backward()
+    context = context.renew()
+    assert gather(context, group.rank()) == [0, 1]
+    context.close()
 
 
 class Watchdog:
@@ -287,7 +262,7 @@ class Watchdog:
 
 
 @pytest.mark.parametrize("looks", [3, 10**9])
-def test_transfers_of_earlier_operations_are_waited_for_and_not_given_up(looks, monkeypatch):
+def test_transfers_of_earlier_operations_are_waited_for(looks, monkeypatch):
     """What a stream still sends or receives for them would be lost with the transport: their results, too."""
     monkeypatch.setattr(link, "_LAST_TRANSFERS_S", 0.2)
 
@@ -306,24 +281,21 @@ def test_transfers_of_earlier_operations_are_waited_for_and_not_given_up(looks, 
     run_threads(2, body)
 
 
-def test_who_waits_for_transfers_learns_that_a_rank_goes_no_further():
+@on_ranks(2, timeout_s=3.0)
+def test_who_waits_learns_that_a_rank_goes_no_further(group, device):
     """Fails without: closing waited for the whole time limit, 8 s here."""
-
-    def body(group, device):
-        context = OverlapContext(group, NOT_COMPARED)
-        gather(context, 1)
-        if group.rank() == 1:
-            return expect_end(context)
-        context.link._watchdog = Watchdog(10**9)
-        with pytest.raises(TransportError, match=r"group rank 1 .*was interrupted by NoMemoryError: no memory"):
-            context.close()
-        assert context.link.is_left_by_peer
-        return None
-
-    run_threads(2, body, timeout_s=3.0)
+    context = OverlapContext(group, NOT_COMPARED)
+    gather(context, 1)
+    if group.rank() == 1:
+        return expect_end(context)
+    context.link._watchdog = Watchdog(10**9)
+    with pytest.raises(TransportError, match=r"group rank 1 .*was interrupted by NoMemoryError: no memory"):
+        context.close()
+    assert context.link.is_left_by_peer
+    return None
 
 
-def test_the_watchdog_names_the_cause_that_the_missing_rank_has_told():
+def test_the_watchdog_names_what_the_missing_rank_has_told():
     told = threading.Event()
 
     def body(group, device):

@@ -59,7 +59,7 @@ def time_made_up(monkeypatch, winner):
     return timed
 
 
-def test_a_job_that_starts_again_runs_the_same_plans_and_times_nothing(monkeypatch, tmp_path):
+def test_a_job_that_starts_again_runs_the_same_plans(monkeypatch, tmp_path):
     job = stored_in(tmp_path / "plans.json")
     lengths = [40, 42, 100]
     assert time_made_up(monkeypatch, "sliced m=2") == []
@@ -146,7 +146,7 @@ def test_a_broken_file_is_a_warning_on_one_rank(tmp_path, caplog):
     assert file.read_text() == "{"
 
 
-def test_a_folder_is_refused_on_all_ranks_before_anything_is_sent(tmp_path):
+def test_a_folder_is_refused_on_all_ranks_before_they_send(tmp_path):
     def body(group, device):
         with pytest.raises(ConfigError, match=r"plan\.file: .* is no regular file; name a file") as error:
             OverlapContext(group, stored_in(tmp_path))
@@ -156,7 +156,7 @@ def test_a_folder_is_refused_on_all_ranks_before_anything_is_sent(tmp_path):
     assert first == second
 
 
-def test_ranks_with_different_problems_find_out_before_the_file_is_read(tmp_path):
+def test_ranks_with_different_problems_find_out_before_reading(tmp_path):
     def body(group, device):
         context = OverlapContext(group, stored_in(tmp_path / "plans.json", transport=TransportConfig(timeout_s=5.0)))
         K = 4 + group.rank()
@@ -167,7 +167,7 @@ def test_ranks_with_different_problems_find_out_before_the_file_is_read(tmp_path
     assert not (tmp_path / "plans.json").exists()
 
 
-def test_what_is_planned_while_a_graph_is_captured_has_nothing_to_do_with_the_file(monkeypatch, tmp_path):
+def test_what_is_planned_in_a_capture_leaves_the_file_alone(monkeypatch, tmp_path):
     captured = [True]
     monkeypatch.setattr("commfuse_megatron.runtime.context._is_capturing", lambda device: bool(captured))
     file, problem = tmp_path / "plans.json", layer_problem("8b.qkv", 64, dtype="float32")

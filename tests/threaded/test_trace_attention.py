@@ -14,7 +14,7 @@ from commfuse_megatron.runtime.recorder import Interval
 from commfuse_megatron.tools.trace.kernels import Profile
 from commfuse_megatron.tools.trace.operation import BlockToTrace, BlockTrace, attention_us, trace_block
 from commfuse_megatron.tools.trace.summary import is_attention, is_gemm
-from tests.harness import run_threads
+from tests.harness import on_ranks, run_threads
 from tests.threaded.test_query_split_attention import Case, attention_config, draw, run
 
 BLOCK = BlockToTrace(
@@ -67,7 +67,7 @@ def test_query_split_shows_attention_and_product_of_every_split(ranks, m, pass_n
                 assert one.end_us <= other.start_us or other.end_us <= one.start_us, "recorded twice"
 
 
-def test_a_backward_pass_at_once_after_splits_is_traced_where_the_configuration_says_so():
+def test_a_backward_pass_at_once_after_splits_is_traced():
     """It was refused as the wrong path."""
     base = attention_config(m=2)
     config = dataclasses.replace(base, attention=dataclasses.replace(base.attention, backward="row_parallel"))
@@ -80,7 +80,7 @@ def test_a_backward_pass_at_once_after_splits_is_traced_where_the_configuration_
 
 
 @pytest.mark.parametrize("pass_name", ["fprop", "backward"])
-def test_row_parallel_shows_its_attention_and_how_its_projection_ran(pass_name):
+def test_row_parallel_shows_attention_and_how_projection_ran(pass_name):
     """Fails where attention is not recorded: only the projection was seen."""
     found = traced(2, attention_config("row_parallel"), pass_name=pass_name)
     assert (found.record.path, found.projection.path) == ("row_parallel", "sliced")
@@ -153,7 +153,7 @@ def test_kernels_of_the_profiler_go_to_their_calls_and_kinds(monkeypatch):
         assert [record.calls for record in context.report()] == [BLOCK.warm_up + BLOCK.calls]
 
 
-def test_a_profiler_that_saw_nothing_of_a_call_is_refused_on_all_ranks(monkeypatch):
+def test_a_profiler_that_saw_nothing_is_refused_on_all_ranks(monkeypatch):
     a_profiler(monkeypatch, lambda calls: [kernel("attention", 1000 * call, call) for call in range(2, calls + 1)])
 
     def body(group, device):
@@ -176,30 +176,24 @@ def test_another_way_than_asked_for_is_refused_on_all_ranks():
     run_threads(2, body)
 
 
-@pytest.mark.parametrize(
-    ("forced", "pass_name", "taken"),
-    [
-        (LinearConfig(fprop=PassConfig(path="bulk")), "fprop", "path bulk was asked for and sliced taken"),
-        (LinearConfig(dgrad=PassConfig(path="async")), "backward", "path async was asked for and sequential taken"),
-    ],
-)
-def test_another_way_of_the_projection_than_asked_for_is_refused_too(forced, pass_name, taken):
+@pytest.mark.parametrize(("forced", "pass_name", "taken"), [
+    (LinearConfig(fprop=PassConfig(path="bulk")), "fprop", "path bulk was asked for and sliced taken"),
+    (LinearConfig(dgrad=PassConfig(path="async")), "backward", "path async was asked for and sequential taken"),
+])  # fmt: skip
+@on_ranks(2)
+def test_another_way_of_the_projection_than_asked_is_refused(group, device, forced, pass_name, taken):
     """Else the row of row_parallel would show another way under its name. A configuration may mean other linears."""
     config = attention_config("row_parallel", linear=forced)
     wanted = dataclasses.replace(BLOCK, pass_name=pass_name)
-
-    def body(group, device):
-        with pytest.raises(UnsupportedError, match=f"the projection's {taken}"):
-            trace_block(dataclasses.replace(wanted, forces_projection=True), config, group, device)
-        if "sequential" not in taken:  # whose collective is watched, which takes processes
-            found = trace_block(wanted, config, group, device)
-            assert found.projection.path == "sliced"
-            assert "for backward passes" in found.projection.reason
-
-    run_threads(2, body)
+    with pytest.raises(UnsupportedError, match=f"the projection's {taken}"):
+        trace_block(dataclasses.replace(wanted, forces_projection=True), config, group, device)
+    if "sequential" not in taken:  # whose collective is watched, which takes processes
+        found = trace_block(wanted, config, group, device)
+        assert found.projection.path == "sliced"
+        assert "for backward passes" in found.projection.reason
 
 
-def test_the_report_says_nothing_of_the_exposed_time_of_attention_alone():
+def test_the_report_does_not_say_attentions_exposed_time_alone():
     """Its projection's transfers are those of another record."""
 
     def body(group, device):

@@ -63,18 +63,12 @@ def test_profiles_of_all_ranks_make_the_trace(profiled):
         assert found.summaries[1].exposed_us == 4
 
 
-@pytest.mark.parametrize(
-    ("profiles", "message"),
-    [
-        # Fails where the rank with the complaint raises: the other one waits for its profile.
-        ((profile_of([1, 2, 3]), profile_of([], complaint="marks were lost")), "^rank 1: marks were lost$"),
-        (
-            (profile_of([1, 3]), profile_of([1, 2, 3])),
-            r"nothing was seen to run in a call of sliced on the ranks \[0\]",
-        ),
-        ((profile_of([]), profile_of([])), r"nothing was seen to run in a call of sliced on the ranks \[0, 1\]"),
-    ],
-)
+@pytest.mark.parametrize(("profiles", "message"), [
+    # Fails where the rank with the complaint raises: the other one waits for its profile.
+    ((profile_of([1, 2, 3]), profile_of([], complaint="marks were lost")), "^rank 1: marks were lost$"),
+    ((profile_of([1, 3]), profile_of([1, 2, 3])), r"nothing was seen to run in a call of sliced on the ranks \[0\]"),
+    ((profile_of([]), profile_of([])), r"nothing was seen to run in a call of sliced on the ranks \[0, 1\]"),
+])  # fmt: skip
 def test_a_profile_that_lacks_something_is_refused_on_all_ranks(profiled, profiles, message):
     def check(trace):
         with pytest.raises(UnsupportedError, match=message):

@@ -9,7 +9,7 @@ from torch import distributed as dist
 from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport.base import Message, PeerTimeoutError
 from commfuse_megatron.transport.gloo import GlooTransport
-from tests.harness import run_threads
+from tests.harness import on_ranks, run_threads
 from tests.harness.transport_contract import CHECKS, Box
 
 
@@ -20,13 +20,11 @@ def gloo(group, timeout_s=20.0) -> GlooTransport:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("group_size", [2, 3, 4])
-def test_contract(check, group_size):
-    def body(group, device):
-        transport = gloo(group)
-        check(Box(transport, device), group.rank(), group.size(), device)
-        transport.close()
-
-    run_threads(group_size, body)
+@on_ranks("group_size")
+def test_contract(group, device, check, group_size):
+    transport = gloo(group)
+    check(Box(transport, device), group.rank(), group.size(), device)
+    transport.close()
 
 
 def test_a_peer_that_does_not_send_is_named_in_time():
@@ -44,15 +42,13 @@ def test_a_peer_that_does_not_send_is_named_in_time():
     run_threads(2, body)
 
 
-def test_a_peer_that_is_gone_raises_at_once():
-    def body(group, device):
-        transport = gloo(group)
-        if group.rank() == 0:
-            # Noticed at the call or in the wait, whichever comes after the connection has gone.
-            with pytest.raises(TransportError, match=r"group rank 1: .*"):
-                transport.exchange(None, Message(torch.empty(3), 1, 5)).wait()
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_a_peer_that_is_gone_raises_at_once(group, device):
+    transport = gloo(group)
+    if group.rank() == 0:
+        # Noticed at the call or in the wait, whichever comes after the connection has gone.
+        with pytest.raises(TransportError, match=r"group rank 1: .*"):
+            transport.exchange(None, Message(torch.empty(3), 1, 5)).wait()
 
 
 @pytest.mark.parametrize(
@@ -84,10 +80,8 @@ def test_the_error_names_the_peer_whose_connection_is_gone(sends, receives, fail
     run_threads(1, body)
 
 
-def test_a_group_that_is_not_complete_raises():
-    def body(group, device):
-        if group.rank() == 0:
-            with pytest.raises(TransportError, match="gloo group of 2 ranks could not be formed"):
-                gloo(group, timeout_s=0.5)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_a_group_that_is_not_complete_raises(group, device):
+    if group.rank() == 0:
+        with pytest.raises(TransportError, match="gloo group of 2 ranks could not be formed"):
+            gloo(group, timeout_s=0.5)

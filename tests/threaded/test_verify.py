@@ -250,9 +250,7 @@ def test_every_case_runs_in_every_mode_that_it_can_take(group_size: int, copy_en
 
 
 @pytest.mark.parametrize("group_size", [2, 4, 8])
-def test_most_cases_in_16_bits_are_served_by_tapes_and_some_are_not(
-    group_size: int, copy_engine: pytest.MonkeyPatch
-) -> None:
+def test_most_cases_in_16_bits_are_served_by_tapes(group_size: int, copy_engine: pytest.MonkeyPatch) -> None:
     cases = [case for case in make_cases(group_size, "cuda") if case.call.dtype.itemsize == 2]
     taped = [case for case in cases if is_taped(case)]
     assert len(taped) >= len(cases) / 2
@@ -281,14 +279,11 @@ def test_a_graph_with_a_wrong_step_is_found(copy_engine: pytest.MonkeyPatch) -> 
     assert set(result.modes) == set(MODES)
 
 
-@pytest.mark.parametrize(
-    ("fault", "complaint"),
-    [
-        ("no graph", "up to graph: ran tape 10; the last call, whose addresses had come before, was no graph"),
-        ("no tape", "up to tape: ran stepped 5, should have run tape 5"),
-        ("a tape too many", "up to graph: ran graph 2, should have run stepped 2"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "complaint"), [
+    ("no graph", "up to graph: ran tape 10; the last call, whose addresses had come before, was no graph"),
+    ("no tape", "up to tape: ran stepped 5, should have run tape 5"),
+    ("a tape too many", "up to graph: ran graph 2, should have run stepped 2"),
+])  # fmt: skip
 def test_a_mode_that_did_not_run_as_it_should_is_an_error(
     fault: str, complaint: str, copy_engine: pytest.MonkeyPatch
 ) -> None:

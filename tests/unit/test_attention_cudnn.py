@@ -235,7 +235,7 @@ def test_a_probe_builds_what_is_used(refused, cudnn, kernel, monkeypatch) -> Non
     assert "not supported" in kernel.probe(problem)
 
 
-def test_two_streams_share_graphs_and_calls_of_one_share_scratch_memory(cudnn, kernel, monkeypatch) -> None:
+def test_two_streams_share_graphs_and_calls_of_one_share_scratch(cudnn, kernel, monkeypatch) -> None:
     """Calls wait on their streams, then those of the two streams take turns."""
     set_worth(monkeypatch, ALWAYS)
     waiting: dict[int, list] = {2: [], 3: []}

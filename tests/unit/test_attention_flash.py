@@ -31,15 +31,11 @@ def test_what_it_takes(change):
     assert kernels.passed_over_reason(problem, "auto") == "no cuDNN here"
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"dtype": "float32"}, "takes bfloat16 and float16, this is float32"),
-        ({"value_dim": 64}, "these have 128 and 64"),
-        ({"head_dim": 260, "value_dim": 260}, "up to 256"),
-        ({"has_mask": True, "right": None}, "no mask tensor"),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    ({"dtype": "float32"}, "takes bfloat16 and float16, this is float32"),
+    ({"value_dim": 64}, "these have 128 and 64"), ({"head_dim": 260, "value_dim": 260}, "up to 256"),
+    ({"has_mask": True, "right": None}, "no mask tensor"),
+])  # fmt: skip
 def test_what_it_does_not_take(change, words):
     problem, kernels = dataclasses.replace(BASE, **change), AttentionKernels(GPU)
     assert kernels.choose(problem, "auto").name == "math"

@@ -28,26 +28,11 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 def a_row(**changes) -> Row:
     values = {
-        "case": "llama-70b.fc2",
-        "op": "linear_reduce_scatter",
-        "pass_name": "fprop",
-        "M": 8192,
-        "N": 8192,
-        "K": 14336,
-        "dtype": "bfloat16",
-        "group_size": 2,
-        "variant": "planned",
-        "path": "sliced",
-        "transport": "copy_engine",
-        "median_ms": 2.7,
-        "p95_ms": 2.8,
-        "compute_only_ms": 2.5,
-        "comm_only_ms": 0.2,
-        "comm_only_collective_ms": 0.3,
-        "sequential_ms": 3.0,
-        "device": "NVIDIA H200",
-        "link": "nvlink",
-    }
+        "case": "llama-70b.fc2", "op": "linear_reduce_scatter", "pass_name": "fprop", "M": 8192, "N": 8192, "K": 14336,
+        "dtype": "bfloat16", "group_size": 2, "variant": "planned", "path": "sliced", "transport": "copy_engine",
+        "median_ms": 2.7, "p95_ms": 2.8, "compute_only_ms": 2.5, "comm_only_ms": 0.2, "comm_only_collective_ms": 0.3,
+        "sequential_ms": 3.0, "device": "NVIDIA H200", "link": "nvlink",
+    }  # fmt: skip
     return Row(**(values | changes))
 
 
@@ -63,19 +48,15 @@ def test_cases_have_the_sizes_of_their_models():
     assert (small.M, small.N, small.K) == (128, 80, 128)
 
 
-@pytest.mark.parametrize(
-    ("name", "M", "group_size", "match"),
-    [
-        ("llama-7b.qkv", 8192, 2, 'unknown case "llama-7b.qkv"'),
-        ("llama-8b.qkv", 8191, 2, "multiples of the group size"),
-    ],
-)
+@pytest.mark.parametrize(("name", "M", "group_size", "match"), [
+    ("llama-7b.qkv", 8192, 2, 'unknown case "llama-7b.qkv"'), ("llama-8b.qkv", 8191, 2, "multiples of the group size"),
+])  # fmt: skip
 def test_unknown_names_and_sizes_that_do_not_divide(name, M, group_size, match):
     with pytest.raises(ConfigError, match=match):
         linear_case(name, M, group_size)
 
 
-def test_the_grid_has_every_case_once_and_starts_with_the_headline():
+def test_the_grid_has_every_case_once_with_the_headline_first():
     models = ("llama-8b", "llama-70b", "llama-405b", "gpt3-175b", "paper-mlp")
     pieces = grid(Settings(models=models), 2)
     assert len(pieces) == len(set(pieces)) == 80 * 2 + 2 * 2
@@ -166,20 +147,16 @@ def test_a_report_is_whole_after_every_case(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [file]
 
 
-@pytest.mark.parametrize(
-    ("changed", "complaint"),
-    [
-        ({"median_ms": 0.0}, "median_ms is no time in milliseconds: 0.0"),
-        ({"median_ms": float("nan")}, "median_ms is no time in milliseconds: nan"),
-        ({"median_ms": None}, "median_ms is no time in milliseconds: None"),
-        ({"compute_only_ms": -1.0}, "compute_only_ms is no time in milliseconds: -1.0"),
-        ({"comm_only_ms": float("inf")}, "comm_only_ms is no time in milliseconds: inf"),
-        ({"group_size": 1}, "group_size must be an integer of at least 2, is 1"),
-        ({"K": "many"}, "K must be an integer of at least 1, is 'many'"),
-        ({"dtype": "int8"}, "dtype must be of "),
-        ({"algorithm": "tree"}, "algorithm must be of , direct, ring, is 'tree'"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "complaint"), [
+    ({"median_ms": 0.0}, "median_ms is no time in milliseconds: 0.0"),
+    ({"median_ms": float("nan")}, "median_ms is no time in milliseconds: nan"),
+    ({"median_ms": None}, "median_ms is no time in milliseconds: None"),
+    ({"compute_only_ms": -1.0}, "compute_only_ms is no time in milliseconds: -1.0"),
+    ({"comm_only_ms": float("inf")}, "comm_only_ms is no time in milliseconds: inf"),
+    ({"group_size": 1}, "group_size must be an integer of at least 2, is 1"),
+    ({"K": "many"}, "K must be an integer of at least 1, is 'many'"), ({"dtype": "int8"}, "dtype must be of "),
+    ({"algorithm": "tree"}, "algorithm must be of , direct, ring, is 'tree'"),
+])  # fmt: skip
 def test_rows_that_nobody_can_have_measured_are_refused(changed, complaint, tmp_path: Path):
     """Predictions from them were nonsense, or a traceback."""
     file = tmp_path / "rows.json"

@@ -1,6 +1,5 @@
 """Row ranges and bound schedules: what a schedule becomes when chunks have sizes."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,9 +61,3 @@ def test_problem_counts_work_and_bytes():
     assert backward.flops == 2 * problem.flops
     assert backward.shard_bytes == 3 * 2 * 3 * 4
     assert "needs input+weight" in str(backward)
-
-
-@pytest.mark.parametrize("rank", range(3))
-def test_a_bound_program_is_made_once(rank):
-    first = bind(Collective.ALL_GATHER, Algorithm.RING, 3, rank, 2, 12, 1)
-    assert first is bind(Collective.ALL_GATHER, Algorithm.RING, 3, rank, 2, 12, 1)

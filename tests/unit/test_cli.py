@@ -32,18 +32,12 @@ def test_every_help_has_an_example(command: str, capsys: pytest.CaptureFixture[s
     assert f"example:\n  commfuse {command}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("wrong", "usage"),
-    [
-        ([], "commfuse [-h]"),
-        (["nonsense"], "commfuse [-h]"),
-        (["--nonsense", "doctor"], "commfuse [-h]"),
-        (["doctor", "--nonsense"], "commfuse doctor [-h]"),
-        (["trace", "--path", "nonsense"], "commfuse trace [-h]"),
-        (["verify", "nonsense"], "commfuse verify [-h]"),
-    ],
-)
-def test_wrong_usage_is_exit_code_2_with_the_usage_of_what_was_called(
+@pytest.mark.parametrize(("wrong", "usage"), [
+    ([], "commfuse [-h]"), (["nonsense"], "commfuse [-h]"), (["--nonsense", "doctor"], "commfuse [-h]"),
+    (["doctor", "--nonsense"], "commfuse doctor [-h]"), (["trace", "--path", "nonsense"], "commfuse trace [-h]"),
+    (["verify", "nonsense"], "commfuse verify [-h]"),
+])  # fmt: skip
+def test_wrong_usage_is_exit_code_2_with_usage(
     wrong: list[str], usage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fails without the subcommands' own parser class: unknown options are then the top-level parser's."""
@@ -62,18 +56,15 @@ def require_usage_error(capsys, command: str, message: str, *, with_usage: bool 
     assert err.startswith(f"usage: commfuse {command} [-h]") or not with_usage, err
 
 
-@pytest.mark.parametrize(
-    ("error", "exit_code", "words"),
-    [
-        (CannotRunError("no GPU here"), 2, "commfuse doctor cannot run here: no GPU here"),
-        (UnsupportedError("needs matplotlib"), 2, "cannot run here: needs matplotlib"),
-        (ConfigError('unknown key "x"'), 2, 'commfuse doctor: error: unknown key "x"'),
-        (UsageError("--x goes with --y"), 2, "commfuse doctor: error: --x goes with --y"),
-        (VerificationError("wrong sum"), 1, "commfuse doctor: VerificationError: wrong sum"),
-        (RankFailedError("rank 1 raised\nTraceback"), 1, "commfuse doctor failed.\nrank 1 raised\nTraceback"),
-        (KeyboardInterrupt(), 130, "interrupted"),
-    ],
-)
+@pytest.mark.parametrize(("error", "exit_code", "words"), [
+    (CannotRunError("no GPU here"), 2, "commfuse doctor cannot run here: no GPU here"),
+    (UnsupportedError("needs matplotlib"), 2, "cannot run here: needs matplotlib"),
+    (ConfigError('unknown key "x"'), 2, 'commfuse doctor: error: unknown key "x"'),
+    (UsageError("--x goes with --y"), 2, "commfuse doctor: error: --x goes with --y"),
+    (VerificationError("wrong sum"), 1, "commfuse doctor: VerificationError: wrong sum"),
+    (RankFailedError("rank 1 raised\nTraceback"), 1, "commfuse doctor failed.\nrank 1 raised\nTraceback"),
+    (KeyboardInterrupt(), 130, "interrupted"),
+])  # fmt: skip
 def test_errors_become_exit_codes(
     error: BaseException,
     exit_code: int,
@@ -127,36 +118,30 @@ def test_the_doctor_sees_this_machine(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(("transport", "device"), [("nccl", "cpu"), ("copy_engine", "cpu"), ("gloo", "cuda")])
-def test_a_transport_of_other_devices_is_refused_before_any_rank_starts(transport, device, capsys):
+def test_a_transport_of_other_devices_is_refused_before_start(transport, device, capsys):
     assert cli.main(["verify", "--transport", transport, "--device", device]) == 2
     require_usage_error(capsys, "verify", f"--transport {transport} carries tensors of")
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (("--megatron", "--device", "cuda"), "float64"),
-        (("--megatron", "--dtype", "float32"), "leave --dtype and --transport out"),
-        (("--megatron", "--ranks", "3"), "2 or 4 ranks, not for 3"),
-        (("--megatron", "--only", "sparse"), "no configuration is called sparse; there are dense, "),
-        (("--megatron", "--only", "pipeline"), "needs 4 ranks, there are 2"),
-        (("--only", "dense"), "--only names configurations of --megatron"),
-        (("--lora",), "--lora puts adapters into the models of --megatron: give that, too"),
-        (("--megatron", "--lora", "--only", "sparse"), "no option of --lora has the word sparse. There are model: "),
-    ],
-)
-def test_models_that_cannot_be_verified_are_refused_before_any_rank_starts(words, complaint, capsys):
+@pytest.mark.parametrize(("words", "complaint"), [
+    (("--megatron", "--device", "cuda"), "float64"),
+    (("--megatron", "--dtype", "float32"), "leave --dtype and --transport out"),
+    (("--megatron", "--ranks", "3"), "2 or 4 ranks, not for 3"),
+    (("--megatron", "--only", "sparse"), "no configuration is called sparse; there are dense, "),
+    (("--megatron", "--only", "pipeline"), "needs 4 ranks, there are 2"),
+    (("--only", "dense"), "--only names configurations of --megatron"),
+    (("--lora",), "--lora puts adapters into the models of --megatron: give that, too"),
+    (("--megatron", "--lora", "--only", "sparse"), "no option of --lora has the word sparse. There are model: "),
+])  # fmt: skip
+def test_models_that_cannot_be_verified_are_refused_before_start(words, complaint, capsys):
     assert cli.main(["verify", *words]) == 2
     require_usage_error(capsys, "verify", complaint)
 
 
-@pytest.mark.parametrize(
-    ("stock", "end"),
-    [
-        ({}, "on Megatron's own path.\n1 equal to stock"),
-        ({"it is off": 2}, "on Megatron's own path, because\n  - it is off\n1 equal to stock"),
-    ],
-)
+@pytest.mark.parametrize(("stock", "end"), [
+    ({}, "on Megatron's own path.\n1 equal to stock"),
+    ({"it is off": 2}, "on Megatron's own path, because\n  - it is off\n1 equal to stock"),
+])  # fmt: skip
 def test_the_legend_of_verified_models_is_a_whole_sentence(stock, end, capsys):
     """Fails without the look at the reasons: it ended in "because" where nothing was stock."""
     result = ModelResult(
@@ -234,24 +219,21 @@ def test_a_package_that_cannot_be_imported_says_why() -> None:
     assert "No module named 'no_such_module'" in reason
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["doctor", "--json", "{folder}"], "--json {folder}: is a folder; name a file"),
-        (["verify", "--json", "{file}/x.json"], "--json {file}/x.json: the folder cannot be made: "),
-        (["demo", "--output", "{file}"], "--output {file}: the folder cannot be made: "),
-        (["bench", "--device", "cuda", "--figure", "{folder}"], "--figure {folder}: is a folder; name a file"),
-        (["simulate", "--figure", "{folder}/x.bmp"], "--figure {folder}/x.bmp: pictures are .png or .svg"),
-        (["simulate", "--figure", "{folder}/x"], "--figure {folder}/x: pictures are .png or .svg"),
-        (["bench", "--json", "/dev/null"], "--json /dev/null: is no regular file"),
-        (["trace", "--output", "{folder}", "--name", "a/b"], "--name a/b: name the files, not a folder"),
-        (["trace", "--output", "{folder}", "--name", "taken"], "{folder}/taken.png: is a folder; name a file"),
-        (["trace", "--attention", "--output", "{folder}", "--name", "taken"], "{folder}/taken.png: is a folder"),
-        (["trace", "--step", "--output", "{folder}", "--name", "taken"], "{folder}/taken.png: is a folder"),
-        (["demo", "--output", "{folder}"], "{folder}/timeline.png: is a folder; name a file"),
-    ],
-)
-def test_results_that_cannot_be_written_are_refused_before_any_work(arguments, message, tmp_path, capsys):
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["doctor", "--json", "{folder}"], "--json {folder}: is a folder; name a file"),
+    (["verify", "--json", "{file}/x.json"], "--json {file}/x.json: the folder cannot be made: "),
+    (["demo", "--output", "{file}"], "--output {file}: the folder cannot be made: "),
+    (["bench", "--device", "cuda", "--figure", "{folder}"], "--figure {folder}: is a folder; name a file"),
+    (["simulate", "--figure", "{folder}/x.bmp"], "--figure {folder}/x.bmp: pictures are .png or .svg"),
+    (["simulate", "--figure", "{folder}/x"], "--figure {folder}/x: pictures are .png or .svg"),
+    (["bench", "--json", "/dev/null"], "--json /dev/null: is no regular file"),
+    (["trace", "--output", "{folder}", "--name", "a/b"], "--name a/b: name the files, not a folder"),
+    (["trace", "--output", "{folder}", "--name", "taken"], "{folder}/taken.png: is a folder; name a file"),
+    (["trace", "--attention", "--output", "{folder}", "--name", "taken"], "{folder}/taken.png: is a folder"),
+    (["trace", "--step", "--output", "{folder}", "--name", "taken"], "{folder}/taken.png: is a folder"),
+    (["demo", "--output", "{folder}"], "{folder}/timeline.png: is a folder; name a file"),
+])  # fmt: skip
+def test_results_that_cannot_be_written_are_refused_before_work(arguments, message, tmp_path, capsys):
     file = tmp_path / "file"
     file.write_text("")
     for taken in ("taken.png", "timeline.png"):

@@ -216,16 +216,10 @@ def run_doctor(place: Path, put: Set) -> int:
 
 
 COMMANDS = {
-    "verify": (run_verify, 1),
-    "verify --megatron": (run_verify_megatron, 0),
-    "demo": (run_demo, 0),
-    "trace": (run_trace, 0),
-    "trace --attention": (run_trace_attention, 0),
-    "trace --step": (run_trace_step, 0),
-    "bench": (run_bench, 0),
-    "simulate": (run_simulate, 0),
-    "doctor": (run_doctor, 0),
-}
+    "verify": (run_verify, 1), "verify --megatron": (run_verify_megatron, 0), "demo": (run_demo, 0),
+    "trace": (run_trace, 0), "trace --attention": (run_trace_attention, 0), "trace --step": (run_trace_step, 0),
+    "bench": (run_bench, 0), "simulate": (run_simulate, 0), "doctor": (run_doctor, 0),
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -53,35 +53,22 @@ def test_every_shipped_file_loads_and_is_listed(path):
     assert path.name in (CONFIGS / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("linear:\n  fprop:\n    chunk_per_shard: 2\n", 'unknown key "linear.fprop.chunk_per_shard". Did you mean'),
-        ("zebra: 1\n", 'unknown key "zebra". Known keys: linear, attention, transport'),
-        ("linear: 3\n", "linear must be a mapping of keys to values, got 3"),
-        ("- 1\n", "the file must be a mapping"),
-        (
-            "linear:\n  fprop:\n    path: fast\n",
-            "linear.fprop.path must be one of auto, sliced, bulk, async, sequential; got 'fast'",
-        ),
-        (
-            "linear:\n  fprop:\n    chunks_per_shard: two\n",
-            "linear.fprop.chunks_per_shard must be int or null; got 'two'",
-        ),
-        (
-            "linear:\n  fprop:\n    chunks_per_shard: true\n",
-            "linear.fprop.chunks_per_shard must be int or null; got True",
-        ),
-        ("linear:\n  fprop:\n    chunks_per_shard: 0\n", "linear.fprop.chunks_per_shard must be at least 1, got 0"),
-        ("transport:\n  timeout_s: -1\n", "transport.timeout_s must be positive and at most 1e+09, got -1"),
-        ("transport:\n  graph_memory_mib: -1\n", "transport.graph_memory_mib must not be negative, got -1"),
-        ("transport:\n  cuda_graphs: 256\n", 'key "transport.cuda_graphs". Did you mean "graph_memory_mib"?'),
-        ("transport:\n  nccl_channels: 65\n", "transport.nccl_channels must be between 1 and 64, got 65"),
-        ("kernel:\n  reserved_sms: -1\n", "kernel.reserved_sms must not be negative, got -1"),
-        ("check_agreement: maybe\n", "check_agreement must be bool or null; got 'maybe'"),
-        ("a: [1\n", "not valid YAML"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("linear:\n  fprop:\n    chunk_per_shard: 2\n", 'unknown key "linear.fprop.chunk_per_shard". Did you mean'),
+    ("zebra: 1\n", 'unknown key "zebra". Known keys: linear, attention, transport'),
+    ("linear: 3\n", "linear must be a mapping of keys to values, got 3"), ("- 1\n", "the file must be a mapping"),
+    ("linear:\n  fprop:\n    path: fast\n",
+     "linear.fprop.path must be one of auto, sliced, bulk, async, sequential; got 'fast'"),
+    ("linear:\n  fprop:\n    chunks_per_shard: two\n", "linear.fprop.chunks_per_shard must be int or null; got 'two'"),
+    ("linear:\n  fprop:\n    chunks_per_shard: true\n", "linear.fprop.chunks_per_shard must be int or null; got True"),
+    ("linear:\n  fprop:\n    chunks_per_shard: 0\n", "linear.fprop.chunks_per_shard must be at least 1, got 0"),
+    ("transport:\n  timeout_s: -1\n", "transport.timeout_s must be positive and at most 1e+09, got -1"),
+    ("transport:\n  graph_memory_mib: -1\n", "transport.graph_memory_mib must not be negative, got -1"),
+    ("transport:\n  cuda_graphs: 256\n", 'key "transport.cuda_graphs". Did you mean "graph_memory_mib"?'),
+    ("transport:\n  nccl_channels: 65\n", "transport.nccl_channels must be between 1 and 64, got 65"),
+    ("kernel:\n  reserved_sms: -1\n", "kernel.reserved_sms must not be negative, got -1"),
+    ("check_agreement: maybe\n", "check_agreement must be bool or null; got 'maybe'"), ("a: [1\n", "not valid YAML"),
+])  # fmt: skip
 def test_errors_name_file_key_and_advice(tmp_path, text, message):
     path = tmp_path / "my.yaml"
     path.write_text(text)
@@ -92,18 +79,15 @@ def test_errors_name_file_key_and_advice(tmp_path, text, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("part", "values", "message"),
-    [
-        (PassConfig, {"path": "slice"}, "path must be one of auto, sliced, bulk, async, sequential; got 'slice'"),
-        (PassConfig, {"chunks_per_shard": 2.5}, "chunks_per_shard must be int or null; got 2.5"),
-        (TransportConfig, {"backend": "glo"}, "backend must be one of auto, gloo, nccl, copy_engine; got 'glo'"),
-        (TransportConfig, {"timeout_s": float("inf")}, "timeout_s must be positive and at most 1e+09, got inf"),
-        (KernelConfig, {"gemm": "cutlass"}, "gemm must be one of auto, persistent, torch; got 'cutlass'"),
-        (FallbackConfig, {"unsupported": "error"}, "unsupported must be one of stock, raise; got 'error'"),
-        (OverlapConfig, {"linear": {"fprop": {}}}, "linear must be a LinearConfig, got {'fprop': {}}; from_dict"),
-    ],
-)
+@pytest.mark.parametrize(("part", "values", "message"), [
+    (PassConfig, {"path": "slice"}, "path must be one of auto, sliced, bulk, async, sequential; got 'slice'"),
+    (PassConfig, {"chunks_per_shard": 2.5}, "chunks_per_shard must be int or null; got 2.5"),
+    (TransportConfig, {"backend": "glo"}, "backend must be one of auto, gloo, nccl, copy_engine; got 'glo'"),
+    (TransportConfig, {"timeout_s": float("inf")}, "timeout_s must be positive and at most 1e+09, got inf"),
+    (KernelConfig, {"gemm": "cutlass"}, "gemm must be one of auto, persistent, torch; got 'cutlass'"),
+    (FallbackConfig, {"unsupported": "error"}, "unsupported must be one of stock, raise; got 'error'"),
+    (OverlapConfig, {"linear": {"fprop": {}}}, "linear must be a LinearConfig, got {'fprop': {}}; from_dict"),
+])  # fmt: skip
 def test_what_is_built_in_python_is_checked_like_a_file(part, values, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         part(**values)

@@ -78,7 +78,7 @@ def test_copies_are_submitted_behind_the_next_kernel(tape, transport):
     assert run(tape, transport) == expected
 
 
-def test_a_wait_is_submitted_behind_the_pushes_of_its_batch_and_all_before_it(tape, transport):
+def test_a_wait_is_submitted_behind_the_pushes_of_its_batch(tape, transport):
     tape.order()
     tape.push(1, None, HERE, 8)
     tape.issued([SENT])
@@ -117,7 +117,7 @@ def captured(tape, transport):
     return transport.log
 
 
-def test_in_a_graph_a_wait_depends_on_the_push_of_its_batch_and_no_later_one(tape, transport):
+def test_in_a_graph_a_wait_depends_on_its_batchs_push_alone(tape, transport):
     tape.order()
     tape.push(1, None, HERE, 8)
     tape.issued([SENT])
@@ -135,7 +135,7 @@ def test_in_a_graph_a_wait_depends_on_the_push_of_its_batch_and_no_later_one(tap
     assert captured(tape, transport) == [*first, *second, *third]
 
 
-def test_in_a_graph_a_batch_without_a_push_depends_on_the_pushes_before_it(tape, transport):
+def test_in_a_graph_a_batch_without_push_depends_on_earlier_ones(tape, transport):
     tape.order()
     tape.push(1, None, HERE, 8)
     tape.issued([SENT])
@@ -144,16 +144,8 @@ def test_in_a_graph_a_batch_without_a_push_depends_on_the_pushes_before_it(tape,
     tape.wait(ARRIVED)
     tape.compute(transport.step("kernel"))
     expected = [
-        "mark",
-        "kernel",
-        "follow",
-        "take 1",
-        "push 1",
-        "mark copies",
-        "follow copies",
-        "wait arrived",
-        "kernel",
-    ]
+        "mark", "kernel", "follow", "take 1", "push 1", "mark copies", "follow copies", "wait arrived", "kernel",
+    ]  # fmt: skip
     assert captured(tape, transport) == expected
 
 
@@ -163,7 +155,7 @@ def test_a_wait_that_the_release_makes_is_in_no_list(tape, transport):
     assert captured(tape, transport) == ["kernel", "copy", "mark copies", "follow copies"]
 
 
-def test_who_gets_no_message_is_told_behind_all_else_and_waited_for_in_the_release(tape, transport):
+def test_who_gets_no_message_is_told_last_and_waited_for(tape, transport):
     transport.silent = (SILENT,)
     tape.order()
     tape.push(1, None, HERE, 8)

@@ -46,21 +46,11 @@ def test_equal_losses_and_counted_calls_pass() -> None:
     assert complaints(comparison({1: 9e-7, 20: 9e-5})) == []
 
 
-@pytest.mark.parametrize(
-    ("step", "difference", "dtype"),
-    [
-        (1, 2e-6, torch.float32),
-        (5, 2e-6, torch.float32),
-        (6, 2e-4, torch.float32),
-        (20, -2e-4, torch.float32),
-        (3, math.nan, torch.float32),
-        (20, math.inf, torch.float32),
-        (1, 2e-10, torch.float64),
-        (20, 2e-10, torch.float64),
-        (1, 1e-2, torch.bfloat16),
-        (20, 2e-2, torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize(("step", "difference", "dtype"), [
+    (1, 2e-6, torch.float32), (5, 2e-6, torch.float32), (6, 2e-4, torch.float32), (20, -2e-4, torch.float32),
+    (3, math.nan, torch.float32), (20, math.inf, torch.float32), (1, 2e-10, torch.float64), (20, 2e-10, torch.float64),
+    (1, 1e-2, torch.bfloat16), (20, 2e-2, torch.bfloat16),
+])  # fmt: skip
 def test_losses_too_far_apart_fail(step: int, difference: float, dtype: torch.dtype) -> None:
     (complaint,) = complaints(comparison({step: difference}), dtype)
     assert complaint.startswith("stepped: losses of steps ")
@@ -73,18 +63,12 @@ def test_a_gradient_too_far_from_stocks_fails(error: float, dtype: torch.dtype) 
     assert complaint.startswith("stepped: the gradient of fc1.weight differs by ")
 
 
-@pytest.mark.parametrize(
-    ("mode", "modes", "words"),
-    [
-        ("tape", {"tape": STEPS}, None),
-        ("graph", {"tape": 4, "graph": STEPS - 4}, None),
-        ("graph", {"tape": STEPS}, "no call became a graph"),
-        ("graph", {"stepped": 1, "graph": STEPS - 1}, f"as graph {STEPS - 1}"),
-        ("tape", {"stepped": STEPS}, "as tape 0"),
-        ("tape", {"tape": STEPS - 1, "graph": 1}, f"as tape {STEPS - 1}"),
-        ("stepped", {"tape": STEPS}, "as stepped 0"),
-    ],
-)
+@pytest.mark.parametrize(("mode", "modes", "words"), [
+    ("tape", {"tape": STEPS}, None), ("graph", {"tape": 4, "graph": STEPS - 4}, None),
+    ("graph", {"tape": STEPS}, "no call became a graph"),
+    ("graph", {"stepped": 1, "graph": STEPS - 1}, f"as graph {STEPS - 1}"), ("tape", {"stepped": STEPS}, "as tape 0"),
+    ("tape", {"tape": STEPS - 1, "graph": 1}, f"as tape {STEPS - 1}"), ("stepped", {"tape": STEPS}, "as stepped 0"),
+])  # fmt: skip
 def test_calls_that_did_not_run_in_their_mode_fail(mode: Mode, modes: dict[str, int], words: str | None) -> None:
     good = with_run(
         comparison(), "tape", ops=tuple(op | {"modes": {"tape": STEPS}} for op in comparison().recorded.ops)
@@ -108,16 +92,12 @@ def test_every_step_has_one_bound(num_steps: int, dtype: torch.dtype) -> None:
     assert covered == list(range(1, num_steps + 1))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"path": "stock", "overlapped_calls": 0, "reasons": ("sequence parallelism is off",)},
-        {"path": "mixed", "overlapped_calls": STEPS - 1},
-        {"path": "sequential", "overlapped_calls": 0, "sequential_reasons": ("sequential: forced",)},
-        {"path": "not called yet", "overlapped_calls": 0},
-        {"overlapped_calls": STEPS + 1},
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    {"path": "stock", "overlapped_calls": 0, "reasons": ("sequence parallelism is off",)},
+    {"path": "mixed", "overlapped_calls": STEPS - 1},
+    {"path": "sequential", "overlapped_calls": 0, "sequential_reasons": ("sequential: forced",)},
+    {"path": "not called yet", "overlapped_calls": 0}, {"overlapped_calls": STEPS + 1},
+])  # fmt: skip
 def test_a_layer_that_was_not_overlapped_fails(changes: dict) -> None:
     (complaint,) = complaints(comparison(**changes))
     assert complaint.startswith("stepped: fc1: ")
@@ -172,16 +152,11 @@ def test_a_task_names_its_dtype() -> None:
     assert task_for("cuda", dtype=torch.bfloat16, num_steps=1, text=b"").dtype_name == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--steps", "0"], "--steps must be at least 1"),
-        (["--ranks", "3"], "can be cut for 2, 4, 8 ranks, not 3"),
-        (["--ranks", "1"], "can be cut for 2, 4, 8 ranks, not 1"),
-        (["--text", "no/such/file"], "the text cannot be read"),
-        (["--text", __file__], "the demo needs at least 10000"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--steps", "0"], "--steps must be at least 1"), (["--ranks", "3"], "can be cut for 2, 4, 8 ranks, not 3"),
+    (["--ranks", "1"], "can be cut for 2, 4, 8 ranks, not 1"), (["--text", "no/such/file"], "the text cannot be read"),
+    (["--text", __file__], "the demo needs at least 10000"),
+])  # fmt: skip
 def test_what_cannot_run_is_said_before_anything_starts(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

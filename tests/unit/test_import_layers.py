@@ -6,7 +6,7 @@ Reads syntax trees, so an import inside a function, or for types alone, counts a
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 
 import pytest
@@ -16,19 +16,11 @@ NAME = "commfuse_megatron"
 
 # From the bottom up. Parts on one line may not import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "version"),
-    ("config", "problem"),
-    ("schedule",),
-    ("transport", "kernels"),
-    ("plan",),
-    ("runtime",),
-    ("ops",),
-    ("__init__",),  # the public names; it may import nothing above itself
-    ("plugin",),
-    ("testing",),
-    ("tools",),  # the command line, which nothing below knows
+    ("errors", "version"), ("config", "problem"), ("schedule",), ("transport", "kernels"), ("plan",), ("runtime",),
+    ("ops",), ("__init__",),  # the public names; it may import nothing above itself
+    ("plugin",), ("testing",), ("tools",),  # the command line, which nothing below knows
     ("__main__",),
-)
+)  # fmt: skip
 HEIGHT = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 MAY_IMPORT_MEGATRON = {"plugin", "testing", "tools"}
 NO_DEVICE_WIDE_SYNC = {"ops", "runtime", "plugin", "transport"}
@@ -124,10 +116,6 @@ def test_imports_point_downward() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_search_for_circles_finds_them() -> None:
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"d"}}) == [["b", "c"]]
-
-
 def test_files_do_not_import_each_other_in_circles() -> None:
     imports = {
         str(file.relative_to(PACKAGE)): {
@@ -142,24 +130,17 @@ def test_files_do_not_import_each_other_in_circles() -> None:
     assert not circles(imports), "\n".join(" <-> ".join(group) for group in circles(imports))
 
 
-def test_only_plugin_and_above_import_megatron() -> None:
+@pytest.mark.parametrize(("parts", "foreign"), [
+    (set(HEIGHT) - MAY_IMPORT_MEGATRON, {"megatron", "transformer_engine"}),
+    ({"schedule", "errors"}, {"torch", "triton", "numpy"}),
+])  # fmt: skip
+def test_parts_import_nothing_foreign(parts: set[str], foreign: set[str]) -> None:
     wrong = [
         f"{file.relative_to(PACKAGE)}:{line}: {dotted}"
         for file in FILES
-        if part_of(file) not in MAY_IMPORT_MEGATRON
+        if part_of(file) in parts
         for line, dotted in imported_modules(parse(file), file)
-        if dotted.split(".")[0] in {"megatron", "transformer_engine"}
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_schedules_import_no_torch() -> None:
-    wrong = [
-        f"{file.relative_to(PACKAGE)}:{line}: {dotted}"
-        for file in FILES
-        if part_of(file) in {"schedule", "errors"}
-        for line, dotted in imported_modules(parse(file), file)
-        if dotted.split(".")[0] in {"torch", "triton", "numpy"}
+        if dotted.split(".")[0] in foreign
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -183,67 +164,33 @@ def is_device_wide_sync(call: str) -> bool:
     }
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("torch.cuda.synchronize()", True),
-        ("cuda.synchronize(device)", True),
-        ("cudart.cudaDeviceSynchronize()", True),
-        ("event.synchronize()", False),
-        ("context.synchronize(timeout_s)", False),
-    ],
-)
-def test_the_search_for_device_wide_syncs_finds_them(source: str, found: bool) -> None:
-    (call,) = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    assert is_device_wide_sync(dotted_call(call)) is found
-
-
-def test_no_device_wide_sync_in_the_hot_parts() -> None:
+@pytest.mark.parametrize(("parts", "is_wrong"), [
+    (NO_DEVICE_WIDE_SYNC, is_device_wide_sync), (set(HEIGHT) - {"tools"}, lambda call: call == "print"),
+], ids=["syncs of a device", "prints"])  # fmt: skip
+def test_parts_call_nothing_wrong(parts: set[str], is_wrong: Callable[[str], bool]) -> None:
     wrong = [
         f"{file.relative_to(PACKAGE)}:{node.lineno}: {dotted_call(node)}"
         for file in FILES
-        if part_of(file) in NO_DEVICE_WIDE_SYNC and file != BUT_WHERE_PYTORCH_DOES_SO
+        if part_of(file) in parts and file != BUT_WHERE_PYTORCH_DOES_SO
         for node in ast.walk(parse(file))
-        if isinstance(node, ast.Call) and is_device_wide_sync(dotted_call(node))
+        if isinstance(node, ast.Call) and is_wrong(dotted_call(node))
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_nothing_prints_outside_the_tools() -> None:
-    wrong = [
-        f"{file.relative_to(PACKAGE)}:{node.lineno}"
-        for file in FILES
-        if part_of(file) != "tools"
-        for node in ast.walk(parse(file))
-        if isinstance(node, ast.Call) and dotted_call(node) == "print"
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-def run_python(source: str) -> None:
-    subprocess.run([sys.executable, "-c", source], check=True, timeout=50, cwd=PACKAGE.parent)
-
-
-def test_importing_the_package_touches_neither_cuda_nor_megatron() -> None:
-    run_python(
-        "import sys, commfuse_megatron\n"
-        "assert not {'megatron', 'transformer_engine', 'matplotlib'} & set(sys.modules)\n"
-        "torch = sys.modules.get('torch')\n"
-        "assert torch is None or not torch.cuda.is_initialized()\n"
-    )
-
-
-def test_importing_everything_below_the_plugin_touches_neither_cuda_nor_megatron() -> None:
+def test_importing_below_the_plugin_touches_no_cuda_nor_megatron() -> None:
     below = [
         ".".join([NAME, *file.relative_to(PACKAGE).with_suffix("").parts])
         for file in FILES
-        if HEIGHT[part_of(file)] < HEIGHT["plugin"] or part_of(file) in {"tracing", "cli"}
+        if HEIGHT[part_of(file)] < HEIGHT["plugin"]
     ]
-    run_python(
-        "import importlib, sys\n"
-        f"for name in {below!r}:\n"
-        "    importlib.import_module(name.removesuffix('.__init__'))\n"
-        "assert not {'megatron', 'transformer_engine', 'matplotlib'} & set(sys.modules)\n"
-        "torch = sys.modules.get('torch')\n"
-        "assert torch is None or not torch.cuda.is_initialized()\n"
-    )
+    for names in (["commfuse_megatron"], below):
+        source = (
+            "import importlib, sys\n"
+            f"for name in {names!r}:\n"
+            "    importlib.import_module(name.removesuffix('.__init__'))\n"
+            "assert not {'megatron', 'transformer_engine', 'matplotlib'} & set(sys.modules)\n"
+            "torch = sys.modules.get('torch')\n"
+            "assert torch is None or not torch.cuda.is_initialized()\n"
+        )
+        subprocess.run([sys.executable, "-c", source], check=True, timeout=50, cwd=PACKAGE.parent)

@@ -169,7 +169,7 @@ def test_what_could_not_be_mapped_is_freed_later(mapped, monkeypatch):
     assert mapped_window._mapped == set()
 
 
-def test_nothing_is_freed_in_the_middle_of_a_capture_of_another_thread(on_gpu, monkeypatch):
+def test_nothing_is_freed_in_another_threads_capture(on_gpu, monkeypatch):
     """CUDA forbids to wait for a device while a stream of it is captured."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     with captures_excluded():

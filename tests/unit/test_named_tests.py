@@ -27,9 +27,10 @@ def rows_of(file: Path, heading: str) -> list[list[str]]:
 
 
 def names_in(file: Path) -> set[str]:
-    """Functions of a test file; of the one that runs them, also the configurations of models."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    """Functions of a test file and what is made of checks; of the one that runs them, also configurations of models."""
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    found = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    found |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     if file.name == "test_models.py":
         found |= {configuration.name for configuration in CONFIGURATIONS}
     return found
@@ -85,3 +86,9 @@ def test_every_reported_fault_names_its_tests(row: list[str]) -> None:
 
 def test_all_fifteen_faults_are_there() -> None:
     assert [row[0] for row in rows_of(ROOT / "docs" / "field_bugs.md", "# Faults")] == [str(n) for n in range(1, 16)]
+
+
+def test_names_of_tests_have_up_to_60_characters() -> None:
+    names = {name for file in TESTS.rglob("*.py") for name in names_in(file) if name.startswith(("test_", "check_"))}
+    assert len(names) > 500
+    assert [name for name in sorted(names) if len(name) > 60] == []

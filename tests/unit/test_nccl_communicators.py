@@ -89,7 +89,7 @@ def test_uneven_schedules_deliver_every_chunk_whatever_is_cut(communicators, lea
         assert all(bool((tensor == chunk).all()) for tensor, chunk in expected)
 
 
-def test_small_messages_take_turns_and_large_ones_use_every_communicator(monkeypatch):
+def test_small_messages_take_turns_large_ones_use_all(monkeypatch):
     monkeypatch.setattr(nccl, "_LEAST_BYTES_TO_CUT", 64)
     transport = make_transport(2)
     for turn in range(4):

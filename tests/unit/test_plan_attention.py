@@ -43,7 +43,7 @@ def test_candidates():
         assert names(problem(), config(path)) == [path]
 
 
-def test_a_forward_pass_with_splits_may_have_a_backward_pass_without():
+def test_a_split_forward_pass_may_have_an_unsplit_backward_pass():
     both = ["query_split m=5", "query_split m=5, row_parallel backward"]
     assert names(problem(), config("query_split", 5)) == both
     assert names(problem(needs="input"), config("query_split", 5)) == both
@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_left_out_with_its_size():
     assert "max_buffer_mib = 64" in candidates.note
 
 
-def test_only_query_split_plans_need_buffers_and_gathering_only_with_a_backward_pass():
+def test_only_query_split_plans_need_buffers():
     for plan in list_candidates(problem(), config()).plans:
         needs = attention_buffer_needs(problem(), plan)
         assert bool(needs) == (plan.path == "query_split")
@@ -81,7 +81,7 @@ def test_only_query_split_plans_need_buffers_and_gathering_only_with_a_backward_
 
 @pytest.mark.parametrize("needs", ["", "input", "weight", "input+weight"])
 @pytest.mark.parametrize("is_link_slow", [False, True])
-def test_predictions_are_positive_and_query_split_hides_what_the_projection_cannot(needs, is_link_slow):
+def test_predictions_are_positive_and_query_split_hides_most(needs, is_link_slow):
     machine = assumed_machine(Traits(transport="copy_engine", replays=True), "bfloat16", is_link_slow=is_link_slow)
     predicted = predict(problem(needs=needs), list_candidates(problem(), config()), machine)
     times = {plan.name: plan.predicted_us for plan in predicted.plans}

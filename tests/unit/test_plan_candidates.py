@@ -51,7 +51,7 @@ def test_with_one_gradient_alone_no_whole_gemm_hides_a_transfer(layer, expected)
         assert found == ["sequential", "sliced m=1"]
 
 
-def test_never_more_chunks_than_rows_and_eight_on_slow_links_only():
+def test_never_more_chunks_than_rows_eight_on_slow_links_only():
     assert names(layer_problem("70b.fc2", 6)) == ["sequential", "sliced m=1", "sliced m=2"]
     assert names(layer_problem("70b.fc2", 3)) == ["sequential", "sliced m=1"]
     assert "sliced m=8" not in names(layer_problem("70b.fc2", 8192))
@@ -60,20 +60,14 @@ def test_never_more_chunks_than_rows_and_eight_on_slow_links_only():
     assert "sliced m=4" not in names(layer_problem("70b.fc2", 8192, 32))
 
 
-@pytest.mark.parametrize(
-    ("forced", "needs", "expected"),
-    [
-        (config("sequential"), "", ["sequential"]),
-        (config("sliced", "direct", 1), "", ["sliced m=1"]),
-        (config("sliced", "ring", 3), "", ["sliced ring m=3"]),
-        (config("sliced", m=3), BOTH, ["sliced m=3"]),
-        (config("sliced"), "", ["sliced m=1", "sliced m=2", "sliced m=4"]),
-        (config("auto", m=3), "", ["sequential", "sliced m=3"]),
-        (config("auto", "ring", 2), BOTH, ["sequential", "bulk", "sliced ring m=2", "async"]),
-        (config("bulk", "ring", 3), BOTH, ["bulk"]),
-        (config("async"), BOTH, ["async"]),
-    ],
-)
+@pytest.mark.parametrize(("forced", "needs", "expected"), [
+    (config("sequential"), "", ["sequential"]), (config("sliced", "direct", 1), "", ["sliced m=1"]),
+    (config("sliced", "ring", 3), "", ["sliced ring m=3"]), (config("sliced", m=3), BOTH, ["sliced m=3"]),
+    (config("sliced"), "", ["sliced m=1", "sliced m=2", "sliced m=4"]),
+    (config("auto", m=3), "", ["sequential", "sliced m=3"]),
+    (config("auto", "ring", 2), BOTH, ["sequential", "bulk", "sliced ring m=2", "async"]),
+    (config("bulk", "ring", 3), BOTH, ["bulk"]), (config("async"), BOTH, ["async"]),
+])  # fmt: skip
 def test_forced_fields_restrict_the_list(forced, needs, expected):
     found = list_candidates(layer_problem("70b.qkv", 8192, needs=needs), forced)
     assert [plan.name for plan in found.plans] == expected

@@ -89,22 +89,19 @@ def test_whatever_is_chosen_is_within_a_tie_of_the_shortest(times_us):
     assert names == [] or chosen.name in names or min(times_us) * 1.01 >= chosen.predicted_us
 
 
-def test_where_speed_does_not_count_the_plainest_sliced_plan_is_taken():
+def test_where_speed_does_not_count_the_plainest_plan_is_taken():
     plan = choose_by_default(predicted(*range(1, 7)), "default on the CPU")
     assert (plan.name, plan.reason) == ("sliced m=1", "default on the CPU")
     alone = Candidates(PLANS[:1], "sliced would take too much")
     assert choose_by_default(alone, "default").reason == "default (sliced would take too much)"
 
 
-@pytest.mark.parametrize(
-    ("plan", "note", "reason"),
-    [
-        (PLANS[2], "", "forced by the configuration"),
-        (PLANS[2], "bulk is for backward", "forced by the configuration (bulk is for backward)"),
-        (PLANS[0], "too large", "too large"),
-        (dataclasses.replace(PLANS[0], path="row_parallel"), "", "forced by the configuration"),
-        (dataclasses.replace(PLANS[3], path="query_split"), "", "forced by the configuration"),
-    ],
-)
+@pytest.mark.parametrize(("plan", "note", "reason"), [
+    (PLANS[2], "", "forced by the configuration"),
+    (PLANS[2], "bulk is for backward", "forced by the configuration (bulk is for backward)"),
+    (PLANS[0], "too large", "too large"),
+    (dataclasses.replace(PLANS[0], path="row_parallel"), "", "forced by the configuration"),
+    (dataclasses.replace(PLANS[3], path="query_split"), "", "forced by the configuration"),
+])  # fmt: skip
 def test_an_only_candidate_says_why(plan, note, reason):
     assert choose_only(Candidates((plan,), note)).reason == reason

@@ -126,7 +126,7 @@ def test_large_layers_overlap_over_nvlink(layer, group_size):
 
 
 @pytest.mark.parametrize("layer", ["8b.proj", "70b.proj"])
-def test_a_ring_that_the_host_issues_step_by_step_is_not_thought_fast(layer):
+def test_a_ring_issued_step_by_step_is_not_thought_fast(layer):
     """Of four ranks a ring with two chunks takes 0.8 ms of host time, and a replayed direct schedule 0.25."""
     assert choice(layer_problem(layer, 8192, 4), COPY_ENGINE).algorithm is Algorithm.DIRECT
 
@@ -143,17 +143,10 @@ def test_a_slow_link_wants_fine_chunks():
     assert predict_us(problem, plan("sequential"), SLOW_LINK) == pytest.approx(5175, rel=0.15)
 
 
-@pytest.mark.parametrize(
-    ("layer", "path", "measured_us"),
-    [
-        ("70b.qkv", "sliced", 895),
-        ("70b.qkv", "sequential", 1167),
-        ("70b.proj", "sliced", 764),
-        ("70b.proj", "sequential", 1027),
-        ("70b.fc2", "sliced", 2670),
-        ("70b.fc2", "sequential", 2910),
-    ],
-)
+@pytest.mark.parametrize(("layer", "path", "measured_us"), [
+    ("70b.qkv", "sliced", 895), ("70b.qkv", "sequential", 1167), ("70b.proj", "sliced", 764),
+    ("70b.proj", "sequential", 1027), ("70b.fc2", "sliced", 2670), ("70b.fc2", "sequential", 2910),
+])  # fmt: skip
 def test_assumed_figures_come_near_what_was_measured(layer, path, measured_us):
     # 2 x H200, copy engine, November 2026; the assumed rate lies between that of H100 and H200.
     assert predict_us(layer_problem(layer, 8192), plan(path), COPY_ENGINE) == pytest.approx(measured_us, rel=0.2)
@@ -201,7 +194,7 @@ def test_noise_gives_no_negative_latency():
         assert found.bandwidth_gb_s > 0
 
 
-def test_a_calibrated_machine_predicts_what_it_was_calibrated_with():
+def test_a_calibrated_machine_predicts_its_calibration():
     timings = Timings(
         gemm_size=4096,
         gemm_us=200.0,
@@ -222,7 +215,7 @@ def test_a_calibrated_machine_predicts_what_it_was_calibrated_with():
 
 
 @pytest.mark.parametrize("path", ["bulk", "sliced"])
-def test_own_gemms_add_what_arrived_only_where_something_covers_its_transfer(path):
+def test_own_gemms_add_what_arrived_only_where_it_is_covered(path):
     """Without a weight gradient nothing is computed between: bulk was predicted as if the last GEMM added it still."""
     stepped = dataclasses.replace(
         COPY_ENGINE, host=FREE_HOST, traits=Traits(transport="copy_engine", adds_in_epilogue=True)

@@ -52,18 +52,15 @@ def test_a_plan_comes_back_bit_for_bit_and_says_where_from(problem, plan, tmp_pa
     assert plan_of(json.loads(json.dumps(dataclasses.asdict(plan)))) == plan
 
 
-@pytest.mark.parametrize(
-    ("conditions", "problem", "reason"),
-    [
-        ({"device": "NVIDIA H100"}, PROBLEM, 'plans.json has it for device "NVIDIA H200" (here "NVIDIA H100")'),
-        ({"torch": "2.12.0"}, PROBLEM, 'plans.json has it for torch "2.11.0" (here "2.12.0")'),
-        ({"path": "sequential"}, PROBLEM, 'plans.json has it for path "auto" (here "sequential")'),
-        ({"new": True}, PROBLEM, "plans.json has it for new null (here true)"),
-        ({}, dataclasses.replace(PROBLEM, rows=4096), f"plans.json does not have it, but {PROBLEM}"),
-        ({}, dataclasses.replace(PROBLEM, dtype="float16"), f"plans.json does not have it, but {PROBLEM}"),
-        ({}, dataclasses.replace(PROBLEM, group_size=4), f"plans.json does not have it, but {PROBLEM}"),
-    ],
-)
+@pytest.mark.parametrize(("conditions", "problem", "reason"), [
+    ({"device": "NVIDIA H100"}, PROBLEM, 'plans.json has it for device "NVIDIA H200" (here "NVIDIA H100")'),
+    ({"torch": "2.12.0"}, PROBLEM, 'plans.json has it for torch "2.11.0" (here "2.12.0")'),
+    ({"path": "sequential"}, PROBLEM, 'plans.json has it for path "auto" (here "sequential")'),
+    ({"new": True}, PROBLEM, "plans.json has it for new null (here true)"),
+    ({}, dataclasses.replace(PROBLEM, rows=4096), f"plans.json does not have it, but {PROBLEM}"),
+    ({}, dataclasses.replace(PROBLEM, dtype="float16"), f"plans.json does not have it, but {PROBLEM}"),
+    ({}, dataclasses.replace(PROBLEM, group_size=4), f"plans.json does not have it, but {PROBLEM}"),
+])  # fmt: skip
 def test_what_does_not_fit_is_ignored_with_the_difference(conditions, problem, reason, tmp_path):
     file = tmp_path / "plans.json"
     add(file)

@@ -40,7 +40,7 @@ def test_a_step_is_its_layers_and_its_ends(model):
     assert five.step_ms[PLANNED] < five.step_ms[STOCK]
 
 
-def test_with_more_ranks_a_step_is_shorter_until_the_host_decides():
+def test_with_more_ranks_a_step_is_shorter_until_hosts_decide():
     steps = [predict_step("llama-8b", 32, 8192, group_size, MACHINE) for group_size in (2, 4, 8)]
     for few, many in itertools.pairwise(steps):
         assert all(many.step_ms[variant] < few.step_ms[variant] for variant in few.step_ms)
@@ -101,19 +101,15 @@ def test_other_rows_are_no_steps(tmp_path):
         measured_steps(file)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["llama-8b", "--ranks", "3"], "llama-8b: 8192 tokens cannot be cut for 3 ranks"),
-        (["llama-8b", "--models", "llama-70b"], "--step predicts a whole model; leave out --models"),
-        (["llama-8b", "--figure", "x.png"], "--step predicts a whole model; leave out --figure"),
-        (["llama-8b", "--layers", "0"], "--layers"),
-        (["llama-8b", "--tokens", "0"], "--tokens must be at least 1"),
-        (["llama-8b", "--link", "25"], "of a bandwidth only --rows tells the rest"),
-        (["llama-8b", "--against", "{none}"], "none.json: no file of rows"),
-        (["llama-8b", "--against", "{steps}"], "it has no steps of llama-8b"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (["llama-8b", "--ranks", "3"], "llama-8b: 8192 tokens cannot be cut for 3 ranks"),
+    (["llama-8b", "--models", "llama-70b"], "--step predicts a whole model; leave out --models"),
+    (["llama-8b", "--figure", "x.png"], "--step predicts a whole model; leave out --figure"),
+    (["llama-8b", "--layers", "0"], "--layers"), (["llama-8b", "--tokens", "0"], "--tokens must be at least 1"),
+    (["llama-8b", "--link", "25"], "of a bandwidth only --rows tells the rest"),
+    (["llama-8b", "--against", "{none}"], "none.json: no file of rows"),
+    (["llama-8b", "--against", "{steps}"], "it has no steps of llama-8b"),
+])  # fmt: skip
 def test_what_cannot_be_predicted_is_refused(options, message, tmp_path, capsys):
     steps = tmp_path / "steps.json"
     rows = [{"op": "whole_step", "variant": "stock", "step_ms": 5.0}]

@@ -41,25 +41,13 @@ def a_row(case, variant, path, ms, **changes) -> Row:
     problem = case.problem("fprop", "bfloat16")
     messages = case.group_size - 1
     values = {
-        "case": case.name,
-        "op": case.op,
-        "pass_name": "fprop",
-        "M": case.M,
-        "N": case.N,
-        "K": case.K,
-        "dtype": "bfloat16",
-        "group_size": case.group_size,
-        "variant": variant,
-        "path": path,
-        "transport": "none",
-        "median_ms": ms,
-        "p95_ms": ms,
-        "compute_only_ms": gemm_us(case.M, case.N, case.K) / 1e3,
+        "case": case.name, "op": case.op, "pass_name": "fprop", "M": case.M, "N": case.N, "K": case.K,
+        "dtype": "bfloat16", "group_size": case.group_size, "variant": variant, "path": path, "transport": "none",
+        "median_ms": ms, "p95_ms": ms, "compute_only_ms": gemm_us(case.M, case.N, case.K) / 1e3,
         "comm_only_ms": messages * TRUTH.link.time_us(problem.shard_bytes) / 1e3,
         "comm_only_collective_ms": TRUTH.collective.time_us(messages * problem.shard_bytes) / 1e3,
-        "sequential_ms": 1.0,
-        **HERE,
-    }
+        "sequential_ms": 1.0, **HERE,
+    }  # fmt: skip
     return Row(**(values | changes))
 
 
@@ -161,7 +149,7 @@ def test_the_median_error_on_measured_rows(file, most):
     assert errors[len(errors) // 2] < most
 
 
-def test_a_larger_group_is_cut_into_more_slices_until_their_launches_decide():
+def test_a_larger_group_is_cut_finer_until_launches_decide():
     machines = fit_machines(measured_rows(), **HERE)
     small = predict(linear_case("llama-8b.proj", 1024, 64), machines)
     assert {way.limit for way in small if way.variant != "sequential"} == {"launches"}
@@ -218,18 +206,8 @@ def test_a_transport_without_a_bandwidth_is_left_out(rows_file: Path, capsys: py
 
 def test_what_limits_a_prediction_is_explained(rows_file: Path, capsys: pytest.CaptureFixture[str]):
     options = [
-        "--rows",
-        str(rows_file),
-        "--ranks",
-        "2",
-        "8",
-        "--tokens",
-        "1024",
-        "8192",
-        "--models",
-        "llama-8b",
-        "llama-70b",
-    ]
+        "--rows", str(rows_file), "--ranks", "2", "8", "--tokens", "1024", "8192", "--models", "llama-8b", "llama-70b",
+    ]  # fmt: skip
     assert cli.main(["simulate", *options, "--json", str(rows_file.with_name("out.json"))]) == 0
     out = capsys.readouterr().out
     predictions = json.loads(rows_file.with_name("out.json").read_text())["predictions"]
@@ -240,16 +218,11 @@ def test_what_limits_a_prediction_is_explained(rows_file: Path, capsys: pytest.C
         assert (f"  - {limit}: {meaning}" in out) == (limit in best.values())
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"a": 1}, 'it has no list "rows"'),
-        ({"rows": 3}, 'it has no list "rows"'),
-        ([], 'it has no list "rows"'),
-        ({"rows": [{"pass": "fprop", "M": 1}]}, "row 1 of its rows has no case, op, N, K, "),
-        ({"rows": [1]}, "row 1 of its rows has no case, op, pass, "),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    ({"a": 1}, 'it has no list "rows"'), ({"rows": 3}, 'it has no list "rows"'), ([], 'it has no list "rows"'),
+    ({"rows": [{"pass": "fprop", "M": 1}]}, "row 1 of its rows has no case, op, N, K, "),
+    ({"rows": [1]}, "row 1 of its rows has no case, op, pass, "),
+])  # fmt: skip
 def test_a_file_of_something_else_is_named_in_words(content, message, tmp_path: Path, capsys):
     """Fails without the look at what is there: it said KeyError('rows')."""
     (tmp_path / "x.json").write_text(json.dumps(content))
@@ -342,23 +315,20 @@ def test_a_larger_group_stands_beside_what_two_ranks_said_of_it(rows_file: Path,
     assert "rows of other machines and links are not compared" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "no measurements: name a file of rows with --rows FILE"),
-        (["--rows", "{folder}/none.json"], "cannot be read"),
-        (["--rows", "{rows}", "--link", "host"], "has rows of nvlink only"),
-        (["--rows", "{rows}", "--link", "-3"], "positive number of GB/s"),
-        (["--rows", "{rows}", "--ranks", "1"], "--ranks must be at least 2"),
-        (["--rows", "{rows}", "--ranks", "8", "512"], "--ranks must be at most 256, got 512"),
-        (["--rows", "{rows}", "--tokens", "0"], "--tokens must be at least 1, got 0"),
-        (["--rows", "{rows}", "--link", "nan"], "write nvlink, host or a positive number of GB/s"),
-        (["--rows", "{rows}", "--ranks", "7"], "must be multiples of the group size 7"),
-        (["--rows", "{cpu}"], "no rows from GPUs"),
-        (["--rows", "{fp32}"], "has rows of float32: what is predicted is bfloat16"),
-        (["--rows", "{rows}", "--against", "{fp32}"], "has rows of float32: what is predicted is bfloat16"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ([], "no measurements: name a file of rows with --rows FILE"),
+    (["--rows", "{folder}/none.json"], "cannot be read"),
+    (["--rows", "{rows}", "--link", "host"], "has rows of nvlink only"),
+    (["--rows", "{rows}", "--link", "-3"], "positive number of GB/s"),
+    (["--rows", "{rows}", "--ranks", "1"], "--ranks must be at least 2"),
+    (["--rows", "{rows}", "--ranks", "8", "512"], "--ranks must be at most 256, got 512"),
+    (["--rows", "{rows}", "--tokens", "0"], "--tokens must be at least 1, got 0"),
+    (["--rows", "{rows}", "--link", "nan"], "write nvlink, host or a positive number of GB/s"),
+    (["--rows", "{rows}", "--ranks", "7"], "must be multiples of the group size 7"),
+    (["--rows", "{cpu}"], "no rows from GPUs"),
+    (["--rows", "{fp32}"], "has rows of float32: what is predicted is bfloat16"),
+    (["--rows", "{rows}", "--against", "{fp32}"], "has rows of float32: what is predicted is bfloat16"),
+])  # fmt: skip
 def test_without_measurements_nothing_is_predicted(options, message, rows_file: Path, capsys):
     cpu = rows_file.with_name("cpu.json")
     Report(cpu, {}, [Row.from_json(row.as_json() | {"device": "cpu"}) for row in measured_rows()]).write()

@@ -37,7 +37,7 @@ def test_no_figure_is_typed_by_hand(document):
     assert not words, "\n".join(words)
 
 
-def test_every_file_of_rows_is_in_some_table_and_every_report_has_its_own():
+def test_files_of_rows_are_in_tables_each_report_has_its_own():
     texts = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
     file = re.compile(r"^<!-- table: \S+ (?:\S*/)?(\S+\.json)", re.M)
     used = {name for text in texts.values() for name in file.findall(text)}
@@ -91,17 +91,13 @@ def test_rows_of_several_runs_keep_what_their_headers_say(tmp_path):
     assert len(read_rows(tmp_path / "rows.json")) == 6
 
 
-@pytest.mark.parametrize(
-    ("data", "marker", "message"),
-    [
-        (STEPS, "whole-steps rows.json", 'no table "whole-steps"; known are linears,'),
-        (STEPS, "whole-step rows.json commit=x", "rows.json has no such rows"),
-        (STEPS, "linears rows.json", "rows.json has no such rows"),
-        (STEPS, "whole-step missing.json", "missing.json: no file of rows"),
-        ([STEPS], "whole-step rows.json", "rows.json: no file of rows"),
-        (STEPS, "whole-step", "not the form"),
-    ],
-)
+@pytest.mark.parametrize(("data", "marker", "message"), [
+    (STEPS, "whole-steps rows.json", 'no table "whole-steps"; known are linears,'),
+    (STEPS, "whole-step rows.json commit=x", "rows.json has no such rows"),
+    (STEPS, "linears rows.json", "rows.json has no such rows"),
+    (STEPS, "whole-step missing.json", "missing.json: no file of rows"),
+    ([STEPS], "whole-step rows.json", "rows.json: no file of rows"), (STEPS, "whole-step", "not the form"),
+])  # fmt: skip
 def test_what_cannot_be_rendered_is_refused(tmp_path, data, marker, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         rendered(tmp_path, data, marker)
@@ -131,7 +127,7 @@ def test_the_command_writes_documents_that_changed(tmp_path, capsys):
     assert "1 table, as it was" in capsys.readouterr().out
 
 
-def test_the_command_writes_nothing_if_one_document_cannot_be_rendered(tmp_path, capsys):
+def test_the_command_writes_nothing_if_a_document_fails(tmp_path, capsys):
     (tmp_path / "rows.json").write_text(json.dumps(STEPS))
     good, bad = tmp_path / "good.md", tmp_path / "bad.md"
     good.write_text("<!-- table: whole-step rows.json -->\n<!-- end -->\n")
@@ -141,13 +137,10 @@ def test_the_command_writes_nothing_if_one_document_cannot_be_rendered(tmp_path,
     assert "101" not in good.read_text()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--report", "no.md"], "--report no.md: No such file"),
-        (["--report", "README.md", "--rounds", "3", "--json", "f"], "--json, --rounds: of rows, which --report does"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--report", "no.md"], "--report no.md: No such file"),
+    (["--report", "README.md", "--rounds", "3", "--json", "f"], "--json, --rounds: of rows, which --report does"),
+])  # fmt: skip
 def test_what_the_command_refuses(arguments, message, capsys):
     assert cli.main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -87,19 +87,10 @@ step | ... | rank 20                      | rank 21                      | ...
 """
 
 
-def test_ring_reduce_scatter_of_four() -> None:
+def test_grids_of_four() -> None:
     assert render(build("reduce_scatter", "ring", 4)) == RING_REDUCE_SCATTER
-
-
-def test_direct_reduce_scatter_of_four() -> None:
     assert render(build("reduce_scatter", "direct", 4)) == DIRECT_REDUCE_SCATTER
-
-
-def test_ring_all_gather_of_four() -> None:
     assert render(build("all_gather", "ring", 4)) == RING_ALL_GATHER
-
-
-def test_mark() -> None:
     assert render(build("all_gather", "direct", 4), mark=(2, 2)) == DIRECT_ALL_GATHER_MARKED
 
 
@@ -162,17 +153,10 @@ def test_one_rank() -> None:
     assert "adds" not in text
 
 
-@pytest.mark.parametrize(
-    ("schedule", "text"),
-    [
-        (build("all_gather", "ring", 1), "ring all-gather: 1 rank, 1 chunk per shard"),
-        (build("all_gather", "direct", 2), "direct all-gather: 2 ranks, 1 chunk per shard"),
-        (
-            build("reduce_scatter", "ring", 8, 2),
-            "ring reduce-scatter: 8 ranks, 2 chunks per shard",
-        ),
-    ],
-    ids=["one", "gather", "scatter"],
-)
+@pytest.mark.parametrize(("schedule", "text"), [
+    (build("all_gather", "ring", 1), "ring all-gather: 1 rank, 1 chunk per shard"),
+    (build("all_gather", "direct", 2), "direct all-gather: 2 ranks, 1 chunk per shard"),
+    (build("reduce_scatter", "ring", 8, 2), "ring reduce-scatter: 8 ranks, 2 chunks per shard"),
+], ids=["one", "gather", "scatter"])  # fmt: skip
 def test_one_line(schedule: Schedule, text: str) -> None:
     assert describe(schedule) == text

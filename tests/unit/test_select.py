@@ -11,17 +11,13 @@ from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.config import TransportConfig
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.transport import select
-from tests.harness import run_threads
+from tests.harness import on_ranks, run_threads
 
 
-@pytest.mark.parametrize(
-    ("hosts", "gpus", "expected"),
-    [
-        (["a", "a"], ["0", None], "group rank 1 has no CUDA device"),
-        (["a", "b"], ["0", "1"], "the ranks are on 2 hosts"),
-        (["a", "a", "a"], ["0", "1", "0"], "several ranks share a GPU"),
-    ],
-)
+@pytest.mark.parametrize(("hosts", "gpus", "expected"), [
+    (["a", "a"], ["0", None], "group rank 1 has no CUDA device"), (["a", "b"], ["0", "1"], "the ranks are on 2 hosts"),
+    (["a", "a", "a"], ["0", "1", "0"], "several ranks share a GPU"),
+])  # fmt: skip
 def test_what_keeps_the_copy_engine_from_serving_is_said(hosts, gpus, expected, monkeypatch):
     monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
     assert select._find_obstacle(hosts, gpus, gpus[0]).startswith(expected)
@@ -38,19 +34,16 @@ def test_a_copy_engine_that_cannot_serve_is_refused_on_all_ranks(monkeypatch):
     run_threads(3, body)
 
 
-@pytest.mark.parametrize(
-    ("backend", "gpus", "hosts", "has_nccl", "mapping", "advice"),
-    [
-        ("nccl", [None, None], ["a", "a"], True, "", ["gloo", "auto"]),
-        ("nccl", ["0", "1"], ["a", "a"], False, "", ["gloo", "auto"]),
-        ("copy_engine", [None, None], ["a", "a"], True, "", ["gloo", "auto"]),
-        ("copy_engine", ["0", None], ["a", "a"], True, "", ["gloo", "auto"]),
-        ("copy_engine", ["0", "1"], ["a", "b"], False, "", ["gloo", "auto"]),
-        ("copy_engine", ["0", "0"], ["a", "a"], True, "", ["gloo"]),
-        ("copy_engine", ["0", "1"], ["a", "b"], True, "", ["nccl", "auto"]),
-        ("copy_engine", ["0", "1"], ["a", "a"], True, "group rank 0 cannot share memory", ["nccl", "auto"]),
-    ],
-)
+@pytest.mark.parametrize(("backend", "gpus", "hosts", "has_nccl", "mapping", "advice"), [
+    ("nccl", [None, None], ["a", "a"], True, "", ["gloo", "auto"]),
+    ("nccl", ["0", "1"], ["a", "a"], False, "", ["gloo", "auto"]),
+    ("copy_engine", [None, None], ["a", "a"], True, "", ["gloo", "auto"]),
+    ("copy_engine", ["0", None], ["a", "a"], True, "", ["gloo", "auto"]),
+    ("copy_engine", ["0", "1"], ["a", "b"], False, "", ["gloo", "auto"]),
+    ("copy_engine", ["0", "0"], ["a", "a"], True, "", ["gloo"]),
+    ("copy_engine", ["0", "1"], ["a", "b"], True, "", ["nccl", "auto"]),
+    ("copy_engine", ["0", "1"], ["a", "a"], True, "group rank 0 cannot share memory", ["nccl", "auto"]),
+])  # fmt: skip
 def test_what_a_refusal_advises_is_not_refused(backend, gpus, hosts, has_nccl, mapping, advice, monkeypatch):
     """Fails where nccl is advised to whom has no GPU, no NCCL, or a GPU of which other ranks are, too."""
     monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
@@ -77,12 +70,10 @@ def test_what_a_refusal_advises_is_not_refused(backend, gpus, hosts, has_nccl, m
         assert found in (other, "gloo", "nccl")
 
 
-def test_gloo_serves_groups_without_a_cuda_backend():
-    def body(group, device):
-        with OverlapContext(group) as context:
-            assert context.transport_name == "gloo"
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_gloo_serves_groups_without_a_cuda_backend(group, device):
+    with OverlapContext(group) as context:
+        assert context.transport_name == "gloo"
 
 
 class CudaGroup:
@@ -97,17 +88,12 @@ class CudaGroup:
         return 2
 
 
-@pytest.mark.parametrize(
-    ("others", "mapping", "environment", "expected"),
-    [
-        ("", "", {}, "copy_engine"),
-        ("", "", {"NCCL_P2P_DISABLE": "0"}, "copy_engine"),
-        ("device 1 cannot address the memory of device 0", "", {}, "nccl"),
-        ("", "", {"NCCL_P2P_DISABLE": "1"}, "nccl"),
-        ("NCCL_P2P_DISABLE is set", "", {}, "nccl"),
-        ("", "group rank 0 cannot share memory with the others: no pidfd_getfd", {}, "nccl"),
-    ],
-)
+@pytest.mark.parametrize(("others", "mapping", "environment", "expected"), [
+    ("", "", {}, "copy_engine"), ("", "", {"NCCL_P2P_DISABLE": "0"}, "copy_engine"),
+    ("device 1 cannot address the memory of device 0", "", {}, "nccl"), ("", "", {"NCCL_P2P_DISABLE": "1"}, "nccl"),
+    ("NCCL_P2P_DISABLE is set", "", {}, "nccl"),
+    ("", "group rank 0 cannot share memory with the others: no pidfd_getfd", {}, "nccl"),
+])  # fmt: skip
 def test_auto_takes_the_copy_engine_where_no_rank_objects(others, mapping, environment, expected, monkeypatch):
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     for name, value in environment.items():
@@ -126,15 +112,11 @@ def test_auto_takes_the_copy_engine_where_no_rank_objects(others, mapping, envir
     assert select.choose_backend(CudaGroup(), TransportConfig(), exchange) == expected
 
 
-@pytest.mark.parametrize(
-    ("other_host", "complaint", "environment", "expected"),
-    [
-        ("here", "", {}, select.DIRECT),
-        ("here", "", {"NCCL_P2P_DISABLE": "1"}, select.THROUGH_HOST_MEMORY),
-        ("here", "device 1 cannot address the memory of device 0", {}, select.THROUGH_HOST_MEMORY),
-        ("there", "device 1 cannot address the memory of device 0", {"NCCL_P2P_DISABLE": "1"}, select.DIRECT),
-    ],
-)
+@pytest.mark.parametrize(("other_host", "complaint", "environment", "expected"), [
+    ("here", "", {}, select.DIRECT), ("here", "", {"NCCL_P2P_DISABLE": "1"}, select.THROUGH_HOST_MEMORY),
+    ("here", "device 1 cannot address the memory of device 0", {}, select.THROUGH_HOST_MEMORY),
+    ("there", "device 1 cannot address the memory of device 0", {"NCCL_P2P_DISABLE": "1"}, select.DIRECT),
+])  # fmt: skip
 def test_how_nccl_sends_follows_from_the_link(other_host, complaint, environment, expected, monkeypatch):
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     for name, value in environment.items():
@@ -150,7 +132,7 @@ def test_how_nccl_sends_follows_from_the_link(other_host, complaint, environment
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
-def test_auto_exchanges_on_all_ranks_and_takes_gloo_where_one_has_no_gpu(has_gpu, monkeypatch):
+def test_auto_takes_gloo_where_one_rank_has_no_gpu(has_gpu, monkeypatch):
     monkeypatch.setattr(select.torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(select.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(select.torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="gpu-0"))

@@ -109,7 +109,7 @@ def test_the_exit_waits_for_what_is_done_in_time(alarms):
     assert alarms == []
 
 
-def test_links_are_released_once_and_forgotten_when_nothing_is_in_flight(alarms):
+def test_links_are_released_once_and_forgotten(alarms):
     released = []
     links = [Link(is_in_flight=True) for _ in range(3)]
     for link in links:
@@ -168,7 +168,7 @@ def test_a_context_may_be_found_by_garbage_collection_meanwhile(alarms):
 
 
 @pytest.mark.parametrize("is_first_to_fail", [False, True])
-def test_who_closes_a_context_waits_for_the_thread_that_releases_it_already(is_first_to_fail, alarms):
+def test_who_closes_waits_for_the_thread_that_releases(is_first_to_fail, alarms):
     """Else its buffers would be there still when close() returns."""
     own, released, is_at_it, may_go_on = Link(is_in_flight=False), [], threading.Event(), threading.Event()
 
@@ -204,7 +204,7 @@ def test_a_context_may_be_closed_while_this_thread_releases_it(alarms):
     assert released == [0]
 
 
-def test_many_threads_release_each_context_once_and_before_its_owner_goes_on(alarms):
+def test_many_threads_release_each_context_once(alarms):
     released = []
 
     class SlowLink(LinkUntil):
@@ -243,10 +243,11 @@ def test_what_cannot_be_released_is_no_error_of_another_context(alarms, caplog):
     assert (shutdown._links, shutdown._left) == ({later}, {})
 
 
-def test_a_failed_context_makes_the_exit_short(alarms, monkeypatch):
+@pytest.mark.parametrize("said", [{"failure": ValueError()}, {"is_left_by_error": True}])
+def test_a_failed_context_makes_the_exit_short(said, alarms, monkeypatch):
     monkeypatch.setattr(shutdown, "_AFTER_AN_ERROR_S", 0.1)
     link = Link(is_in_flight=True)
-    link.failure = ValueError()
+    vars(link).update(said)
     shutdown.track_until_exit(link)
     began = time.monotonic()
     shutdown._limit_the_exit()
@@ -290,7 +291,7 @@ def test_ctrl_c_while_the_exit_waits_leaves_a_limit(alarms, monkeypatch, caplog)
     assert "KeyboardInterrupt" in caplog.text
 
 
-def test_ctrl_c_while_a_context_is_released_leaves_it_to_the_next_time(alarms):
+def test_ctrl_c_in_a_release_leaves_it_to_the_next_time(alarms):
     released = []
 
     def release():
@@ -307,17 +308,6 @@ def test_ctrl_c_while_a_context_is_released_leaves_it_to_the_next_time(alarms):
     shutdown.release_what_is_done()
     assert released == ["interrupted", "done"]
     assert (shutdown._links, shutdown._left) == (set(), {})
-
-
-def test_a_context_that_was_left_by_an_error_makes_the_exit_short(alarms, monkeypatch):
-    monkeypatch.setattr(shutdown, "_AFTER_AN_ERROR_S", 0.1)
-    link = Link(is_in_flight=True)
-    link.is_left_by_error = True
-    shutdown.track_until_exit(link)
-    began = time.monotonic()
-    shutdown._limit_the_exit()
-    assert time.monotonic() - began < 10
-    assert alarms[-1] == 30
 
 
 def _end_with_something_in_flight(how, folder):

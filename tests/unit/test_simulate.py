@@ -71,7 +71,7 @@ def test_equal_costs_give_the_closed_form(kind, algorithm, group_size, m, gemm_u
     gemm_us=st.floats(0, 1e6, allow_subnormal=False),
     wire_us=st.floats(0, 1e6, allow_subnormal=False),
 )
-def test_bound_with_one_chunk_is_a_first_step_and_the_slower_of_two(n, gemm_us, wire_us):
+def test_bound_with_one_chunk_is_a_step_and_the_slower_of_two(n, gemm_us, wire_us):
     expected = gemm_us / n + (n - 1) * max(gemm_us / n, wire_us / (n - 1))
     assert closed_form_us(gemm_us, wire_us, n) == pytest.approx(expected)
 

@@ -125,19 +125,12 @@ def test_events_are_given_back(driver):
     assert driver.called[-1] == ("cuEventDestroy", "event")
 
 
-@pytest.mark.parametrize(
-    ("status", "answer"),
-    [
-        ("CUDA_SUCCESS", True),
-        ("CUDA_ERROR_NOT_READY", False),
-        ("CUDA_ERROR_CAPTURED_EVENT", False),
-        ("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", False),
-        ("CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD", False),
-        ("CUDA_ERROR_ILLEGAL_ADDRESS", TransportError),
-        ("CUDA_ERROR_ASSERT", TransportError),
-        ("CUDA_ERROR_LAUNCH_FAILED", TransportError),
-    ],
-)
+@pytest.mark.parametrize(("status", "answer"), [
+    ("CUDA_SUCCESS", True), ("CUDA_ERROR_NOT_READY", False), ("CUDA_ERROR_CAPTURED_EVENT", False),
+    ("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", False), ("CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD", False),
+    ("CUDA_ERROR_ILLEGAL_ADDRESS", TransportError), ("CUDA_ERROR_ASSERT", TransportError),
+    ("CUDA_ERROR_LAUNCH_FAILED", TransportError),
+])  # fmt: skip
 def test_a_device_that_has_failed_is_not_one_that_is_still_at_it(status, answer, driver):
     """It was: contexts were in flight for good, and the exit waited for that."""
     driver.answers["cuEventQuery"] = (getattr(bindings.CUresult, status),)

@@ -134,7 +134,7 @@ def test_other_addresses_and_other_tapes_are_other_calls(graphs):
     assert not graphs.run(other, HERE, 0)
 
 
-def test_what_the_driver_refuses_is_made_step_by_step_from_then_on(graphs, monkeypatch, caplog):
+def test_what_the_driver_refuses_is_made_step_by_step_after(graphs, monkeypatch, caplog):
     monkeypatch.setattr(Graph, "refusal", RuntimeError("not permitted"))
     one = tape()
     for _ in range(3):
@@ -172,7 +172,7 @@ def test_a_tape_that_is_forgotten_takes_its_graphs_with_it(device, graphs):
         del another
 
 
-def test_of_too_many_calls_in_a_cycle_those_that_are_graphs_remain(device):
+def test_of_too_many_calls_in_a_cycle_the_graphs_remain(device):
     graphs, one = within(4), tape()
     for _ in range(4):
         for address in range(6):
@@ -193,7 +193,7 @@ def test_a_call_that_was_refused_counts_again(graphs):
     assert call(graphs, one, 3)
 
 
-def test_calls_that_come_often_become_graphs_in_place_of_those_that_come_rarely(graphs):
+def test_frequent_calls_become_graphs_in_place_of_rare_ones(graphs):
     one = tape()
     call(graphs, one, 1, times=4)
     call(graphs, one, 2, times=4)
@@ -206,7 +206,7 @@ def test_calls_that_come_often_become_graphs_in_place_of_those_that_come_rarely(
 
 
 @pytest.mark.parametrize("num_lengths", [10, 100, 1000])
-def test_after_a_thousand_calls_of_random_lengths_a_known_one_is_a_graph_again(device, num_lengths):
+def test_after_a_thousand_random_lengths_a_known_one_is_a_graph(device, num_lengths):
     graphs, known, draw = within(16), tape(), random.Random(0)
     assert call(graphs, known, 1, times=4)
     tapes = [tape() for _ in range(num_lengths)]
@@ -218,7 +218,7 @@ def test_after_a_thousand_calls_of_random_lengths_a_known_one_is_a_graph_again(d
     assert graphs.size_bytes <= 16 * MIB
 
 
-def test_addresses_that_do_not_return_are_forgotten_and_graphs_are_not(graphs, monkeypatch):
+def test_addresses_that_do_not_return_are_forgotten(graphs, monkeypatch):
     monkeypatch.setattr(tape_graphs, "_MOST_SEEN", 8)
     one, tapes = tape(), [tape() for _ in range(10)]
     call(graphs, one, 1, times=4)
@@ -236,7 +236,7 @@ def test_there_is_no_graph_where_none_has_room(graphs, device):
     assert graphs.num_alive == none.num_alive == device.used_bytes == 0
 
 
-def test_graphs_that_come_and_go_with_their_tapes_do_not_seem_to_grow(device):
+def test_graphs_that_go_with_their_tapes_do_not_seem_to_grow(device):
     graphs = within(16)
     for _ in range(50):
         tapes = [tape() for _ in range(4)]
@@ -289,16 +289,11 @@ def test_lanes_are_given_back_once_when_a_context_closes(monkeypatch):
     assert len(set(map(id, given_back))) == len(given_back) == 4
 
 
-@pytest.mark.parametrize(
-    ("queries", "heads", "num_lanes"),
-    [
-        (4096, 16, 2),  # 8B, two ranks, 8192 tokens: 512 blocks
-        (2048, 8, 3),  # four ranks: 128, a few fewer than an H200 runs at a time
-        (1024, 4, 4),  # eight: 32
-        (512, 1024, 2),
-        (1, 1, 4),
-        (0, 4, 4),
-    ],
-)
+@pytest.mark.parametrize(("queries", "heads", "num_lanes"), [
+    (4096, 16, 2),  # 8B, two ranks, 8192 tokens: 512 blocks
+    (2048, 8, 3),  # four ranks: 128, a few fewer than an H200 runs at a time
+    (1024, 4, 4),  # eight: 32
+    (512, 1024, 2), (1, 1, 4), (0, 4, 4),
+])  # fmt: skip
 def test_as_many_lanes_as_small_pieces_need_to_fill_a_gpu(queries, heads, num_lanes):
     assert lanes.choose_num_lanes(queries, heads, torch.device("cpu")) == num_lanes

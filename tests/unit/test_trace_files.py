@@ -87,7 +87,7 @@ def test_batches_of_one_step_pair_in_the_order_of_their_issue() -> None:
     assert pairs == [(0, 5, 5), (0, 9, 9), (1, 5, 5), (1, 9, 9)]
 
 
-def test_an_arrival_whose_sender_is_not_in_the_recording_has_no_arrow() -> None:
+def test_an_arrival_without_its_sender_has_no_arrow() -> None:
     recording = {0: [batch(1, 1, 0, 5)]}
     trace = chrome_trace(recording)
     check(trace, [recording])
@@ -205,16 +205,6 @@ def test_every_stream_has_a_row_where_there_is_room(
     draw_timeline(tmp_path / "a.png", {0: kernels})
     height = 0.8 / rows
     assert drawn == [{(round(0.4 - (n + 1) * height, 3), round(height, 3)) for n in range(rows)}]
-
-
-def test_the_search_for_cut_labels_finds_them(tmp_path: Path, cut_labels: list[str]) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4, 1))
-    figure.text(0.1, 0.5, "fits")
-    figure.text(0.8, 0.5, "reaches over the edge")
-    figure.savefig(tmp_path / "a.png")
-    assert cut_labels == ["reaches over the edge"]
 
 
 def test_export_writes_trace_and_picture(tmp_path: Path) -> None:

@@ -77,36 +77,23 @@ def calls_in(trace: dict[str, Any], num_calls: int = 2) -> list[tuple[int, str, 
     return [(i.call, i.track, i.start_us) for i in intervals_of_trace(trace, num_calls)]
 
 
-@pytest.mark.parametrize(
-    ("name", "track", "short", "op"),
-    [
-        (PERSISTENT, "compute", "GEMM, 112 SMs", "GEMM kernels"),
-        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "compute", "GEMM", "GEMM kernels"),
-        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>", "compute", "GEMM", "GEMM kernels"),
-        (
-            "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90>>",
-            "compute",
-            "attention",
-            "attention",
-        ),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "compute", "attention", "attention"),
-        ("cudnn_generated_fort_native_sdpa_sm90_knob_7_64x128x128_bprop", "compute", "attention", "attention"),
-        ("void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16>", "compute", "attention", "attention"),
-        ("void cudnn::fusion::convert_dq_to_16bits<true, __nv_bfloat16>", "compute", "attention", "attention"),
-        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "compute", "attention", "attention"),
-        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", "compute", "attention", "attention"),
-        ("sum_partials_kernel", "compute", "sum", "other kernels"),
-        (
-            "void at::native::vectorized_elementwise_kernel<4, x>",
-            "compute",
-            "vectorized_elementwise_k",
-            "other kernels",
-        ),
-        (NCCL, "transfer", "NCCL SendRecv", "NCCL kernels"),
-        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x)", "transfer", "NCCL ReduceScatter", "NCCL kernels"),
-        ("userbuffers_fp16_sum_inplace_gpu_rr_rs", "transfer", "userbuffers_fp16_sum_inp", "NCCL kernels"),
-    ],
-)
+@pytest.mark.parametrize(("name", "track", "short", "op"), [
+    (PERSISTENT, "compute", "GEMM, 112 SMs", "GEMM kernels"),
+    ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "compute", "GEMM", "GEMM kernels"),
+    ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>", "compute", "GEMM", "GEMM kernels"),
+    ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90>>", "compute", "attention", "attention"),
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "compute", "attention", "attention"),
+    ("cudnn_generated_fort_native_sdpa_sm90_knob_7_64x128x128_bprop", "compute", "attention", "attention"),
+    ("void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16>", "compute", "attention", "attention"),
+    ("void cudnn::fusion::convert_dq_to_16bits<true, __nv_bfloat16>", "compute", "attention", "attention"),
+    ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "compute", "attention", "attention"),
+    ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", "compute", "attention", "attention"),
+    ("sum_partials_kernel", "compute", "sum", "other kernels"),
+    ("void at::native::vectorized_elementwise_kernel<4, x>", "compute", "vectorized_elementwise_k", "other kernels"),
+    (NCCL, "transfer", "NCCL SendRecv", "NCCL kernels"),
+    ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x)", "transfer", "NCCL ReduceScatter", "NCCL kernels"),
+    ("userbuffers_fp16_sum_inplace_gpu_rr_rs", "transfer", "userbuffers_fp16_sum_inp", "NCCL kernels"),
+])  # fmt: skip
 def test_kernels_are_sorted_by_name(name: str, track: str, short: str, op: str) -> None:
     (interval,) = intervals_of_trace(trace_of(work(name, 110, 5, launched=25)), 2)
     assert (interval.track, interval.name) == (track, short)
@@ -114,7 +101,7 @@ def test_kernels_are_sorted_by_name(name: str, track: str, short: str, op: str) 
     assert (interval.detail, interval.row, interval.call) == (name, "stream 7", 1)
 
 
-def test_copies_are_transfers_between_devices_and_on_streams_without_kernels() -> None:
+def test_copies_between_devices_are_transfers() -> None:
     intervals = intervals_of_trace(
         trace_of(
             work(PERSISTENT, 101, 5, launched=23),
@@ -131,7 +118,7 @@ def test_copies_are_transfers_between_devices_and_on_streams_without_kernels() -
     assert tracks == ["compute", "compute", "transfer", "transfer", "compute", "transfer", "transfer"]
 
 
-def test_copies_by_the_driver_are_transfers_also_where_a_graph_runs_them_among_kernels() -> None:
+def test_copies_by_the_driver_are_transfers_among_kernels_too() -> None:
     """Fails where streams alone are looked at: a graph's are the driver's choice."""
     found = calls_in(
         trace_of(
@@ -297,13 +284,10 @@ def interval(name: str, track: str, start_us: float, end_us: float, call: int = 
 
 def test_a_summary_is_the_mean_of_calls_metered_by_themselves() -> None:
     calls = [
-        interval("multiply 1", "compute", 0, 10),
-        interval("to rank 1 from rank 1", "transfer", 10, 18),
-        interval("multiply 0", "compute", 10, 16),
-        interval("sum", "compute", 18, 21),
-        interval("GEMM, 112 SMs", "compute", 30, 40, call=2),
-        interval("NCCL SendRecv", "transfer", 35, 40, call=2),
-    ]
+        interval("multiply 1", "compute", 0, 10), interval("to rank 1 from rank 1", "transfer", 10, 18),
+        interval("multiply 0", "compute", 10, 16), interval("sum", "compute", 18, 21),
+        interval("GEMM, 112 SMs", "compute", 30, 40, call=2), interval("NCCL SendRecv", "transfer", 35, 40, call=2),
+    ]  # fmt: skip
     assert summarize(calls) == Summary(
         calls=2,
         span_us=15.5,
@@ -341,7 +325,7 @@ def test_a_tail_begins_where_products_and_attention_end(last: str, tail_us: floa
     assert summarize(call).tail_us == tail_us
 
 
-def test_what_was_recorded_a_second_time_closer_to_the_work_is_dropped() -> None:
+def test_what_was_recorded_again_closer_to_the_work_is_dropped() -> None:
     outer = [interval("multiply 0", "compute", 0, 10), interval("all-gather", "transfer", 10, 20)]
     inner = interval("GEMM 1x2x3", "compute", 1, 9)
     elsewhere = [interval("GEMM 1x2x3", "compute", 11, 19), interval("GEMM 1x2x3", "compute", 9, 11)]

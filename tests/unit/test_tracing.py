@@ -23,22 +23,14 @@ def transfer(start_us: float, end_us: float, step: int = 0) -> Interval:
     return Interval(f"batch {step}", "transfer", start_us, end_us, step, "all_gather_linear", 0)
 
 
-@pytest.mark.parametrize(
-    ("intervals", "exposed"),
-    [
-        ([], 0.0),
-        ([compute(0, 10)], 0.0),
-        ([transfer(0, 10)], 10.0),
-        ([compute(0, 10), transfer(2, 8)], 0.0),
-        ([compute(0, 10), transfer(5, 15)], 5.0),
-        ([compute(5, 10), transfer(0, 20)], 15.0),
-        ([compute(0, 4), compute(6, 9), transfer(2, 12)], 5.0),
-        ([compute(0, 4), compute(3, 9), transfer(2, 8)], 0.0),
-        # Two transfers at once count once.
-        ([transfer(0, 10), transfer(5, 12), compute(0, 6)], 6.0),
-        ([compute(100, 200), transfer(0, 10), transfer(300, 305)], 15.0),
-    ],
-)
+@pytest.mark.parametrize(("intervals", "exposed"), [
+    ([], 0.0), ([compute(0, 10)], 0.0), ([transfer(0, 10)], 10.0), ([compute(0, 10), transfer(2, 8)], 0.0),
+    ([compute(0, 10), transfer(5, 15)], 5.0), ([compute(5, 10), transfer(0, 20)], 15.0),
+    ([compute(0, 4), compute(6, 9), transfer(2, 12)], 5.0), ([compute(0, 4), compute(3, 9), transfer(2, 8)], 0.0),
+    # Two transfers at once count once.
+    ([transfer(0, 10), transfer(5, 12), compute(0, 6)], 6.0),
+    ([compute(100, 200), transfer(0, 10), transfer(300, 305)], 15.0),
+])  # fmt: skip
 def test_exposed_time_is_transfers_without_computation(intervals: list[Interval], exposed: float) -> None:
     assert exposed_us(intervals) == pytest.approx(exposed, abs=1e-12)
     assert exposed_us(reversed(intervals)) == pytest.approx(exposed, abs=1e-12)

@@ -51,7 +51,7 @@ class _Transfer(Transfer):
         return self._is_done
 
 
-def test_who_asks_whether_all_is_done_takes_nothing_from_the_watchdogs_list() -> None:
+def test_who_asks_takes_nothing_from_the_watchdogs_list() -> None:
     """Both drop what is complete: what the other has dropped meanwhile must not cost the next entry."""
     overdue: list[str] = []
     for _ in range(20):

@@ -1,8 +1,4 @@
-"""Checks of layers that somebody else has derived from ours, or put something around. Each is run on all ranks.
-
-Quantisers change the class of a layer to one that derives from its class, found by the class or by its `forward`, and
-replace Megatron's module functions while `super().forward` runs. Whoever overlaps such a layer passes them by.
-"""
+"""Models that are built already, converted in place; layers that others derive from, wrap, or know by their class."""
 
 import functools
 import logging
@@ -19,7 +15,8 @@ from torch import distributed as dist
 from torch.nn.utils import parametrize
 
 from commfuse_megatron import OverlapConfig
-from commfuse_megatron.errors import ConfigError
+from commfuse_megatron.config import AttentionConfig, FallbackConfig
+from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.plugin import (
     CommFuseColumnParallelLinear,
     CommFuseLayerNormColumnParallelLinear,
@@ -33,18 +30,152 @@ from commfuse_megatron.plugin import (
 )
 from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from commfuse_megatron.plugin.decision import state_of
+from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, transformer_config
+from tests.megatron.harness import checks_of_module, make_cpu_test
 from tests.megatron.layers import (
     IN,
     KINDS,
+    OUT,
+    _values,
     assert_equal,
-    assert_overlapped,
+    assert_ours_pass_for,
+    assert_overlapped_as_stock,
     assert_stock,
     build,
     config,
     example_input,
+    fsdp_takes_it_for,
+    make_embedding,
+    make_linear,
     pair,
+    pair_and_input,
     run,
 )
+
+_FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def check_convert_model(group_size: int) -> None:
+    gpt = SmallGPT(dtype=torch.float64, num_layers=1)
+    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
+    stock = build_gpt(gpt, transformer_config(gpt, group_size), overlap=False)
+    expected = loss_of(stock, tokens)
+    hooked: list[Any] = []
+    stock.output_layer.register_forward_hook(lambda *_: hooked.append(1))
+    parameters = dict(stock.named_parameters())
+    overlap = OverlapConfig(record=True)
+    assert convert_model(stock) is stock
+    assert convert_model([stock], overlap)[0] is stock
+    assert convert_model(stock) is stock
+    assert type(stock.output_layer) is CommFuseColumnParallelLinear
+    assert all(p is parameters[name] for name, p in stock.named_parameters())
+    found = loss_of(stock, tokens)
+    assert abs(found - expected) <= 1e-13 * abs(expected)
+    report = model_report(stock)
+    assert [layer.path for layer in report.layers] == ["overlapped"] * 6
+    assert hooked == [1]
+    assert state_of(stock.output_layer).context.config == overlap
+    assert state_of(stock.output_layer).name == "output_layer"
+    with pytest.raises(ConfigError, match="torch module"):
+        convert_model("model")
+
+
+def check_conversion_keeps_layers_with_tensors_of_somebody_else(group_size: int) -> None:
+    """Fails without the look at names: such layers were re-classed, and nothing said so."""
+    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
+    stock, ours, off = (_gpt_with_adapters(group_size) for _ in range(3))
+    strict = OverlapConfig(fallback=FallbackConfig(unsupported="raise"))
+    with pytest.raises(UnsupportedError, match=r"embedding.*does not know: scale_of_words"):
+        convert_model(ours, strict)
+    assert not any(type(module).__qualname__.startswith("CommFuse") for module in ours.modules())
+    off.config.commfuse = False
+    convert_model(off, strict)
+    convert_model(ours)
+    assert type(ours.decoder.layers[0].mlp.linear_fc2) is RowParallelLinear
+    losses = []
+    for model in (stock, ours):
+        losses.append(loss_of(model, tokens))
+        losses[-1].backward()
+    assert abs(losses[0] - losses[1]) <= 1e-13 * losses[0]
+    for (name, expected), found in zip(stock.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, atol=1e-12, rtol=1e-12, msg=name)
+    layers = {layer.name: layer for layer in model_report(ours).layers}
+    kept = {
+        "embedding.word_embeddings": "CommFuseVocabParallelEmbedding does not know: scale_of_words",
+        "decoder.layers.0.mlp.linear_fc1": "CommFuseColumnParallelLinear does not know: calls",
+        "decoder.layers.0.mlp.linear_fc2": "CommFuseRowParallelLinear does not know: adapter.weight",
+    }
+    for name, words in kept.items():
+        assert layers[name].path == "stock"
+        assert words in layers[name].reasons[0]
+    assert {layer.path for name, layer in layers.items() if name not in kept} == {"overlapped"}
+
+
+def check_conversion_keeps_layers_with_a_forward_of_the_instance(group_size: int) -> None:
+    """Profilers wrap so. Fails without the look at it: such layers were re-classed, and Megatron's forward ran on."""
+    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
+    gpt = SmallGPT(dtype=torch.float64, num_layers=1)
+    stock, ours = (build_gpt(gpt, transformer_config(gpt, group_size), overlap=False) for _ in range(2))
+    layer = ours.decoder.layers[0]
+    wrapped = {
+        "embedding.word_embeddings": ours.embedding.word_embeddings,
+        "decoder.layers.0.self_attention": layer.self_attention,
+        "decoder.layers.0.mlp.linear_fc1": layer.mlp.linear_fc1,
+        "decoder.layers.0.mlp.linear_fc2": layer.mlp.linear_fc2,
+    }
+    for module in wrapped.values():
+        module.forward = functools.partial(module.forward)
+    split = AttentionConfig(path="query_split")
+    with pytest.raises(UnsupportedError, match=r"embedding.*forward of its own in the instance"):
+        convert_model(ours, OverlapConfig(attention=split, fallback=FallbackConfig(unsupported="raise")))
+    convert_model(ours, OverlapConfig(attention=split))
+    assert loss_of(ours, tokens) == loss_of(stock, tokens)
+    report = model_report(ours)
+    layers = {layer.name: layer for layer in (*report.layers, *report.attentions)}
+    for name in wrapped:
+        assert layers[name].path == "stock"
+        assert "forward of its own in the instance" in layers[name].reasons[0]
+    assert layers["output_layer"].path == "overlapped"
+
+
+def _gpt_with_adapters(group_size: int) -> Any:
+    """A stock model: a parameter, a buffer and a module were put into three of its layers, and hooks that use them."""
+    gpt = SmallGPT(dtype=torch.float64, num_layers=1)
+    model = build_gpt(gpt, transformer_config(gpt, group_size), overlap=False)
+    words, mlp = model.embedding.word_embeddings, model.decoder.layers[0].mlp
+    words.scale_of_words = torch.nn.Parameter(torch.full((), 1.5, dtype=torch.float64))
+    words.register_forward_hook(lambda module, _, output: output * module.scale_of_words)
+    mlp.linear_fc1.register_buffer("calls", torch.zeros(()))
+
+    def count(module: Any, _: Any) -> None:
+        module.calls += 1
+
+    mlp.linear_fc1.register_forward_pre_hook(count)
+    features = mlp.linear_fc2.weight.size(1)
+    torch.manual_seed(5)
+    mlp.linear_fc2.adapter = torch.nn.Linear(features, features, bias=False, dtype=torch.float64)
+    mlp.linear_fc2.register_forward_pre_hook(lambda module, inputs: (module.adapter(inputs[0]),))
+    return model
+
+
+def check_sliding_windows_are_masked_in_recomputed_layers(group_size: int) -> None:
+    # Fails without a shim around autograd's engine: Megatron makes that mask on "cuda", in the recomputation, too.
+    gpt = SmallGPT(dtype=torch.float64)
+    tokens = torch.randint(gpt.vocab_size, (1, 17), generator=torch.Generator().manual_seed(9))
+    found = []
+    for overlap in (False, True):
+        for recompute in ({}, _FULL_RECOMPUTE):
+            transformer = transformer_config(gpt, group_size, window_size=(3, 0), **recompute)
+            model = build_gpt(gpt, transformer, overlap=overlap)
+            loss_of(model, tokens, with_mask=False).backward()
+            found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for others in found[1:]:
+        assert_equal(found[0], others)
+    model = build_gpt(gpt, transformer_config(gpt, group_size), overlap=False)
+    loss_of(model, tokens, with_mask=False).backward()
+    name, parameter = next((n, p) for n, p in model.named_parameters() if "linear_qkv" in n)
+    assert not torch.allclose(parameter.grad, found[0][name]), "the window changes nothing"
+
 
 FUNCTIONS = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
 
@@ -72,36 +203,32 @@ def _halving(function: Any, calls: list[str]) -> Any:
     return with_half_the_weight
 
 
-def check_quantised_layers_are_not_passed_by(group_size: int) -> None:
-    for kind in KINDS:
-        for is_converted_first in (True, False):
-            stock, ours = pair(kind, group_size)
-            x = example_input(kind, group_size)
-            if not is_converted_first:
-                ours.__class__ = type(stock)
-            calls: list[str] = []
-            for layer in (stock, ours):
-                quantised(layer, calls)
-            convert_model(torch.nn.ModuleList([ours]))
-            assert_equal(run(stock, x), run(ours, x))
-            assert calls == [FUNCTIONS[0]] * 2
-            report = model_report(torch.nn.ModuleList([ours])).layers[0]
-            assert (report.path, report.overlapped_calls) == ("stock", 0)
-            words = "derives from CommFuse" if is_converted_first else "not among the classes that are replaced"
-            assert words in report.reasons[0]
-
-
-def check_replaced_functions_are_not_passed_by(group_size: int) -> None:
-    for kind in KINDS:
-        stock, ours = pair(kind, group_size)
-        x = example_input(kind, group_size)
+def check_quantised_layers_are_not_passed_by(group_size: int, kind: str) -> None:
+    for is_converted_first in (True, False):
+        stock, ours, x = pair_and_input(kind, group_size)
+        if not is_converted_first:
+            ours.__class__ = type(stock)
         calls: list[str] = []
-        with pytest.MonkeyPatch.context() as patch:
-            for name in FUNCTIONS:
-                patch.setattr(megatron_layers, name, _halving(getattr(megatron_layers, name), calls))
-            assert_equal(run(stock, x), run(ours, x))
-        assert len(calls) == 2
-        assert_stock(ours, f"{FUNCTIONS[0]} of megatron.core.tensor_parallel.layers is replaced")
+        for layer in (stock, ours):
+            quantised(layer, calls)
+        convert_model(torch.nn.ModuleList([ours]))
+        assert_equal(run(stock, x), run(ours, x))
+        assert calls == [FUNCTIONS[0]] * 2
+        report = model_report(torch.nn.ModuleList([ours])).layers[0]
+        assert (report.path, report.overlapped_calls) == ("stock", 0)
+        words = "derives from CommFuse" if is_converted_first else "not among the classes that are replaced"
+        assert words in report.reasons[0]
+
+
+def check_replaced_functions_are_not_passed_by(group_size: int, kind: str) -> None:
+    stock, ours, x = pair_and_input(kind, group_size)
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in FUNCTIONS:
+            patch.setattr(megatron_layers, name, _halving(getattr(megatron_layers, name), calls))
+        assert_equal(run(stock, x), run(ours, x))
+    assert len(calls) == 2
+    assert_stock(ours, f"{FUNCTIONS[0]} of megatron.core.tensor_parallel.layers is replaced")
 
 
 def check_functions_replaced_on_classes_are_not_passed_by(group_size: int) -> None:
@@ -114,16 +241,12 @@ def check_functions_replaced_on_classes_are_not_passed_by(group_size: int) -> No
 
     places = {
         "column": [(ColumnParallelLinear, "_forward_impl"), (ColumnParallelLinear, "forward")],
-        "row": [
-            (RowParallelLinear, "forward"),
-            (RowParallelLinear, "_forward_impl"),
-            (megatron_layers, "reduce_scatter_to_sequence_parallel_region"),
-        ],
-    }
+        "row": [(RowParallelLinear, "forward"), (RowParallelLinear, "_forward_impl"), (megatron_layers,
+         "reduce_scatter_to_sequence_parallel_region")],
+    }  # fmt: skip
     for kind in KINDS:
         for holder, name in places[kind]:
-            stock, ours = pair(kind, group_size)
-            x = example_input(kind, group_size)
+            stock, ours, x = pair_and_input(kind, group_size)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(holder, name, doubled(vars(holder)[name]))
                 assert_equal(run(stock, x), run(ours, x))
@@ -131,7 +254,7 @@ def check_functions_replaced_on_classes_are_not_passed_by(group_size: int) -> No
             assert_equal(run(stock, x), run(ours, x))
 
 
-def check_autograd_functions_and_collectives_that_are_replaced_are_not_passed_by(group_size: int) -> None:
+def check_replaced_autograd_functions_and_collectives_count(group_size: int) -> None:
     """Fails without the look at them: quantisers of weights and compressors of messages were passed by in silence."""
 
     linear = megatron_layers.LinearWithGradAccumulationAndAsyncCommunication
@@ -185,8 +308,7 @@ def check_functions_of_ours_by_their_class(group_size: int) -> None:
     fused = build("column", CommFuseLayerNormColumnParallelLinear, config(group_size), is_expert=False)
     x = example_input("column", group_size)
     assert torch.equal(type(fused).forward(fused, x)[0], fused(x)[0])
-    _, ours = pair("row", group_size)
-    x = example_input("row", group_size)
+    _, ours, x = pair_and_input("row", group_size)
     expected = ours(x)[0]
     forward = CommFuseRowParallelLinear.forward
     with pytest.MonkeyPatch.context() as patch:
@@ -205,8 +327,7 @@ def check_parametrized_layers_are_overlapped(group_size: int) -> None:
         for layer in (stock, ours):
             parametrize.register_parametrization(layer, "weight", Doubled())
         x = example_input(kind, group_size)
-        assert_equal(run(stock, x), run(ours, x))
-        assert_overlapped(ours)
+        assert_overlapped_as_stock(stock, ours, x)
 
 
 class Counted(torch.nn.Module):
@@ -265,20 +386,18 @@ class Tagged(torch.Tensor):
     """A tensor that does something of its own whenever it is used."""
 
 
-def check_tensors_of_other_classes_are_not_passed_by(group_size: int) -> None:
+def check_tensors_of_other_classes_are_not_passed_by(group_size: int, kind: str) -> None:
     """Fails without the look at input and bias: what their class does was passed by, and the output had another."""
-    for kind in KINDS:
-        for what in ("input", "bias"):
-            stock, ours = pair(kind, group_size)
-            x = example_input(kind, group_size)
-            for layer in (stock, ours):
-                if what == "bias":
-                    layer.bias = torch.nn.Parameter(layer.bias.detach().as_subclass(Tagged))
-            x = x.as_subclass(Tagged) if what == "input" else x
-            (expected, _), (found, _) = stock(x), ours(x)
-            assert type(found) is type(expected)
-            assert torch.equal(found.as_subclass(torch.Tensor), expected.as_subclass(torch.Tensor))
-            assert_stock(ours, f"the {what} is a Tagged: only plain tensors are overlapped")
+    for what in ("input", "bias"):
+        stock, ours, x = pair_and_input(kind, group_size)
+        for layer in (stock, ours):
+            if what == "bias":
+                layer.bias = torch.nn.Parameter(layer.bias.detach().as_subclass(Tagged))
+        x = x.as_subclass(Tagged) if what == "input" else x
+        (expected, _), (found, _) = stock(x), ours(x)
+        assert type(found) is type(expected)
+        assert torch.equal(found.as_subclass(torch.Tensor), expected.as_subclass(torch.Tensor))
+        assert_stock(ours, f"the {what} is a Tagged: only plain tensors are overlapped")
 
 
 def check_registries_find_what_ours_stand_for(_: int) -> None:
@@ -346,3 +465,42 @@ def check_conversion_of_a_file(group_size: int) -> None:
     assert type(stock) is RowParallelLinear
     convert_model(held, "configs/default.yaml")
     assert type(stock) is CommFuseRowParallelLinear
+
+
+def check_local_layers_pass_for_megatrons(group_size: int) -> None:
+    known = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, torch.nn.Linear)
+    for skip_bias_add in (False, True):
+        for kind, stock in (("column", ColumnParallelLinear), ("row", RowParallelLinear)):
+            make = make_linear(kind, config(group_size), skip_bias_add=skip_bias_add)
+            assert_ours_pass_for(stock, make, known, by_spec=True)
+    assert_ours_pass_for(VocabParallelEmbedding, make_embedding(config(group_size)), known, by_spec=False)
+
+
+def check_the_fused_layer_has_what_is_read_of_the_stock_one(group_size: int) -> None:
+    """Where that is not installed there is nothing to compare with: names and values as its documentation has them."""
+    for is_zero_centered in (False, True):
+        for normalization in ("RMSNorm", "LayerNorm"):
+            transformer = config(
+                group_size,
+                normalization=normalization,
+                layernorm_epsilon=3e-3,
+                layernorm_zero_centered_gamma=is_zero_centered,
+            )
+            layer = build("column", CommFuseLayerNormColumnParallelLinear, transformer, skip_bias_add=True)
+            expected = {
+                "in_features": IN, "out_features": OUT // group_size, "tp_size": group_size,
+                "tp_rank": torch.distributed.get_rank(), "use_bias": True, "te_return_bias": True,
+                "fuse_wgrad_accumulation": False, "eps": 3e-3, "zero_centered_gamma": is_zero_centered,
+                "normalization": normalization, "return_layernorm_output": False,
+                "return_layernorm_output_gathered": False,
+            }  # fmt: skip
+            assert _values(layer, tuple(expected)) == expected
+            assert type(layer).__name__ == "TELayerNormColumnParallelLinear"
+            assert isinstance(layer, ColumnParallelLinear)
+            split = {name: fsdp_takes_it_for(name, layer) for name, _ in layer.named_parameters()}
+            norm = {name: "replicated" for name in split if name.startswith("layer_norm")}
+            assert split == {**norm, "weight": "column", "bias": "column"}
+            assert len(norm) == (2 if normalization == "LayerNorm" else 1)
+
+
+test_conversion = make_cpu_test(2, checks_of_module(__name__, 2))

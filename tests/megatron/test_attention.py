@@ -1,23 +1,34 @@
-"""Checks of attentions that stay Megatron's own, and of placeholders that get lost. Each is run on every rank."""
+"""Attentions that are split or stay Megatron's own: reasons, what others put around their parts, lost placeholders."""
 
 import copy
 import itertools
 import pickle
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.nn.modules import module as of_all_modules
 
 from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.config import AttentionConfig, FallbackConfig
 from commfuse_megatron.errors import UnsupportedError
-from commfuse_megatron.plugin import CommFuseSelfAttention, convert_model, model_report
-from commfuse_megatron.plugin.compat import SelfAttention
+from commfuse_megatron.plugin import (
+    CommFuseMLASelfAttention,
+    CommFuseSelfAttention,
+    convert_model,
+    model_report,
+)
+from commfuse_megatron.plugin.attention import _given, _QuerySplit, attention_unsupported_reason
+from commfuse_megatron.plugin.compat import MLASelfAttention, SelfAttention
 from commfuse_megatron.plugin.decision import state_of
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, transformer_config
 from tests.megatron import layers
+from tests.megatron.harness import checks_of_module, make_cpu_test
+from tests.megatron.models import build_latent
 
 QUERY_SPLIT = OverlapConfig(attention=AttentionConfig(path="query_split"))
+ROW_PARALLEL = OverlapConfig(attention=AttentionConfig(path="row_parallel"))
 AUTO = OverlapConfig()
 TOKENS = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
 
@@ -290,3 +301,242 @@ def check_dropout_is_repeated_when_recomputed(group_size: int) -> None:
         assert model_report(model).attentions[0].path == "overlapped"
     assert_equal(*results)
     assert abs(results[0]["loss"] - run(build(group_size))["loss"]) > 1e-6
+
+
+FACTOR = 1.5  # what a change multiplies by, in one pass or the other: passed by, it would be seen
+
+
+class Scaled(torch.nn.Module):
+    """As adapters wrap a layer: no more attributes than a module has, and a parameter of its own."""
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.factor = torch.nn.Parameter(torch.tensor(FACTOR, dtype=torch.float64))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return scaled(self.base(*args, **kwargs), self.factor)
+
+
+def scaled(output: Any, factor: Any = FACTOR) -> Any:
+    """The output of core attention, or of a projection with its bias."""
+    return (output[0] * factor, output[1]) if isinstance(output, tuple) else output * factor
+
+
+def patch_forward(module: Any) -> None:
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: scaled(forward(*args, **kwargs))
+
+
+def derive(module: Any) -> None:
+    base = type(module)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return scaled(base.forward(self, *args, **kwargs))
+
+    module.__class__ = type("Derived", (base,), {"forward": forward})
+
+
+def scale_gradients(_: Any, *gradients: Any) -> tuple:
+    return tuple(None if gradient is None else gradient * FACTOR for gradient in gradients[0])
+
+
+def hook_backward(module: Any) -> None:
+    module.register_full_backward_hook(scale_gradients)
+
+
+def hook_before_backward(module: Any) -> None:
+    module.register_full_backward_pre_hook(scale_gradients)
+
+
+def hook_before_forward(module: Any) -> None:
+    module.register_forward_pre_hook(lambda _, inputs: (inputs[0] * FACTOR, *inputs[1:]))
+
+
+def hook_forward(module: Any) -> None:
+    module.register_forward_hook(lambda _, __, output: scaled(output))
+
+
+def adapt_by_hook(module: Any) -> None:
+    """As an adapter that adds something of its own to what the projection makes of its input."""
+    module.register_forward_hook(lambda _, inputs, output: (output[0] + 0 * inputs[0].sum(), output[1]))
+
+
+def wait_for_parameters(module: Any) -> None:
+    """As Megatron's data-parallel wrapper, which does not look at the input."""
+
+    def hook(*_: Any) -> None:
+        return None
+
+    hook.__module__ = "megatron.core.distributed.distributed_data_parallel"
+    module.register_forward_pre_hook(hook)
+
+
+class Change(NamedTuple):
+    """What is done to which part of an attention, and why its calls are not split then; None: they are."""
+
+    part: str
+    change: Callable[[Any], None] | type[Scaled]
+    words: str | None
+
+
+CORE, PROJECTION = "core_attention", "linear_proj"
+CHANGES = (
+    Change(CORE, patch_forward, "core attention has a forward of its own"),
+    Change(CORE, derive, "core attention is a Derived"),
+    Change(CORE, hook_backward, "core attention has backward hooks"),
+    Change(CORE, hook_before_backward, "core attention has backward hooks"),
+    Change(CORE, Scaled, "core attention is a Scaled"),
+    Change(CORE, hook_before_forward, None),
+    Change(CORE, hook_forward, "core attention has forward hooks"),
+    Change(PROJECTION, patch_forward, "linear_proj has a forward of its own"),
+    Change(PROJECTION, derive, "linear_proj is a Derived"),
+    Change(PROJECTION, hook_backward, "linear_proj has backward hooks"),
+    Change(PROJECTION, hook_before_backward, "linear_proj has backward hooks"),
+    Change(PROJECTION, Scaled, "linear_proj is a Scaled"),
+    Change(PROJECTION, hook_forward, "linear_proj has forward hooks"),
+    Change(PROJECTION, hook_before_forward, "linear_proj has forward pre-hooks"),
+    Change(PROJECTION, adapt_by_hook, "linear_proj has forward hooks"),
+    Change(PROJECTION, wait_for_parameters, None),
+)
+
+
+def build_changed(group_size: int, overlap: OverlapConfig | bool) -> Any:
+    gpt = SmallGPT(dtype=torch.float64, num_layers=len(CHANGES))
+    model = build_gpt(gpt, transformer_config(gpt, group_size), overlap=overlap)
+    for layer, (part, change, _) in zip(model.decoder.layers, CHANGES, strict=True):
+        attention = layer.self_attention
+        if change is Scaled:
+            setattr(attention, part, Scaled(getattr(attention, part)))
+        else:
+            change(getattr(attention, part))
+    return model
+
+
+def check_what_is_put_around_parts_of_an_attention_counts(group_size: int) -> None:
+    """Fails for every change whose reason is left out: our operation would pass by what was put there."""
+    stock, ours = (build_changed(group_size, each) for each in (False, QUERY_SPLIT))
+    expected, found = run(stock), run(ours)
+    assert_equal(found, expected)
+    report = model_report(ours)
+    for change, attention in zip(CHANGES, report.attentions, strict=True):
+        if change.words is None:
+            assert (attention.path, attention.overlapped_calls, attention.reasons) == ("overlapped", 1, ())
+        else:
+            assert (attention.path, attention.overlapped_calls, attention.stock_calls) == ("stock", 0, 1)
+            assert len(attention.reasons) == 1
+            assert change.words in attention.reasons[0], attention.reasons
+    # Whatever becomes of the attention, what is left of our projection is overlapped, unless its class is another one.
+    projections = [layer for layer in report.layers if PROJECTION in layer.name]
+    for change, layer in zip(CHANGES, projections, strict=True):
+        is_derived = change.part == PROJECTION and change.change is derive
+        assert (layer.path, layer.overlapped_calls) == (("stock", 0) if is_derived else ("overlapped", 1))
+
+
+def check_hooks_of_all_modules_see_no_placeholder(group_size: int) -> None:
+    """Fails without the look at them: they were shown NaN."""
+
+    def look(_: Any, __: Any, output: Any) -> Any:
+        given = output if isinstance(output, tuple) else (output,)
+        seen.extend(torch.isnan(each).any().item() for each in given if isinstance(each, torch.Tensor))
+        return output
+
+    seen: list[bool] = []
+    model = build(group_size)
+    hook = of_all_modules.register_module_forward_hook(look)
+    try:
+        assert_equal(run(model), run(build(group_size, False)))
+    finally:
+        hook.remove()
+    assert seen
+    assert not any(seen)
+    (attention,) = model_report(model).attentions
+    assert (attention.path, attention.overlapped_calls) == ("stock", 0)
+    assert "hooks of all modules" in attention.reasons[0]
+    run(model)
+    assert state_of(attention_of(model)).overlapped_calls == 1
+    for register in (
+        of_all_modules.register_module_forward_pre_hook,
+        of_all_modules.register_module_full_backward_hook,
+        of_all_modules.register_module_full_backward_pre_hook,
+    ):
+        hook = register(lambda *_: None)
+        assert "hooks of all modules" in str(attention_unsupported_reason(attention_of(model)))
+        hook.remove()
+    assert attention_unsupported_reason(attention_of(model)) is None
+
+
+def attentions_of(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, MLASelfAttention)]
+
+
+def assert_latent_stays(group_size: int, words: str, overlap: OverlapConfig, **options: Any) -> None:
+    """The model runs as stock does, and says why its attentions are not split; projections are overlapped still."""
+    model = build_latent(group_size, overlap, **options)
+    assert_equal(run(model, with_mask=True), run(build_latent(group_size, None, **options), with_mask=True))
+    report = model_report(model)
+    assert len(report.attentions) == 2
+    for each in report.attentions:
+        assert (each.layer, each.path, each.overlapped_calls) == ("CommFuseMLASelfAttention", "stock", 0)
+        assert all(words in reason for reason in each.reasons), each.reasons
+    projections = [layer for layer in report.layers if layer.name.endswith("linear_proj")]
+    assert [layer.path for layer in projections] == ["overlapped"] * 2
+
+
+def check_latent_attention_as_planned_and_as_asked_for(group_size: int) -> None:
+    row_parallel = OverlapConfig(attention=AttentionConfig(path="row_parallel"))
+    assert_latent_stays(group_size, "attention.path is row_parallel", row_parallel)
+    assert_latent_stays(group_size, "planned as row_parallel: default on the CPU", AUTO)
+
+
+def check_recomputed_up_projections(group_size: int) -> None:
+    """Fails without the reason: Megatron frees query, key and value before the projection is called."""
+    options = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+    assert_latent_stays(group_size, "recompute_modules has mla_up_proj", QUERY_SPLIT, **options)
+
+
+def check_latent_core_attention_recomputed(group_size: int) -> None:
+    options = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    assert_latent_stays(group_size, "recomputed by itself", QUERY_SPLIT, **options)
+
+
+def check_calls_of_latent_attention_that_say_no(group_size: int) -> None:
+    attention = attentions_of(build_latent(group_size, QUERY_SPLIT))[0]
+    assert attention_unsupported_reason(attention) is None
+    for name, words in (("inference_context", "inference"), ("packed_seq_params", "packed")):
+        assert words in str(attention_unsupported_reason(attention, {name: object()}))
+    attention.cache_mla_latents = True
+    assert "latents are cached" in str(attention_unsupported_reason(attention))
+
+
+def check_arguments_by_position_have_latent_attentions_names(group_size: int) -> None:
+    attention = attentions_of(build_latent(group_size, QUERY_SPLIT))[0]
+    given = _given(super(_QuerySplit, attention).forward, (1, *[None] * 8, 2), {})
+    assert {name: value for name, value in given.items() if value is not None} == {
+        "hidden_states": 1,
+        "packed_seq_params": 2,
+    }
+
+
+def check_converted_latent_attention(group_size: int) -> None:
+    model = build_latent(group_size, None)
+    expected = run(model)
+    assert all("converted" in each.reasons[0] for each in model_report(model).attentions)
+    convert_model(model, QUERY_SPLIT)
+    assert {type(each) for each in attentions_of(model)} == {CommFuseMLASelfAttention}
+    model.zero_grad(set_to_none=True)
+    assert_equal(run(model), expected)
+    assert {each.path for each in model_report(model).attentions} == {"overlapped"}
+
+
+def check_somebody_elses_latent_attention(group_size: int) -> None:
+    model = build_latent(group_size, None)
+    for each in attentions_of(model):
+        each.__class__ = type("OtherAttention", (MLASelfAttention,), {})
+    convert_model(model, QUERY_SPLIT)
+    for each in model_report(model).attentions:
+        assert each.path == "stock"
+        assert "OtherAttention is not among the attentions" in each.reasons[0]
+
+
+test_attention = make_cpu_test(2, checks_of_module(__name__, 2))

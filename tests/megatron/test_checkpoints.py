@@ -4,25 +4,28 @@ Each is run on every rank of one spawn of four. Transformer Engine's layout, the
 from our classes here, which need no Transformer Engine.
 """
 
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.transformer.identity_op import IdentityOp
-from torch import distributed as dist
 
 from commfuse_megatron.plugin import CommFuseLayerNormColumnParallelLinear, model_report
 from commfuse_megatron.plugin.compat import ColumnParallelLinear
 from commfuse_megatron.plugin.spec import block_spec, local_layer_spec, replace_in_spec
-from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, tensor_parallel, transformer_config
+from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, transformer_config
 from commfuse_megatron.testing.training import Training
-from tests.megatron.gpt_bodies import perturb
+from tests.megatron.harness import checks_of_module, make_cpu_test
+from tests.megatron.models import (
+    assert_same,
+    folders,
+    load,
+    perturb,
+    save,
+    save_entries,
+    sharded,
+    tensor_parallel_size,
+    values,
+)
 
 GPT = SmallGPT.layer_norm_and_bias(dtype=torch.float64, num_layers=2)
 TOLERANCE = 1e-13
@@ -46,62 +49,6 @@ def model(group_size: int, kind: str, *, seed: int) -> Any:
 
 
 FIRST, OTHER = 7, 99
-
-
-@contextmanager
-def tensor_parallel_size(size: int) -> Iterator[None]:
-    """Other groups inside the with-block, those of all ranks again after it."""
-    parallel_state.destroy_model_parallel()
-    with tensor_parallel(size):
-        yield
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
-
-
-def sharded(m: Any) -> dict[str, Any]:
-    return m.sharded_state_dict(metadata={"dp_cp_group": parallel_state.get_data_parallel_group()})
-
-
-def save(m: Any, folder: str) -> None:
-    save_entries(sharded(m), folder)
-
-
-def save_entries(entries: dict[str, Any], folder: str) -> None:
-    # Megatron logs the memory of the process, for which alone it needs psutil, and fails without it.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(filesystem_async, "_process_memory", lambda: 0)
-        dist_checkpointing.save(entries, folder)
-
-
-def load(m: Any, folder: str) -> None:
-    m.load_state_dict(dist_checkpointing.load(sharded(m), folder))
-
-
-@contextmanager
-def folders(number: int) -> Iterator[list[str]]:
-    """Empty folders that all ranks share."""
-    names: list[Any] = [tempfile.mkdtemp() for _ in range(number)] if dist.get_rank() == 0 else [None] * number
-    dist.broadcast_object_list(names)
-    try:
-        yield names
-    finally:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            for name in names:
-                shutil.rmtree(name)
-
-
-def values(m: Any) -> dict[str, torch.Tensor]:
-    """Parameters by checkpoint key and offset."""
-    # Not the objects, as which Transformer Engine keeps its extra states.
-    entries = (entry for entry in sharded(m).values() if isinstance(entry, dist_checkpointing.ShardedTensor))
-    return {f"{entry.key} {entry.global_offset}": entry.data.detach().clone() for entry in entries}
-
-
-def assert_same(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
-    assert len(expected) >= 13
-    assert expected.keys() == found.keys()
-    for name, value in expected.items():
-        assert torch.equal(value, found[name]), name
 
 
 def batch() -> torch.Tensor:
@@ -192,3 +139,6 @@ def check_fused_layout_trains_like_stock(group_size: int) -> None:
 
 def _is_parameter(entry: Any) -> bool:
     return isinstance(getattr(entry, "data", None), torch.nn.Parameter)
+
+
+test_checkpoints = make_cpu_test(4, checks_of_module(__name__, 4))
