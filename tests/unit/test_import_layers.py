@@ -22,6 +22,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )  # fmt: skip
 HEIGHT = {part: height for height, parts in enumerate(LAYERS) for part in parts}
+#: The rooms of the tools, likewise: each command's beside those whose code it has no need of.
+ROOMS: tuple[tuple[str, ...], ...] = (
+    ("__init__", "common"),
+    ("trace",),
+    ("bench", "verify", "demo", "doctor"),
+    ("simulate",),
+    ("main",),
+)
+HEIGHT_OF_ROOM = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
 MAY_IMPORT_MEGATRON = {"plugin", "testing", "tools"}
 NO_DEVICE_WIDE_SYNC = {"ops", "runtime", "plugin", "transport"}
 # When mapped memory is freed, PyTorch waits for the device itself, where no error can be raised: we do so before.
@@ -114,6 +123,26 @@ def test_imports_point_downward() -> None:
             if target is not None and target != part and HEIGHT[target] >= HEIGHT[part]:
                 wrong.append(f"{file.relative_to(PACKAGE)}:{line}: {part} must not import {target} ({dotted})")
     assert not wrong, "\n".join(wrong)
+
+
+def test_rooms_of_the_tools_import_downward() -> None:
+    wrong, seen = [], set()
+    for file in FILES:
+        if part_of(file) != "tools":
+            continue
+        room = file.relative_to(PACKAGE / "tools").parts[0].removesuffix(".py")
+        seen.add(room)
+        for line, dotted in imported_modules(parse(file), file):
+            names = dotted.split(".")
+            is_other = names[:2] == [NAME, "tools"] and len(names) > 2 and names[2] != room
+            if is_other and HEIGHT_OF_ROOM[names[2]] >= HEIGHT_OF_ROOM[room]:
+                wrong.append(f"{file.relative_to(PACKAGE)}:{line}: {room} must not import {names[2]} ({dotted})")
+    assert seen == set(HEIGHT_OF_ROOM)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_search_for_circles_finds_them() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"d"}}) == [["b", "c"]]
 
 
 def test_files_do_not_import_each_other_in_circles() -> None:

@@ -8,9 +8,8 @@ from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
 from commfuse_megatron.tools.common.cases import HEADLINE_M, HEADLINE_MODELS, PLANNED
 from commfuse_megatron.tools.common.pictures import drawn
-from commfuse_megatron.tools.simulate.predict import Prediction
 
-_COLORS = {
+COLORS = {
     "sequential": "#8d99ae",
     "megatron": "#5c677d",
     "slicing": "#c9ada7",
@@ -37,8 +36,8 @@ def draw_rows(path: str | Path, rows: Sequence[Row]) -> Path:
     with drawn(path, len(passes), (12, 3.6 * len(passes))) as (figure, all_axes):
         for axes, pass_name in zip(all_axes, passes, strict=True):
             groups = [members for members in problems.values() if members[0].pass_name == pass_name]
-            width = 0.8 / len(_COLORS)
-            for offset, (prefix, color) in enumerate(_COLORS.items()):
+            width = 0.8 / len(COLORS)
+            for offset, (prefix, color) in enumerate(COLORS.items()):
                 bars = [(at, found) for at, rows in enumerate(groups) if (found := _ratio(rows, prefix)) is not None]
                 if bars:
                     label = f"best {prefix}" if prefix == "slicing" else prefix
@@ -46,42 +45,15 @@ def draw_rows(path: str | Path, rows: Sequence[Row]) -> Path:
                     axes.bar(places, [ratio for _, ratio in bars], width, color=color, label=label)
             axes.set_xticks(range(len(groups)), [_label(members[0]) for members in groups], fontsize=8)
             axes.set_ylim(bottom=0.8)
-            _label_axes(axes, pass_name)
-        all_axes[0].legend(ncols=len(_COLORS), fontsize=8, loc="upper left")
+            label_axes(axes, pass_name)
+        all_axes[0].legend(ncols=len(COLORS), fontsize=8, loc="upper left")
         first = wanted[0]
         figure.suptitle(f"{first.group_size} x {first.device}, link {first.link}: smaller is better", fontsize=10)
     return Path(path)
 
 
-def draw_predictions(path: str | Path, predictions: Sequence[Sequence[Prediction]], device: str) -> Path:
-    """Draw, a panel per group size, the fastest way's and the sequential program's time over the ideal into `path`.
-
-    predictions: forward passes, per case the ways, the fastest first. device: whose GEMMs were measured. Raises
-    UnsupportedError without matplotlib.
-    """
-    panels: dict[int, list[Prediction]] = {}
-    for ways in predictions:
-        panels.setdefault(ways[0].group_size, []).append(ways[0])
-    widest = max(map(len, panels.values()))
-    with drawn(path, len(panels), (max(8.0, 0.45 * widest), 3.2 * len(panels))) as (figure, all_axes):
-        for axes, (group_size, best) in zip(all_axes, panels.items(), strict=True):
-            ideals_ms = [max(way.compute_ms, way.comm_ms) for way in best]
-            for offset, label, color, times_ms in (
-                (0, "sequential", _COLORS["sequential"], [way.sequential_ms for way in best]),
-                (1, "fastest way", _COLORS[PLANNED], [way.ms for way in best]),
-            ):
-                heights = [ms / ideal_ms for ms, ideal_ms in zip(times_ms, ideals_ms, strict=True)]
-                axes.bar([at + 0.4 * offset - 0.2 for at in range(len(best))], heights, 0.4, color=color, label=label)
-            labels = [f"{way.case}\nM {way.M}" for way in best]
-            axes.set_xticks(range(len(best)), labels, fontsize=7, rotation=45, ha="right")
-            _label_axes(axes, f"{group_size} ranks")
-        all_axes[0].legend(fontsize=8)
-        link = next(iter(panels.values()))[0].link
-        figure.suptitle(f"forward, predicted and not measured: {device}, link {link}; smaller is better", fontsize=10)
-    return Path(path)
-
-
-def _label_axes(axes: Any, title: str) -> None:
+def label_axes(axes: Any, title: str) -> None:
+    """Say what the heights of bars are: 1 is the ideal."""
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_ylabel("time / max(compute, comm)")
     axes.set_title(title, loc="left", fontsize=10)

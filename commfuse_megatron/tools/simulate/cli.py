@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print_comparisons(comparisons, arguments.against)
     _print_predictions(predictions, machines)
     if arguments.figure:
-        from commfuse_megatron.tools.bench.figure import draw_predictions
+        from commfuse_megatron.tools.simulate.figure import draw_predictions
 
         results().print(f"drawn: {draw_predictions(arguments.figure, predictions, machines.device)}")
     return 0
