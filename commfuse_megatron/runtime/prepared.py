@@ -90,40 +90,31 @@ class PreparedPass:
         if not self.run_from_tape(asked, tensors):
             self.run_on_tensors(asked, tensors, kernels=kernels)
 
-    def lower(self, policy: Policy, asked: Asked) -> Program:
-        """The program of this rank."""
+    def lower(self, policy: Policy, asked: Asked | str) -> Program:
+        """The program of this rank; for a label, that of the all-gather's messages alone, which are called so."""
+        if isinstance(asked, str):
+            return lower_transfers(self.gather, policy, asked)
         if isinstance(self.problem, AttentionProblem):
             policy = dataclasses.replace(policy, lanes=self.num_attention_lanes)
         return lower_pass(self.problem, self.plan, policy, asked, self.group_rank)
 
     def run_on_tensors(
-        self, asked: Asked, tensors: Mapping[str, torch.Tensor], *, kernels: Mapping[str, Kernel] | None = None
+        self, asked: Asked | str, tensors: Mapping[str, torch.Tensor], *, kernels: Mapping[str, Kernel] | None = None
     ) -> None:
         """The same, not from a tape."""
-        self._run_on_tensors(asked, lambda: self.lower(self._tensor_policy, asked), tensors, kernels or {})
-
-    def run_transfers(self, shard: torch.Tensor, label: str) -> None:
-        """The messages of the all-gather of `shard` [own rows, features] alone: what arrives is left in the buffer."""
-        self._run_on_tensors(
-            label, lambda: lower_transfers(self.gather, self._tensor_policy, label), {"shard": shard}, {}
-        )
-
-    def _run_on_tensors(
-        self,
-        key: Hashable,
-        lower: Callable[[], Program],
-        tensors: Mapping[str, torch.Tensor],
-        kernels: Mapping[str, Kernel],
-    ) -> None:
-        program = self._programs.get(key)
+        program = self._programs.get(asked)
         if program is None or program.generation != self._means.buffers.generation:
-            lowered = lower()
+            lowered = self.lower(self._tensor_policy, asked)
             # Who sends nothing has nothing on a tape.
             is_on_tape = self.context.link.transport.is_one_sided and lowered.schedules
             program = (TensorTape if is_on_tape else TensorProgram)(lowered, self._means, tensors)
-            self._programs[key] = program
-        program.run(tensors, kernels)
+            self._programs[asked] = program
+        program.run(tensors, kernels or {})
         self.modes["stepped"] += 1
+
+    def run_transfers(self, shard: torch.Tensor, label: str) -> None:
+        """The messages of the all-gather of `shard` [own rows, features] alone: what arrives is left in the buffer."""
+        self.run_on_tensors(label, {"shard": shard})
 
     def run_from_tape(
         self,

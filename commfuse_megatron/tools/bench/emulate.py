@@ -118,7 +118,7 @@ class EmulatedPass(PreparedPass):
         self._peer = 1 - context.group_rank
 
     @override
-    def lower(self, policy: Policy, asked: Asked) -> Program:
+    def lower(self, policy: Policy, asked: Asked | str) -> Program:
         return emulate(super().lower(policy, asked), self._peer)
 
 
