@@ -16,8 +16,8 @@ from commfuse_megatron.schedule import (
     Schedule,
     build_all_gather,
     build_reduce_scatter,
+    closed_form_us,
     render,
-    schedule_bound_us,
     simulate,
 )
 from commfuse_megatron.schedule.binding import bind
@@ -66,7 +66,7 @@ def predict(schedule: Schedule) -> None:
         programs = [lower_scatter_pass(scatter, None, policy, Asked()) for scatter in bound]
     validate_programs(programs, policy, Asked())  # raises ScheduleError with the program and the failing op marked
     simulation = simulate(programs, costs)
-    bound_us = schedule_bound_us(COMPUTE_US, TRANSFER_US, num_ranks, chunks)
+    bound_us = closed_form_us(COMPUTE_US, TRANSFER_US, num_ranks, chunks)
     print(
         f"chunks per shard {chunks}: {simulation.total_us:.0f} us predicted, closed form {bound_us:.0f}, "
         f"{simulation.exposed_comm_us:.0f} exposed"

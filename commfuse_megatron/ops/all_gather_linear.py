@@ -9,30 +9,15 @@ Backward:   transfer  [x 1][dx 0][x 2][dx 1]...        x: gathered again, dx: pa
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, overload
+from typing import Literal, overload
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from commfuse_megatron.ops.arguments import (
-    Operation,
-    cast_for_autocast,
-    needs_autograd,
-    prepare,
-    prepare_backward,
-    require_context,
-    with_unit_stride,
-)
-from commfuse_megatron.ops.asked import gradients_asked_for
+from commfuse_megatron.ops.arguments import Operation, with_unit_stride
 from commfuse_megatron.ops.collectives import PendingRows, start_gather_rows, start_reduce_scatter_rows
+from commfuse_megatron.ops.linear import Linear, LinearOperands, call_linear
 from commfuse_megatron.ops.trial import Scratch
-from commfuse_megatron.ops.weight_grad import (
-    DeferredWeightGrad,
-    DueWeightGrad,
-    WeightGrad,
-    ask_backward,
-    compute_weight_gradient,
-)
+from commfuse_megatron.ops.weight_grad import DueWeightGrad, WeightGrad, ask_backward, compute_weight_gradient
 from commfuse_megatron.problem import GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
@@ -113,95 +98,8 @@ def all_gather_linear(
 
     Source: CommFuse Alg. 1, arXiv 2604.24013, 2026.
     """
-    require_context("all_gather_linear", context)
-    with context.guard("all_gather_linear"):
-        x, weight, bias = cast_for_autocast(context.device.type, x, weight, bias)
-        options = {"total_rows": total_rows, "return_gathered": return_gathered}
-        forward = prepare(_OPERATION, x, weight, bias, options, context, weight_grad)
-        if not needs_autograd(x, weight, bias):
-            forward.begin()
-            y, gathered = gather_forward(forward, x, weight, bias, returns_gathered=return_gathered)
-            return (y, gathered) if gathered is not None else y
-    return _AllGatherLinear.apply(x, weight, bias, _Call(forward, weight_grad, return_gathered))
-
-
-class _Call(NamedTuple):
-    forward: PreparedPass
-    weight_grad: WeightGrad
-    returns_gathered: bool
-
-
-class _AllGatherLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: _Call
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        needs_input, needs_weight = ctx.needs_input_grad[:2]
-        is_kept = needs_weight and call.forward.plan.keep_gathered_input
-        # Not around what autograd does afterwards: hooks of what is saved may raise, as checkpoints do on purpose.
-        with call.forward.context.guard(call.forward.problem):
-            call.forward.begin()
-            y, gathered = gather_forward(
-                call.forward, x, weight, bias, returns_gathered=call.returns_gathered or is_kept
-            )
-        ctx.call = call
-        ctx.x_shape = x.shape
-        ctx.save_for_backward(
-            x if needs_weight and not is_kept else None, weight if needs_input else None, gathered if is_kept else None
-        )
-        if not call.returns_gathered:
-            return y
-        assert gathered is not None
-        ctx.set_materialize_grads(False)
-        if not needs_input:
-            ctx.mark_non_differentiable(gathered)
-        return y, gathered
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad_y: torch.Tensor | None, grad_gathered: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor | None, ...]:
-        call: _Call = ctx.call
-        grad_x = grad_weight = grad_bias = None
-        context, problem, what = call.forward.context, call.forward.problem, "the backward pass of all_gather_linear"
-        x, weight, kept = context.saved_tensors(ctx, what)
-        with context.guard(what):
-            needs_input, needs_weight, needs_bias = gradients_asked_for(ctx, 3)
-            if grad_y is None:  # only what was gathered has one; the others send what they always send
-                assert grad_gathered is not None
-                grad = grad_gathered.new_zeros(problem.M, problem.N)
-            else:
-                grad = grad_y.contiguous().flatten(0, -2)
-            if needs_input or needs_weight:
-                p = prepare_backward(_OPERATION, call.forward, needs_input=needs_input, needs_weight=needs_weight)
-                p.begin()
-                operands = _Operands(
-                    grad,
-                    x if needs_weight else None,
-                    with_unit_stride(weight) if needs_input else None,
-                    kept.flatten(0, -2) if needs_weight and kept is not None else None,
-                    None if grad_gathered is None else grad_gathered.contiguous().flatten(0, -2),
-                    ctx.x_shape,
-                )
-                is_due = grad_y is not None or isinstance(call.weight_grad, DeferredWeightGrad)
-                grad_x, grad_weight = _backward(p, operands, call.weight_grad if is_due else None)
-            if grad_y is None:
-                grad_weight = None
-            elif needs_bias:
-                grad_bias = grad.sum(0)
-        return grad_x, grad_weight, grad_bias, None
-
-
-class _Operands(NamedTuple):
-    """What a backward pass works on; what no gradient is due for is None."""
-
-    grad: torch.Tensor  # [M, N]
-    x: torch.Tensor | None  # [S_r, ..., K], for the gradient of the weight
-    weight: torch.Tensor | None  # [N, K], for the gradient of the input
-    kept: torch.Tensor | None  # [M, K], instead of x
-    addend: torch.Tensor | None  # [M, K], what else the input's partial gradient is the sum of
-    x_shape: torch.Size
+    options = {"total_rows": total_rows, "return_gathered": return_gathered}
+    return call_linear(_LINEAR, x, weight, bias, options, context, weight_grad)
 
 
 def gather_forward(
@@ -237,13 +135,13 @@ def _ask_forward(has_bias: bool, keeps_gathered: bool) -> Asked:
 
 
 def _backward(
-    p: PreparedPass, operands: _Operands, weight_grad: WeightGrad
+    p: PreparedPass, operands: LinearOperands, weight_grad: WeightGrad
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of input and weight, as far as they are needed."""
     if not p.plan.is_scheduled:
         with p:
             return _collective_backward(p, operands, weight_grad)
-    grad, x, weight, kept, addend, x_shape = operands
+    grad, x, weight, x_shape, kept, addend = operands
     tensors = {"a": grad}
     grad_x = due = None
     if weight is not None:
@@ -265,14 +163,14 @@ def _backward(
 
 
 def _collective_backward(
-    p: PreparedPass, operands: _Operands, weight_grad: WeightGrad
+    p: PreparedPass, operands: LinearOperands, weight_grad: WeightGrad
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """By the group's own collectives, which run beside the GEMMs if the path is "async":
 
     collective  [x again][dx      ]
     compute     [dgrad  ][wgrad   ]
     """
-    grad, x, weight, gathered, addend, x_shape = operands
+    grad, x, weight, x_shape, gathered, addend = operands
     problem, group = p.problem, p.context.group
     grad_x = grad_weight = None
     gathering = summing = None
@@ -311,15 +209,20 @@ def _rehearse(problem: GemmProblem, context: PassContext) -> Callable[[PreparedP
     if problem.pass_name == "fprop":
         return lambda p: gather_forward(p, x, weight, None, returns_gathered=p.plan.keep_gathered_input)
     needs_weight, is_kept = "weight" in problem.needs, context.config.linear.wgrad.keep_gathered_input
-    operands = _Operands(
+    operands = LinearOperands(
         scratch.draw(problem.M, problem.N),
         x if needs_weight and not is_kept else None,
         weight if "input" in problem.needs else None,
-        scratch.draw(problem.M, problem.K) if needs_weight and is_kept else None,
-        None,
         x.shape,
+        scratch.draw(problem.M, problem.K) if needs_weight and is_kept else None,
     )
     return lambda p: _backward(p, operands, None)
 
 
 _OPERATION = Operation("all_gather_linear", _rehearse, all_gather_linear)
+_LINEAR = Linear(
+    _OPERATION,
+    lambda p, x, weight, bias, keeps: gather_forward(p, x, weight, bias, returns_gathered=keeps),
+    _backward,
+    gathers=True,
+)

@@ -21,8 +21,9 @@ from commfuse_megatron.ops.attention_tapes import (
     split_states,
     splits_of,
 )
+from commfuse_megatron.ops.linear import LinearOperands
 from commfuse_megatron.ops.linear_reduce_scatter import OPERATION as PROJECTION
-from commfuse_megatron.ops.linear_reduce_scatter import ScatterOperands, scatter_backward, scatter_forward
+from commfuse_megatron.ops.linear_reduce_scatter import scatter_backward, scatter_forward
 from commfuse_megatron.ops.split_attention import Heads, InputGradients, SplitAttention
 from commfuse_megatron.ops.weight_grad import DueWeightGrad, WeightGrad, ask_backward
 from commfuse_megatron.plan.pass_plan import PassPlan
@@ -103,7 +104,7 @@ def projection_weight_gradient(
 ) -> torch.Tensor | None:
     """The gradient of the weight alone, which is due. attended: [S, B, H, D_v]; grad_shard: [M_r, N]."""
     if not p.plan.is_scheduled:
-        operands = ScatterOperands(grad_shard, attended.flatten(2), None, attended.flatten(2).shape)
+        operands = LinearOperands(grad_shard, attended.flatten(2), None, attended.flatten(2).shape)
         return scatter_backward(_projection_pass(p, call), operands, call.weight_grad)[1]
     due = DueWeightGrad(p, grad_shard, call.weight_grad, is_gathered=True)
     x = attended.view(p.problem.M, p.problem.K)
@@ -168,7 +169,7 @@ class _Backward(NamedTuple):
                 if found is not None:
                     return found
         x = attended if "weight" in p.problem.needs else None
-        operands = ScatterOperands(self.grad_shard, x, self.weight, attended.shape)
+        operands = LinearOperands(self.grad_shard, x, self.weight, attended.shape)
         grad_attended, grad_weight = scatter_backward(projection, operands, self.call.weight_grad)
         if not attended.numel():
             return Heads(*map(torch.zeros_like, saved.heads)), grad_weight

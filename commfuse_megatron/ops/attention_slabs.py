@@ -11,7 +11,7 @@ import torch
 
 from commfuse_megatron.problem import AttentionProblem, RowRange
 from commfuse_megatron.runtime.tape_program import TapeBinder, Unservable
-from commfuse_megatron.transport.copy_tape import Ref
+from commfuse_megatron.transport.copy_steps import Ref
 
 __all__ = ["GradientSlabs"]
 

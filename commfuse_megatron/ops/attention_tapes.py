@@ -16,7 +16,7 @@ from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.runtime.tape_program import TapeBinder, TapeKernel, Unservable
 from commfuse_megatron.schedule.lower_attention import ATTEND, ATTEND_BACKWARD, SUM_SLABS
 from commfuse_megatron.schedule.program import Compute
-from commfuse_megatron.transport.copy_tape import Ref
+from commfuse_megatron.transport.copy_steps import Ref
 
 __all__ = [
     "attend_backward_at_once",

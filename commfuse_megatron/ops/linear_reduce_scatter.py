@@ -5,22 +5,12 @@ Backward:   transfer             [dy 1     ][dy 2     ]...
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from commfuse_megatron.ops.arguments import (
-    Operation,
-    cast_for_autocast,
-    needs_autograd,
-    prepare,
-    prepare_backward,
-    require_context,
-    with_unit_stride,
-)
-from commfuse_megatron.ops.asked import gradients_asked_for
+from commfuse_megatron.ops.arguments import Operation, with_unit_stride
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
+from commfuse_megatron.ops.linear import Linear, LinearOperands, call_linear
 from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.ops.weight_grad import DueWeightGrad, WeightGrad, ask_backward, compute_weight_gradient
 from commfuse_megatron.problem import GemmProblem, shard_range
@@ -30,7 +20,6 @@ from commfuse_megatron.schedule.lower_linear import Asked
 
 __all__ = [
     "OPERATION",
-    "ScatterOperands",
     "linear_reduce_scatter",
     "scatter_backward",
     "scatter_forward",
@@ -74,68 +63,7 @@ def linear_reduce_scatter(
 
     Source: CommFuse Alg. 2 and 3, arXiv 2604.24013, 2026.
     """
-    require_context("linear_reduce_scatter", context)
-    with context.guard("linear_reduce_scatter"):
-        x, weight, bias = cast_for_autocast(context.device.type, x, weight, bias)
-        forward = prepare(OPERATION, x, weight, bias, {}, context, weight_grad)
-        if not needs_autograd(x, weight, bias):
-            forward.begin()
-            return scatter_forward(forward, x, weight, bias)
-    return _LinearReduceScatter.apply(x, weight, bias, _Call(forward, weight_grad))
-
-
-class _Call(NamedTuple):
-    forward: PreparedPass
-    weight_grad: WeightGrad
-
-
-class _LinearReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: _Call
-    ) -> torch.Tensor:
-        # Not around what autograd does afterwards: hooks of what is saved may raise, as checkpoints do on purpose.
-        with call.forward.context.guard(call.forward.problem):
-            call.forward.begin()
-            y = scatter_forward(call.forward, x, weight, bias)
-        ctx.call = call
-        ctx.x_shape = x.shape
-        needs_input, needs_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if needs_weight else None, weight if needs_input else None)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: _Call = ctx.call
-        grad_x = grad_weight = grad_bias = None
-        context, what = call.forward.context, "the backward pass of linear_reduce_scatter"
-        x, weight = context.saved_tensors(ctx, what)
-        with context.guard(what):
-            needs_input, needs_weight, needs_bias = gradients_asked_for(ctx, 3)
-            grad_shard = grad_y.contiguous().flatten(0, -2)
-            if needs_input or needs_weight:
-                p = prepare_backward(OPERATION, call.forward, needs_input=needs_input, needs_weight=needs_weight)
-                p.begin()
-                operands = ScatterOperands(
-                    grad_shard,
-                    x if needs_weight else None,
-                    with_unit_stride(weight) if needs_input else None,
-                    ctx.x_shape,
-                )
-                grad_x, grad_weight = scatter_backward(p, operands, call.weight_grad)
-            if needs_bias:
-                grad_bias = grad_shard.sum(0)
-        return grad_x, grad_weight, grad_bias, None
-
-
-class ScatterOperands(NamedTuple):
-    """What a backward pass works on; what no gradient is due for is None."""
-
-    grad_shard: torch.Tensor  # [M_r, N]
-    x: torch.Tensor | None  # [S, ..., K], for the gradient of the weight
-    weight: torch.Tensor | None  # [N, K], for the gradient of the input
-    x_shape: torch.Size
+    return call_linear(_LINEAR, x, weight, bias, {}, context, weight_grad)
 
 
 def scatter_forward(p: PreparedPass, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -160,10 +88,10 @@ _WITHOUT_BIAS, _WITH_BIAS = Asked(), Asked(has_bias=True)
 
 
 def scatter_backward(
-    p: PreparedPass, operands: ScatterOperands, weight_grad: WeightGrad
+    p: PreparedPass, operands: LinearOperands, weight_grad: WeightGrad
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of input and weight, as far as they are needed."""
-    grad_shard, x, weight, x_shape = operands
+    grad_shard, x, weight, x_shape, *_ = operands
     grad_x = None if weight is None else grad_shard.new_empty(x_shape)
     if x is not None:
         x = x.contiguous()
@@ -200,10 +128,16 @@ def _rehearse(problem: GemmProblem, context: PassContext) -> Callable[[PreparedP
     if problem.pass_name == "fprop":
         return lambda p: scatter_forward(p, x, weight, None)
     grad = scratch.draw(own.size * problem.batch, problem.N)
-    operands = ScatterOperands(
+    operands = LinearOperands(
         grad, x if "weight" in problem.needs else None, weight if "input" in problem.needs else None, x.shape
     )
     return lambda p: scatter_backward(p, operands, None)
 
 
 OPERATION = Operation("linear_reduce_scatter", _rehearse, linear_reduce_scatter)
+_LINEAR = Linear(
+    OPERATION,
+    lambda p, x, weight, bias, _: (scatter_forward(p, x, weight, bias), None),
+    scatter_backward,
+    gathers=False,
+)

@@ -42,9 +42,11 @@ def tape_policy(problem: Problem, plan: PassPlan) -> Policy:
     return Policy(has_windows=True, most_adds=1, adds_bias_too=True, lanes=lanes, is_tape=True)
 
 
-def tensor_policy(*, has_windows: bool, folds: bool, keeps_own_apart: bool) -> Policy:
-    """Of passes that are run step by step. folds: whether a GEMM adds any number of partials."""
-    return Policy(has_windows=has_windows, most_adds=_ANY_NUMBER if folds else 0, keeps_own_apart=keeps_own_apart)
+def tensor_policy(*, has_windows: bool, adds_in_epilogue: bool, keeps_own_apart: bool) -> Policy:
+    """Of passes that are run step by step. adds_in_epilogue: whether a GEMM adds any number of partials."""
+    return Policy(
+        has_windows=has_windows, most_adds=_ANY_NUMBER if adds_in_epilogue else 0, keeps_own_apart=keeps_own_apart
+    )
 
 
 def is_replayed(plan: PassPlan, traits: Traits) -> bool:
@@ -57,7 +59,7 @@ def policy_of(problem: Problem, plan: PassPlan, traits: Traits) -> Policy:
     if is_replayed(plan, traits):
         return tape_policy(problem, plan)
     has_windows = traits.transport == "copy_engine"
-    return tensor_policy(has_windows=has_windows, folds=traits.adds_in_epilogue, keeps_own_apart=False)
+    return tensor_policy(has_windows=has_windows, adds_in_epilogue=traits.adds_in_epilogue, keeps_own_apart=False)
 
 
 def bind_plan(problem: Problem, plan: PassPlan, collective: Collective, group_rank: int) -> BoundSchedule:

@@ -40,16 +40,13 @@ from commfuse_megatron.plugin.compat import (
 )
 from commfuse_megatron.plugin.core_attention import describe_core_attention
 from commfuse_megatron.plugin.decision import (
-    biases_of,
     context_of,
-    count_call,
     existing_context_of,
     label_of,
     overlap_context,
+    run_with_own_bias,
     state_of,
-    weight_grad_target,
 )
-from commfuse_megatron.plugin.linear import divided_bias
 from commfuse_megatron.plugin.stand_in import OURS
 from commfuse_megatron.plugin.support import SWITCHED_OFF, unsupported_reason
 
@@ -62,12 +59,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: Attribute of the TransformerConfig -> why attention under it stays Megatron's own.
-_SETTINGS = {
-    "attention_output_gate": "config.attention_output_gate is on: the gate comes between attention and projection",
-}
-
-#: Attribute of the attention -> the same.
+#: Attribute of the attention -> why it stays Megatron's own where that is set.
 _FLAGS = {
     "checkpoint_core_attention": "core attention is recomputed by itself (recompute_modules has core_attn)",
     "offload_core_attention": "core attention's activations are offloaded (offload_modules has core_attn)",
@@ -83,7 +75,7 @@ _HOPPER = (9, 0)
 #: Kernel -> what Megatron calls it in `attention_backend`.
 _BACKENDS = {"cudnn": "fused", "flash": "flash"}
 
-#: Argument of a call -> the same, where it is given.
+#: Argument of a call -> the same.
 _ARGUMENTS = {
     "inference_context": "an inference context is given: keys come from its cache",
     "inference_params": "inference parameters are given: keys come from their cache",
@@ -167,14 +159,13 @@ def attention_unsupported_reason(attention: Any, arguments: dict[str, Any] | Non
             return f"{what} has forward hooks"
     if not all(map(_is_of_megatrons_wrapper, projection._forward_pre_hooks.values())):
         return "linear_proj has forward pre-hooks"
-    for owner, reasons in ((attention.config, _SETTINGS), (attention, _FLAGS)):
-        for name, reason in reasons.items():
-            if getattr(owner, name, None):
-                return reason
+    if getattr(attention.config, "attention_output_gate", False):
+        return "config.attention_output_gate is on: the gate comes between attention and projection"
     if getattr(attention.config, "context_parallel_size", 1) > 1:
         return "context parallelism is on: it splits the sequence in its own way"
-    given = arguments or {}
-    return next((reason for name, reason in _ARGUMENTS.items() if given.get(name) is not None), None)
+    reasons = [reason for name, reason in _FLAGS.items() if getattr(attention, name, None)]
+    reasons += [reason for name, reason in _ARGUMENTS.items() if (arguments or {}).get(name) is not None]
+    return reasons[0] if reasons else None
 
 
 def _is_of_megatrons_wrapper(hook: Any) -> bool:
@@ -224,7 +215,7 @@ class _Pairing:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        found = self._judge(query, key, value, attention_mask, args, kwargs)
+        found = self._judge(query, key, value, attention_mask, *args, **kwargs)
         if isinstance(found, str):
             _note_stock(self._attention, found)
             return self._core_forward(query, key, value, attention_mask, *args, **kwargs)
@@ -237,13 +228,14 @@ class _Pairing:
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        args: tuple,
-        kwargs: dict[str, Any],
+        *args: Any,
+        attn_mask_type: Any = None,
+        **others: Any,
     ) -> _Job | str:
-        if args or any(value is not None for name, value in kwargs.items() if name != "attn_mask_type"):
-            given = [name for name, value in kwargs.items() if value is not None and name != "attn_mask_type"]
+        given = [name for name, argument in others.items() if argument is not None]
+        if args or given:
             return f"core attention is given {', '.join(given) or 'positional arguments'}: not understood"
-        core = describe_core_attention(self._core, query, key, attention_mask, kwargs.get("attn_mask_type"))
+        core = describe_core_attention(self._core, query, key, attention_mask, attn_mask_type)
         if isinstance(core, str):
             return core
         # No elements behind it; and not a number, so that whoever computes with it notices.
@@ -258,10 +250,9 @@ class _Pairing:
         # What is to be captured stays Megatron's own before, too, so that its projection has run by then.
         if core.dropout and (is_capturing or getattr(self._attention.config, "cuda_graph_impl", "none") != "none"):
             return capture.REPEATED_DROPOUT
-        existing = existing_context_of(projection) if is_capturing else context_of(projection)
-        if existing is None:
+        context = existing_context_of(projection) if is_capturing else context_of(projection)
+        if context is None:
             return capture.NO_CONTEXT
-        context = existing
         problems = attention_problems(inputs, context) if is_capturing else ()
         if problems and context.known_plan(problems[0]) is None:
             return capture.reason_not_to_capture(context, problems) or ""
@@ -304,25 +295,20 @@ class _Pairing:
         if context is None:
             raise self._lost("the projection changed its mind")
         self._job = None
-        added, returned = biases_of(projection, input_)
-        inside, outside = divided_bias(added, input_)
-        output = ops.query_split_attention(
-            inputs.q,
-            inputs.k,
-            inputs.v,
+        found = run_with_own_bias(
+            projection,
+            ops.query_split_attention,
+            (inputs.q, inputs.k, inputs.v),
             projection.weight,
-            inside,
-            inputs.causal,
+            context,
+            causal=inputs.causal,
             window=inputs.window,
             mask=inputs.mask,
             scale=inputs.scale,
             dropout=inputs.dropout,
-            context=context,
-            weight_grad=weight_grad_target(projection, projection.weight),
         )
-        count_call(projection, context)
         state_of(self._attention).overlapped_calls += 1
-        return output if outside is None else output + outside, returned
+        return found
 
     def _lost(self, how: str) -> UnsupportedError:
         return UnsupportedError(
@@ -362,7 +348,7 @@ def _note_stock(attention: Any, reason: str) -> None:
     if reason not in state.stock_calls and (group is None or group.rank() == 0):
         # The projection after it may be overlapped all the same.
         logger.info("%s takes Megatron's own attention: %s", label_of(attention), reason)
-    state.stock_calls[reason] = state.stock_calls.get(reason, 0) + 1
+    state.stock_calls[reason] += 1
 
 
 @functools.cache

@@ -5,6 +5,7 @@ versions or may be missing. Knows nothing of our own classes.
 """
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -39,7 +40,6 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
-from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
 from commfuse_megatron.errors import UnsupportedError
 
@@ -81,10 +81,8 @@ __all__ = [
     "reason_in_functions",
     "reason_in_precision",
     "set_scalar_writer",
-    "tensor_parallel_group",
     "training_arguments",
     "transformer_engine_class",
-    "weight_rematerialisation_size",
 ]
 
 #: Without Transformer Engine its classes exist too, but cannot be built.
@@ -103,13 +101,13 @@ def transformer_engine_class(name: str) -> type | None:
     return found if HAVE_TRANSFORMER_ENGINE and isinstance(found, type) else None
 
 
+def _those_of_transformer_engine(*names: str) -> tuple[type, ...]:
+    return tuple(found for name in names if (found := transformer_engine_class(name)))
+
+
 #: Megatron's wrappers of Transformer Engine's linears; those among all linears that split their input.
-TRANSFORMER_ENGINE_LINEARS: tuple[type, ...] = tuple(
-    found for name in ("TELinear", "TELayerNormColumnParallelLinear") if (found := transformer_engine_class(name))
-)
-ROW_PARALLEL_LINEARS: tuple[type, ...] = tuple(
-    found for found in (RowParallelLinear, transformer_engine_class("TERowParallelLinear")) if found
-)
+TRANSFORMER_ENGINE_LINEARS = _those_of_transformer_engine("TELinear", "TELayerNormColumnParallelLinear")
+ROW_PARALLEL_LINEARS = (RowParallelLinear, *_those_of_transformer_engine("TERowParallelLinear"))
 
 
 def group_of(layer: Any) -> dist.ProcessGroup:
@@ -175,8 +173,7 @@ def _transformer_engine_functions() -> _Watched:
     from transformer_engine.pytorch.module import layernorm_linear, linear
 
     modules = [linear.Linear, layernorm_linear.LayerNormLinear, *TRANSFORMER_ENGINE_LINEARS]
-    modules += [found for name in ("TEColumnParallelLinear", "TERowParallelLinear")
-                if (found := transformer_engine_class(name))]  # fmt: skip
+    modules += _those_of_transformer_engine("TEColumnParallelLinear", "TERowParallelLinear")
     functions = (linear._Linear, layernorm_linear._LayerNormLinear)
     watched = [_watch(function, "forward", "backward", "apply", origins=("",)) for function in functions]
     return sum((*watched, *(_watch(module, "forward", origins=("",)) for module in modules)), ())
@@ -186,8 +183,7 @@ _TRANSFORMER_ENGINE_FUNCTIONS = _transformer_engine_functions()
 _CORE_ATTENTION_FUNCTIONS: _Watched = sum(
     (
         _watch(cls, "forward", origins=("",))
-        for cls in (DotProductAttention, transformer_engine_class("TEDotProductAttention"))
-        if cls is not None
+        for cls in (DotProductAttention, *_those_of_transformer_engine("TEDotProductAttention"))
     ),
     (),
 )
@@ -223,35 +219,15 @@ def reason_in_precision() -> str | None:
     return None
 
 
-def _find_debug_state() -> Any | None:
-    if not HAVE_TRANSFORMER_ENGINE:
-        return None
-    try:
-        from transformer_engine.debug.pytorch.debug_state import TEDebugState
-    except ImportError:  # older releases have none
-        return None
-    return TEDebugState
-
-
-_debug_state = _find_debug_state()
+_debug_state: Any = None
+if HAVE_TRANSFORMER_ENGINE:
+    with contextlib.suppress(ImportError):  # older releases have none
+        from transformer_engine.debug.pytorch.debug_state import TEDebugState as _debug_state  # type: ignore[no-redef]
 
 
 def is_transformer_engine_linear(module: torch.nn.Module) -> bool:
     """Whether `module` is a linear of Transformer Engine, or one derived from it, grouped ones included."""
     return any("Linear" in cls.__name__ and cls.__module__ == _te.__name__ for cls in type(module).__mro__)
-
-
-def tensor_parallel_group(group: dist.ProcessGroup | None, is_expert: bool) -> dist.ProcessGroup | None:
-    """The group that Megatron's linears take when they are given `group`; None while Megatron has no groups."""
-    return get_tensor_model_parallel_group_if_none(group, is_expert=is_expert, check_initialized=False)
-
-
-def weight_rematerialisation_size(is_expert: bool) -> int:
-    """Over how many ranks Megatron shards each weight itself (generalized tensor parallelism); 1 where it does not."""
-    name = "get_expert_gtp_weight_remat_group" if is_expert else "get_gtp_weight_remat_group"
-    get_group = getattr(parallel_state, name, None)
-    group = None if get_group is None else get_group(check_initialized=False)
-    return 1 if group is None else group.size()
 
 
 def final_norm_class() -> type:
@@ -325,11 +301,7 @@ def let_wheel_start() -> None:
 
     folder = Path(utils.__file__).parent
     if not (folder / "Makefile").exists() and any(folder.glob("helpers_cpp*")):
-        utils.compile_helpers = _nothing_to_compile
-
-
-def _nothing_to_compile() -> None:
-    """Stands for `make`."""
+        utils.compile_helpers = lambda: None
 
 
 def set_scalar_writer(writer: Any) -> None:

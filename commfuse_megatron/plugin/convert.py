@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,18 +49,17 @@ def convert_model(model: Any, config: OverlapConfig | str | Path | None = None) 
     chunks = checked_model(model, "convert_model")
     if config is None:
         _require_valid_files(chunks)
-    kept = [each for chunk in chunks for each in _changed(chunk)]
-    for each in kept:
-        wish = LayerState(config, each.name)
-        is_error = wish.config(each.layer.config).fallback.unsupported == "raise"
-        if arguments.is_switched_on(each.layer.config) and is_error:
-            raise UnsupportedError(f"{each.name or 'layer'} ({type(each.layer).__name__}): {each.reason}")
-    for each in kept:
-        state = state_of(each.layer)
-        state.overlap_config, state.name = config or state.overlap_config, each.name or state.name
-        state.kept_reason = each.reason
-        if group_of(each.layer).rank() == 0:
-            _log_once(f"{type(each.layer).__name__} stays: {each.reason}")
+    kept = [each for chunk in chunks for each in _kept(chunk)]
+    for name, layer, reason in kept:
+        wish = LayerState(config, name)
+        is_error = wish.config(layer.config).fallback.unsupported == "raise"
+        if arguments.is_switched_on(layer.config) and is_error:
+            raise UnsupportedError(f"{name or 'layer'} ({type(layer).__name__}): {reason}")
+    for name, layer, reason in kept:
+        _tell(layer, name, config)
+        state_of(layer).kept_reason = reason
+        if group_of(layer).rank() == 0:
+            _log_once(f"{type(layer).__name__} stays: {reason}")
     converted = sum(_convert(chunk, config) for chunk in chunks)
     logger.info("convert_model: %d layers converted", converted)
     has_none = not kept and not any(is_ours(module) for chunk in chunks for module in chunk.modules())
@@ -77,32 +76,27 @@ def _convert(chunk: torch.nn.Module, config: OverlapConfig | None) -> int:
             module.__class__ = ours
             converted += 1
         if is_ours(module):
-            state = state_of(module)
-            state.name = name or state.name
-            state.overlap_config = config or state.overlap_config
+            _tell(module, name, config)
             _follow_fusion(module)
         if type(module) in ATTENTIONS and "forward" not in vars(module):
             module.__class__ = ATTENTIONS[type(module)]
         if type(module) in ATTENTIONS.values():
-            state_of(module).name = name or state_of(module).name
+            _tell(module, name, None)
     return converted
 
 
-class _Kept(NamedTuple):
-    """A layer that stays, and why."""
-
-    layer: Any
-    name: str
-    reason: str
+def _tell(layer: torch.nn.Module, name: str, config: OverlapConfig | None) -> None:
+    state = state_of(layer)
+    state.overlap_config, state.name = config or state.overlap_config, name or state.name
 
 
-def _changed(chunk: torch.nn.Module) -> Iterator[_Kept]:
-    """The linears and embeddings of Megatron that somebody has added tensors or a forward of the instance to."""
+def _kept(chunk: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """(name, layer, why it stays): those that somebody has added tensors or a forward of the instance to."""
     for name, module in chunk.named_modules():
         ours = LINEARS_AND_EMBEDDING.get(type(module))
         reason = None if ours is None else reason_to_keep(module, ours)
         if reason is not None:
-            yield _Kept(module, name, reason)
+            yield name, module, reason
 
 
 @functools.lru_cache(maxsize=64)

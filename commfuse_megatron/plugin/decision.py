@@ -8,6 +8,7 @@ asked for survives a copy, never a context.
 import dataclasses
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +18,12 @@ from torch.nn.utils import parametrize
 
 from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.errors import ConfigError, UnsupportedError
-from commfuse_megatron.ops import WeightGradTarget
+from commfuse_megatron.ops import DeferredWeightGrad
+from commfuse_megatron.ops.weight_grad import WeightGrad
 from commfuse_megatron.plugin import arguments, capture
 from commfuse_megatron.plugin.compat import fuses_weight_gradient, group_of
 from commfuse_megatron.plugin.contexts import context_for, existing_context
-from commfuse_megatron.plugin.main_grad import main_grad_target
+from commfuse_megatron.plugin.main_grad import DelayedWeightGrads, main_grad_target
 from commfuse_megatron.plugin.stand_in import class_name
 from commfuse_megatron.plugin.support import SWITCHED_OFF, unsupported_reason
 from commfuse_megatron.problem import Problem
@@ -37,8 +39,9 @@ __all__ = [
     "kept_reason_of",
     "label_of",
     "overlap_context",
+    "run_operation",
+    "run_with_own_bias",
     "state_of",
-    "weight_grad_target",
 ]
 
 logger = logging.getLogger(__name__)
@@ -63,8 +66,8 @@ class LayerState:
     name: str | None = None
     kept_reason: str | None = None
     overlapped_calls: int = 0
-    sequential_calls: dict[str, int] = field(default_factory=dict)
-    stock_calls: dict[str, int] = field(default_factory=dict)
+    sequential_calls: Counter[str] = field(default_factory=Counter)
+    stock_calls: Counter[str] = field(default_factory=Counter)
     context: OverlapContext | None = None
     place: int | None = None
     wants_gathered: bool = False
@@ -80,11 +83,6 @@ class LayerState:
         if self._file_config is None or file != self._file:
             self._file, self._file_config = file, arguments.read_config(file)
         return self._file_config
-
-    def require_valid_config(self, transformer_config: Any) -> None:
-        """Raise ConfigError now if the configuration in force has mistakes, rather than in the first call."""
-        if arguments.is_switched_on(transformer_config):
-            self.config(transformer_config)
 
     def __deepcopy__(self, memo: dict) -> "LayerState":
         return LayerState(self.overlap_config, self.name, self.kept_reason)
@@ -135,7 +133,7 @@ def overlap_context(
 ) -> OverlapContext | None:
     """The context to overlap this call with, or None where it takes Megatron's own path, counted and logged.
 
-    Whoever got a context calls `count_call` when the op has returned: only then is its path known.
+    Whoever got a context runs its op by `run_operation`, or calls `count_call` when the op has returned.
 
     Args:
         problems: what the op would state (`ops.problems`); asked for while a CUDA graph is captured only.
@@ -156,20 +154,19 @@ def overlap_context(
     if reason not in state.stock_calls and group_of(layer).rank() == 0:
         level = logging.INFO if reason == SWITCHED_OFF else logging.WARNING
         logger.log(level, "%s takes Megatron's own path: %s", label_of(layer), reason)
-    state.stock_calls[reason] = state.stock_calls.get(reason, 0) + 1
+    state.stock_calls[reason] += 1
     return None
 
 
 def count_call(layer: Any, context: OverlapContext) -> None:
     """Count the forward pass of `layer` that `context` has just run."""
-    state, latest = state_of(layer), context.latest_pass
-    assert latest is not None
-    plan = latest.plan
+    state = state_of(layer)
+    assert context.latest_pass is not None
+    plan = context.latest_pass.plan
     if plan.overlaps:
         state.overlapped_calls += 1
-        return
-    reason = f"{plan.path}: {plan.reason}"
-    state.sequential_calls[reason] = state.sequential_calls.get(reason, 0) + 1
+    else:
+        state.sequential_calls[f"{plan.path}: {plan.reason}"] += 1
 
 
 def _compare_decision(layer: Any, input_: torch.Tensor, state: LayerState, reason: str | None) -> None:
@@ -190,11 +187,52 @@ def _compare_decision(layer: Any, input_: torch.Tensor, state: LayerState, reaso
     consensus.agree(f"{place}: {reason or 'overlapped'}", topic=place, is_place=True)
 
 
-def weight_grad_target(layer: Any, weight: torch.Tensor) -> WeightGradTarget | None:
-    """Where this call's weight gradient goes: `main_grad` under gradient accumulation fusion, else to autograd."""
+def run_operation(
+    layer: Any,
+    operation: Callable[..., Any],
+    inputs: tuple[torch.Tensor, ...],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    context: OverlapContext,
+    **options: Any,
+) -> Any:
+    """What an overlapped `operation` gives for this call, which is counted.
+
+    Megatron adds the bias to the output, so one of a wider dtype (an adapter's, or any under autocast) gives an output
+    of that dtype; the operation has one dtype for all, and the bias is added to its output then.
+    """
+    is_inside = bias is None or bias.dtype == dtype_of_operation(inputs[0])
+    given = {"context": context, "weight_grad": _weight_grad(layer, weight), **options}
+    output = operation(*inputs, weight, bias if is_inside else None, **given)
+    count_call(layer, context)
+    if is_inside:
+        return output
+    return (output[0] + bias, *output[1:]) if isinstance(output, tuple) else output + bias
+
+
+def run_with_own_bias(
+    layer: Any,
+    operation: Callable[..., Any],
+    inputs: tuple[torch.Tensor, ...],
+    weight: torch.Tensor,
+    context: OverlapContext,
+    **options: Any,
+) -> tuple[Any, torch.Tensor | None]:
+    """The same with the bias of the layer, and what of it is returned to the caller."""
+    added, returned = biases_of(layer, inputs[0])
+    return run_operation(layer, operation, inputs, weight, added, context, **options), returned
+
+
+def _weight_grad(layer: Any, weight: torch.Tensor) -> WeightGrad:
+    """Where this call's weight gradient goes: `main_grad` under gradient accumulation fusion, else to autograd; later
+    where Transformer Engine is told so."""
+    target = None
     if fuses_weight_gradient(layer) and weight.requires_grad and torch.is_grad_enabled():
-        return main_grad_target(weight, f"main_grad of {state_of(layer).name or 'the layer'}")
-    return None
+        target = main_grad_target(weight, f"main_grad of {state_of(layer).name or 'the layer'}")
+    store = vars(layer).get("wgrad_store")
+    if store is None or not store.delay_wgrad_compute():
+        return target
+    return DeferredWeightGrad(DelayedWeightGrads(store, weight, target), target)
 
 
 def biases_of(layer: Any, input_: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:

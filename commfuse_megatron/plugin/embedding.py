@@ -23,9 +23,6 @@ class CommFuseVocabParallelEmbedding(VocabParallelEmbedding):
     there to hide under. Without sequence parallelism, or with learned positions, the embedding all-reduces: stock.
     """
 
-    def _get_name(self) -> str:
-        return type(self).__qualname__
-
     @torch.compiler.disable  # what is decided and counted per call is Python, not a graph
     @computing_weight_once
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
@@ -35,11 +32,7 @@ class CommFuseVocabParallelEmbedding(VocabParallelEmbedding):
         if context is None:
             return super().forward(input_)
         output = ops.embedding_reduce_scatter(
-            input_,
-            weight,
-            self.vocab_start_index,
-            context=context,
-            is_deterministic=bool(self.deterministic_mode),
+            input_, weight, self.vocab_start_index, context=context, is_deterministic=bool(self.deterministic_mode)
         )
         count_call(self, context)
         return output

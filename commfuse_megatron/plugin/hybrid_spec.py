@@ -27,10 +27,9 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from commfuse_megatron.errors import UnsupportedError
-from commfuse_megatron.plugin import arguments, compat
+from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin.norm import CommFuseNorm
-from commfuse_megatron.plugin.spec import apply_to_spec
+from commfuse_megatron.plugin.spec import apply_to_spec, require_buildable
 
 with warnings.catch_warnings():
     # Without Transformer Engine, Megatron says here that experts will be local ones; its spec cannot be built then.
@@ -57,16 +56,8 @@ def hybrid_stack_spec(config: Any) -> Any:
     Raises, before any layer is built: UnsupportedError for Transformer Engine layers where that is not installed;
     ConfigError for a configuration file with mistakes.
     """
-    arguments.adopt_flags(config.transformer)
-    arguments.read_config(arguments.config_file(config.transformer))
-    if config.transformer.transformer_impl == "local":
-        return hybrid_stack_spec_local
-    if not compat.HAVE_TRANSFORMER_ENGINE:
-        raise UnsupportedError(
-            "transformer_impl is transformer_engine (Megatron's default), which is not installed; "
-            "pass --transformer-impl local"
-        )
-    return hybrid_stack_spec_te
+    require_buildable(config.transformer)
+    return hybrid_stack_spec_local if config.transformer.transformer_impl == "local" else hybrid_stack_spec_te
 
 
 def local_stack_spec() -> Any:
@@ -86,27 +77,17 @@ def local_stack_spec() -> Any:
     )
     # Megatron's stack asks for any number of experts here; the configuration has the right one.
     experts = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
+    norm, add = CommFuseNorm, get_bias_dropout_add
+
+    def layer(module: type, **parts: Any) -> Any:
+        return compat.ModuleSpec(module=module, submodules=TransformerLayerSubmodules(**parts))
+
     return compat.ModuleSpec(
         module=HybridStack,
         submodules=HybridStackSubmodules(
-            attention_layer=compat.ModuleSpec(
-                module=TransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    input_layernorm=CommFuseNorm, self_attention=attention, self_attn_bda=get_bias_dropout_add
-                ),
-            ),
-            mlp_layer=compat.ModuleSpec(
-                module=MLPLayer,
-                submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=CommFuseNorm, mlp=mlp, mlp_bda=get_bias_dropout_add
-                ),
-            ),
-            moe_layer=compat.ModuleSpec(
-                module=MoETransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=CommFuseNorm, mlp=experts, mlp_bda=get_bias_dropout_add
-                ),
-            ),
+            attention_layer=layer(TransformerLayer, input_layernorm=norm, self_attention=attention, self_attn_bda=add),
+            mlp_layer=layer(MLPLayer, pre_mlp_layernorm=norm, mlp=mlp, mlp_bda=add),
+            moe_layer=layer(MoETransformerLayer, pre_mlp_layernorm=norm, mlp=experts, mlp_bda=add),
         ),
     )
 

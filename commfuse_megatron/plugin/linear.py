@@ -12,24 +12,22 @@ from typing import Any
 
 import torch
 
-from commfuse_megatron import OverlapConfig, ops
+from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.ops.problems import linear_problems
 from commfuse_megatron.plugin import arguments as flags
 from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear
 from commfuse_megatron.plugin.decision import (
-    biases_of,
     computing_weight_once,
-    count_call,
-    dtype_of_operation,
     overlap_context,
+    run_operation,
+    run_with_own_bias,
     state_of,
-    weight_grad_target,
 )
 from commfuse_megatron.plugin.main_grad import into_main_grad
 from commfuse_megatron.plugin.stand_in import stands_for
 
-__all__ = ["CommFuseColumnParallelLinear", "CommFuseRowParallelLinear", "divided_bias", "remember"]
+__all__ = ["CommFuseColumnParallelLinear", "CommFuseRowParallelLinear", "linear_context", "remember"]
 
 
 class _Local:
@@ -40,9 +38,6 @@ class _Local:
         self.config = config
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
         remember(self, config, overlap_config, kwargs)
-
-    def _get_name(self) -> str:
-        return type(self).__qualname__
 
 
 @stands_for(ColumnParallelLinear)
@@ -67,27 +62,17 @@ class CommFuseColumnParallelLinear(_Local, ColumnParallelLinear):
 
     @torch.compiler.disable  # what is decided and counted per call is Python, not a graph
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        context = overlap_context(
-            self,
-            input,
-            weight,
-            lambda context: linear_problems("all_gather_linear", input, weight, context),
-            grad_output_buffer=kwargs.get("grad_output_buffer"),
-        )
+        buffer = kwargs.get("grad_output_buffer")
+        context = linear_context(self, "all_gather_linear", input, weight, grad_output_buffer=buffer)
         if context is None:
             stock_weight, kwargs = into_main_grad(weight, kwargs)
             return super()._forward_impl(input, stock_weight, *args, **kwargs)
-        target = weight_grad_target(self, weight)
-        inside, outside = divided_bias(kwargs.get("bias"), input)
-        state = state_of(self)
-        if state.wants_gathered:
-            output, state.gathered = ops.all_gather_linear(
-                input, weight, inside, context=context, weight_grad=target, return_gathered=True
-            )
-        else:
-            output = ops.all_gather_linear(input, weight, inside, context=context, weight_grad=target)
-        count_call(self, context)
-        return output if outside is None else output + outside
+        state, bias = state_of(self), kwargs.get("bias")
+        wanted = state.wants_gathered
+        found = run_operation(self, ops.all_gather_linear, (input,), weight, bias, context, return_gathered=wanted)
+        if wanted:
+            found, state.gathered = found
+        return found
 
 
 @stands_for(RowParallelLinear)
@@ -118,28 +103,19 @@ class CommFuseRowParallelLinear(_Local, RowParallelLinear):
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The output shard [S/R, B, N], and the bias where `skip_bias_add` leaves it to the caller."""
         weight = self.weight
-        context = overlap_context(
-            self, input_, weight, lambda context: linear_problems("linear_reduce_scatter", input_, weight, context)
-        )
+        context = linear_context(self, "linear_reduce_scatter", input_, weight)
         if context is None:
             return super().forward(input_)
-        added, returned = biases_of(self, input_)
-        inside, outside = divided_bias(added, input_)
-        target = weight_grad_target(self, weight)
-        output = ops.linear_reduce_scatter(input_, weight, inside, context=context, weight_grad=target)
-        count_call(self, context)
-        return output if outside is None else output + outside, returned
+        return run_with_own_bias(self, ops.linear_reduce_scatter, (input_,), weight, context)
 
 
-def divided_bias(bias: torch.Tensor | None, input_: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What the operation adds, and what is added to its output afterwards.
-
-    Megatron adds the bias to the output, so one of a wider dtype (an adapter's, or any under autocast) gives an output
-    of that dtype; the operation has one dtype for all.
-    """
-    if bias is None:
-        return None, None
-    return (bias, None) if bias.dtype == dtype_of_operation(input_) else (None, bias)
+def linear_context(
+    layer: Any, op: str, input_: torch.Tensor, weight: torch.Tensor, **options: Any
+) -> OverlapContext | None:
+    """`overlap_context` of a linear."""
+    return overlap_context(
+        layer, input_, weight, lambda context: linear_problems(op, input_, weight, context), **options
+    )
 
 
 def _without_fused_kernel(config: Any) -> Any:
@@ -161,4 +137,5 @@ def remember(layer: Any, config: Any, overlap_config: OverlapConfig | None, argu
     state.overlap_config = overlap_config
     state.name = arguments.get("name") or arguments.get("tp_comm_buffer_name")
     flags.adopt_flags(config)  # a ready spec object cannot: it does not meet the configuration
-    state.require_valid_config(config)
+    if flags.is_switched_on(config):
+        state.config(config)

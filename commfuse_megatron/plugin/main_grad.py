@@ -9,14 +9,15 @@ Without Apex, Megatron's linears refuse the fusion. Ours do not: the overlapped 
 Megatron's own path take the weight through `into_main_grad`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from commfuse_megatron.ops import WeightGradTarget
+from commfuse_megatron.ops import WeightGradQueue, WeightGradTarget
 from commfuse_megatron.plugin import compat
 
-__all__ = ["into_main_grad", "main_grad_target"]
+__all__ = ["DelayedWeightGrads", "into_main_grad", "main_grad_target"]
 
 
 def main_grad_target(weight: Any, name: str = "main_grad") -> WeightGradTarget:
@@ -70,3 +71,22 @@ class _IntoMainGrad(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         ctx.target.accumulate.add_(grad)
         return ctx.target.result(), None
+
+
+class DelayedWeightGrads(WeightGradQueue):
+    """Puts weight gradients where Transformer Engine's `backward_dw` takes them from (`delay_wgrad_compute`)."""
+
+    def __init__(self, store: Any, weight: Any, target: WeightGradTarget | None) -> None:
+        super().__init__()
+        self._store, self._weight, self._target = store, weight, target
+
+    def put(self, compute: Callable[[], torch.Tensor | None]) -> None:
+        """Called by a backward pass."""
+
+        def run() -> tuple[torch.Tensor | None, None]:
+            grad = compute()  # the gradient, or what tells the data-parallel hooks that it is in `main_grad`
+            if self._target is not None and self._weight.grad is None:
+                self._weight.grad = grad
+            return grad, None  # autograd has given the bias its own
+
+        self._store.put([], run)

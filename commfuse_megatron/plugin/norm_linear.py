@@ -5,6 +5,7 @@ linear does. Parameters have Transformer Engine's names, order and attributes, s
 both ways, and those of the norm carry `sequence_parallel`, without which their gradients stay partial.
 """
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -77,40 +78,14 @@ class CommFuseLayerNormColumnParallelLinear(CommFuseColumnParallelLinear):
                 parameter.sequence_parallel = self.sequence_parallel  # type: ignore[union-attr]
         self._parameters.update(linear)
 
-    @property
-    def in_features(self) -> int:
-        """K, as Transformer Engine calls it."""
-        return self.input_size
-
-    @property
-    def out_features(self) -> int:
-        """N/R, as Transformer Engine calls it."""
-        return self.output_size_per_partition
-
-    @property
-    def use_bias(self) -> bool:
-        """Whether there is a bias."""
-        return self.bias is not None
-
-    @property
-    def te_return_bias(self) -> bool:
-        """Whether the bias is left to the caller."""
-        return self.skip_bias_add and self.use_bias
-
-    @property
-    def tp_size(self) -> int:
-        """Ranks of the tensor-parallel group."""
-        return self.tp_group.size()
-
-    @property
-    def tp_rank(self) -> int:
-        """This rank's place in it."""
-        return self.tp_group.rank()
-
-    @property
-    def fuse_wgrad_accumulation(self) -> bool:
-        """Whether weight gradients are added to `main_grad`, as Transformer Engine calls it."""
-        return self.gradient_accumulation_fusion
+    # Under the names of Transformer Engine; out_features are those of this rank.
+    in_features = property(attrgetter("input_size"))
+    out_features = property(attrgetter("output_size_per_partition"))
+    tp_size = property(lambda self: self.tp_group.size())
+    tp_rank = property(lambda self: self.tp_group.rank())
+    use_bias = property(lambda self: self.bias is not None)
+    te_return_bias = property(lambda self: self.skip_bias_add and self.use_bias)
+    fuse_wgrad_accumulation = property(attrgetter("gradient_accumulation_fusion"))
 
     def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
         """The output [S, B, N/R] for the rows x [S/R, B, K], the bias where `skip_bias_add` leaves it, and the norm's

@@ -36,8 +36,7 @@ def pretrain(arguments: Any, datasets: Any, forward_step: Any) -> list[Any]:
     model_config = compat.model_config_from_arguments(arguments)
     flags.set_flags(model_config.transformer, arguments)
     is_asked_for = bool(getattr(arguments, "commfuse", None))
-    is_hybrid = arguments.hybrid_layer_pattern is not None
-    if is_hybrid:
+    if arguments.hybrid_layer_pattern is not None:
         if arguments.spec is None and is_asked_for:
             model_config.hybrid_stack_spec = hybrid_stack_spec
         if inspect.isfunction(model_config.hybrid_stack_spec):  # which Megatron calls for GPT only

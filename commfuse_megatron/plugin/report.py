@@ -4,7 +4,7 @@ Reads what the layers counted; changes nothing.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,20 +138,15 @@ def model_report(model: Any) -> ModelReport:
     contexts = {}
     for chunk in chunks:
         taken = _taken_by_fused_operations(chunk)
-        for name, module in _layers(chunk):
-            layers.append(_layer_report(name, module, taken.get(module)))
-            if _counts_calls(module) and state_of(module).context is not None:
-                context = state_of(module).context
+        for name, module in chunk.named_modules():
+            if isinstance(module, _OURS_OR_MEGATRONS) or compat.is_transformer_engine_linear(module):
+                layers.append(_layer_report(name, module, taken.get(module)))
+            if isinstance(module, compat.Attention) and module.attention_type == "self":
+                attentions.append(_attention_report(name, module))
+            if _counts_calls(module) and (context := state_of(module).context) is not None:
                 contexts[id(context)] = context
-        attentions += [_attention_report(*each) for each in chunk.named_modules() if _is_attention(each[1])]
-    ops = tuple(record for context in contexts.values() if context is not None for record in context.report())
+    ops = tuple(record for context in contexts.values() for record in context.report())
     return ModelReport(tuple(layers), ops, tuple(attentions))
-
-
-def _layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, module in model.named_modules():
-        if isinstance(module, _OURS_OR_MEGATRONS) or compat.is_transformer_engine_linear(module):
-            yield name, module
 
 
 def _taken_by_fused_operations(model: torch.nn.Module) -> dict[torch.nn.Module, str]:
@@ -173,53 +168,44 @@ _OURS_OR_MEGATRONS = (compat.ColumnParallelLinear, compat.RowParallelLinear, com
 
 
 def _layer_report(name: str, module: torch.nn.Module, why_not_called: str | None) -> LayerReport:
-    layer = class_name(module)
-    if why_not_called is not None:
-        return LayerReport(name, layer, "stock", 0, 0, (why_not_called,))
-    if not _counts_calls(module):
-        return LayerReport(name, layer, "stock", 0, 0, (_reason_not_ours(module),))
-    return _report_of_ours(name, module, unsupported_reason)
+    if why_not_called is None and _counts_calls(module):
+        return _report_of_ours(name, module, unsupported_reason)
+    return _report_of_stock(name, module, why_not_called or _reason_not_ours(module))
 
 
-def _is_attention(module: torch.nn.Module) -> bool:
-    return isinstance(module, compat.Attention) and module.attention_type == "self"
+def _report_of_stock(name: str, module: torch.nn.Module, reason: str) -> LayerReport:
+    return LayerReport(name, class_name(module), "stock", 0, 0, (reason,))
 
 
 def _attention_report(name: str, module: torch.nn.Module) -> LayerReport:
-    layer = class_name(module)
     if type(module) not in ATTENTIONS.values():
-        known = ", ".join(each.__name__ for each in ATTENTIONS)
+        layer, known = class_name(module), ", ".join(each.__name__ for each in ATTENTIONS)
         reason = f"{layer} is not among the attentions that are paired with their projection ({known})"
         if type(module) in ATTENTIONS:
             reason = f"{layer} was neither in the spec given to apply_to_spec nor converted"
             if "forward" in vars(module):
                 reason = f"{layer} has a forward of its own in the instance, which ours would not be asked for"
-        return LayerReport(name, layer, "stock", 0, 0, (reason,))
+        return _report_of_stock(name, module, reason)
     return _report_of_ours(name, module, attention_unsupported_reason)
 
 
 def _report_of_ours(
     name: str, module: torch.nn.Module, unsupported: Callable[[torch.nn.Module], str | None]
 ) -> LayerReport:
-    layer = class_name(module)
     state = state_of(module)
-    stock_calls, sequential_calls = sum(state.stock_calls.values()), sum(state.sequential_calls.values())
-    calls = {"overlapped": state.overlapped_calls, "sequential": sequential_calls, "stock": stock_calls}
+    overlapped, sequential, stock = state.overlapped_calls, state.sequential_calls, state.stock_calls
+    calls = {"overlapped": overlapped, "sequential": sequential.total(), "stock": stock.total()}
     paths = [path for path, count in calls.items() if count]
     if paths:
         path = paths[0] if len(paths) == 1 else "mixed"
-        reasons = tuple(state.stock_calls)
+        reasons = tuple(stock)
     else:
         # Whoever derives from ours may call the stock function by its class, which nobody counts.
-        path, reason = "stock" if _is_derived(module) else "not called yet", unsupported(module)
+        is_derived = _counts_calls(module) and reason_in_class(module) is not None
+        path, reason = "stock" if is_derived else "not called yet", unsupported(module)
         reasons = () if reason is None else (reason,)
-    return LayerReport(
-        name, layer, path, state.overlapped_calls, stock_calls, reasons, sequential_calls, tuple(state.sequential_calls)
-    )
-
-
-def _is_derived(module: torch.nn.Module) -> bool:
-    return _counts_calls(module) and reason_in_class(module) is not None
+    layer, why_sequential = class_name(module), tuple(sequential)
+    return LayerReport(name, layer, path, overlapped, stock.total(), reasons, sequential.total(), why_sequential)
 
 
 def _reason_not_ours(module: torch.nn.Module) -> str:

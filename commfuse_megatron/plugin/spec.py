@@ -35,6 +35,7 @@ __all__ = [
     "local_layer_spec",
     "our_spec",
     "replace_in_spec",
+    "require_buildable",
 ]
 
 logger = logging.getLogger(__name__)
@@ -125,11 +126,8 @@ class _Mapping:
             value = getattr(node, field.name)
             if field.name in _KEPT_FIELDS:
                 if value in self._replacements:
-                    logger.info(
-                        "%s stays %s: Megatron checks its exact class; convert_model reaches it later",
-                        field.name,
-                        value.__name__,
-                    )
+                    why = "Megatron checks its exact class; convert_model reaches it later"
+                    logger.info("%s stays %s: %s", field.name, value.__name__, why)
                 continue
             if is_spec and field.name == "module" and isinstance(value, type):
                 object.__setattr__(new, field.name, self._replacements.get(value, value))
@@ -183,16 +181,21 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     Raises, before any layer is built: UnsupportedError where Megatron's default would be Transformer Engine layers and
     that is not installed; ConfigError for a configuration file with mistakes.
     """
-    arguments.adopt_flags(config.transformer)
-    arguments.read_config(arguments.config_file(config.transformer))
-    wants_transformer_engine = config.transformer.transformer_impl == "transformer_engine"
-    if wants_transformer_engine and not compat.HAVE_TRANSFORMER_ENGINE:
-        raise UnsupportedError(
-            "transformer_impl is transformer_engine (Megatron's default), which is not installed; "
-            "pass --transformer-impl local"
-        )
+    require_buildable(config.transformer)
     spec = apply_to_spec(compat.default_layer_spec(config, vp_stage))
     return block_spec(spec, config.transformer, vp_stage) if isinstance(spec, compat.ModuleSpec) else spec
+
+
+def require_buildable(transformer_config: Any) -> None:
+    """Adopt the flags; raise what keeps layers of this configuration from being built: see `gpt_layer_spec`."""
+    arguments.adopt_flags(transformer_config)
+    arguments.read_config(arguments.config_file(transformer_config))
+    implementation = transformer_config.transformer_impl
+    if implementation != "local" and not compat.HAVE_TRANSFORMER_ENGINE:
+        raise UnsupportedError(
+            f"transformer_impl is {implementation}, and Transformer Engine is not installed; "
+            "pass --transformer-impl local"
+        )
 
 
 def local_layer_spec() -> Any:

@@ -48,10 +48,15 @@ def stands_for[T: type](stock: type, name: str | None = None) -> Callable[[T], T
         if "forward" in vars(ours) and name is None:
             ours.forward = _Forward(vars(ours)["forward"], stock.forward)  # type: ignore[attr-defined]
         ours.__name__ = name or stock.__name__
+        ours._get_name = _own_name  # type: ignore[attr-defined]  # which torch prints
         OURS[ours], _FORWARDS[ours] = stock, vars(ours).get("forward")
         return ours
 
     return decorate
+
+
+def _own_name(layer: torch.nn.Module) -> str:
+    return type(layer).__qualname__
 
 
 def class_name(module: torch.nn.Module) -> str:

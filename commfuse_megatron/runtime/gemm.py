@@ -34,7 +34,7 @@ class SliceGemm:
     """Multiplies slices of one dtype on one device. Operands are 2-D with one unit stride each.
 
     own_dtype: the dtype in which this rank's own partial is kept until the sum: fp32 where the kernel can give it.
-    can_fold: whether `multiply` can add several [M, N] addends in fp32 on the way out.
+    adds_in_epilogue: whether `multiply` can add several [M, N] addends in fp32 in its epilogue.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SliceGemm:
         self.is_persistent = unavailable is None and (
             config.gemm == "persistent" or (config.gemm == "auto" and transport == "nccl")
         )
-        self.can_fold = unavailable is None and config.gemm != "torch"
+        self.adds_in_epilogue = unavailable is None and config.gemm != "torch"
         self.own_dtype = torch.float32 if self.is_persistent else dtype
         self.name = "persistent" if self.is_persistent else "torch"
         self._regain: _Regain | None = None
@@ -73,9 +73,9 @@ class SliceGemm:
         addend: torch.Tensor | None = None,
         beside: Transfer | None = None,
     ) -> None:
-        """out [M, N] = a [M, K] @ b [K, N] (+ addend [M, N] or [N]; if `can_fold`, all of [P, M, N]), rounded once.
+        """out [M, N] = a [M, K] @ b [K, N] (+ addend [M, N] or [N]; if it adds in its epilogue, all of [P, M, N]).
 
-        Complete after `join`. beside: the last transfer that may be in flight, which is left its SMs.
+        Rounded once, and complete after `join`. beside: the last transfer that may be in flight, which is left its SMs.
         """
         if addend is not None and addend.dim() == 3:
             if out.numel():
@@ -92,7 +92,7 @@ class SliceGemm:
     def accumulate(self, a: torch.Tensor, b: torch.Tensor, total: torch.Tensor, beside: Transfer | None = None) -> None:
         """Add a [M, K] @ b [K, N] to `total` [M, N], which may be wider than the operands (fp32 main gradients)."""
         # Into a wider tensor the framework multiplies wide copies, many times slower: the own GEMM wherever it runs.
-        is_own = self.is_persistent or (self.can_fold and total.dtype != a.dtype)
+        is_own = self.is_persistent or (self.adds_in_epilogue and total.dtype != a.dtype)
         if is_own and total.dtype in (a.dtype, torch.float32) and total.numel() and a.size(1):
             self._multiply_persistent(a, b, total, total, beside)
         elif total.dtype == a.dtype:

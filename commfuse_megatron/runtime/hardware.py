@@ -1,7 +1,7 @@
 """What contexts ask of the machine that they run on, all in one place, so that tests can stand in for it.
 
-with in_use(StandIn()):
-    context = OverlapContext(group)
+monkeypatch.setattr(hardware, "current", StandIn())
+context = OverlapContext(group)
 """
 
 from collections.abc import Callable

@@ -10,6 +10,7 @@ from collections.abc import Hashable
 from typing import Any, Literal, NamedTuple, Protocol
 
 from commfuse_megatron.errors import CommFuseError, TransportError, TransportTimeoutError
+from commfuse_megatron.runtime.agreement import Agreement
 from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.runtime.watchdog import Watchdog
 from commfuse_megatron.schedule import render
@@ -17,7 +18,7 @@ from commfuse_megatron.schedule.binding import BoundSchedule
 from commfuse_megatron.schedule.program import Batch
 from commfuse_megatron.transport.base import Message, PeerTimeoutError, Transfer, Transport, TwoSidedTransport
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
-from commfuse_megatron.transport.copy_tape import BoundOperation
+from commfuse_megatron.transport.copy_steps import BoundOperation
 from commfuse_megatron.transport.stream_memory import StreamEvent, may_wait_for_device
 
 __all__ = ["Interruption", "Link", "Peers", "Watched", "name_of_batch"]
@@ -53,19 +54,6 @@ class Interruption(NamedTuple):
     error_type: str
 
 
-class Board(Protocol):
-    """Where ranks tell each other why they go no further."""
-
-    def leave(self, why: str) -> None: ...
-
-    def reasons_of_leaving(self, wait_s: float = 0.0) -> dict[int, str]: ...
-
-
-class _Peered(Protocol):
-    @property
-    def peer(self) -> int: ...
-
-
 class _Run(Protocol):
     """One call of one schedule, as far as messages need it."""
 
@@ -73,10 +61,10 @@ class _Run(Protocol):
     bound: BoundSchedule
 
 
-def name_of_batch(send: _Peered | None, receive: _Peered | None) -> str:
+def name_of_batch(send_peer: int | None, receive_peer: int | None) -> str:
     """What records call a batch {send, receive}."""
-    ends = [f"to rank {send.peer}"] if send is not None else []
-    ends += [f"from rank {receive.peer}"] if receive is not None else []
+    ends = [f"to rank {send_peer}"] if send_peer is not None else []
+    ends += [f"from rank {receive_peer}"] if receive_peer is not None else []
     return " ".join(ends)
 
 
@@ -93,7 +81,9 @@ class Watched(NamedTuple):
 class Link:
     """Transfers of one context. `record` is None unless the configuration asks for recording."""
 
-    def __init__(self, transport: Transport, peers: Peers, timeout_s: float, recorder: Recorder | None, board: Board):
+    def __init__(
+        self, transport: Transport, peers: Peers, timeout_s: float, recorder: Recorder | None, board: Agreement
+    ):
         self.transport = transport
         self.recorder = recorder
         #: Whether there is a recorder; `recorder` is None meanwhile where calls are not the user's.
@@ -136,12 +126,14 @@ class Link:
             transfer = transport.exchange(send, receive, index)
         except TransportError as error:
             raise self.fail(self._broken(run, index, error)) from error
+        send_peer = None if send is None else send.peer
+        receive_peer = None if receive is None else receive.peer
         if self._watchdog is not None and not self.is_capturing:
-            send_peer = None if send is None else send.peer
-            receive_peer = None if receive is None else receive.peer
             self._watchdog.watch(transfer, Watched(run.label, run.bound, index, send_peer, receive_peer))
         if self.recorder is not None:
-            self._open[id(run), index] = self.recorder.open_transfer(name_of_batch(send, receive), transfer, index)
+            self._open[id(run), index] = self.recorder.open_transfer(
+                name_of_batch(send_peer, receive_peer), transfer, index
+            )
         return transfer
 
     def replay(

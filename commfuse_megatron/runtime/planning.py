@@ -222,7 +222,7 @@ class Planner:
             transfer_sms=reserved if uses_nccl else 0,
             regains_sms=uses_nccl and context.nccl.regains_sms,
             overlaps=not uses_nccl or gemm.is_persistent,
-            adds_in_epilogue=gemm.can_fold and is_one_sided,
+            adds_in_epilogue=gemm.adds_in_epilogue and is_one_sided,
             replays=replays,
         )
 

@@ -34,7 +34,7 @@ from commfuse_megatron.schedule.binding import BoundSchedule
 from commfuse_megatron.schedule.lower_linear import Asked, lower_transfers
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Program
-from commfuse_megatron.transport.copy_tape import BoundOperation
+from commfuse_megatron.transport.copy_steps import BoundOperation
 from commfuse_megatron.transport.select import NcclSettings
 
 __all__ = ["PassContext", "PreparedPass", "TryOut"]
@@ -184,7 +184,7 @@ class PreparedPass:
     def _tensor_policy(self) -> Policy:
         return tensor_policy(
             has_windows=self.context.link.transport.is_one_sided,
-            folds=self.gemm.can_fold,
+            adds_in_epilogue=self.gemm.adds_in_epilogue,
             keeps_own_apart=self.gemm.own_dtype != self.dtype,
         )
 

@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import util
-from typing import Protocol
 
 from commfuse_megatron.errors import TransportError
+from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.transport.stream_memory import may_wait_for_device
 
 __all__ = ["is_process_ending", "track_until_exit", "release_what_is_done", "release_when_done"]
@@ -37,22 +37,12 @@ _TO_END_S = 30
 _POLL_S = 0.01
 
 
-class _Link(Protocol):
-    timeout_s: float
-    failure: Exception | None
-    is_left_by_error: bool
-    is_disowned: bool
-
-    @property
-    def is_in_flight(self) -> bool: ...
-
-
 # Without a lock: garbage collection may come here while this thread is here already.
-_links: set[_Link] = set()
-_left: dict[_Link, Callable[[], None]] = {}
+_links: set[Link] = set()
+_left: dict[Link, Callable[[], None]] = {}
 _of_the_parent: list[Callable[[], None]] = []
 #: Links that are being released, and by which thread.
-_at_work: dict[_Link, int] = {}
+_at_work: dict[Link, int] = {}
 _ending: list[bool] = []
 #: Whether what a process of multiprocessing was started for ended by an exception.
 _child_failed: list[bool] = []
@@ -64,7 +54,7 @@ def is_process_ending() -> bool:
     return bool(_ending)
 
 
-def track_until_exit(link: _Link) -> None:
+def track_until_exit(link: Link) -> None:
     """Remember a link whose transfers may be in flight when the process ends."""
     _links.add(link)
     if os.getpid() not in _watched_children and multiprocessing.parent_process() is not None:
@@ -80,7 +70,7 @@ def _note_failure_of_child() -> None:
         _child_failed.append(True)
 
 
-def release_when_done(link: _Link, release: Callable[[], None]) -> None:
+def release_when_done(link: Link, release: Callable[[], None]) -> None:
     """Nothing is started on the link any more: the next `release_what_is_done` may `release` it, if it is known.
 
     Not here: garbage collection may call this, in any thread and at any moment.
@@ -93,7 +83,7 @@ def release_when_done(link: _Link, release: Callable[[], None]) -> None:
         release_what_is_done()
 
 
-def release_what_is_done(own: _Link | None = None) -> None:
+def release_what_is_done(own: Link | None = None) -> None:
     """Release the links with nothing in flight, unless a CUDA graph is being captured. What fails is logged.
 
     own: a link that is not to be in the middle of it on return, if another thread was first.
@@ -108,7 +98,7 @@ def release_what_is_done(own: _Link | None = None) -> None:
         time.sleep(_POLL_S)
 
 
-def _release_claimed(link: _Link) -> None:
+def _release_claimed(link: Link) -> None:
     """Release it, unless another thread has done so since it was found."""
     release = None
     try:

@@ -20,7 +20,8 @@ from commfuse_megatron.schedule import program as prog
 from commfuse_megatron.schedule.lower_linear import Asked
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.copy_flags import Key
-from commfuse_megatron.transport.copy_tape import BoundOperation, CopyTape, Ref, Step
+from commfuse_megatron.transport.copy_steps import BoundOperation, Ref, Step
+from commfuse_megatron.transport.copy_tape import CopyTape
 
 __all__ = ["TapeBinder", "TapeKernel", "Tapes", "Unservable", "addresses_of"]
 
@@ -450,7 +451,7 @@ class _TransferMarks:
 
     def end(self, at: tuple[int, ...], stream: int) -> None:
         op, transfer = self._op, self._transport.batches(*self._keys)
-        name = name_of_batch(op.send, op.receive)
+        name = name_of_batch(op.send and op.send.peer, op.receive and op.receive.peer)
         self._link.note_transfer((op.channel, op.step), name, self._mark, transfer, op.step)
 
     @property

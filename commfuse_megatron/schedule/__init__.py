@@ -6,7 +6,7 @@ one lowering; `program_checks` says what correct means, `simulate` what a progra
 
 from commfuse_megatron.schedule.actions import Algorithm, Chunk, Collective, Receive, Schedule, Send, Step
 from commfuse_megatron.schedule.all_gather import build_all_gather
-from commfuse_megatron.schedule.bound import schedule_bound_us
+from commfuse_megatron.schedule.closed_form import closed_form_us
 from commfuse_megatron.schedule.reduce_scatter import build_reduce_scatter
 from commfuse_megatron.schedule.render import describe, render
 from commfuse_megatron.schedule.simulate import Costs, Work, simulate
@@ -30,6 +30,6 @@ __all__ = [
     "build_reduce_scatter",
     "describe",
     "render",
-    "schedule_bound_us",
+    "closed_form_us",
     "simulate",
 ]

@@ -45,8 +45,8 @@ def lower_query_split(scatter: BoundSchedule, policy: Policy, *, has_bias: bool)
     """
     low = Lowering(policy, scatter=scatter)
     has_cover = policy.is_tape or scatter.schedule.chunks_per_shard > 1
-    folds = low.may_add_arrived(has_cover=has_cover, has_bias=has_bias)
-    is_summed_ahead = folds and scatter.schedule.group_size - 1 > policy.most_adds
+    adds_in_epilogue = low.may_add_arrived(has_cover=has_cover, has_bias=has_bias)
+    is_summed_ahead = adds_in_epilogue and scatter.schedule.group_size - 1 > policy.most_adds
     order = [step.compute for step in scatter.steps if step.compute is not None]
     attend_ahead = _attend_ahead(low, order) if policy.is_tape else None
 
@@ -70,12 +70,12 @@ def lower_query_split(scatter: BoundSchedule, policy: Policy, *, has_bias: bool)
     low.fork()
     low.scatter_from(
         produce,
-        folds=folds,
+        adds_in_epilogue=adds_in_epilogue,
         before_piece=attend_ahead,
         find_arrived=add_up if is_summed_ahead else None,
     )
     low.join()
-    if scatter.arrived_rows and not folds:
+    if scatter.arrived_rows and not adds_in_epilogue:
         low.sum_own(has_bias=has_bias)
     return low.program()
 

@@ -177,7 +177,7 @@ class _ScatterPass:
         self._is_ring = scatter.schedule.algorithm is Algorithm.RING
         has_cover = (asked.is_bulk and asked.weight_grad == "now") or scatter.schedule.chunks_per_shard > 1
         num_arriving = scatter.schedule.group_size - 1
-        self._folds = low.may_add_arrived(has_cover=has_cover, has_bias=asked.has_bias) and (
+        self._adds_in_epilogue = low.may_add_arrived(has_cover=has_cover, has_bias=asked.has_bias) and (
             num_arriving <= low.policy.most_adds
         )
 
@@ -198,7 +198,7 @@ class _ScatterPass:
             self._weight_gradient()
         low.scatter_from(
             self._produce,
-            folds=self._folds,
+            adds_in_epilogue=self._adds_in_epilogue,
             gathers_too=regathers,
             is_only_own=asked.is_bulk,
             before_last=copy_late,
@@ -209,7 +209,7 @@ class _ScatterPass:
         if self._is_ring:
             if asked.has_bias:
                 low.add_bias()
-        elif not self._folds and self._scatter.arrived_rows:
+        elif not self._adds_in_epilogue and self._scatter.arrived_rows:
             low.sum_own(has_bias=asked.has_bias)
         return low.program()
 
@@ -263,7 +263,7 @@ def lower_embedding(scatter: BoundSchedule, policy: Policy) -> Program:
         if target.count:
             low.ops.append(Compute(LOOK_UP, chunk, arrived, (target,)))
 
-    low.scatter_from(look_up, folds=False)
+    low.scatter_from(look_up, adds_in_epilogue=False)
     if scatter.schedule.algorithm is not Algorithm.RING and scatter.arrived_rows:
         low.sum_own(has_bias=False)
     return low.program()

@@ -245,7 +245,7 @@ class Lowering:
         self,
         produce: Produce,
         *,
-        folds: bool,
+        adds_in_epilogue: bool,
         gathers_too: bool = False,
         is_only_own: bool = False,
         before_last: Callable[[], None] = lambda: None,
@@ -254,10 +254,10 @@ class Lowering:
     ) -> None:
         """A reduce-scatter whose partials `produce` computes; each travels beside the next. Sums apart: `sum_own`.
 
-        folds: what arrived is added to own partials as they are produced. gathers_too: batches of the all-gather are
-        issued along. is_only_own: the others' partials were produced and issued before. before_last: called before the
-        last chunk's turn. before_piece: takes each chunk's turn. find_arrived: waits for what is to be added to own
-        chunk number i, and says where it lies.
+        adds_in_epilogue: what arrived is added to own partials as they are produced. gathers_too: batches of the
+        all-gather are issued along. is_only_own: the others' partials were produced and issued before. before_last:
+        called before the last chunk's turn. before_piece: takes each chunk's turn. find_arrived: waits for what is to
+        be added to own chunk number i, and says where it lies.
         """
         bound = self._scatter
         assert bound is not None
@@ -279,7 +279,7 @@ class Lowering:
                 self._produce_running_sum(produce, chunk, step.needs, is_own=is_own)
             elif not is_own:
                 produce(chunk, self.partial(chunk), ())
-            elif folds:
+            elif adds_in_epilogue:
                 arrived = find_arrived(own_number)
                 produce(chunk, self.own_chunk("out", chunk), arrived)
             else:
@@ -294,7 +294,7 @@ class Lowering:
         return self.arrived(own_number)
 
     def sum_own(self, *, has_bias: bool) -> None:
-        """Of a direct reduce-scatter that does not fold: add what arrived to the own partials, chunk by chunk."""
+        """Of a direct reduce-scatter whose GEMMs add nothing: add what arrived to the own partials, chunk by chunk."""
         bound = self._scatter
         assert bound is not None
         for own_number, chunk in enumerate(bound.own_chunks):

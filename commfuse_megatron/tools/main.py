@@ -1,10 +1,11 @@
-"""The command line of `commfuse`: subcommands, their options, exit codes. Imports a subcommand's code when it runs.
+"""The command line of `commfuse`: subcommands and exit codes. What a subcommand is and takes is in its room's `cli.py`.
 
 Exit codes: 0 passed, 1 a check failed or a rank ended with an error, 2 wrong usage or cannot run here, 130 interrupted.
 "Cannot run here" is said of this machine only; what would be wrong on any other, too, is an error of usage.
 """
 
 import argparse
+import importlib
 import logging
 import os
 import signal
@@ -27,6 +28,9 @@ from commfuse_megatron.tools.common.ranks import (
 )
 
 PASSED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+
+#: Each a room beside this file. Its `cli`, which imports no torch, has SUMMARY, EXAMPLE, `add_options` and `run`.
+COMMANDS = ("demo", "verify", "trace", "doctor", "bench", "simulate")
 
 _PICTURES = (".png", ".svg")
 
@@ -133,12 +137,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
-    _add_demo(commands)
-    _add_verify(commands)
-    _add_trace(commands)
-    _add_doctor(commands)
-    _add_bench(commands)
-    _add_simulate(commands)
+    for name in COMMANDS:
+        room = importlib.import_module(f"commfuse_megatron.tools.{name}.cli")
+        command = commands.add_parser(
+            name,
+            help=room.SUMMARY,
+            description=f"{room.SUMMARY[0].upper()}{room.SUMMARY[1:]}.",
+            epilog=f"example:\n  {room.EXAMPLE}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_argument("--json", metavar="FILE", help="also write the results to FILE; missing folders are made")
+        command.add_argument("-v", "--verbose", action="store_true", help="more logs on stderr")
+        command.set_defaults(run=room.run, parser=command)
+        room.add_options(command)
     return parser
 
 
@@ -156,182 +167,3 @@ class _CommandParser(argparse.ArgumentParser):
         """Under a launcher all ranks read the same command line."""
         leave_it_to_the_first_rank()
         super().error(message)
-
-
-def _add_command(
-    commands: "argparse._SubParsersAction[_CommandParser]",
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    *,
-    summary: str,
-    example: str,
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", metavar="FILE", help="also write the results to FILE; missing folders are made")
-    parser.add_argument("-v", "--verbose", action="store_true", help="more logs on stderr")
-    parser.set_defaults(run=run, parser=parser)
-    return parser
-
-
-def _add_demo(commands: "argparse._SubParsersAction[_CommandParser]") -> None:
-    def run(arguments: argparse.Namespace) -> int:
-        from commfuse_megatron.tools.demo.cli import run_demo
-
-        return run_demo(arguments)
-
-    parser = _add_command(
-        commands,
-        "demo",
-        run,
-        summary="train a small Megatron GPT twice on real text, stock and overlapped, and compare the losses",
-        example="commfuse demo --ranks 2 --steps 20\n"
-        "  torchrun --nproc-per-node 2 -m commfuse_megatron demo --device cuda --dtype bfloat16",
-    )
-    _add_rank_options(parser, which="2, 4 or 8; default 2")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="training steps (default 20)")
-    parser.add_argument(
-        "--dtype", choices=("float32", "float64", "bfloat16"), default="float32", help="of the model (default float32)"
-    )
-    parser.add_argument(
-        "--text",
-        metavar="FILE",
-        help="train on FILE, byte by byte: at least 10000 bytes, of which the first 2000000 are used (default: the"
-        " Python standard library's sources)",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="DIR",
-        default="demo_output",
-        help="where picture and trace go; made if missing (default demo_output)",
-    )
-
-
-def _add_doctor(commands: "argparse._SubParsersAction[_CommandParser]") -> None:
-    def run(arguments: argparse.Namespace) -> int:
-        from commfuse_megatron.tools.doctor.cli import run_doctor
-
-        return run_doctor(arguments)
-
-    _add_command(
-        commands,
-        "doctor",
-        run,
-        summary="show versions, GPUs and links, what will run here and what not, and why",
-        example="commfuse doctor --json doctor.json",
-    )
-
-
-def _add_verify(commands: "argparse._SubParsersAction[_CommandParser]") -> None:
-    def run(arguments: argparse.Namespace) -> int:
-        if arguments.megatron:
-            from commfuse_megatron.tools.verify.megatron_cli import run_verify_megatron
-
-            return run_verify_megatron(arguments)
-        if arguments.only:
-            raise UsageError("--only names configurations of --megatron")
-        if arguments.lora:
-            raise UsageError("--lora puts adapters into the models of --megatron: give that, too")
-        from commfuse_megatron.tools.verify.cli import run_verify
-
-        return run_verify(arguments)
-
-    parser = _add_command(
-        commands,
-        "verify",
-        run,
-        summary="compare every operation with its reference, or whole models with stock Megatron",
-        example="commfuse verify --ranks 4 --json verify.json\n"
-        "  commfuse verify --megatron --ranks 4 --only dense mla pipeline\n"
-        "  commfuse verify --megatron --lora --ranks 2 --only dense fused\n"
-        "  torchrun --nproc-per-node 2 -m commfuse_megatron verify",
-    )
-    _add_rank_options(parser, which="default 2")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "float64", "bfloat16", "float16"),
-        help="only this one (default: all; float64 on the CPU only)",
-    )
-    parser.add_argument(
-        "--transport", choices=("auto", "gloo", "nccl", "copy_engine"), default="auto", help="default auto"
-    )
-    parser.add_argument(
-        "--megatron",
-        action="store_true",
-        help="compare models instead: loss and every gradient against stock Megatron, float64, 2 or 4 CPU ranks",
-    )
-    parser.add_argument(
-        "--lora",
-        action="store_true",
-        help="with --megatron: the models with low-rank adapters at all linears, before and after conversion; all"
-        " combinations of the options take minutes",
-    )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        metavar="NAME",
-        help="with --megatron: these configurations (default: all; an unknown name lists them); with --lora: words of"
-        " its options, which leave the configurations that have them",
-    )
-
-
-def _add_bench(commands: "argparse._SubParsersAction[_CommandParser]") -> None:
-    from commfuse_megatron.tools.bench.cli import add_bench_options, run_bench
-
-    parser = _add_command(
-        commands,
-        "bench",
-        run_bench,
-        summary="time the linears beside their bounds, the stock ones and the peers; on the CPU, check them only",
-        example="commfuse bench --models llama-8b --tokens 1024\n"
-        "  torchrun --nproc-per-node 2 -m commfuse_megatron bench --device cuda --budget-s 300 --json rows.json\n"
-        "  torchrun --nproc-per-node 2 -m commfuse_megatron bench --device cuda --write-plans plans.json",
-    )
-    _add_rank_options(parser, which="default 2")
-    add_bench_options(parser)
-
-
-def _add_simulate(commands: "argparse._SubParsersAction[_CommandParser]") -> None:
-    from commfuse_megatron.tools.simulate.cli import add_simulate_options, run_simulate
-
-    parser = _add_command(
-        commands,
-        "simulate",
-        run_simulate,
-        summary="predict larger groups and slower links from measured rows, and say how wrong that is where measured",
-        example="commfuse simulate --rows rows.json --ranks 8 16 64 --link 25",
-    )
-    add_simulate_options(parser)
-
-
-def _add_trace(commands: "argparse._SubParsersAction[_CommandParser]") -> None:
-    from commfuse_megatron.tools.trace.cli import run_trace
-    from commfuse_megatron.tools.trace.options import add_trace_options
-
-    parser = _add_command(
-        commands,
-        "trace",
-        run_trace,
-        summary="show when what ran: a linear, an attention block or a Megatron step, as trace, picture and table",
-        example="commfuse trace --op all_gather_linear --pass backward --ranks 2\n"
-        "  commfuse trace --case llama-70b.fc2 --device cuda --profiler --calls 2 --output figures\n"
-        "  commfuse trace --attention --ranks 2 --paths row_parallel query_split --splits 2\n"
-        "  commfuse trace --step --model llama-8b --device cuda --transformer-impl transformer_engine",
-    )
-    _add_rank_options(parser, which="default 2")
-    add_trace_options(parser)
-
-
-def _add_rank_options(parser: argparse.ArgumentParser, *, which: str) -> None:
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help=f"ranks to start here ({which}); leave out under torchrun",
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo; cuda: NCCL (default cpu)")

@@ -14,73 +14,14 @@ keeps its steps a second time, in which each wait depends on the push of its own
 copy stream has been forked from the current one before these.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable
 
 from commfuse_megatron.transport.base import Place
+from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.copy_flags import Key
-from commfuse_megatron.transport.stream_memory import Batch
+from commfuse_megatron.transport.copy_steps import BoundOperation, GraphTable, Ref, Step
 
-__all__ = ["BoundOperation", "CopyTape", "GraphTable", "Ref", "Step"]
-
-#: (addresses of this call, handle of the current stream)
-Step = Callable[[tuple[int, ...], int], None]
-
-
-class Ref(NamedTuple):
-    """An address: `offset` bytes into what the call brings as address number `slot`. Slot 0 always holds 0."""
-
-    slot: int
-    offset: int
-
-    def plus(self, size_bytes: int) -> "Ref":
-        """The address that many bytes further."""
-        return Ref(self.slot, self.offset + size_bytes)
-
-
-class GraphTable(dict[tuple[int, ...], Any]):
-    """The calls of a tape that are graphs, by their addresses; see `transport.tape_graphs`."""
-
-    __slots__ = ("__weakref__",)
-
-
-class BoundOperation(NamedTuple):
-    """A finished tape: the steps, the batches whose flags the release clears, and what the caller notes of arrivals.
-
-    release: what ends the operation: the last wait, if nothing comes after it, and the release of all `keys`.
-    captured: the steps for a graph, the copy stream being forked already.
-    """
-
-    steps: tuple[Step, ...]
-    keys: tuple[Key, ...]
-    notes: tuple[tuple[Key, object], ...]
-    release: Batch
-    captured: tuple[Step, ...]
-    graphs: GraphTable
-
-
-class StepMaker(Protocol):
-    """What binds the steps of copies and flags: the copy engine, which says of each what it does."""
-
-    def bind_order(self) -> tuple[Step, Step]: ...
-
-    def bind_mark(self) -> tuple[Step, Step]: ...
-
-    def bind_copies_mark(self) -> tuple[Step, Step]: ...
-
-    def bind_take(self, peer: int) -> Step: ...
-
-    def bind_push(self, peer: int, place: Place, source: Ref, size_bytes: int) -> Step: ...
-
-    def bind_copy(self, target: Ref, source: Ref, size_bytes: int, flag: int) -> Step: ...
-
-    def key_of_copy(self, flag: int) -> Key: ...
-
-    def bind_wait(self, keys: tuple[Key, ...]) -> Step: ...
-
-    def bind_no_message(self, keys: tuple[Key, ...]) -> tuple[Step | None, tuple[Key, ...]]: ...
-
-    def bind_release(self, keys: tuple[Key, ...], awaited: tuple[Key, ...]) -> Batch: ...
+__all__ = ["CopyTape"]
 
 
 class CopyTape:
@@ -92,7 +33,7 @@ class CopyTape:
     takes some seven calls of the driver.
     """
 
-    def __init__(self, transport: StepMaker, *, lanes_when_stepped: bool = True) -> None:
+    def __init__(self, transport: CopyEngineTransport, *, lanes_when_stepped: bool = True) -> None:
         self._transport = transport
         self._lanes_when_stepped = lanes_when_stepped
         self._granted: set[int] = set()

@@ -27,9 +27,9 @@ _PYTORCH_WATCHDOG_ROUNDS_S = 0.25
 # The context's watchdog reports and aborts first; PyTorch's own would take the process down.
 _BACKEND_TIMEOUT = timedelta(days=7)
 
-# Messages from this size on are cut. Through host memory, two communicators (2 x H200, 11/2026): eight messages of
-# 8 MiB take 3.0 ms cut in halves, but one of 64 MiB 2.26 cut and 2.83 whole; a reduce-scatter of 16 MiB messages 2.82
-# cut, of 8 MiB messages 3.56 cut and 2.65 in turn.
+# Messages from this size on are cut. Through host memory, two communicators (2 x H200, November 2026): eight messages
+# of 8 MiB take 3.0 ms cut in halves, but one of 64 MiB 2.26 cut and 2.83 whole; a reduce-scatter of 16 MiB messages
+# 2.82 cut, of 8 MiB messages 3.56 cut and 2.65 in turn.
 _LEAST_BYTES_TO_CUT = 16 << 20
 
 

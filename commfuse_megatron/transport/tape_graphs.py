@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from commfuse_megatron.transport.copy_tape import BoundOperation, GraphTable
+from commfuse_megatron.transport.copy_steps import BoundOperation, GraphTable
 from commfuse_megatron.transport.driver import Driver
 from commfuse_megatron.transport.stream_memory import Batch, OwnStream, StreamGraph
 

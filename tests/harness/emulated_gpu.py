@@ -31,7 +31,7 @@ from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.hardware import Hardware
 from commfuse_megatron.runtime.lanes import Lanes
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
-from commfuse_megatron.transport.copy_tape import BoundOperation
+from commfuse_megatron.transport.copy_steps import BoundOperation
 from commfuse_megatron.transport.driver import Driver
 from tests.harness.threads import on_ranks
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from commfuse_megatron.transport.base import Message, Place, Transfer, Transport
-from commfuse_megatron.transport.copy_tape import BoundOperation, GraphTable, Ref
+from commfuse_megatron.transport.copy_steps import BoundOperation, GraphTable, Ref
 
 CHECKS = []
 

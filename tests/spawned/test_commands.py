@@ -178,14 +178,14 @@ def test_plans_are_written_and_taken_on_cpu_ranks(
     settings.write_text(config, encoding="utf-8")
     words = ("bench", *cases, "--models", "llama-8b", "--tokens", "2048", "--config", str(settings))
     words += ("--write-plans", str(file), "--json", str(found))
-    for measured, chosen, there in ((0, count, 0), (0, 0, count)):
+    for neither, there in ((count, 0), (0, count)):  # on the CPU no model is asked
         ran = run_on_ranks(2, *words)
         assert ran.returncode == 0, ran.stdout + ran.stderr
-        said = f"{count} plans, {measured} measured, {chosen} chosen by the model, {there} already there"
+        said = f"{count} plans, 0 measured, 0 chosen by the model, {neither} neither, {there} already there"
         assert ran.stdout.splitlines() == [f"{file}: {said}"], "one rank speaks"
         assert "planning" in ran.stderr or "llama-8b" in ran.stderr, "progress belongs on stderr"
         data = json.loads(found.read_text(encoding="utf-8"))
-        assert (data["chosen by the model"], data["already there"], data["failures"]) == (chosen, there, [])
+        assert (data["neither"], data["already there"], data["failures"]) == (neither, there, [])
         stored = json.loads(file.read_text(encoding="utf-8"))["sections"]
         assert {text for section in stored for text in section["plans"]} == {plan["problem"] for plan in data["plans"]}
 

@@ -10,7 +10,7 @@ from commfuse_megatron import ops
 from commfuse_megatron.errors import ConfigError, VerificationError
 from commfuse_megatron.kernels import attention_choice
 from commfuse_megatron.runtime import prepared
-from commfuse_megatron.schedule import schedule_bound_us
+from commfuse_megatron.schedule import closed_form_us
 from commfuse_megatron.tools.bench.attention import attention_work, heads_of
 from commfuse_megatron.tools.bench.emulate import EmulatedAttention, make_emulated_work
 from commfuse_megatron.tools.bench.operands import Pool, check_results
@@ -184,7 +184,7 @@ def test_the_bound_is_between_the_closed_form_and_no_overlap():
             assert bound <= compute_ms + comm_ms
     # With nothing masked out all splits cost the same, and the closed form is exact.
     flat = dataclasses.replace(case, M=8, heads=1, head_dim=1, N=4096, K=4096)
-    assert math.isclose(attention_bound_ms(flat, 1.0, 0.5, 1), schedule_bound_us(1.0, 0.5, 8), rel_tol=1e-2)
+    assert math.isclose(attention_bound_ms(flat, 1.0, 0.5, 1), closed_form_us(1.0, 0.5, 8), rel_tol=1e-2)
 
 
 def test_attention_blocks_are_no_headline(small):

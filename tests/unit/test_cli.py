@@ -75,7 +75,7 @@ def test_errors_become_exit_codes(
     def fail(arguments: argparse.Namespace) -> int:
         raise error
 
-    monkeypatch.setattr("commfuse_megatron.tools.doctor.cli.run_doctor", fail)
+    monkeypatch.setattr("commfuse_megatron.tools.doctor.cli.run", fail)
     assert cli.main(["doctor"]) == exit_code
     out, err = capsys.readouterr()
     assert words in err
@@ -181,7 +181,7 @@ def a_machine(*, has_gloo: bool = True, is_config_wrong: bool = False) -> Machin
 def test_exit_codes_of_the_doctor(
     machine: Machine, exit_code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("commfuse_megatron.tools.doctor.cli.inspect_machine", lambda: machine)
+    monkeypatch.setattr("commfuse_megatron.tools.doctor.machine.inspect_machine", lambda: machine)
     assert cli.main(["doctor"]) == exit_code
     out, err = capsys.readouterr()
     assert "x[y]" in out, "brackets are text, not markup"
@@ -191,7 +191,7 @@ def test_exit_codes_of_the_doctor(
 
 def test_a_reader_that_leaves_changes_no_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails without the console's own answer: `commfuse doctor | head -1` said that a check had failed."""
-    monkeypatch.setattr("commfuse_megatron.tools.doctor.cli.inspect_machine", a_machine)
+    monkeypatch.setattr("commfuse_megatron.tools.doctor.machine.inspect_machine", a_machine)
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as out:

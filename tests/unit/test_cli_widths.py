@@ -211,7 +211,7 @@ def run_doctor(place: Path, put: Set) -> int:
         ),
         settings=(Setting(name="CUDA_DEVICE_MAX_CONNECTIONS", value=None, meaning="streams may wait " * 5),),
     )
-    put("commfuse_megatron.tools.doctor.cli.inspect_machine", lambda: machine)
+    put("commfuse_megatron.tools.doctor.machine.inspect_machine", lambda: machine)
     return cli.main(["doctor", "--json", str(place / "out.json")])
 
 

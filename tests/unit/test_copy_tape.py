@@ -2,7 +2,8 @@
 
 import pytest
 
-from commfuse_megatron.transport.copy_tape import CopyTape, Ref
+from commfuse_megatron.transport.copy_steps import Ref
+from commfuse_megatron.transport.copy_tape import CopyTape
 
 HERE = Ref(0, 0)
 SENT, ARRIVED, LATER, SILENT = ("sent",), ("arrived",), ("later",), ("silent",)

@@ -22,7 +22,7 @@ from commfuse_megatron.plan.machine import (
     fit_channel,
 )
 from commfuse_megatron.plan.pass_plan import PassPlan
-from commfuse_megatron.schedule import Algorithm, schedule_bound_us
+from commfuse_megatron.schedule import Algorithm, closed_form_us
 from tests.harness.problems import LAYERS, layer_problem
 
 BOTH = "input+weight"
@@ -89,7 +89,7 @@ def test_a_sliced_gather_takes_its_schedule_bound(group_size, m, algorithm, band
     slices = group_size * m
     compute_us = slices * machine.gemm.time_us(8192 // slices, problem.N, problem.K, 2)
     transfer_us = (group_size - 1) * machine.link.time_us(problem.shard_bytes)
-    expected = schedule_bound_us(compute_us, transfer_us, group_size, m)
+    expected = closed_form_us(compute_us, transfer_us, group_size, m)
     assert predict_us(problem, plan("sliced", m, algorithm), machine) == pytest.approx(expected)
 
 

@@ -16,7 +16,7 @@ from commfuse_megatron.schedule import (
     Interval,
     Simulation,
     Work,
-    schedule_bound_us,
+    closed_form_us,
     simulate,
 )
 from commfuse_megatron.schedule.lower_linear import Asked
@@ -43,7 +43,7 @@ def costs(gemm_us: float, wire_us: float) -> Costs:
 
 
 def bound_us(group_size: int, m: int, gemm_us: float, wire_us: float) -> float:
-    return schedule_bound_us(group_size * m * gemm_us, (group_size - 1) * m * wire_us, group_size, m)
+    return closed_form_us(group_size * m * gemm_us, (group_size - 1) * m * wire_us, group_size, m)
 
 
 def busy(simulation: Simulation, rank: int, activity: Activity) -> list[tuple[float, float]]:
@@ -73,18 +73,18 @@ def test_equal_costs_give_the_closed_form(kind, algorithm, group_size, m, gemm_u
 )
 def test_bound_with_one_chunk_is_a_step_and_the_slower_of_two(n, gemm_us, wire_us):
     expected = gemm_us / n + (n - 1) * max(gemm_us / n, wire_us / (n - 1))
-    assert schedule_bound_us(gemm_us, wire_us, n) == pytest.approx(expected)
+    assert closed_form_us(gemm_us, wire_us, n) == pytest.approx(expected)
 
 
 def test_bound_in_numbers():
-    assert schedule_bound_us(100, 75, 4) == 100  # all hidden: T_m = T_c (1 - 1/4)
-    assert schedule_bound_us(100, 80, 4) == 105
-    assert schedule_bound_us(100, 80, 4, 2) == 100
-    assert schedule_bound_us(100, 400, 4, 2) == 412.5
-    assert schedule_bound_us(100, 400, 1, 2) == 100
+    assert closed_form_us(100, 75, 4) == 100  # all hidden: T_m = T_c (1 - 1/4)
+    assert closed_form_us(100, 80, 4) == 105
+    assert closed_form_us(100, 80, 4, 2) == 100
+    assert closed_form_us(100, 400, 4, 2) == 412.5
+    assert closed_form_us(100, 400, 1, 2) == 100
     for wrong in [(-1.0, 1.0, 2, 1), (1.0, -1.0, 2, 1), (1.0, 1.0, 0, 1), (1.0, 1.0, 2, 0)]:
         with pytest.raises(ScheduleError, match="no bound for"):
-            schedule_bound_us(*wrong)
+            closed_form_us(*wrong)
 
 
 def draw_costs(seed: int) -> Costs:
@@ -187,7 +187,7 @@ def test_lanes_share_a_device_that_one_op_does_not_fill():
 
 
 def test_what_is_issued_before_an_op_runs_beside_it():
-    """Its own batches' time is what a GEMM that gives SMs to transfers reckons with."""
+    """Its own batches' time is what a GEMM that gives SMs to transfers is modelled with."""
     seen = []
 
     def work_us(rank: int, op: Work, beside_us: float) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from commfuse_megatron.schedule import schedule_bound_us
+from commfuse_megatron.schedule import closed_form_us
 from commfuse_megatron.tools.bench.operands import Work
 from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
 from commfuse_megatron.tools.bench.timing import Sample
@@ -54,7 +54,7 @@ def make_rows(
             if work.pass_name == "fprop":
                 own_comm = samples.get(f"comm_only {ready.transport}")
                 own_ms = comm_ms if own_comm is None else own_comm.median_ms
-                bound_ms = schedule_bound_us(compute_ms, own_ms, case.group_size, chunks)
+                bound_ms = closed_form_us(compute_ms, own_ms, case.group_size, chunks)
         if isinstance(case, AttentionCase) and work.pass_name == "fprop" and ready.path == "query_split":
             own_comm = samples.get(f"comm_only {ready.transport}")
             own_ms = comm_ms if own_comm is None else own_comm.median_ms

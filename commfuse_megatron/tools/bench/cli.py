@@ -14,7 +14,7 @@ from commfuse_megatron.config import CONFIG_VARIABLE, config_file_from_environme
 from commfuse_megatron.tools.bench.plans import require_plans_alone, run_write_plans
 from commfuse_megatron.tools.common.cases import CPU_SHRINK
 from commfuse_megatron.tools.common.launch import launch
-from commfuse_megatron.tools.common.options import for_ranks
+from commfuse_megatron.tools.common.options import add_rank_options, for_ranks
 from commfuse_megatron.tools.common.output import each_once, make_progress, results, say_count
 from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_num_ranks, is_speaker
 
@@ -24,16 +24,21 @@ if TYPE_CHECKING:
     from commfuse_megatron.tools.bench.rows import Row
     from commfuse_megatron.tools.bench.run import Outcome, Piece, Settings
 
+SUMMARY = "time the linears beside their bounds, the stock ones and the peers; on the CPU, check them only"
+EXAMPLE = """commfuse bench --models llama-8b --tokens 1024
+  torchrun --nproc-per-node 2 -m commfuse_megatron bench --device cuda --budget-s 300 --json rows.json
+  torchrun --nproc-per-node 2 -m commfuse_megatron bench --device cuda --write-plans plans.json"""
 
 MAX_ROWS_SHOWN = 200
 MAX_OFFENDERS_SHOWN = 10
 
 
-def add_bench_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """What `commfuse bench` takes besides ranks and device. Imports no torch."""
     from commfuse_megatron.tools.common.attention_cases import ATTENTION_MODELS
     from commfuse_megatron.tools.common.cases import FULL_M, LINEARS, MODELS, PASSES
 
+    add_rank_options(parser)
     add = parser.add_argument
     known = list(dict.fromkeys((*MODELS, *ATTENTION_MODELS)))
     models = f"of {', '.join(MODELS)}; with --attention of {', '.join(ATTENTION_MODELS)}"
@@ -69,7 +74,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     add("--commit", help="recorded in the rows (default: asked from git)")
 
 
-def run_bench(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run the grid. 0: all that ran was right; 1: a result was wrong, a path not taken, a bound missed; 2: none ran."""
     if arguments.report:
         from commfuse_megatron.tools.bench.report import run_report

@@ -80,12 +80,8 @@ def _write_plans_on_rank(rank: Rank, options: argparse.Namespace) -> int:
                 complaints += [] if stored.store is None else stored.store.complaints
     if not rank.is_first:
         return 0
-    kinds = [
-        "already there" if plan.reason.startswith(STORED)
-        else "chosen by the model" if plan.measured_us is None else "measured"
-        for plan in plans.values()
-    ]  # fmt: skip
-    counts = {kind: kinds.count(kind) for kind in ("measured", "chosen by the model", "already there")}
+    kinds = [_kind_of(plan) for plan in plans.values()]
+    counts = {kind: kinds.count(kind) for kind in ("measured", "chosen by the model", "neither", "already there")}
     if options.json:
         listed = [{"problem": str(problem), **asdict(plan)} for problem, plan in plans.items()]
         write_json(options.json, counts | {"missing": missing, "failures": complaints, "plans": listed})
@@ -95,3 +91,12 @@ def _write_plans_on_rank(rank: Rank, options: argparse.Namespace) -> int:
     said = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     results().print(f"{escape(str(options.config.plan.file))}: {say_count(len(kinds), 'plan')}, {said}", soft_wrap=True)
     return 1 if complaints else 0
+
+
+def _kind_of(plan: PassPlan) -> str:
+    """How it was come by. Neither measured nor chosen by the model: forced, a default, or as for another length."""
+    if plan.reason.startswith(STORED):
+        return "already there"
+    if plan.measured_us is not None:
+        return "measured"
+    return "neither" if plan.predicted_us is None else "chosen by the model"

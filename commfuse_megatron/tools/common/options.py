@@ -34,3 +34,10 @@ def require_positive(arguments: argparse.Namespace, names: Sequence[str]) -> Non
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name} must be at least 1, got {value}")
+
+
+def add_rank_options(parser: argparse.ArgumentParser, *, which: str = "default 2") -> None:
+    """How many ranks, and where."""
+    what = f"ranks to start here ({which}); leave out under torchrun"
+    parser.add_argument("--ranks", type=int, metavar="N", help=what)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo; cuda: NCCL (default cpu)")

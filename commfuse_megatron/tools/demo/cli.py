@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from commfuse_megatron.tools.common.launch import launch
-from commfuse_megatron.tools.common.options import for_ranks
+from commfuse_megatron.tools.common.options import add_rank_options, for_ranks
 from commfuse_megatron.tools.common.output import make_progress, make_table, require_files, results, write_json
 from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_num_ranks, require_megatron
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from commfuse_megatron.tools.common.models import Task
     from commfuse_megatron.tools.demo.training import Comparison
 
+SUMMARY = "train a small Megatron GPT twice on real text, stock and overlapped, and compare the losses"
+EXAMPLE = """commfuse demo --ranks 2 --steps 20
+  torchrun --nproc-per-node 2 -m commfuse_megatron demo --device cuda --dtype bfloat16"""
 
 RANKS = (2, 4, 8)
 LEAST_TEXT_BYTES = 10_000
@@ -29,7 +32,23 @@ LEAST_TEXT_BYTES = 10_000
 MOST_TEXT_BYTES = 2_000_000
 
 
-def run_demo(arguments: argparse.Namespace) -> int:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `commfuse demo` takes."""
+    add_rank_options(parser, which="2, 4 or 8; default 2")
+    add = parser.add_argument
+    add("--steps", type=int, default=20, metavar="N", help="training steps (default 20)")
+    dtypes = ("float32", "float64", "bfloat16")
+    add("--dtype", choices=dtypes, default="float32", help="of the model (default float32)")
+    what = (
+        f"train on FILE, byte by byte: at least {LEAST_TEXT_BYTES} bytes, of which the first {MOST_TEXT_BYTES} are used"
+        " (default: the Python standard library's sources)"
+    )
+    add("--text", metavar="FILE", help=what)
+    what = "where picture and trace go; made if missing (default demo_output)"
+    add("--output", metavar="DIR", default="demo_output", help=what)
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Train, compare, print, draw. 0: losses and gradients agree, every call was overlapped in its mode; 1: not."""
     if arguments.steps < 1:
         raise UsageError(f"--steps must be at least 1, got {arguments.steps}")

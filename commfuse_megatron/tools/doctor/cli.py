@@ -1,9 +1,11 @@
 """`commfuse doctor`: what this machine has, what will run on it, what will not, and why."""
 
+from __future__ import annotations
+
 import argparse
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
-from rich.table import Table
 
 from commfuse_megatron.config import OverlapConfig, config_file_from_environment
 from commfuse_megatron.errors import ConfigError
@@ -12,19 +14,30 @@ from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import GemmProblem
 from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.tools.common.cases import CASE_NAMES, linear_case
-from commfuse_megatron.tools.common.output import results, status, write_json
+from commfuse_megatron.tools.common.output import make_table, results, status, write_json
 from commfuse_megatron.tools.common.ranks import is_speaker
-from commfuse_megatron.tools.doctor.machine import Machine, inspect_machine
+
+if TYPE_CHECKING:
+    from commfuse_megatron.tools.doctor.machine import Machine
+
+SUMMARY = "show versions, GPUs and links, what will run here and what not, and why"
+EXAMPLE = "commfuse doctor --json doctor.json"
 
 # Tokens of a sequence (times batch) that the buffers are worked out for.
 _TOKENS = 8192
 
 
-def run_doctor(arguments: argparse.Namespace) -> int:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """`commfuse doctor` takes none of its own."""
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Print the tables. 0: overlapped operations can run here; 2: no transport can.
 
     Raises ConfigError, when all is printed and written, if a setting is wrong: every other command would refuse it.
     """
+    from commfuse_megatron.tools.doctor.machine import inspect_machine
+
     with status("looking at this machine"):
         machine = inspect_machine()
     if is_speaker():
@@ -40,30 +53,36 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 def _print(machine: Machine) -> None:
     console = results()
-    versions = Table(title="versions", title_justify="left")
-    versions.add_column("what")
-    versions.add_column("version")
-    for name, version in machine.versions.items():
-        versions.add_row(name, version or "[yellow]none[/]")
-    console.print(versions)
+    versions = [(name, version or "[yellow]none[/]") for name, version in machine.versions.items()]
+    console.print(make_table("versions", ("what", "version"), versions))
     if machine.gpus:
-        _print_gpus(machine)
+        gpus = [
+            (str(gpu.index), gpu.name, f"{gpu.memory_gib:.1f}", str(gpu.multiprocessors), gpu.compute_capability)
+            for gpu in machine.gpus
+        ]
+        console.print(make_table("GPUs", ("index", "name", "memory GiB", "SMs", "capability"), gpus))
+        links = [
+            (f"{link.first} - {link.second}", link.kind, str(link.nvlinks), "yes" if link.can_access_peer else "no")
+            for link in machine.links
+        ]
+        if links:
+            console.print(make_table("links", ("pair", "kind", "NVLinks", "peer access"), links))
     else:
         console.print("GPUs: none that PyTorch can use\n")
-    abilities = Table(title="what will run", title_justify="left")
-    for column in ("what", "for", "here", "why not"):
-        abilities.add_column(column)
-    for ability in machine.abilities:
-        verdict = "[green]yes[/]" if ability.will_run else "[yellow]no[/]"
-        abilities.add_row(ability.name, ability.needs, verdict, escape(ability.missing or ""))
-    console.print(abilities)
-    settings = Table(title="environment", title_justify="left")
-    for column in ("variable", "value", "meaning"):
-        settings.add_column(column)
-    for setting in machine.settings:
-        meaning = ("[red]wrong:[/] " if setting.is_wrong else "") + escape(setting.meaning)
-        settings.add_row(setting.name, "unset" if setting.value is None else escape(setting.value), meaning)
-    console.print(settings)
+    abilities = [
+        (each.name, each.needs, "[green]yes[/]" if each.will_run else "[yellow]no[/]", escape(each.missing or ""))
+        for each in machine.abilities
+    ]
+    console.print(make_table("what will run", ("what", "for", "here", "why not"), abilities))
+    settings = [
+        (
+            each.name,
+            "unset" if each.value is None else escape(each.value),
+            ("[red]wrong:[/] " if each.is_wrong else "") + escape(each.meaning),
+        )
+        for each in machine.settings
+    ]
+    console.print(make_table("environment", ("variable", "value", "meaning"), settings))
     _print_buffers(_group_size(machine))
 
 
@@ -96,30 +115,15 @@ def _print_buffers(group_size: int) -> None:
     except ConfigError:  # said above, among the settings
         config = OverlapConfig()
     limit_mib = config.transport.max_buffer_mib
-    table = Table(title="buffers of one context on one rank", title_justify="left")
-    for column in ("model", "ranks", "tokens", "MiB", f"within max_buffer_mib {limit_mib}"):
-        table.add_column(column)
-    for model, size_mib in _buffers(group_size).items():
-        verdict = "yes" if size_mib <= limit_mib else "no: what does not fit runs sequentially"
-        table.add_row(model, str(group_size), str(_TOKENS), f"{size_mib:.0f}", verdict)
-    results().print(table)
-
-
-def _print_gpus(machine: Machine) -> None:
-    console = results()
-    gpus = Table(title="GPUs", title_justify="left")
-    for column in ("index", "name", "memory GiB", "SMs", "capability"):
-        gpus.add_column(column)
-    for gpu in machine.gpus:
-        gpus.add_row(
-            str(gpu.index), gpu.name, f"{gpu.memory_gib:.1f}", str(gpu.multiprocessors), gpu.compute_capability
+    rows = [
+        (
+            model,
+            str(group_size),
+            str(_TOKENS),
+            f"{size_mib:.0f}",
+            "yes" if size_mib <= limit_mib else "no: what does not fit runs sequentially",
         )
-    console.print(gpus)
-    links = Table(title="links", title_justify="left")
-    for column in ("pair", "kind", "NVLinks", "peer access"):
-        links.add_column(column)
-    for link in machine.links:
-        access = "yes" if link.can_access_peer else "no"
-        links.add_row(f"{link.first} - {link.second}", link.kind, str(link.nvlinks), access)
-    if machine.links:
-        console.print(links)
+        for model, size_mib in _buffers(group_size).items()
+    ]
+    columns = ("model", "ranks", "tokens", "MiB", f"within max_buffer_mib {limit_mib}")
+    results().print(make_table("buffers of one context on one rank", columns, rows))

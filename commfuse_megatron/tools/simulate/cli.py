@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
-from rich.table import Table
 
 from commfuse_megatron.tools.common.options import refuse_given, require_positive
-from commfuse_megatron.tools.common.output import each_once, make_progress, results, write_json
+from commfuse_megatron.tools.common.output import each_once, make_progress, make_table, results, write_json
 from commfuse_megatron.tools.common.ranks import UsageError
 
 if TYPE_CHECKING:
     from commfuse_megatron.plan.machine import Channel, HostTimes, MachineModel
     from commfuse_megatron.tools.bench.rows import Row
-    from commfuse_megatron.tools.simulate.against import Comparison
     from commfuse_megatron.tools.simulate.fit import Machines
-    from commfuse_megatron.tools.simulate.predict import Deviation, Prediction
+    from commfuse_megatron.tools.simulate.predict import Comparison, Deviation, Prediction
 
+SUMMARY = "predict larger groups and slower links from measured rows, and say how wrong that is where measured"
+EXAMPLE = "commfuse simulate --rows rows.json --ranks 8 16 64 --link 25"
 
 RANKS_OF_A_NODE = 8
 _RANKS, _RANKS_OF_STEPS = (8, 16, 64), (2, 4, 8, 16)
@@ -39,7 +39,7 @@ _MOST_RANKS = 256
 _ALARMING = 0.2
 
 
-def add_simulate_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `commfuse simulate`. Imports no torch."""
     from commfuse_megatron.tools.common.cases import LINEARS, STEP_LAYERS
 
@@ -75,7 +75,7 @@ def _selectable_linears() -> list[str]:
     return [name for name in CASE_NAMES if not name.startswith("paper-mlp.")]
 
 
-def run_simulate(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Fit, check, predict, print. 0: done; 2: measurements are missing."""
     arguments.ranks = each_once(arguments.ranks or (_RANKS if arguments.step is None else _RANKS_OF_STEPS))
     arguments.tokens = each_once(arguments.tokens)
@@ -191,7 +191,7 @@ def _read_machines(path: Path, link: str | None) -> tuple[Machines, list[Row]]:
 
 def _compare(path: str | None, rows: list[Row], machines: Machines, left_out: Collection[str]) -> list[Comparison]:
     from commfuse_megatron.tools.bench.rows import load_report
-    from commfuse_megatron.tools.simulate.against import compare
+    from commfuse_megatron.tools.simulate.predict import compare
 
     if path is None:
         return []
@@ -231,12 +231,6 @@ def _bandwidth(link: str | None) -> float | None:
 
 
 def _print_machines(machines: Machines) -> None:
-    title = f"the planner's model of {machines.device}, link {machines.link}"
-    table = Table(title=title, title_justify="left")
-    for column in ("what", "model"):
-        table.add_column(column)
-    for column in ("rows", "median error of the fit"):
-        table.add_column(column, justify="right")
     gemm, collective = machines.any.gemm, machines.any.collective
     models = {
         "GEMMs": f"{gemm.launch_us:.1f} us + waves of tiles at {gemm.tflops:.0f} TFLOP/s",
@@ -245,12 +239,14 @@ def _print_machines(machines: Machines) -> None:
     }
     for name, each in machines.by_transport.items():
         models[f"host, {name}"] = _say_host(each.replay if each.traits.replays else each.host)
-    for what, model in models.items():
-        fit = machines.fits.get(what)
-        if fit is not None:
-            table.add_row(what, model, str(fit.num_rows), f"{100 * fit.error:.1f} %")
+    rows = [
+        (what, model, str(fit.num_rows), f"{100 * fit.error:.1f} %")
+        for what, model in models.items()
+        if (fit := machines.fits.get(what)) is not None
+    ]
+    title = f"the planner's model of {machines.device}, link {machines.link}"
     console = results()
-    console.print(table)
+    console.print(make_table(title, ("what", "model", ">rows", ">median error of the fit"), rows))
     if machines.assumed:
         console.print(f"assumed, as by the planner, since the rows do not tell: {'; '.join(machines.assumed)}")
     for name, reason in machines.left_out.items():
@@ -266,34 +262,32 @@ def _say_channel(channel: Channel) -> str:
 
 
 def _print_deviations(found: Sequence[Deviation]) -> None:
-    from commfuse_megatron.tools.simulate.predict import median_error
+    from commfuse_megatron.tools.simulate.predict import median_size
 
     console = results()
     if not found:
         console.print("no measured rows of this link to check the predictions with: trust them accordingly")
         return
-    table = Table(title="the same model on what was measured: predicted / measured - 1", title_justify="left")
-    for column in ("variant", "ranks"):
-        table.add_column(column, no_wrap=True)
-    for column in ("rows", "median size", "lowest", "highest"):
-        table.add_column(column, justify="right")
-    table.add_column("worst case", no_wrap=True)
     groups: dict[tuple[str, str], list[Deviation]] = {}
     for deviation in found:
         ranks = f"{deviation.group_size} emulated" if deviation.emulated else str(deviation.group_size)
         groups.setdefault((deviation.variant, ranks), []).append(deviation)
+    rows = []
     for key, members in groups.items():
         errors = [deviation.error for deviation in members]
         worst = max(members, key=lambda deviation: abs(deviation.error))
         figures = (f"{100 * value:+.1f} %" for value in (min(errors), max(errors)))
-        size = f"{100 * median_error(members):.1f} %"
-        table.add_row(*key, str(len(members)), size, *figures, f"{worst.case} M={worst.M}")
-    console.print(table)
+        size = f"{100 * median_size(errors):.1f} %"
+        rows.append((*key, str(len(members)), size, *figures, f"{worst.case} M={worst.M}"))
+    title = "the same model on what was measured: predicted / measured - 1"
+    columns = ("variant", "ranks", ">rows", ">median size", ">lowest", ">highest", "worst case")
+    console.print(make_table(title, columns, rows))
     real = [deviation for deviation in found if not deviation.emulated]
     if real:
         worst = max(real, key=lambda deviation: abs(deviation.error))
+        size = f"{100 * median_size(deviation.error for deviation in real):.1f} %"
         console.print(
-            f"median size of the error on {len(real)} measured rows: {100 * median_error(real):.1f} %; "
+            f"median size of the error on {len(real)} measured rows: {size}; "
             f"the largest: {100 * worst.error:+.1f} %, {worst.variant} of {worst.case} M={worst.M}"
         )
         if abs(worst.error) > _ALARMING:
@@ -301,17 +295,10 @@ def _print_deviations(found: Sequence[Deviation]) -> None:
 
 
 def _print_comparisons(comparisons: Sequence[Comparison], path: str) -> None:
-    from commfuse_megatron.tools.simulate.against import median_size
+    from commfuse_megatron.tools.simulate.predict import median_size
 
-    table = Table(title=f"measured rows of {path}: error of the emulation, of the model", title_justify="left")
-    table.add_column("case", no_wrap=True)
-    for column in ("M", "ranks"):
-        table.add_column(column, justify="right")
-    table.add_column("variant", no_wrap=True)
-    for column in ("measured ms", "emulated", "error", "predicted", "error"):
-        table.add_column(column, justify="right")
-    for entry in comparisons:
-        table.add_row(
+    rows = [
+        (
             entry.case,
             str(entry.M),
             str(entry.group_size),
@@ -320,18 +307,18 @@ def _print_comparisons(comparisons: Sequence[Comparison], path: str) -> None:
             *_say(entry.emulated_ms, entry.emulation_error),
             *_say(entry.predicted_ms, entry.prediction_error),
         )
+        for entry in comparisons
+    ]
+    columns = ("case", ">M", ">ranks", "variant", ">measured ms", ">emulated", ">error", ">predicted", ">error")
     console = results()
-    console.print(table)
+    console.print(make_table(f"measured rows of {path}: error of the emulation, of the model", columns, rows))
     for name, errors in (
-        ("emulation", [entry.emulation_error for entry in comparisons]),
-        ("model", [entry.prediction_error for entry in comparisons]),
+        ("emulation", [e.emulation_error for e in comparisons if e.emulation_error is not None]),
+        ("model", [e.prediction_error for e in comparisons if e.prediction_error is not None]),
     ):
-        size = median_size(errors)
-        if size is not None:
-            largest = max(abs(error) for error in errors if error is not None)
-            console.print(
-                f"median size of the error of the {name}: {100 * size:.1f} %; the largest: {100 * largest:.1f} %"
-            )
+        if errors:
+            size, largest = 100 * median_size(errors), 100 * max(map(abs, errors))
+            console.print(f"median size of the error of the {name}: {size:.1f} %; the largest: {largest:.1f} %")
 
 
 def _say(ms: float | None, error: float | None) -> tuple[str, str]:
@@ -341,30 +328,24 @@ def _say(ms: float | None, error: float | None) -> tuple[str, str]:
 def _print_predictions(predictions: Sequence[Sequence[Prediction]], machines: Machines) -> None:
     from commfuse_megatron.tools.simulate.predict import LIMITS
 
-    title = f"predicted, not measured: forward pass, ms per call, {machines.device}, link {machines.link}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("case", no_wrap=True)
-    for column in ("M", "ranks", "compute", "comm", "sequential", "best", "/ sequential", "of ideal"):
-        table.add_column(column, justify="right")
-    table.add_column("best way", no_wrap=True)
-    table.add_column("limited by", no_wrap=True)
-    for ways in predictions:
-        best = ways[0]
-        table.add_row(
+    rows = [
+        (
             best.case,
             str(best.M),
             str(best.group_size),
-            f"{best.compute_ms:.3f}",
-            f"{best.comm_ms:.3f}",
-            f"{best.sequential_ms:.3f}",
-            f"{best.ms:.3f}",
+            *(f"{ms:.3f}" for ms in (best.compute_ms, best.comm_ms, best.sequential_ms, best.ms)),
             f"{best.ms / best.sequential_ms:.3f}",
             f"{100 * max(best.compute_ms, best.comm_ms) / best.ms:.1f} %",
             best.variant,
             best.limit,
         )
+        for best, *_ in predictions
+    ]
+    numbers = ("M", "ranks", "compute", "comm", "sequential", "best", "/ sequential", "of ideal")
+    columns = ("case", *(f">{name}" for name in numbers), "best way", "limited by")
+    title = f"predicted, not measured: forward pass, ms per call, {machines.device}, link {machines.link}"
     console = results()
-    console.print(table)
+    console.print(make_table(title, columns, rows))
     console.print(
         "compute: one un-split GEMM; comm: transfers alone; best: the fastest way; of ideal: the longer of compute and"
         " comm / best\nlimited by, what the best way's time is made of:"

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
-from commfuse_megatron.tools.common.output import results, write_json
+from commfuse_megatron.tools.common.output import make_table, results, write_json
 from commfuse_megatron.tools.common.ranks import UsageError
 
 if TYPE_CHECKING:
@@ -65,57 +63,38 @@ def _compared(measured: MeasuredStep, prediction: StepPrediction) -> dict[str, o
 
 
 def _print_predictions(predictions: Sequence[StepPrediction], machine: MachineModel) -> None:
-    from commfuse_megatron.tools.common.cases import FREE, STOCK
-    from commfuse_megatron.tools.simulate.predict_step import PLANNED
+    from commfuse_megatron.tools.common.cases import FREE, PLANNED, STOCK
 
     first = predictions[0]
     title = f"predicted, not measured: step of {first.model}, {first.layers} layers, ms, machine as {machine.source}"
-    table = Table(title=title, title_justify="left")
-    for column in (
-        "tokens",
-        "ranks",
-        "stock",
-        "with the plugin",
-        "/ stock",
-        "without communication",
-        "forward, plugin",
-    ):
-        table.add_column(column, justify="right")
-    table.add_column("")
-    for each in predictions:
-        step_ms = each.step_ms
-        table.add_row(
+    rows = [
+        (
             str(each.tokens),
             str(each.group_size),
-            f"{step_ms[STOCK]:.1f}",
-            f"{step_ms[PLANNED]:.1f}",
-            f"{step_ms[PLANNED] / step_ms[STOCK]:.3f}",
-            f"{step_ms[FREE]:.1f}",
+            *(f"{each.step_ms[name]:.1f}" for name in (STOCK, PLANNED)),
+            f"{each.step_ms[PLANNED] / each.step_ms[STOCK]:.3f}",
+            f"{each.step_ms[FREE]:.1f}",
             f"{each.forward_ms[PLANNED]:.1f}",
             "host-bound" if each.is_host_bound else "",
         )
+        for each in predictions
+    ]
+    numbers = ("tokens", "ranks", "stock", "with the plugin", "/ stock", "without communication", "forward, plugin")
     console = results()
-    console.print(table)
+    console.print(make_table(title, (*(f">{name}" for name in numbers), ""), rows))
     console.print("forward and backward of one sequence, no optimizer; the device's time, on one NVLink domain")
     if any(each.is_host_bound for each in predictions):
         console.print(_HOST_BOUND)
 
 
 def _print_errors(pairs: Sequence[tuple[MeasuredStep, StepPrediction]], path: str) -> None:
-    table = Table(title=f"measured steps of {path}: predicted / measured - 1", title_justify="left")
-    for column in ("layers", "tokens", "ranks"):
-        table.add_column(column, justify="right")
-    table.add_column("variant")
-    for column in ("measured ms", "predicted", "error"):
-        table.add_column(column, justify="right")
-    table.add_column("")
-    errors = []
+    rows, errors = [], []
     for measured, prediction in pairs:
         predicted_ms = prediction.step_ms[measured.variant]
         error = predicted_ms / measured.step_ms - 1
         if not prediction.is_host_bound:
             errors.append(error)
-        table.add_row(
+        row = (
             str(measured.layers),
             str(measured.tokens),
             str(measured.group_size),
@@ -125,8 +104,10 @@ def _print_errors(pairs: Sequence[tuple[MeasuredStep, StepPrediction]], path: st
             f"{100 * error:+.1f} %",
             "host-bound" if prediction.is_host_bound else "",
         )
+        rows.append(row)
+    columns = (">layers", ">tokens", ">ranks", "variant", ">measured ms", ">predicted", ">error", "")
     console = results()
-    console.print(table)
+    console.print(make_table(f"measured steps of {path}: predicted / measured - 1", columns, rows))
     if errors:
         sizes = [abs(error) for error in errors]
         console.print(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commfuse_megatron.tools.common.launch import launch
-from commfuse_megatron.tools.common.options import refuse_given, require_positive
+from commfuse_megatron.tools.common.options import add_rank_options, refuse_given, require_positive
 from commfuse_megatron.tools.common.output import (
     make_progress,
     make_table,
@@ -22,17 +22,69 @@ from commfuse_megatron.tools.common.output import (
 )
 from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_num_ranks
 from commfuse_megatron.tools.trace.attention_cli import run_trace_attention
-from commfuse_megatron.tools.trace.options import OF_STEPS, ready
+from commfuse_megatron.tools.trace.options import ATTENTION_PATHS, OF_STEPS, ready
 from commfuse_megatron.tools.trace.step_cli import run_trace_step
 
 if TYPE_CHECKING:
     from commfuse_megatron.tools.trace.operation import LinearTrace
 
+SUMMARY = "show when what ran: a linear, an attention block or a Megatron step, as trace, picture and table"
+EXAMPLE = """commfuse trace --op all_gather_linear --pass backward --ranks 2
+  commfuse trace --case llama-70b.fc2 --device cuda --profiler --calls 2 --output figures
+  commfuse trace --attention --ranks 2 --paths row_parallel query_split --splits 2
+  commfuse trace --step --model llama-8b --device cuda --transformer-impl transformer_engine"""
 
 OPS = ("all_gather_linear", "linear_reduce_scatter")
 
 
-def run_trace(arguments: argparse.Namespace) -> int:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `commfuse trace` takes."""
+    add_rank_options(parser)
+    add = parser.add_argument
+    paths = ("auto", "sliced", "bulk", "async", "sequential")
+    add("--path", choices=paths, help="way of the traced linears (default: the configuration's)")
+    add("--algorithm", choices=("auto", "direct", "ring"), help="default: the configuration's")
+    add("--chunks", type=int, metavar="m", help="chunks per shard")
+    add("--transport", choices=("auto", "gloo", "nccl", "copy_engine"), help="default auto")
+    add("--config", metavar="FILE", help="YAML that the options above change (default: $COMMFUSE_CONFIG)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="default float32, cuda bfloat16")
+    what = "where picture and trace go; made if missing (default trace_output)"
+    add("--output", metavar="DIR", default="trace_output", help=what)
+    add("--name", metavar="NAME", help="of the files (default: from what is traced)")
+    what = "sequence of a block (default 8192) or a step (default 256 on cpu; on cuda 1024, llama 8192)"
+    add("--seq", type=int, metavar="S", help=what)
+    add = parser.add_argument_group("one operation (the default)").add_argument
+    add("--op", choices=("all_gather_linear", "linear_reduce_scatter"), help="default: that of the case")
+    add("--pass", dest="pass_name", choices=("fprop", "backward"), default="fprop", help="default fprop")
+    what = "a linear of a known model, e.g. llama-70b.fc2 (cuda: the default), or an attention block of one"
+    add("--case", metavar="CASE", help=what)
+    add("--tokens", type=int, metavar="M", help="of the full sequence (default 512 on cpu, 8192 on cuda)")
+    add("--N", type=int, help="output features of one rank's weight (default 512)")
+    add("--K", type=int, help="input features of one rank's weight (default 512)")
+    add("--calls", type=int, default=5, metavar="n", help="recorded calls (default 5)")
+    add("--profiler", action="store_true", help="look at kernels and copies by stream (cuda only)")
+    title = "one attention block (also --pass, --case, --calls, --profiler and --seq)"
+    add = parser.add_argument_group(title).add_argument
+    what = "attention with its projection; --path, --algorithm and --chunks are of row_parallel's projection"
+    add("--attention", action="store_true", help=what)
+    what = f"of {', '.join(ATTENTION_PATHS)} (default all, in this order)"
+    add("--paths", nargs="+", choices=ATTENTION_PATHS, metavar="P", help=what)
+    what = "splits per shard of query_split (default: the configuration's)"
+    add("--splits", type=int, metavar="m", help=what)
+    add("--shrink", type=int, metavar="F", help="divide all sizes by F (default 1; 64 on the CPU)")
+    add = parser.add_argument_group("a whole step (also --seq)").add_argument
+    add("--step", action="store_true", help="forward and backward of a Megatron GPT, stock and planned")
+    add("--model", choices=("demo", "llama-8b", "llama-70b"), default="demo", help="default demo")
+    add("--layers", type=int, metavar="L", help="default 2, llama 4")
+    add("--batch", type=int, default=1, metavar="B", help="default 1")
+    impls = ("local", "transformer_engine")
+    add("--transformer-impl", choices=impls, default="local", help="attention and norms")
+    add("--fusions", action="store_true", help="Megatron's fused activation, dropout and rotary kernels")
+    add("--rounds", type=int, default=9, metavar="n", help="timed steps of each variant in a run (default 9)")
+    add("--runs", type=int, default=1, metavar="n", help="in each, variants take turns (default 1)")
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Trace what is asked for. 0: done."""
     if not arguments.attention:
         refuse_given(arguments, ("paths", "splits", "shrink"), "of an attention block; add --attention, or leave out")

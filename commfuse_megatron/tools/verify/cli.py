@@ -9,20 +9,54 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from commfuse_megatron.tools.common.launch import launch
-from commfuse_megatron.tools.common.options import for_ranks
+from commfuse_megatron.tools.common.options import add_rank_options, for_ranks
 from commfuse_megatron.tools.common.output import make_progress, make_table, results, write_json
 from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_num_ranks
 
 if TYPE_CHECKING:
     from commfuse_megatron.tools.verify.ops import CaseResult
 
+SUMMARY = "compare every operation with its reference, or whole models with stock Megatron"
+EXAMPLE = """commfuse verify --ranks 4 --json verify.json
+  commfuse verify --megatron --ranks 4 --only dense mla pipeline
+  commfuse verify --megatron --lora --ranks 2 --only dense fused
+  torchrun --nproc-per-node 2 -m commfuse_megatron verify"""
 
 TENSORS = ("y", "x.grad", "weight.grad", "bias.grad")
 MAX_FAILURES_SHOWN = 20
 
 
-def run_verify(arguments: argparse.Namespace) -> int:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `commfuse verify` takes."""
+    add_rank_options(parser)
+    add = parser.add_argument
+    dtypes = ("float32", "float64", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, help="only this one (default: all; float64 on the CPU only)")
+    add("--transport", choices=("auto", "gloo", "nccl", "copy_engine"), default="auto", help="default auto")
+    what = "compare models instead: loss and every gradient against stock Megatron, float64, 2 or 4 CPU ranks"
+    add("--megatron", action="store_true", help=what)
+    what = (
+        "with --megatron: the models with low-rank adapters at all linears, before and after conversion; all"
+        " combinations of the options take minutes"
+    )
+    add("--lora", action="store_true", help=what)
+    what = (
+        "with --megatron: these configurations (default: all; an unknown name lists them); with --lora: words of"
+        " its options, which leave the configurations that have them"
+    )
+    add("--only", nargs="+", metavar="NAME", help=what)
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Run all cases on all ranks. 0: every case is right and took the path it asked for, on every rank; 1: not."""
+    if arguments.megatron:
+        from commfuse_megatron.tools.verify.megatron_cli import run_verify_megatron
+
+        return run_verify_megatron(arguments)
+    if arguments.only:
+        raise UsageError("--only names configurations of --megatron")
+    if arguments.lora:
+        raise UsageError("--lora puts adapters into the models of --megatron: give that, too")
     if arguments.transport != "auto" and (arguments.transport == "gloo") != (arguments.device == "cpu"):
         other = "cpu" if arguments.transport == "gloo" else "cuda"
         raise UsageError(f"--transport {arguments.transport} carries tensors of --device {other} only")

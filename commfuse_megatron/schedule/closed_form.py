@@ -2,10 +2,10 @@
 
 from commfuse_megatron.errors import ScheduleError
 
-__all__ = ["schedule_bound_us"]
+__all__ = ["closed_form_us"]
 
 
-def schedule_bound_us(compute_us: float, transfer_us: float, group_size: int, chunks_per_shard: int = 1) -> float:
+def closed_form_us(compute_us: float, transfer_us: float, group_size: int, chunks_per_shard: int = 1) -> float:
     """Return the time of an overlapped all-gather or reduce-scatter whose chunks all cost the same.
 
     max(T_c, T_m + T_c / (m N)): one chunk's computation cannot be overlapped, after the last arrival (all-gather) or
