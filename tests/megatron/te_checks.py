@@ -242,46 +242,40 @@ def _check_converted_model(gpt: SmallGPT, group_size: int) -> None:
     assert convert_model(model) is model
 
 
-def check_converted_layers_compute_the_same(group_size: int) -> None:
+def _local_and_built(kind: str, transformer: Any, skip_bias_add: bool) -> tuple[Any, Any]:
+    """A local layer and one of Transformer Engine's, with equal random parameters."""
+    local, stock, sides = {
+        "column": (StockNormAndLinear, te.TELayerNormColumnParallelLinear, {"gather_output": False}),
+        "row": (RowParallelLinear, te.TERowParallelLinear, {"input_is_parallel": True}),
+    }[kind]
+    built = te_layer(stock, transformer, skip_bias_add=skip_bias_add)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    options = {"config": transformer, "init_method": torch.nn.init.normal_, "bias": True, **sides}
+    expected = local(IN, OUT, skip_bias_add=skip_bias_add, **options)
+    expected.load_state_dict({k: v for k, v in built.state_dict().items() if k != "_extra_state"})
+    return expected, built
+
+
+def check_converted_layers_compute_the_same(group_size: int, kind: str) -> None:
     for options in ({"normalization": "LayerNorm"}, {"layernorm_zero_centered_gamma": True}):
-        transformer = config(group_size, layernorm_epsilon=EPS, **options)
         for skip_bias_add in (False, True):
-            stocks = {
-                "column": (StockNormAndLinear, te.TELayerNormColumnParallelLinear, {"gather_output": False}),
-                "row": (RowParallelLinear, te.TERowParallelLinear, {"input_is_parallel": True}),
-            }
-            for kind, (local, stock, sides) in stocks.items():
-                built = te_layer(stock, transformer, skip_bias_add=skip_bias_add)
-                with torch.no_grad():
-                    for parameter in built.parameters():
-                        parameter.copy_(torch.randn_like(parameter))
-                expected = local(
-                    IN, OUT, config=transformer, init_method=torch.nn.init.normal_, bias=True,
-                    skip_bias_add=skip_bias_add, **sides,
-                )  # fmt: skip
-                expected.load_state_dict({k: v for k, v in built.state_dict().items() if k != "_extra_state"})
-                ours = convert_model(torch.nn.ModuleList([built]))[0]
-                x = example_input(kind, group_size)
-                assert_equal(run(expected, x), run(ours, x))
-                assert_overlapped(ours)
+            transformer = config(group_size, layernorm_epsilon=EPS, **options)
+            expected, built = _local_and_built(kind, transformer, skip_bias_add)
+            ours = convert_model(torch.nn.ModuleList([built]))[0]
+            x = example_input(kind, group_size)
+            assert_equal(run(expected, x), run(ours, x))
+            assert_overlapped(ours)
 
 
 def check_converted_layers_return_the_norms_output(group_size: int) -> None:
     transformer = config(group_size, layernorm_epsilon=EPS, normalization="LayerNorm")
-    for is_gathered in (False, True):
-        for skip_bias_add in (False, True):
-            built = te_layer(te.TELayerNormColumnParallelLinear, transformer, skip_bias_add=skip_bias_add)
-            expected = StockNormAndLinear(
-                IN, OUT, config=transformer, init_method=torch.nn.init.normal_, bias=True,
-                skip_bias_add=skip_bias_add, gather_output=False,
-            )  # fmt: skip
-            with torch.no_grad():
-                for parameter in built.parameters():
-                    parameter.copy_(torch.randn_like(parameter))
-            expected.load_state_dict({k: v for k, v in built.state_dict().items() if k != "_extra_state"})
-            built.return_layernorm_output, built.return_layernorm_output_gathered = True, is_gathered
-            ours = convert_model(torch.nn.ModuleList([built]))[0]
-            assert_norm_output(expected, ours, is_gathered=is_gathered)
+    for is_gathered, skip_bias_add in itertools.product((False, True), repeat=2):
+        expected, built = _local_and_built("column", transformer, skip_bias_add)
+        built.return_layernorm_output, built.return_layernorm_output_gathered = True, is_gathered
+        ours = convert_model(torch.nn.ModuleList([built]))[0]
+        assert_norm_output(expected, ours, is_gathered=is_gathered)
 
 
 def check_a_bias_of_another_dtype(group_size: int) -> None:
