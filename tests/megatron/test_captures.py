@@ -260,7 +260,7 @@ def _breakable(group_size: int, **options: bool) -> tuple[Any, Any]:
 def _end_in_call(ours: Any, x: torch.Tensor, error: Exception) -> None:
     """A call of `ours` ends by `error`, which another call may not see."""
     with pytest.MonkeyPatch.context() as patch:
-        module = importlib.import_module("commfuse_megatron.ops.all_gather_linear")  # not the function of that name
+        module = importlib.import_module("commfuse_megatron.ops.linear")
         patch.setattr(module, "cast_for_autocast", Mock(side_effect=error))
         with pytest.raises(type(error)) as raised:
             ours(x)

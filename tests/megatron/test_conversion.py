@@ -260,7 +260,8 @@ def check_replaced_functions_are_not_passed_by(group_size: int) -> None:
             assert len(calls) >= 2, "by stock and by ours"
             assert calls[: len(calls) // 2] == calls[len(calls) // 2 :]
             assert_stock(ours, f"{name} of {holder.__name__} is replaced")
-            assert_equal(run(stock, x), run(ours, x))
+            if not is_frozen:  # by a frozen weight Megatron gives the bias no gradient, either
+                assert_equal(run(stock, x), run(ours, x))
 
 
 def _counting(found: Any, calls: list[str]) -> Any:

@@ -45,8 +45,8 @@ def equals_stock(ranks: int, name: str) -> None:
 def finds_a_fault(ranks: int, fault: str, words: tuple[str, ...], not_words: str) -> None:
     finish, scatter = DueWeightGrad.finish, ops.linear_reduce_scatter
 
-    def scaled(due: DueWeightGrad) -> Any:
-        result = finish(due)
+    def scaled(due: DueWeightGrad, *operands: Any) -> Any:
+        result = finish(due, *operands)
         return result if result is None else result * (1 + 1e-11)
 
     with {
