@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from commfuse_megatron.tools.simulate.predict_step import (
     measured_steps,
     predict_step,
 )
+from tests.harness.documents import section_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 RESULTS = DOCS / "results"
@@ -227,6 +229,18 @@ def test_the_command_predicts_and_says_how_wrong_it_is(tmp_path, capsys):
     assert {each["what"] for each in data["against"]} == {*VARIANTS, "plugin / stock"}
     assert {each["model"] for each in data["against"]} == set(STEP_LAYERS)
     assert all(each["predicted"] / each["measured"] - 1 == each["error"] for each in data["against"])
+
+
+def test_the_guides_commands_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, file in {"rows.json": "linears_h200_202611.json", "step.json": STEPS.name}.items():
+        (tmp_path / name).symlink_to(RESULTS / file)
+    section = section_of(DOCS / "guide.md", "### What to expect before renting GPUs")
+    commands = re.findall(r"^ {4,}commfuse (simulate .*)$", section, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        assert cli.main(command.split()) == 0
+    assert capsys.readouterr().out.count("median size of the error of") == 2
 
 
 def test_a_step_that_waits_for_the_host_is_marked(capsys):

@@ -50,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     rows = (
         "rows that `commfuse bench --json FILE` measured on GPUs; with --step, the machine that steps are predicted for"
     )
-    add("--rows", metavar="FILE", help=f"{rows} (default: 2 x H200 as the planner assumes it)")
+    add("--rows", metavar="FILE", help=f"{rows} (default: H200 and NVLink as the planner assumes them)")
     against = "rows of a larger group on such a machine: how wrong emulation and model are; with --step, of steps that"
     add("--against", metavar="FILE", help=f"{against} `commfuse trace --step --json FILE` measured (default: ours)")
     add(
