@@ -1,5 +1,6 @@
 """Predicted steps: what must hold of any, those that were measured, and the command."""
 
+import functools
 import importlib.util
 import itertools
 import json
@@ -40,6 +41,7 @@ MACHINE = StepMachine(
 FITTED_TO = "e8c6fe5"
 
 
+@functools.cache
 def predict(model: str, layers: int, tokens: int, group_size: int) -> StepPrediction:
     return predict_step(StepSizes(model, layers, tokens, group_size), MACHINE)
 
@@ -144,7 +146,7 @@ def test_a_step_is_its_layers_and_its_ends(model):
     assert five.step_ms[PLANNED] < five.step_ms[STOCK]
 
 
-GRID = [(model, tokens) for model in STEP_LAYERS for tokens in (1024, 2048, 4096, 8192, 16384, 32768)]
+GRID = [(model, tokens) for model in STEP_LAYERS for tokens in (2048, 8192, 32768)]
 
 
 @pytest.mark.parametrize(("model", "tokens"), GRID)

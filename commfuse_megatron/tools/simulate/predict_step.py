@@ -54,13 +54,14 @@ _PASSES_OF_SWIGLU = (3, 5)
 _BYTES_OF_A_LOGIT = (6 + 4 + 8 + 8 + 4 + 8, 8 + 6)
 
 # What hidden transfers of the plugin cost a step nevertheless, as a share of their time: they slow the GEMMs beside
-# them, ranks wait for each other, CUDA graphs begin late. Linears alone show 0.08 to 0.19 (8B and 70B, M 8192, two runs).
+# them, ranks wait for each other, CUDA graphs begin late. Linears alone show 0.08 to 0.19 (8B, 70B, M 8192, two runs).
 # Fitted: with it the plugin's step of one row (e8c6fe5: 8B, 32 layers, S 8192) is as much longer than the one without
 # communication as measured; any other row would give 0.33 to 0.55.
 _SHOWN_OF_HIDDEN = 0.45
 # What the host takes to submit a layer of Transformer Engine's, forward and backward, whatever its sizes: fitted to one
-# step that is host-bound (e8c6fe5: 8B, 32 layers, S 2048), its ends included. Megatron's Python is most of it: what the
-# rows of linears say of the host is a quarter. On another machine stock's step took 182 ms, not 227 (be15e82).
+# step that is host-bound (e8c6fe5: 8B, 32 layers, S 2048), its ends included. The rows of single linears (b40c86c) say
+# less, of stock's forward pass a quarter: the rest is Megatron's Python. On another machine stock's step took 182 ms,
+# not 227 (be15e82).
 _HOST_US_OF_A_LAYER = {STOCK: (3776.0, 3331.0), PLANNED: (2894.0, 1838.0), FREE: (3507.0, 2862.0)}
 
 
