@@ -12,12 +12,12 @@ import torch
 
 from commfuse_megatron import OpRecord
 from commfuse_megatron.plugin import compat
-from commfuse_megatron.plugin.arguments import checked_model
+from commfuse_megatron.plugin.arguments import checked_model, is_switched_on
 from commfuse_megatron.plugin.attention import attention_unsupported_reason
 from commfuse_megatron.plugin.classes import ATTENTIONS, LINEARS_AND_EMBEDDING
 from commfuse_megatron.plugin.decision import kept_reason_of, state_of
 from commfuse_megatron.plugin.stand_in import OURS, class_name, reason_in_class
-from commfuse_megatron.plugin.support import unsupported_reason
+from commfuse_megatron.plugin.support import SWITCHED_OFF, unsupported_reason
 
 __all__ = ["LayerReport", "ModelReport", "model_report"]
 
@@ -174,6 +174,8 @@ def _layer_report(name: str, module: torch.nn.Module, why_not_called: str | None
 
 
 def _report_of_stock(name: str, module: torch.nn.Module, reason: str) -> LayerReport:
+    if not is_switched_on(getattr(module, "config", None)):  # so it was not replaced
+        reason = SWITCHED_OFF
     return LayerReport(name, class_name(module), "stock", 0, 0, (reason,))
 
 

@@ -95,6 +95,17 @@ def unmodified_script(example: ModuleType, log: Path) -> Any:
     return _train(example, log, lambda config: None)
 
 
+def unmodified_script_that_refuses_the_last_flag(example: ModuleType, log: Path) -> Any:
+    """And trains without it."""
+    try:
+        unmodified_script(example, log)
+    except SystemExit as refusal:
+        assert refusal.code == 2
+        sys.argv.pop()
+        return unmodified_script(example, log)
+    raise AssertionError(f"{sys.argv[-1]} was taken")
+
+
 def script_with_our_flags(example: ModuleType, log: Path) -> Any:
     """As Megatron's own scripts with `add_arguments` passed on, which is all it knows of the plugin."""
     from commfuse_megatron.plugin import add_arguments
