@@ -3,7 +3,6 @@
 The contract that bites: a forced path that fell back raises, and never becomes a row.
 """
 
-import typing
 from dataclasses import dataclass, replace
 from typing import override
 
@@ -16,6 +15,7 @@ from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.tools.bench.operands import Work, our_result
 from commfuse_megatron.tools.bench.variant import Ready, WithContext, backends_of, differentiable
 from commfuse_megatron.tools.common.cases import PLANNED
+from commfuse_megatron.tools.common.options import choices_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +65,8 @@ _NO_WAYS = ("auto", "sequential")
 
 def forced_ways(device: torch.device, group_size: int, chunks: tuple[int, ...]) -> list[Way]:
     """Every path that a configuration can force, over every transport of the device."""
-    paths = typing.get_args(typing.get_type_hints(PassConfig)["path"])
     ways = []
-    for path in (path for path in paths if path not in _NO_WAYS):
+    for path in (path for path in choices_of(PassConfig, "path") if path not in _NO_WAYS):
         for backend in ("auto",) if path == "async" else backends_of(device):
             way = Way(path=path, backend=backend)
             ways += [replace(way, chunks_per_shard=m) for m in chunks] if path == "sliced" else [way]

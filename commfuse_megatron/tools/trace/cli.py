@@ -10,8 +10,9 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from commfuse_megatron.config import PassConfig, TransportConfig
 from commfuse_megatron.tools.common.launch import launch
-from commfuse_megatron.tools.common.options import add_rank_options, refuse_given, require_positive
+from commfuse_megatron.tools.common.options import add_rank_options, choices_of, refuse_given, require_positive
 from commfuse_megatron.tools.common.output import (
     make_progress,
     make_table,
@@ -41,11 +42,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """What `commfuse trace` takes."""
     add_rank_options(parser)
     add = parser.add_argument
-    paths = ("auto", "sliced", "bulk", "async", "sequential")
-    add("--path", choices=paths, help="way of the traced linears (default: the configuration's)")
-    add("--algorithm", choices=("auto", "direct", "ring"), help="default: the configuration's")
+    add(
+        "--path",
+        choices=choices_of(PassConfig, "path"),
+        help="of the traced linears (default: the configuration's)",
+    )
+    add("--algorithm", choices=choices_of(PassConfig, "algorithm"), help="default: the configuration's")
     add("--chunks", type=int, metavar="m", help="chunks per shard")
-    add("--transport", choices=("auto", "gloo", "nccl", "copy_engine"), help="default auto")
+    add("--transport", choices=choices_of(TransportConfig, "backend"), help="default auto")
     add("--config", metavar="FILE", help="YAML that the options above change (default: $COMMFUSE_CONFIG)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default float32, cuda bfloat16")
     what = "where picture and trace go; made if missing (default trace_output)"

@@ -16,6 +16,7 @@ import torch
 
 from commfuse_megatron.config import (
     AttentionConfig,
+    Backend,
     LinearConfig,
     OverlapConfig,
     PassConfig,
@@ -26,8 +27,6 @@ from commfuse_megatron.kernels.attention_cudnn import cudnn_attention_unavailabl
 from commfuse_megatron.problem import chunk_ranges
 from commfuse_megatron.tools.common.modes import MODES, Mode
 from commfuse_megatron.tools.verify.calls import OPS, AttentionCall, Call, EmbeddingCall, LinearCall
-
-TransportName = Literal["auto", "gloo", "nccl", "copy_engine"]
 
 TIMEOUT_S = 60.0
 
@@ -50,7 +49,7 @@ class Case:
     algorithm: Literal["ring", "direct"] = "direct"
     chunks_per_shard: int = 1
     keep_gathered_input: bool = False
-    transport: TransportName = "auto"
+    transport: Backend = "auto"
     group_size: int
 
     @property
@@ -144,7 +143,7 @@ def _is_cudnns(case: Case, call: AttentionCall, rows: int, device: torch.device)
 
 
 def make_cases(
-    group_size: int, device_type: str, dtype: torch.dtype | None = None, transport: TransportName = "auto"
+    group_size: int, device_type: str, dtype: torch.dtype | None = None, transport: Backend = "auto"
 ) -> list[Case]:
     """All cases for a group (those of one dtype, if given) over `transport`, those of one configuration together.
 
