@@ -222,6 +222,8 @@ class PlanConfig(_Checked):
     margin: predicted times of two paths closer than this fraction count as undecided.
     file: where plans are kept for later runs: what fits (device, link, ranks, versions, problem, what is forced) is
     taken from there, measured or not, and what is chosen anew is added. Group rank 0 alone reads and writes it.
+    To fill it for a model of your own, run one step of the job with it; `commfuse bench --write-plans` knows the
+    linears of a few published models.
     """
 
     measure: Literal["auto", "always", "never"] = "auto"

@@ -65,8 +65,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="keep the rows of --json FILE and run what is not in there")
     add("--check", nargs="+", default=[], metavar="NAME=MOST", help="exit 1 if a figure is larger, e.g. ideal=1.1")
     what = (
-        "time nothing else: plan both passes of every case and keep the plans in FILE, for jobs with `plan.file`;"
-        " missing folders are made"
+        "time nothing else: plan both passes of every case of --models and keep the plans in FILE, for jobs with"
+        " `plan.file`; missing folders are made. A model of your own fills its file itself: run a job of it once with"
+        " `plan.file`"
     )
     add("--write-plans", metavar="FILE", help=what)
     what = "measure nothing: make the tables of these Markdown files anew, each from the file of rows that it names"
