@@ -1,6 +1,6 @@
 """Our operations as variants: every path that can be forced, and the planned one.
 
-The contract that bites: a forced path that fell back raises, and never becomes a row.
+Beware: a forced path that fell back raises, and never becomes a row.
 """
 
 from dataclasses import dataclass, replace

@@ -1,7 +1,7 @@
 """Runs a grid of cases: builds, checks and times the variants of each, and hands on its rows as they come.
 
-The contract that bites: every decision that could differ between ranks (what is left out, whether time is up, what was
-done before) is agreed on by all of them before anyone acts on it.
+Beware: every decision that could differ between ranks (what is left out, whether time is up, what was done before) is
+agreed on by all of them before anyone acts on it.
 """
 
 import itertools

@@ -1,8 +1,8 @@
 """What the benchmark asks of everything that it times, whoever wrote it.
 
 A variant is one way to run a pass. It keeps what outlives a case (contexts, buffers) and builds, for one piece of work,
-something `Ready` to be checked and timed. The contract that bites: building and calling are collective, so whatever
-makes a variant impossible must do so on all ranks alike, or before anything is sent.
+something `Ready` to be checked and timed. Beware: building and calling are collective, so whatever makes a variant
+impossible must do so on all ranks alike, or before anything is sent.
 """
 
 import os

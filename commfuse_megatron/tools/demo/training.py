@@ -2,8 +2,8 @@
 
 All models start from the same weights and see the same batches, step by step in turn: the stock one, and an overlapped
 one for each mode that calls can run in. In the end all have the stock model's weights once more, and the gradients of
-one batch are compared. The contract that bites: equal losses prove nothing if the plugin was not at work, so
-`complaints_of` also counts the calls of every layer and op, and how they ran.
+one batch are compared. Beware: equal losses prove nothing if the plugin was not at work, so `complaints_of` also counts
+the calls of every layer and op, and how they ran.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The cases of `commfuse verify`: sizes, dtypes, layouts and configurations under which the operations must be right.
 
-And in which modes their calls can run: see `modes_of`. The contract that bites: all ranks build the same list in the
-same order.
+And in which modes their calls can run: see `modes_of`. Beware: all ranks build the same list in the same order.
 """
 
 from __future__ import annotations

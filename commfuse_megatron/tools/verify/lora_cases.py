@@ -1,7 +1,7 @@
 """The configurations of `commfuse verify --megatron --lora`: the same models with adapters, under every set of options.
 
-Data only: importing this imports no Megatron. The contract that bites: a configuration is named by its options, one
-word each, and no word belongs to two options, so that words alone choose.
+Data only: importing this imports no Megatron. Beware: a configuration is named by its options, one word each, and no
+word belongs to two options, so that words alone choose.
 """
 
 from __future__ import annotations
