@@ -48,7 +48,7 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """Linears and embeddings of a model in the order of its modules, records of the contexts they used, attentions.
+    """Linears and embeddings of a model in the order of its modules, lines of the contexts they used, attentions.
 
     Printed, it lists all of them with their paths and reasons, and counts forward passes last.
 

@@ -183,7 +183,7 @@ def run_bench(place: Path, put: Set) -> int:
 
     put("commfuse_megatron.tools.bench.run.run_grid", grid)
     settings = Settings(models=("llama-8b",), commit="0123456")
-    options = argparse.Namespace(settings=settings, bounds={}, resume=False, figure=None, json=str(place / "out.json"))
+    options = argparse.Namespace(settings=settings, limits={}, resume=False, figure=None, json=str(place / "out.json"))
     return bench._bench_on_rank(FIRST, options)
 
 
@@ -346,3 +346,9 @@ def test_results_are_in_the_file_before_any_is_printed(
 def test_all_commands_are_looked_at() -> None:
     (action,) = [a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
     assert {name.split()[0] for name in COMMANDS} == set(action.choices)
+
+
+def test_a_problem_that_was_only_planned_says_so() -> None:
+    """Fails with "0 calls": layers that had run seemed not to."""
+    assert str(a_record(calls=0)).endswith(" copy_engine, planned, never called (asked for)")
+    assert str(a_record(calls=1, modes={"tape": 1})).endswith(" copy_engine, 1 call: 1 tape (asked for)")

@@ -31,7 +31,7 @@ class Measured:
 def make_rows(
     work: Work, measured: Mapping[str, Measured], samples: Mapping[str, Sample], *, is_emulated: bool, commit: str
 ) -> list[Row]:
-    """One row per variant; what all share (bounds, sequential) comes from the same `measure`."""
+    """One row per variant; what all share (lower bounds, sequential) comes from the same `measure`."""
     case, device = work.case, work.pool.device
 
     def best(prefix: str) -> float | None:

@@ -1,4 +1,4 @@
-"""`commfuse bench`: our linears beside their bounds, the stock ones and the peers, as a table, rows and a picture."""
+"""`commfuse bench`: our linears beside their lower bounds, stock and the peers, as a table, rows and a picture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from commfuse_megatron.tools.bench.rows import Row
     from commfuse_megatron.tools.bench.run import Outcome, Piece, Settings
 
-SUMMARY = "time the linears beside their bounds, the stock ones and the peers; on the CPU, check them only"
+SUMMARY = "time the linears beside their lower bounds, the stock ones and the peers; on the CPU, check them only"
 EXAMPLE = """commfuse bench --models llama-8b --tokens 1024
   torchrun --nproc-per-node 2 -m commfuse_megatron bench --device cuda --budget-s 300 --json rows.json
   torchrun --nproc-per-node 2 -m commfuse_megatron bench --device cuda --write-plans plans.json"""
@@ -47,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS), metavar="L", help=f"of {', '.join(LINEARS)}")
     add("--tokens", nargs="+", type=int, metavar="M", help="of the whole sequence; the paper's cases have their own")
     add("--passes", nargs="+", choices=PASSES, default=list(PASSES), metavar="P", help="fprop, backward (default both)")
-    what = "only variants whose names begin with such words, and the bounds"
+    what = "only variants whose names begin with such words, and the lower bounds"
     add("--variants", nargs="+", default=[], metavar="NAME", help=what)
     what = (
         "chunks or splits per shard, forced, with all variants in every case (default 1 2 4; of linears at M"
@@ -72,11 +72,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--write-plans", metavar="FILE", help=what)
     what = "measure nothing: make the tables of these Markdown files anew, each from the file of rows that it names"
     add("--report", nargs="+", metavar="FILE", help=what)
-    add("--commit", help="recorded in the rows (default: asked from git)")
+    add("--commit", help="written into the rows (default: asked from git)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the grid. 0: all that ran was right; 1: a result was wrong, a path not taken, a bound missed; 2: none ran."""
+    """Run the grid. 0: all that ran was right; 1: a result was wrong, a path not taken, a limit missed; 2: none ran."""
     if arguments.report:
         from commfuse_megatron.tools.bench.report import run_report
 
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from commfuse_megatron.tools.bench.rows import load_report
     from commfuse_megatron.tools.bench.run import Settings, require_work
-    from commfuse_megatron.tools.bench.summary import parse_bounds
+    from commfuse_megatron.tools.bench.summary import parse_limits
     from commfuse_megatron.tools.common.attention_cases import ATTENTION_MODELS, ATTENTION_TOKENS
     from commfuse_megatron.tools.common.cases import MODELS, TOKENS
 
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     if num_ranks < 2:
         raise UsageError("one rank has nothing to communicate; use --ranks 2 or more")
     _require_sense(arguments, num_ranks)
-    bounds = parse_bounds(arguments.check)
+    limits = parse_limits(arguments.check)
     by_default = 1 if arguments.device == "cuda" else CPU_SHRINK
     shrink = by_default if arguments.shrink is None else arguments.shrink
     settings = Settings(
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         return run_write_plans(arguments, settings, num_ranks)
     if arguments.resume and is_speaker() and Path(arguments.json).exists():
         _require_same_columns(settings, load_report(Path(arguments.json))[0], arguments.json)
-    options = for_ranks(arguments, settings=settings, bounds=bounds)
+    options = for_ranks(arguments, settings=settings, limits=limits)
     return launch(_bench_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
 
 
@@ -280,10 +280,10 @@ def configurations_without_rows(config_files: Iterable[str], rows: Iterable[Row]
 
 def _conclude(rows: list[Row], outcome: Outcome, options: argparse.Namespace, *, is_first: bool) -> int:
     from commfuse_megatron.tools.bench.figure import draw_rows
-    from commfuse_megatron.tools.bench.summary import check_bounds, summarize
+    from commfuse_megatron.tools.bench.summary import check_limits, summarize
 
     summary = summarize(rows)
-    complaints = check_bounds(summary, options.bounds)
+    complaints = check_limits(summary, options.limits)
     if is_first:
         _print(rows, outcome)
         for complaint in complaints:

@@ -39,8 +39,8 @@ class Operands:
     """What a rank brings to one case.
 
     x, weight, grad_y: arguments of the operation and the gradient of its result. x_full, grad_full: stand for the
-    gathered input and the complete gradient where a bound needs them. wire_shard, wire_full: to send from and receive
-    in, for bounds that compute nothing. k, v: of attention, whose queries are x [S, B, H * D].
+    gathered input and the complete gradient where a lower bound needs them. wire_shard, wire_full: to send from and
+    receive in, for lower bounds that compute nothing. k, v: of attention, whose queries are x [S, B, H * D].
     """
 
     x: torch.Tensor  # [S_r or S, B, K]

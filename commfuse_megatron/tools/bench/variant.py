@@ -26,7 +26,7 @@ class Ready:
 
     results: runs it once and returns what it computes, to be compared; None where there is nothing to compare.
     before_burst: see `Timed`. path .. reason: for the row. is_op: whether it does all that the pass is for, so that its
-    host time means something; bounds do not.
+    host time means something; lower bounds do not.
     """
 
     call: Callable[[], object]
@@ -53,7 +53,7 @@ class Variant(ABC):
     is_basic = False
 
     def serves(self, op: str, pass_name: str) -> bool:
-        """Whether there is such a way of running this pass of this operation."""
+        """Whether it runs this pass of this operation."""
         return pass_name in self.passes
 
     @abstractmethod

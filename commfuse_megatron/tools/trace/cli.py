@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.profiler and arguments.device != "cuda":
         raise UsageError("--profiler looks at GPU kernels; use it with --device cuda")
     if arguments.path in ("bulk", "async") and arguments.pass_name == "fprop":
-        raise UsageError(f"--path {arguments.path} is a way of the backward pass; add --pass backward")
+        raise UsageError(f"--path {arguments.path} is a path of the backward pass; add --pass backward")
     if arguments.attention:
         _require_path_of(OPS[1], arguments)  # the projection's
         return run_trace_attention(arguments)
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _require_path_of(op: str, arguments: argparse.Namespace) -> None:
     if arguments.path == "async" and op != OPS[0]:
-        raise UsageError(f"--path async is a way of {OPS[0]}'s backward pass, whose GEMMs need not wait; not of {op}")
+        raise UsageError(f"--path async is a path of {OPS[0]}'s backward pass, whose GEMMs need not wait; not of {op}")
 
 
 def _problem(arguments: argparse.Namespace, num_ranks: int) -> tuple[str, int, int, int]:
@@ -214,8 +214,8 @@ def _print(traced: LinearTrace, rank: Rank, options: argparse.Namespace) -> None
 
 def _what(traced: LinearTrace, options: argparse.Namespace) -> str:
     record = traced.record
-    way = record.path
-    if record.path == "sliced":
-        way = f"{record.path}, {record.algorithm}, {record.chunks_per_shard} per shard"
+    path = record.path
+    if path == "sliced":
+        path = f"{record.path}, {record.algorithm}, {record.chunks_per_shard} per shard"
     what = options.case or options.op
-    return f"{what} {options.pass_name}, M {options.M}, N {options.N}, K {options.K}: {way}"
+    return f"{what} {options.pass_name}, M {options.M}, N {options.N}, K {options.K}: {path}"
