@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--megatron", action="store_true", help=what)
     what = (
         "with --megatron: the models with low-rank adapters at all linears, before and after conversion; all"
-        " combinations of the options take minutes"
+        " combinations of the options take ten minutes"
     )
     add("--lora", action="store_true", help=what)
     what = (
