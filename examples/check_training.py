@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from rich.markup import escape
-from rich.table import Table
 from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig
@@ -31,6 +30,7 @@ from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.tools.common.models import OVERLAPPED
 from commfuse_megatron.tools.common.output import (
     make_progress,
+    make_table,
     results,
     silence_foreign_warnings,
     why_file_cannot_be_written,
@@ -169,21 +169,20 @@ def print_tables(
     if task.lora == "gathered":
         console.print(GATHERED, soft_wrap=True)
     dtype, reference = (str(d).removeprefix("torch.") for d in (task.dtype, task.reference_dtype))
-    table = Table(
-        title=f"mean distance from stock in {reference}: {task.num_steps} steps in {dtype},"
-        f" {dist.get_world_size()} ranks of {task.device_type}, {task.transformer_impl} layers"
-        f"{', adapters only' if task.lora else ''},\n"
-        f"checkpoints after step {task.exchange_at}; allowed ratio {ALLOWED_RATIO:g}; {seconds:.0f} s",
-        title_justify="left",
-    )
-    for column in ("model", "run", "quantity", "distance", f"stock {dtype}", "ratio", "linears overlapped"):
-        table.add_column(column, justify="left" if column in ("model", "run", "quantity") else "right")
+    rows = []
     for name, converged in found.items():
         for (run, quantity), (distance, stock) in ratios_of(converged).items():
-            overlapped = count_overlapped(converged.layers.get(run))
             ratio = f"{distance / stock:.2f}" if stock else "equal" if not distance else "inf"
-            table.add_row(name, run, quantity, f"{distance:.3g}", f"{stock:.3g}", ratio, overlapped)
-    console.print(table)
+            overlapped = count_overlapped(converged.layers.get(run))
+            rows.append((name, run, quantity, f"{distance:.3g}", f"{stock:.3g}", ratio, overlapped))
+    title = (
+        f"mean distance from stock in {reference}: {task.num_steps} steps in {dtype},"
+        f" {dist.get_world_size()} ranks of {task.device_type}, {task.transformer_impl} layers"
+        f"{', adapters only' if task.lora else ''},\n"
+        f"checkpoints after step {task.exchange_at}; allowed ratio {ALLOWED_RATIO:g}; {seconds:.0f} s"
+    )
+    columns = ("model", "run", "quantity", ">distance", f">stock {dtype}", ">ratio", ">linears overlapped")
+    console.print(make_table(title, columns, rows))
 
 
 def print_costs(task: ConvergenceTask, found: dict[tuple[str, str], StepCosts], complaints: list[str]) -> None:
@@ -191,19 +190,18 @@ def print_costs(task: ConvergenceTask, found: dict[tuple[str, str], StepCosts], 
     console = results()
     for failure in complaints:
         console.print(f"[red]failed:[/] {escape(failure)}", soft_wrap=True)
-    table = Table(
-        title=f"memory and time of a step: median of {task.num_steps} in {str(task.dtype).removeprefix('torch.')},"
+    rows = []
+    for key, costs in found.items():
+        sizes = ("" if size is None else f"{size / 2**20:.1f}" for size in (costs.saved_bytes, costs.peak_bytes))
+        rows.append((*key, *sizes, f"{costs.step_ms:.2f}", count_overlapped(costs.layers)))
+    title = (
+        f"memory and time of a step: median of {task.num_steps} in {task.dtype_name},"
         f" {dist.get_world_size()} ranks of {task.device_type}, {task.num_layers} {task.transformer_impl} layers,\n"
         f"hidden {task.hidden_size} and {task.ffn_hidden_size}, sequence {task.sequence}, batch {task.batch};"
-        f" adapters: {task.lora or 'rows'}",
-        title_justify="left",
+        f" adapters: {task.lora or 'rows'}"
     )
-    for column in ("weights", "run", "saved, MiB", "peak, MiB", "step, ms", "linears overlapped"):
-        table.add_column(column, justify="left" if column in ("weights", "run") else "right")
-    for key, costs in found.items():
-        saved, peak = ("" if size is None else f"{size / 2**20:.1f}" for size in (costs.saved_bytes, costs.peak_bytes))
-        table.add_row(*key, saved, peak, f"{costs.step_ms:.2f}", count_overlapped(costs.layers))
-    console.print(table)
+    columns = ("weights", "run", ">saved, MiB", ">peak, MiB", ">step, ms", ">linears overlapped")
+    console.print(make_table(title, columns, rows))
 
 
 def count_overlapped(layers: dict[str, str | None] | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from commfuse_megatron.testing.cpu import _replaced, cpu_megatron
+from commfuse_megatron.testing.cpu import cpu_megatron, replaced
 
 __all__ = ["CPU_FLAGS", "PRETRAINING_SHIMS", "cpu_pretraining"]
 
@@ -48,7 +48,7 @@ def cpu_pretraining() -> Iterator[None]:
 def _one_device() -> AbstractContextManager[None]:
     """Wall: Megatron sets up its groups only where it counts a GPU, and asks that GPU for its architecture."""
     properties = SimpleNamespace(major=9, minor=0, total_memory=1 << 36, name="cpu", multi_processor_count=1)
-    return _replaced(
+    return replaced(
         torch.cuda,
         device_count=lambda: 1,
         set_device=lambda *_: None,
@@ -63,7 +63,7 @@ def _memory_statistics() -> AbstractContextManager[None]:
     def nothing_allocated(*_: Any, **__: Any) -> int:
         return 0
 
-    return _replaced(
+    return replaced(
         torch.cuda,
         memory_allocated=nothing_allocated,
         max_memory_allocated=nothing_allocated,
@@ -85,7 +85,7 @@ def _cuda_is_required() -> Iterator[None]:
     def initialize(*args: Any, **kwargs: Any) -> Any:
         return stock_initialize(*args, **{**kwargs, "allow_no_cuda": True})
 
-    with _replaced(training, initialize_megatron=initialize):
+    with replaced(training, initialize_megatron=initialize):
         yield
 
 
@@ -94,7 +94,7 @@ def _warm_up_of_fusions() -> Iterator[None]:
     """Wall: functions that `CPU_FLAGS` leave unused are compiled at the start, for some 15 s."""
     from megatron.training import training
 
-    with _replaced(training, set_jit_fusion_options=lambda *_, **__: None):
+    with replaced(training, set_jit_fusion_options=lambda *_, **__: None):
         yield
 
 
@@ -107,7 +107,7 @@ def _norm_under_sequence_parallelism() -> Iterator[None]:
     def build(_: type, *args: Any, **kwargs: Any) -> torch.nn.Module:
         return CommFuseNorm(*args, **kwargs)
 
-    with _replaced(WrappedTorchNorm, __new__=staticmethod(build)):
+    with replaced(WrappedTorchNorm, __new__=staticmethod(build)):
         yield
 
 
@@ -118,7 +118,7 @@ def _hybrid_final_norm() -> Iterator[None]:
 
     from commfuse_megatron.plugin.norm import CommFuseNorm
 
-    with _replaced(hybrid_block, TENorm=CommFuseNorm):
+    with replaced(hybrid_block, TENorm=CommFuseNorm):
         yield
 
 

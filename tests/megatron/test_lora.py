@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.tools.verify.lora_cases import OPTIONS, choose_lora, cover_pairs, lora_configurations, options_of
+from commfuse_megatron.tools.verify.lora_cases import OPTIONS, choose_lora, lora_configurations, options_of
 from tests.harness import run_spawned
+from tests.harness.pairs import cover_pairs
 from tests.megatron import lora_bodies
 
 ALL = [tuple(each.name.split()) for each in lora_configurations()]
