@@ -52,7 +52,7 @@ _WARM_UPS = 3
 
 
 def as_graph[T](call: Callable[[], T], device: torch.device) -> Callable[[], T]:
-    """`call` captured as a CUDA graph, without the host time of its Python: its results are overwritten by every replay.
+    """`call` captured as a CUDA graph, without the host time of its Python; every replay overwrites its results.
 
     On the CPU `call` itself. Collective where `call` is.
     """
