@@ -26,8 +26,7 @@ from commfuse_megatron.tools.bench import cli as bench
 from commfuse_megatron.tools.bench.rows import Report, Row
 from commfuse_megatron.tools.bench.run import Outcome, Settings
 from commfuse_megatron.tools.common import output
-from commfuse_megatron.tools.common.attention_cases import attention_case
-from commfuse_megatron.tools.common.cases import FREE, PLANNED, STOCK, linear_case
+from commfuse_megatron.tools.common.cases import FREE, PLANNED, STOCK, attention_case, linear_case
 from commfuse_megatron.tools.common.ranks import Rank
 from commfuse_megatron.tools.demo import cli as demo
 from commfuse_megatron.tools.demo.training import Comparison, Run

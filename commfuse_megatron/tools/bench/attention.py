@@ -26,8 +26,7 @@ from commfuse_megatron.tools.bench.bounds import CommOnly, CommOnlyCollective
 from commfuse_megatron.tools.bench.operands import Pool, Work, draw
 from commfuse_megatron.tools.bench.ours import Ours, PathOptions, attention_paths
 from commfuse_megatron.tools.bench.variant import Ready, Results, Variant, backends_of, collective_name
-from commfuse_megatron.tools.common.attention_cases import AttentionCase
-from commfuse_megatron.tools.common.cases import LinearCase
+from commfuse_megatron.tools.common.cases import AttentionCase, LinearCase
 
 PIECES = (2, 4)
 # So many that the plain kernel's scores fit on a GPU at the longest sequence: 16384 rows, 32 heads.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +35,7 @@ MAX_OFFENDERS_SHOWN = 10
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `commfuse bench` takes besides ranks and device. Imports no torch."""
-    from commfuse_megatron.tools.common.attention_cases import ATTENTION_MODELS
-    from commfuse_megatron.tools.common.cases import FULL_M, LINEARS, MODELS, PASSES
+    from commfuse_megatron.tools.common.cases import ATTENTION_MODELS, FULL_M, LINEARS, MODELS, PASSES
 
     add_rank_options(parser)
     add = parser.add_argument
@@ -87,32 +86,23 @@ def run(arguments: argparse.Namespace) -> int:
     from commfuse_megatron.tools.bench.rows import load_report
     from commfuse_megatron.tools.bench.run import Settings, require_work
     from commfuse_megatron.tools.bench.summary import parse_limits
-    from commfuse_megatron.tools.common.attention_cases import ATTENTION_MODELS, ATTENTION_TOKENS
-    from commfuse_megatron.tools.common.cases import MODELS, TOKENS
+    from commfuse_megatron.tools.common.cases import ATTENTION_MODELS, ATTENTION_TOKENS, MODELS, TOKENS
 
     num_ranks = choose_num_ranks(arguments.ranks)
     if num_ranks < 2:
         raise UsageError("one rank has nothing to communicate; use --ranks 2 or more")
     _require_sense(arguments, num_ranks)
     limits = parse_limits(arguments.check)
-    by_default = 1 if arguments.device == "cuda" else CPU_SHRINK
-    shrink = by_default if arguments.shrink is None else arguments.shrink
-    settings = Settings(
-        models=each_once(arguments.models or (ATTENTION_MODELS if arguments.attention else MODELS)),
-        linears=each_once(arguments.linears),
-        tokens=each_once(arguments.tokens or (ATTENTION_TOKENS if arguments.attention else TOKENS)),
-        passes=each_once(arguments.passes),
-        variants=each_once(arguments.variants),
-        chunks=each_once(arguments.chunks),
-        config_files=() if arguments.write_plans else each_once(_config_files(arguments)),
-        virtual_ranks=each_once(arguments.virtual_ranks),
-        rounds=arguments.rounds if arguments.device == "cuda" else 1,
-        case_s=arguments.case_s,
-        budget_s=arguments.budget_s,
-        shrink=shrink,
-        commit=arguments.commit,
-        attention=arguments.attention,
-    )
+    is_gpu = arguments.device == "cuda"
+    asked: dict[str, Any] = {name: each_once(v) if isinstance(v, list) else v for name, v in vars(arguments).items()}
+    asked |= {
+        "models": asked["models"] or (ATTENTION_MODELS if arguments.attention else MODELS),
+        "tokens": asked["tokens"] or (ATTENTION_TOKENS if arguments.attention else TOKENS),
+        "config_files": () if arguments.write_plans else each_once(_config_files(arguments)),
+        "rounds": arguments.rounds if is_gpu else 1,
+        "shrink": arguments.shrink or (1 if is_gpu else CPU_SHRINK),
+    }
+    settings = Settings(**{field.name: asked[field.name] for field in fields(Settings)})
     require_work(settings, torch.device(arguments.device), num_ranks)
     if arguments.write_plans:
         return run_write_plans(arguments, settings, num_ranks)
@@ -170,8 +160,7 @@ def _require_emulated(arguments: argparse.Namespace) -> None:
 
 
 def _require_models(arguments: argparse.Namespace) -> None:
-    from commfuse_megatron.tools.common.attention_cases import ATTENTION_MODELS
-    from commfuse_megatron.tools.common.cases import LINEARS, MODELS
+    from commfuse_megatron.tools.common.cases import ATTENTION_MODELS, LINEARS, MODELS
 
     known = ATTENTION_MODELS if arguments.attention else MODELS
     unknown = [model for model in arguments.models or () if model not in known]

@@ -7,8 +7,7 @@ from torch import distributed as dist
 
 from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.errors import VerificationError
-from commfuse_megatron.tools.common.attention_cases import AttentionCase
-from commfuse_megatron.tools.common.cases import LinearCase
+from commfuse_megatron.tools.common.cases import AttentionCase, LinearCase
 
 # Two results in 16 bits of fp32 sums differ by about 3e-3 (bf16); a crossed or missing partial by order 1.
 _TOLERANCE = 1e-2

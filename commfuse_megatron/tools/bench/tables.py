@@ -6,8 +6,7 @@ from rich.table import Table
 
 from commfuse_megatron.tools.bench.rows import Row, by_problem
 from commfuse_megatron.tools.bench.summary import METRICS, Summary
-from commfuse_megatron.tools.common.attention_cases import PAPER_MS, attention_bound_ms, attention_case
-from commfuse_megatron.tools.common.cases import PLANNED
+from commfuse_megatron.tools.common.cases import PAPER_MS, PLANNED, attention_bound_ms, attention_case
 from commfuse_megatron.tools.common.output import make_table
 
 _SPLITS = (1, 2, 4, 8)

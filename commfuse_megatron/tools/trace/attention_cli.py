@@ -18,7 +18,7 @@ from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_num_ra
 from commfuse_megatron.tools.trace.options import ATTENTION_PATHS, OF_STEPS, config_of, ready
 
 if TYPE_CHECKING:
-    from commfuse_megatron.tools.common.attention_cases import AttentionCase
+    from commfuse_megatron.tools.common.cases import AttentionCase
     from commfuse_megatron.tools.trace.operation import BlockTrace
 
 
@@ -56,7 +56,7 @@ def run_trace_attention(arguments: argparse.Namespace) -> int:
 
 
 def _case(arguments: argparse.Namespace, num_ranks: int) -> AttentionCase:
-    from commfuse_megatron.tools.common.attention_cases import attention_case, attention_tokens
+    from commfuse_megatron.tools.common.cases import attention_case, attention_tokens
 
     name = arguments.case or DEFAULT_CASE
     asked = arguments.seq or DEFAULT_ROWS
