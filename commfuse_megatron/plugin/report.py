@@ -174,8 +174,6 @@ def _layer_report(name: str, module: torch.nn.Module, why_not_called: str | None
 
 
 def _report_of_stock(name: str, module: torch.nn.Module, reason: str) -> LayerReport:
-    if not is_switched_on(getattr(module, "config", None)):  # so it was not replaced
-        reason = SWITCHED_OFF
     return LayerReport(name, class_name(module), "stock", 0, 0, (reason,))
 
 
@@ -184,7 +182,7 @@ def _attention_report(name: str, module: torch.nn.Module) -> LayerReport:
         layer, known = class_name(module), ", ".join(each.__name__ for each in ATTENTIONS)
         reason = f"{layer} is not among the attentions that are paired with their projection ({known})"
         if type(module) in ATTENTIONS:
-            reason = f"{layer} was neither in the spec given to apply_to_spec nor converted"
+            reason = _reason_to_be_stock(module, layer)
             if "forward" in vars(module):
                 reason = f"{layer} has a forward of its own in the instance, which ours would not be asked for"
         return _report_of_stock(name, module, reason)
@@ -216,5 +214,11 @@ def _reason_not_ours(module: torch.nn.Module) -> str:
         return kept_reason
     layer, known = type(module).__name__, LINEARS_AND_EMBEDDING
     if type(module) in known:
-        return f"{layer} is Megatron's own class: it was neither in the spec given to apply_to_spec nor converted"
+        return _reason_to_be_stock(module, f"{layer} is Megatron's own class: it")
     return f"{layer} is not among the classes that are replaced ({', '.join(c.__name__ for c in known)})"
+
+
+def _reason_to_be_stock(module: Any, what: str) -> str:
+    """Of what could be ours: nobody replaces it in a model that was built with the plugin switched off."""
+    on = is_switched_on(module.config)
+    return f"{what} was neither in the spec given to apply_to_spec nor converted" if on else SWITCHED_OFF
