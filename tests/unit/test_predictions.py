@@ -16,8 +16,7 @@ from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.tools import main as cli
 from commfuse_megatron.tools.bench.report import read_rows
 from commfuse_megatron.tools.bench.rows import Report, Row, load_report
-from commfuse_megatron.tools.common.attention_cases import attention_case
-from commfuse_megatron.tools.common.cases import linear_case
+from commfuse_megatron.tools.common.cases import attention_case, linear_case
 from commfuse_megatron.tools.simulate.fit import SEQUENTIAL, fit_channel_to, fit_machines
 from commfuse_megatron.tools.simulate.predict import LIMITS, deviations, predict
 

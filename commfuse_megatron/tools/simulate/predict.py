@@ -120,12 +120,7 @@ def predict(case: LinearCase, machines: Machines) -> list[Prediction]:
     )
     return [
         Prediction(
-            case=case.name,
-            op=case.op,
-            M=case.M,
-            N=case.N,
-            K=case.K,
-            group_size=case.group_size,
+            **case.sizes,
             link=machines.link,
             variant=variant,
             transport=transport,
