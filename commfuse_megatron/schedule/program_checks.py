@@ -20,8 +20,6 @@ from commfuse_megatron.schedule.program_text import say_batch, say_rows
 
 __all__ = ["validate_programs"]
 
-_ARRIVES_IN = {prog.GATHER: "gathered", prog.SCATTER: "arrived"}
-
 
 def validate_programs(programs: Sequence[prog.Program], policy: Policy, asked: Asked, *, attends: bool = False) -> None:
     """Return if the programs of all ranks of a group, by group rank, do what is asked of a pass.
@@ -97,7 +95,7 @@ def _check_messages(ranks: list[Checked]) -> None:
                 sent[rank.rank, op.send.peer].append(_end(rank, number, batch, op.send, len(ranks)))
             if op.receive is not None:
                 received[op.receive.peer, rank.rank].append(_end(rank, number, batch, op.receive, len(ranks)))
-                target = prog.Rows(_ARRIVES_IN[op.channel], op.receive.at_row, op.receive.rows.count)
+                target = prog.Rows(prog.ARRIVES_IN[op.channel], op.receive.at_row, op.receive.rows.count)
                 if op.receive.rows != target:
                     rank.fail(number, f"receives at {say_rows(op.receive.rows)} what is written to {say_rows(target)}.")
     for pair in sent.keys() | received.keys():
