@@ -22,14 +22,15 @@ from commfuse_megatron.tools.common.cases import PLANNED
 class Way:
     """One configuration of ours, as far as the benchmark varies it.
 
-    chunks_per_shard: of attention, the splits of a shard's queries.
+    kind: what is timed, as in `Settings`. chunks_per_shard: of attention, the splits of a shard's queries; of a split
+    sequence, the groups of heads.
     """
 
     path: str
     backend: str = "auto"
     algorithm: str = "direct"
     chunks_per_shard: int = 1
-    is_attention: bool = False
+    kind: str = "linears"
 
     @property
     def name(self) -> str:
@@ -37,7 +38,7 @@ class Way:
         if self.path == "auto":
             return PLANNED
         ring = " ring" if self.algorithm == "ring" else ""
-        chunks = f" m={self.chunks_per_shard}" if self.path in ("sliced", "query_split") else ""
+        chunks = f" m={self.chunks_per_shard}" if self.path in _IN_CHUNKS else ""
         backend = "" if self.path in ("async", "sequential") else f" {self.backend}"
         return f"{self.path}{ring}{chunks}{backend}"
 
@@ -45,7 +46,10 @@ class Way:
         """The configuration that forces this way (or leaves it all to the planner)."""
         settings: dict[str, object] = {"transport": {"backend": self.backend}, "record": record}
         sliced = {"path": "sliced", "algorithm": self.algorithm, "chunks_per_shard": self.chunks_per_shard}
-        if self.is_attention:
+        if self.kind == "ulysses":
+            number = self.chunks_per_shard if self.path == "overlapped" else None
+            return OverlapConfig.from_dict(settings | {"ulysses": {"path": self.path, "head_groups": number}})
+        if self.kind == "attention":
             attention: dict[str, object] = {"path": self.path}
             if self.path == "query_split":
                 attention |= {"splits_per_shard": self.chunks_per_shard, "backward": self.path}
@@ -59,6 +63,7 @@ class Way:
 
 
 _BACKWARD_PATHS = ("bulk", "async")
+_IN_CHUNKS = ("sliced", "query_split", "overlapped")
 # Not a way of ours to be forced: what the planner is for, and what `Sequential` measures.
 _NO_WAYS = ("auto", "sequential")
 
@@ -78,12 +83,21 @@ def forced_ways(device: torch.device, group_size: int, chunks: tuple[int, ...]) 
 
 def attention_ways(device: torch.device, splits: tuple[int, ...]) -> list[Way]:
     """The same of attention. splits: of one shard's queries, for query_split."""
-    ways = [Way(path="sequential", is_attention=True)]
+    ways = [Way(path="sequential", kind="attention")]
     for path in ("row_parallel", "query_split"):
         for backend in backends_of(device):
             counts = splits if path == "query_split" else (1,)
-            ways += [Way(path=path, backend=backend, chunks_per_shard=m, is_attention=True) for m in counts]
+            ways += [Way(path=path, backend=backend, chunks_per_shard=m, kind="attention") for m in counts]
     return ways
+
+
+def ulysses_ways(device: torch.device, group_counts: tuple[int, ...]) -> list[Way]:
+    """The same of attention over a split sequence. group_counts: of a rank's heads."""
+    overlapped = [(backend, m) for backend in backends_of(device) for m in group_counts]
+    return [
+        Way(path="sequential", kind="ulysses"),
+        *(Way(path="overlapped", backend=backend, chunks_per_shard=m, kind="ulysses") for backend, m in overlapped),
+    ]
 
 
 class Ours(WithContext):
@@ -97,7 +111,7 @@ class Ours(WithContext):
         super().__init__(way.config() if config is None else config, "nccl" if way.backend == "auto" else way.backend)
         self.way = way
         self.name = way.name if name is None else name
-        self.is_basic = self.name == PLANNED or config is not None or way.is_attention
+        self.is_basic = self.name == PLANNED or config is not None or way.kind != "linears"
         if way.path in _BACKWARD_PATHS:
             self.passes = ("backward",)
         self._is_free = config is not None or way.path == "auto"
@@ -125,7 +139,7 @@ class Ours(WithContext):
         ready.path, ready.reason, ready.transport = record.path, record.reason, record.transport
         if record.attention:
             ready.reason += f"; kernel {record.attention}"
-        if record.path in ("sliced", "query_split"):
+        if record.path in _IN_CHUNKS:
             ready.algorithm, ready.chunks_per_shard = record.algorithm, record.chunks_per_shard
         if record.path == "row_parallel":
             ready.transport = (self._find_record(work, "linear_reduce_scatter") or record).transport

@@ -1,4 +1,4 @@
-"""The attention blocks that are measured: attention of one rank's heads with the output projection. Plain numbers."""
+"""The attention blocks that are measured, of tensor parallelism and of a split sequence (Ulysses). Plain numbers."""
 
 import functools
 from dataclasses import dataclass
@@ -42,6 +42,11 @@ ATTENTION_CASE_NAMES = tuple(
     for name in ([f"{key}.attention-{b}x{s}" for b, s in model.tokens] or [f"{key}.attention"])
 )
 
+#: Of a split sequence; the paper measured none.
+ULYSSES_MODELS = tuple(key for key, model in _MODELS.items() if not model.tokens)
+ULYSSES_TOKENS = (32768, 8192, 65536)
+ULYSSES_CASE_NAMES = tuple(f"{key}.ulysses" for key in ULYSSES_MODELS)
+
 #: What the paper publishes of its cases, forward, 4 ranks, ms: no overlap, data slicing, row-parallel, query-split.
 PAPER_MS: dict[str, tuple[float | None, ...]] = {
     "paper.attention-16x4096": (270.1, 246.1, 230.9, 215.8),
@@ -78,6 +83,44 @@ class AttentionCase(LinearCase):
             right=0,
             needs=needs,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class UlyssesCase(LinearCase):
+    """Causal attention over a sequence split over ranks, in zigzag order, between its two linears, on one rank.
+
+    N is the width of the model, K that of all heads of queries.
+    """
+
+    heads: int = 1
+    kv_heads: int = 1
+    head_dim: int = 1
+
+    @property
+    def rows(self) -> int:
+        """S, the full sequence."""
+        return self.M // self.batch
+
+    @property
+    def qkv_features(self) -> int:
+        """What the first linear gives: all heads of queries, then of keys, then of values."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+def ulysses_case(name: str, M: int, group_size: int, shrink: int = 1) -> UlyssesCase:
+    """The case `name` ("llama-8b.ulysses") of a sequence of M tokens over `group_size` ranks; sizes over `shrink`.
+
+    Raises ConfigError for an unknown name, or sizes that the group does not divide.
+    """
+    if name not in ULYSSES_CASE_NAMES:
+        raise ConfigError(f'unknown case "{name}"; known are {", ".join(ULYSSES_CASE_NAMES)}')
+    model, rows, head_dim = _MODELS[name.split(".")[0]], M // shrink, max(1, _HEAD_DIM // shrink)
+    if rows < 2 * group_size or rows % (2 * group_size):
+        raise ConfigError(f"{name}: {rows} rows must be a multiple of {2 * group_size}, twice the group size")
+    if model.kv_heads % group_size:
+        raise ConfigError(f"{name}: {model.kv_heads} heads of keys must be a multiple of the group size {group_size}")
+    sizes = (rows, max(1, model.hidden // shrink), model.heads * head_dim, group_size, 1, shrink)
+    return UlyssesCase(name, "ulysses_attention", *sizes, model.heads, model.kv_heads, head_dim)
 
 
 def attention_tokens(name: str, asked: tuple[int, ...]) -> tuple[int, ...]:
