@@ -135,7 +135,7 @@ def test_emulated_tapes_give_what_they_should_in_every_order(size, splits, monke
             ready = variant.build(work)
             for _ in range(6):
                 check_results(work, variant.name, ready.results())
-            work.operands.v.data.add_(1.0)
+            work.operands.others["v"].data.add_(1.0)
             with pytest.raises(VerificationError, match="differs"):
                 check_results(work, variant.name, ready.results())
             graphs = variant._context.link.transport.graphs.num_alive

@@ -43,9 +43,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     known = list(dict.fromkeys((*MODELS, *ATTENTION_MODELS)))
     models = f"of {', '.join(MODELS)}; with --attention of {', '.join(ATTENTION_MODELS)}"
     models += f"; with --ulysses of {', '.join(ULYSSES_MODELS)}"
-    what = parser.add_mutually_exclusive_group().add_argument
-    what("--attention", action="store_true", help="attention with its projection instead of linears")
-    what("--ulysses", action="store_true", help="attention over a split sequence between its linears, TP 1, CP = ranks")
+    add_kind = parser.add_mutually_exclusive_group().add_argument
+    add_kind("--attention", action="store_true", help="attention with its projection instead of linears")
+    add_kind(
+        "--ulysses", action="store_true", help="attention over a sequence split over all ranks, between its linears"
+    )
     add("--models", nargs="+", choices=known, metavar="MODEL", help=models)
     add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS), metavar="L", help=f"of {', '.join(LINEARS)}")
     add("--tokens", nargs="+", type=int, metavar="M", help="of the whole sequence; the paper's cases have their own")
@@ -53,8 +55,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what = "only variants whose names begin with such words, and the bounds"
     add("--variants", nargs="+", default=[], metavar="NAME", help=what)
     what = (
-        "chunks or splits per shard, or groups of heads, forced, with all variants in every case (default 1 2 4; of linears at M"
-        f" {' and '.join(map(str, FULL_M))} only)"
+        "chunks or splits per shard, or groups of heads, forced, with all variants in every case (default 1 2 4; of"
+        f" linears at M {' and '.join(map(str, FULL_M))} only)"
     )
     add("--chunks", nargs="+", type=int, default=[], metavar="m", help=what)
     what = "configurations of yours, each one more variant (default: $COMMFUSE_CONFIG)"
@@ -90,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     from commfuse_megatron.tools.bench.run import Settings, require_work
     from commfuse_megatron.tools.bench.summary import parse_bounds
     from commfuse_megatron.tools.common.attention_cases import ATTENTION_TOKENS, ULYSSES_TOKENS
-    from commfuse_megatron.tools.common.cases import MODELS, TOKENS
+    from commfuse_megatron.tools.common.cases import TOKENS
 
     num_ranks = choose_num_ranks(arguments.ranks)
     if num_ranks < 2:

@@ -109,9 +109,17 @@ def _draw_split(case: UlyssesCase, pool: Pool) -> Operands:
     weight = (pool.tensor("weight", case.N, case.K) * scale).requires_grad_()
     qkv = (pool.tensor("qkv", case.qkv_features, case.N) * scale).requires_grad_()
     # Of a token queries, keys and values travel one way, what is attended to the other.
-    wires = (pool.tensor(name, rows, case.qkv_features + case.K) for name in ("wire_shard", "wire_full"))
-    whole = (x.flatten(0, 1), grad_y.flatten(0, 1))
-    return Operands(x.detach().requires_grad_(), weight, grad_y, *whole, *wires, others={"qkv": qkv})
+    shape = (rows, case.qkv_features + case.K)
+    return Operands(
+        x=x.detach().requires_grad_(),
+        weight=weight,
+        grad_y=grad_y,
+        x_full=x.flatten(0, 1),
+        grad_full=grad_y.flatten(0, 1),
+        wire_shard=pool.tensor("wire_shard", *shape),
+        wire_full=pool.tensor("wire_full", *shape),
+        others={"qkv": qkv},
+    )
 
 
 def ulysses_block(

@@ -16,8 +16,10 @@ from typing import Any, override
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.errors import UnsupportedError
+from commfuse_megatron.kernels.attention_choice import AttentionKernels
+from commfuse_megatron.ops.split_attention import Heads, SplitAttention
+from commfuse_megatron.problem import RowRange
 from commfuse_megatron.tools.bench.operands import Pool, Work, draw, ulysses_block
 from commfuse_megatron.tools.bench.ours import Ours, Way, ulysses_ways
 from commfuse_megatron.tools.bench.variant import Ready, Variant, collective_name, differentiable
@@ -52,8 +54,8 @@ class _PlainAttention:
         chunks = torch.arange(rows, device=q.device).chunk(2 * self._size)
         dealt = torch.cat([part for rank in range(self._size) for part in (chunks[rank], chunks[-1 - rank])])
         order = torch.argsort(dealt)
-        heads = (self._to_heads(each)[order].permute(1, 2, 0, 3) for each in (q, k, v))
-        attended = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        q, k, v = (self._to_heads(each)[order].permute(1, 2, 0, 3) for each in (q, k, v))
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         parts = attended.permute(2, 0, 1, 3)[dealt].unflatten(0, (self._size, -1))
         home = _AllToAll.apply(parts.contiguous(), self._group)  # [R, S_r, B, heads of a rank, D]
         return home.permute(1, 2, 0, 3, 4).flatten(2)
@@ -81,33 +83,43 @@ def _exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return found
 
 
+class _LocalAttention(torch.autograd.Function):
+    """Attention of a rank's heads over the whole sequence, by the kernel that our operation takes."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: SplitAttention) -> torch.Tensor:
+        attended = torch.empty_like(q)
+        state = attention.forward(0, Heads(q, k, v), attended)
+        ctx.attention, ctx.num_states = attention, len(state)
+        ctx.save_for_backward(q, k, v, attended, *state)
+        return attended
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, attended, *state = ctx.saved_tensors
+        found = ctx.attention.gradients(0, Heads(q, k, v), attended, tuple(state), grad.contiguous())
+        return *(each.to(grad.dtype) for each in found), None
+
+
 class UlyssesComputeOnly(Variant):
     """The block of one rank; its rows stand for its heads' share of all rows, so nothing is exchanged."""
 
     name = "compute_only"
     is_basic = True
-    _context: OverlapContext | None = None
 
     @override
     def build(self, work: Work) -> Ready:
         case = ulysses_case_of(work)
-        if self._context is None:
-            groups = [dist.new_group([rank]) for rank in dist.get_process_group_ranks(work.group)]
-            self._context = OverlapContext(groups[work.group.rank()], OverlapConfig())
-        context = self._context
+        problem = case.attention(work.dtype_name)
+        kernel = AttentionKernels(work.pool.device).choose(problem, "auto")
+        attention = SplitAttention(problem, kernel, [RowRange(0, case.rows)], case.head_dim**-0.5, None, None)
 
         def attend(*heads: torch.Tensor) -> torch.Tensor:
-            q, k, v = (each.reshape(case.M, 1, -1, case.head_dim) for each in heads)
-            return ops.ulysses_attention(q, k, v, context=context).view(case.M // case.group_size, 1, case.K)
+            q, k, v = (each.reshape(case.rows, 1, -1, case.head_dim) for each in heads)
+            return _LocalAttention.apply(q, k, v, attention).view(-1, 1, case.K)
 
         ready = differentiable(work, lambda: ulysses_block(case, work.operands, attend))
         return Ready(call=ready.call, path="compute", transport="none", is_op=False)
-
-    @override
-    def close(self) -> None:
-        if self._context is not None:
-            self._context.close()
-            self._context = None
 
 
 class UlyssesCommOnly(Variant):

@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass
 
 from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
+from commfuse_megatron.problem import AttentionProblem, RowRange, UlyssesProblem, chunk_ranges
 from commfuse_megatron.schedule import Algorithm, Collective, Costs, Work, simulate
 from commfuse_megatron.schedule.binding import bind
 from commfuse_megatron.schedule.lower_attention import lower_query_split
@@ -105,6 +105,23 @@ class UlyssesCase(LinearCase):
     def qkv_features(self) -> int:
         """What the first linear gives: all heads of queries, then of keys, then of values."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    def attention(self, dtype: str) -> AttentionProblem:
+        """What a rank computes, forward."""
+        return UlyssesProblem(
+            pass_name="fprop",
+            rows=self.rows,
+            batch=self.batch,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.head_dim,
+            dtype=dtype,
+            group_size=self.group_size,
+            order="zigzag",
+            right=0,
+            needs="input",
+        ).attention()
 
 
 def ulysses_case(name: str, M: int, group_size: int, shrink: int = 1) -> UlyssesCase:
