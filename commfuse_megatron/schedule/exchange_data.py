@@ -104,7 +104,7 @@ class CheckedExchange(Checked):
     def _gathered(self, group: int) -> list[Term]:
         """In the order of the sequence."""
         everything = [term for rank in self._ranks for term in self._pieces(rank, self.rank, group)]
-        return sorted(everything, key=lambda term: term[-2:])  # type: ignore[arg-type, return-value]
+        return sorted(everything, key=lambda term: term[-2:])
 
     @override
     def check_results(self) -> None:
