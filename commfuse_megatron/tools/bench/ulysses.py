@@ -11,6 +11,8 @@ The sequence is in zigzag order, as Megatron deals it; queries and keys are cont
 them. Results are held to PyTorch's attention between all-to-alls that are written out here.
 """
 
+import importlib
+import importlib.util
 from typing import Any, override
 
 import torch
@@ -150,14 +152,19 @@ class TransformerEngineExchange(Variant):
     is_foreign = True
     is_basic = True
 
+    def __init__(self, device: torch.device) -> None:
+        # Before anything computes: its libraries of cuDNN do not load behind PyTorch's.
+        if device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
+            importlib.import_module("transformer_engine.pytorch")
+
     @override
     def build(self, work: Work) -> Ready:
         if work.pool.device.type != "cuda":
             raise UnsupportedError("Transformer Engine's context parallelism needs CUDA devices")
-        try:
-            from transformer_engine import pytorch as te
-        except ImportError as error:
-            raise UnsupportedError(f"Transformer Engine is not installed: {error}") from None
+        if importlib.util.find_spec("transformer_engine") is None:
+            raise UnsupportedError("Transformer Engine is not installed")
+        from transformer_engine import pytorch as te
+
         case = ulysses_case_of(work)
         layer = te.DotProductAttention(
             num_attention_heads=case.heads,
@@ -179,7 +186,7 @@ def ulysses_variants(device: torch.device, group_counts: tuple[int, ...]) -> lis
     return [
         UlyssesComputeOnly(),
         UlyssesCommOnly(),
-        TransformerEngineExchange(),
+        TransformerEngineExchange(device),
         *(Ours(way) for way in ulysses_ways(device, group_counts)),
         Ours(Way(path="auto", kind="ulysses")),
     ]
