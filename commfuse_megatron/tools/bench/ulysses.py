@@ -24,7 +24,7 @@ from commfuse_megatron.ops.split_attention import Heads, SplitAttention
 from commfuse_megatron.problem import RowRange
 from commfuse_megatron.tools.bench.operands import Pool, Work, draw, ulysses_block
 from commfuse_megatron.tools.bench.ours import Ours, Way, ulysses_ways
-from commfuse_megatron.tools.bench.variant import Ready, Variant, collective_name, differentiable
+from commfuse_megatron.tools.bench.variant import Ready, Variant, collective_name, differentiable, with_forward_ahead
 from commfuse_megatron.tools.common.attention_cases import UlyssesCase
 from commfuse_megatron.tools.common.cases import LinearCase
 
@@ -176,7 +176,14 @@ class TransformerEngineExchange(Variant):
         )
         ranks = dist.get_process_group_ranks(work.group)
         layer.set_context_parallel_group(work.group, ranks, torch.cuda.Stream(), "a2a")
-        ready = differentiable(work, lambda: ulysses_block(case, work.operands, layer))
+
+        def forward() -> torch.Tensor:
+            return ulysses_block(case, work.operands, layer)
+
+        if work.pass_name == "fprop":
+            ready = differentiable(work, forward)
+        else:
+            ready = with_forward_ahead(work, forward, work.operands.leaves)
         ready.path = "transformer_engine"
         return ready
 
