@@ -19,15 +19,15 @@ from commfuse_megatron.tools.bench.run import Settings
 from commfuse_megatron.tools.bench.summary import summarize
 from commfuse_megatron.tools.bench.tables import attention_table
 from commfuse_megatron.tools.bench.ulysses import ulysses_work
-from commfuse_megatron.tools.common.attention_cases import (
+from commfuse_megatron.tools.common.cases import (
     ATTENTION_CASE_NAMES,
+    HEADLINE_M,
     AttentionCase,
     attention_bound_ms,
     attention_case,
     attention_tokens,
-    ulysses_case,
 )
-from commfuse_megatron.tools.common.cases import HEADLINE_M
+from commfuse_megatron.tools.common.ulysses_cases import ulysses_case
 from commfuse_megatron.transport import tape_graphs
 from tests.harness.emulated_cudnn import emulate_cudnn
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part

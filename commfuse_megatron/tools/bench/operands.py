@@ -9,8 +9,8 @@ from torch import distributed as dist
 
 from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.errors import VerificationError
-from commfuse_megatron.tools.common.attention_cases import AttentionCase, UlyssesCase
-from commfuse_megatron.tools.common.cases import LinearCase
+from commfuse_megatron.tools.common.cases import AttentionCase, LinearCase
+from commfuse_megatron.tools.common.ulysses_cases import UlyssesCase
 
 # Two results in 16 bits of fp32 sums differ by about 3e-3 (bf16); a crossed or missing partial by order 1.
 _TOLERANCE = 1e-2
@@ -41,9 +41,10 @@ class Operands:
     """What a rank brings to one case.
 
     x, weight, grad_y: arguments of the operation and the gradient of its result. x_full, grad_full: stand for the
-    gathered input and the complete gradient where a bound needs them. wire_shard, wire_full: to send from and receive
-    in, for bounds that compute nothing. others: "k" and "v" [S, B, H_kv, D] of attention, whose queries are x
-    [S, B, H * D]; "qkv" [features, hidden], the weight in front of attention over a split sequence.
+    gathered input and the complete gradient where a lower bound needs them. wire_shard, wire_full: to send from and
+    receive in, for lower bounds that compute nothing.
+    others: "k" and "v" [S, B, H_kv, D] of attention, whose queries are x [S, B, H * D]; "qkv" [features, hidden], the
+    weight in front of attention over a split sequence.
     """
 
     x: torch.Tensor  # [S_r or S, B, K]

@@ -1,7 +1,7 @@
 """Runs a grid of cases: builds, checks and times the variants of each, and hands on its rows as they come.
 
-The contract that bites: every decision that could differ between ranks (what is left out, whether time is up, what was
-done before) is agreed on by all of them before anyone acts on it.
+Beware: every decision that could differ between ranks (what is left out, whether time is up, what was done before) is
+agreed on by all of them before anyone acts on it.
 """
 
 import itertools
@@ -31,24 +31,21 @@ from commfuse_megatron.tools.bench.tail import TailMeter
 from commfuse_megatron.tools.bench.timing import Timed, measure, measure_host_us
 from commfuse_megatron.tools.bench.ulysses import ulysses_variants, ulysses_work
 from commfuse_megatron.tools.bench.variant import Ready, Variant
-from commfuse_megatron.tools.common.attention_cases import (
-    ATTENTION_CASE_NAMES,
-    ULYSSES_CASE_NAMES,
-    attention_case,
-    attention_tokens,
-    ulysses_case,
-)
 from commfuse_megatron.tools.common.cases import (
+    ATTENTION_CASE_NAMES,
     CASE_NAMES,
     FULL_M,
     LINEARS,
     PASSES,
     TOKENS,
     LinearCase,
+    attention_case,
+    attention_tokens,
     linear_case,
     tokens_of,
 )
 from commfuse_megatron.tools.common.turns import largest_of_ranks
+from commfuse_megatron.tools.common.ulysses_cases import ULYSSES_CASE_NAMES, ulysses_case
 
 # Host time is measured where 30 calls take no longer than about 0.1 s.
 _LONGEST_CALL_FOR_HOST_MS = 3.0

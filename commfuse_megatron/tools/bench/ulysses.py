@@ -23,10 +23,10 @@ from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.ops.split_attention import Heads, SplitAttention
 from commfuse_megatron.problem import RowRange
 from commfuse_megatron.tools.bench.operands import Pool, Work, draw, ulysses_block
-from commfuse_megatron.tools.bench.ours import Ours, Way, ulysses_ways
+from commfuse_megatron.tools.bench.ours import Ours, PathOptions, ulysses_paths
 from commfuse_megatron.tools.bench.variant import Ready, Variant, collective_name, differentiable, with_forward_ahead
-from commfuse_megatron.tools.common.attention_cases import UlyssesCase
 from commfuse_megatron.tools.common.cases import LinearCase
+from commfuse_megatron.tools.common.ulysses_cases import UlyssesCase
 
 
 def ulysses_case_of(work: Work) -> UlyssesCase:
@@ -194,6 +194,6 @@ def ulysses_variants(device: torch.device, group_counts: tuple[int, ...]) -> lis
         UlyssesComputeOnly(),
         UlyssesCommOnly(),
         TransformerEngineExchange(device),
-        *(Ours(way) for way in ulysses_ways(device, group_counts)),
-        Ours(Way(path="auto", kind="ulysses")),
+        *(Ours(options) for options in ulysses_paths(device, group_counts)),
+        Ours(PathOptions(path="auto", kind="ulysses")),
     ]
