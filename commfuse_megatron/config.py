@@ -31,6 +31,7 @@ __all__ = [
     "PassConfig",
     "PlanConfig",
     "TransportConfig",
+    "UlyssesConfig",
     "WgradConfig",
     "config_file_from_environment",
     "describe_differences",
@@ -152,6 +153,31 @@ class AttentionConfig(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class UlyssesConfig(_Checked):
+    """Attention over a sequence that is split over ranks.
+
+    path: "overlapped": heads travel in groups, each attended while the next one travels, and the rows of one owner
+    after the other go home; "sequential": all-to-all, attention, all-to-all. "auto", the default, leaves it to the
+    planner, which times them; where nothing is timed, as on the CPU, it is "overlapped".
+    head_groups: into how many groups a rank's own heads are cut, at most as many as heads of keys and values, or of
+    queries where there is only one of those; None: the planner chooses.
+    """
+
+    path: Literal["auto", "overlapped", "sequential"] = "auto"
+    head_groups: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head_groups is not None and self.head_groups < 1:
+            raise ConfigError(f"head_groups must be at least 1, got {self.head_groups}")
+        if self.head_groups is not None and self.path == "sequential":
+            raise ConfigError(
+                f'head_groups = {self.head_groups} is about groups that travel apart, which path "sequential" does not '
+                'have; set path to "overlapped" or "auto"'
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransportConfig(_Checked):
     """How bytes reach another rank.
 
@@ -262,6 +288,7 @@ class OverlapConfig(_Checked):
 
     linear: LinearConfig = field(default_factory=LinearConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    ulysses: UlyssesConfig = field(default_factory=UlyssesConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     kernel: KernelConfig = field(default_factory=KernelConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)

@@ -4,14 +4,17 @@ Rows are positions of the sequence axis; one row of a [S, B, H] tensor is B * H 
 `torch.tensor_split`: the first S mod R ranks hold one row more. Chunks cut a shard in the same way.
 """
 
+import math
 from dataclasses import dataclass
 
 __all__ = [
     "DTYPE_BYTES",
     "AttentionProblem",
     "GemmProblem",
+    "HeadGroup",
     "Problem",
     "RowRange",
+    "UlyssesProblem",
     "VisibleKeys",
     "chunk_ranges",
     "shard_range",
@@ -231,5 +234,126 @@ def _say(bound: int | None) -> str:
     return "all" if bound is None else str(bound)
 
 
+@dataclass(frozen=True, slots=True)
+class HeadGroup:
+    """Heads that travel and are attended together.
+
+    q, kv: which of a rank's own heads of queries, and which of keys and values these need. brings_kv: keys and values
+    travel with this group, else with an earlier one that needs the same.
+    """
+
+    q: RowRange
+    kv: RowRange
+    brings_kv: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UlyssesProblem:
+    """One pass of attention over a sequence that is split over ranks: equal on all ranks of the group.
+
+    rows, batch: S and B of the full sequence. heads, kv_heads: of all ranks together, of which rank r attends the
+    r-th part; with fewer kv_heads than ranks, several ranks attend with the same one. order: "contiguous" or "zigzag"
+    (see `kept_rows`). The rest as in `AttentionProblem`; needs: "input", in fprop as well, or "".
+    """
+
+    pass_name: str
+    rows: int
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    group_size: int
+    order: str = "contiguous"
+    left: int | None = None
+    right: int | None = None
+    has_dropout: bool = False
+    needs: str = ""
+    op: str = "ulysses_attention"
+
+    @property
+    def M(self) -> int:
+        """Tokens of the full sequence."""
+        return self.rows * self.batch
+
+    @property
+    def N(self) -> int:
+        """Features of the result."""
+        return self.heads * self.value_dim
+
+    @property
+    def K(self) -> int:
+        """Features of all heads of queries."""
+        return self.heads * self.head_dim
+
+    @property
+    def unit(self) -> int:
+        """Features of which any head holds a whole number: what is exchanged is counted in these."""
+        return math.gcd(self.head_dim, self.value_dim)
+
+    @property
+    def own_heads(self) -> int:
+        """Heads of queries that a rank attends."""
+        return self.heads // self.group_size
+
+    @property
+    def own_kv_heads(self) -> int:
+        """Heads of keys and values that a rank attends with."""
+        return max(1, self.kv_heads // self.group_size)
+
+    def kept_rows(self, group_rank: int) -> tuple[RowRange, ...]:
+        """The rows that a rank keeps, in its own order: `shard_range`, or of 2 R chunks numbers r and 2 R - 1 - r."""
+        if self.order == "contiguous":
+            return (shard_range(self.rows, self.group_size, group_rank),)
+        chunks = split_range(RowRange(0, self.rows), 2 * self.group_size)
+        return chunks[group_rank], chunks[2 * self.group_size - 1 - group_rank]
+
+    def head_groups(self, number: int) -> tuple[HeadGroup, ...]:
+        """A rank's own heads in about so many groups, in the order of a forward pass.
+
+        They share no heads of keys and values, unless there is only one of those.
+        """
+        shared_by = self.own_heads // self.own_kv_heads
+        if self.own_kv_heads > 1:
+            found = split_range(RowRange(0, self.own_kv_heads), min(number, self.own_kv_heads))
+            return tuple(HeadGroup(RowRange(kv.start * shared_by, kv.stop * shared_by), kv, True) for kv in found)
+        queries = split_range(RowRange(0, self.own_heads), min(number, self.own_heads))
+        return tuple(HeadGroup(q, RowRange(0, 1), q.start == 0) for q in queries)
+
+    def attention(self, group: HeadGroup | None = None) -> AttentionProblem:
+        """What a rank computes for a group of its heads, or for all of them, without a projection."""
+        return AttentionProblem(
+            pass_name=self.pass_name,
+            rows=self.rows,
+            batch=self.batch,
+            heads=self.own_heads if group is None else group.q.size,
+            kv_heads=self.own_kv_heads if group is None else group.kv.size,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            N=0,
+            dtype=self.dtype,
+            group_size=self.group_size,
+            left=self.left,
+            right=self.right,
+            has_dropout=self.has_dropout,
+            needs=self.needs,
+            op=self.op,
+        )
+
+    @property
+    def call(self) -> str:
+        """Which pass of which operation this is."""
+        return f"{self.op} {self.pass_name}"
+
+    def __str__(self) -> str:
+        dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}+{self.value_dim}"
+        extra = (" dropout" if self.has_dropout else "") + (f" needs {self.needs}" if self.needs else "")
+        return (
+            f"{self.op} {self.pass_name} S={self.rows} {self.order} B={self.batch} heads={self.heads}/{self.kv_heads} "
+            f"D={dims} keys -{_say(self.left)}..+{_say(self.right)} {self.dtype} over {self.group_size} ranks{extra}"
+        )
+
+
 #: What operations are planned for.
-Problem = GemmProblem | AttentionProblem
+Problem = GemmProblem | AttentionProblem | UlyssesProblem

@@ -5,6 +5,7 @@ from commfuse_megatron.ops.all_gather_linear import all_gather_linear
 from commfuse_megatron.ops.embedding_reduce_scatter import embedding_reduce_scatter
 from commfuse_megatron.ops.linear_reduce_scatter import linear_reduce_scatter
 from commfuse_megatron.ops.query_split_attention import query_split_attention
+from commfuse_megatron.ops.ulysses_attention import ulysses_attention
 from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, WeightGradQueue, WeightGradTarget
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "linear_reduce_scatter",
     "query_split_attention",
     "reference",
+    "ulysses_attention",
 ]

@@ -24,7 +24,7 @@ from commfuse_megatron.ops.attention_tapes import (
 from commfuse_megatron.ops.linear import LinearOperands
 from commfuse_megatron.ops.linear_reduce_scatter import OPERATION as PROJECTION
 from commfuse_megatron.ops.linear_reduce_scatter import scatter_backward, scatter_forward
-from commfuse_megatron.ops.split_attention import Heads, InputGradients, SplitAttention
+from commfuse_megatron.ops.split_attention import Heads, InputGradients, SplitAttention, operands_for_kernels
 from commfuse_megatron.ops.weight_grad import DueWeightGrad, WeightGrad, ask_backward
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import AttentionProblem
@@ -66,9 +66,7 @@ def attention_forward(
     """(this rank's rows of the result, what the backward pass needs)."""
     p = call.forward
     problem = _attention_of(p)
-    heads = Heads(*map(_for_kernels, heads))
-    if problem.needs:
-        heads = _filling_their_memory(heads)
+    heads = operands_for_kernels(heads, is_kept=bool(problem.needs))
     bias = None if bias is None else bias.contiguous()
     attention = _split(p, call)
     attended = heads.q.new_empty(*heads.q.shape[:3], problem.value_dim)
@@ -319,31 +317,3 @@ def _make_split(p: PreparedPass, call: AttentionCall) -> SplitAttention:
 def _attention_of(p: PreparedPass) -> AttentionProblem:
     assert isinstance(p.problem, AttentionProblem)
     return p.problem
-
-
-def _filling_their_memory(heads: Heads) -> Heads:
-    """Operands to be kept until the backward pass: those that would keep more memory alive than they need are copied.
-
-    As values that are a view into a fused projection, whose queries and keys went through rotary embedding.
-    """
-    needed: dict[int, int] = {}
-    for tensor in heads:
-        start = tensor.untyped_storage().data_ptr()
-        needed[start] = needed.get(start, 0) + tensor.nbytes
-    copies = []
-    for tensor in heads:
-        storage = tensor.untyped_storage()
-        is_filled = needed[storage.data_ptr()] >= storage.nbytes()
-        copies.append(tensor if is_filled else tensor.clone(memory_format=torch.contiguous_format))
-    return Heads(*copies)
-
-
-def _for_kernels(tensor: torch.Tensor) -> torch.Tensor:
-    """An operand as kernels load it, 16 bytes at a time: itself, if it is a view into a fused projection, say."""
-    per_load = 16 // tensor.element_size()
-    *outer, last = tensor.stride()
-    is_aligned = last == 1 and not any(stride <= 0 or stride % per_load for stride in outer)
-    if is_aligned and tensor.data_ptr() % 16 == 0:
-        return tensor
-    # Not `contiguous`, which leaves what begins elsewhere, or has an odd stride in a dimension of size 1, as it is.
-    return tensor.clone(memory_format=torch.contiguous_format)

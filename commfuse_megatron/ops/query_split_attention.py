@@ -25,7 +25,6 @@ from commfuse_megatron.ops.arguments import (
     find_target_complaint,
     is_fitting_target,
     join_needs,
-    remember,
     require_context,
     require_fitting,
     with_unit_stride,
@@ -33,7 +32,9 @@ from commfuse_megatron.ops.arguments import (
 from commfuse_megatron.ops.asked import gradients_asked_for
 from commfuse_megatron.ops.attention_arguments import (
     AttentionInputs,
+    draw_dropout,
     find_attention_complaint,
+    prepare_attention,
     state_attention_problem,
 )
 from commfuse_megatron.ops.attention_passes import (
@@ -119,15 +120,8 @@ def query_split_attention(
     with context.guard("query_split_attention"), torch.autocast(context.device.type, enabled=False):
         # The plain kernel's products are to be in fp32, whatever autocast makes of products.
         forward = _prepare(inputs, context, weight_grad)
-        if dropout and context.is_capturing:
-            raise context.link.mark_raised_on_all_ranks(
-                UnsupportedError(
-                    "query_split_attention: a CUDA graph would repeat one dropout mask; capture without dropout"
-                )
-            )
-        call = AttentionCall(
-            forward, weight_grad, q.size(-1) ** -0.5 if scale is None else float(scale), mask, _draw(dropout, context)
-        )
+        number = q.size(-1) ** -0.5 if scale is None else float(scale)
+        call = AttentionCall(forward, weight_grad, number, mask, draw_dropout(dropout, context))
         if not forward.problem.needs and not (out_bias is not None and out_bias.requires_grad):
             forward.begin()
             return attention_forward(call, Heads(q, k, v), out_weight, out_bias)[0]
@@ -222,31 +216,14 @@ def _prepare(inputs: AttentionInputs, context: OverlapContext, weight_grad: Weig
         given = {**inputs._asdict(), "weight_grad": weight_grad}
         require_fitting(_OPERATION, given, functools.partial(_find_complaint, inputs, weight_grad, context), context)
         problem = state_attention_problem(inputs, context.group_size)
-        try:
-            _choose_kernel(problem, context)
-        except UnsupportedError as error:
-            context.consensus.refuse(error, topic=problem.call)
-        if problem.has_dropout:
-            # Splits draw masks of their own: recomputed with gradients, a call must be split as it was without.
-            model = remember(context, (inputs.key, "plan"), _with_all_gradients(problem), _OPERATION)
-            prepared = context.known_calls[inputs.key] = context.prepare_like(
-                problem, model.plan, f"as with all gradients: {model.plan.reason}"
-            )
-        else:
-            prepared = remember(context, inputs.key, problem, _OPERATION)
-        prepared.attention = _choose_kernel(problem, context)
-        wanted = context.config.attention.kernel
-        prepared.attention_reason = context.attention_kernels.passed_over_reason(problem, wanted)
+        with_all_gradients = dataclasses.replace(problem, needs="input+weight")
+        prepared = prepare_attention(_OPERATION, inputs.key, problem, with_all_gradients, context)
     return prepared
 
 
 def _find_complaint(inputs: AttentionInputs, weight_grad: WeightGrad, context: OverlapContext) -> str | None:
     complaint = find_attention_complaint(inputs, context.device)
     return complaint or find_target_complaint(weight_grad, inputs.out_weight)
-
-
-def _with_all_gradients(problem: AttentionProblem) -> AttentionProblem:
-    return dataclasses.replace(problem, needs="input+weight")
 
 
 def _prepare_backward(forward: PreparedPass, *, needs_input: bool, needs_weight: bool) -> PreparedPass:
@@ -262,17 +239,6 @@ def _prepare_backward(forward: PreparedPass, *, needs_input: bool, needs_weight:
 
 def _choose_kernel(problem: AttentionProblem, context: PassContext) -> AttentionKernel:
     return context.attention_kernels.choose(problem, context.config.attention.kernel)
-
-
-def _draw(dropout: float, context: OverlapContext) -> Dropout | None:
-    if not dropout:
-        return None
-    # The CPU's generator is usually in the same state on all ranks, but their heads must not drop alike.
-    seed = (
-        int(torch.randint(1 << 40, (), dtype=torch.int64, device="cpu").item()) * context.group_size
-        + context.group_rank
-    )
-    return Dropout(dropout, seed)
 
 
 def _split_list(flat: list[torch.Tensor], sizes: list[int]) -> list[list[torch.Tensor]]:

@@ -12,8 +12,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
+from commfuse_megatron.problem import shard_range
 
-__all__ = ["all_gather_linear", "embedding_reduce_scatter", "linear_reduce_scatter", "query_split_attention"]
+__all__ = [
+    "all_gather_linear",
+    "embedding_reduce_scatter",
+    "linear_reduce_scatter",
+    "query_split_attention",
+    "ulysses_attention",
+]
 
 
 class _GatherRows(torch.autograd.Function):
@@ -131,6 +138,58 @@ def query_split_attention(
     unlimited. mask: booleans instead of both; the score of a key that it hides (True) becomes -10000. scale: of scores,
     default 1 / sqrt(D). Scores and softmax are computed in fp32 (fp64 for fp64).
     """
+    attended = _attend(q, k, v, causal=causal, window=window, mask=mask, scale=scale)
+    return linear_reduce_scatter(attended.flatten(2), out_weight, out_bias, group=group)
+
+
+def ulysses_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    order: str = "contiguous",
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    total_rows: int | None = None,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Gather the rows of q, k and v, attend with all heads, keep this rank's rows.
+
+    Shapes:
+        q       [S_r, B, H, D]        this rank's rows of all heads
+        k       [S_r, B, H_kv, D]     H is a multiple of H_kv
+        v       [S_r, B, H_kv, D_v]
+        result  [S_r, B, H * D_v]
+    total_rows is S; None means that every rank brings equally many rows. order: "contiguous", or "zigzag": of 2 R equal
+    chunks of the sequence rank r brings numbers r and 2 R - 1 - r. The rest as in `query_split_attention`.
+
+    Gradients: q, k and v get those of this rank's rows, summed over the queries of all ranks.
+    """
+    total, size = q.size(0) * group.size() if total_rows is None else total_rows, group.size()
+    gathered = [_GatherRows.apply(each, total, group) for each in (q, k, v)]
+    # Which row of the sequence each gathered row is.
+    places = torch.arange(total, device=q.device)
+    if order == "zigzag":
+        chunks = places.chunk(2 * size) if total else (places,) * (2 * size)
+        places = torch.cat([torch.cat([chunks[rank], chunks[2 * size - 1 - rank]]) for rank in range(size)])
+    in_order = [each[places.argsort()] for each in gathered]
+    attended = _attend(*in_order, causal=causal, window=window, mask=None, scale=scale).flatten(2)
+    own = places.split([shard_range(total, size, rank).size for rank in range(size)])[group.rank()]
+    return attended[own]
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    window: tuple[int, int] | None,
+    mask: torch.Tensor | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """[S, B, H, D_v]."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     shared_by = q.size(2) // k.size(2)
     keys, values = (tensor.to(wide).repeat_interleave(shared_by, dim=2) for tensor in (k, v))
@@ -147,5 +206,4 @@ def query_split_attention(
         if right >= 0:
             hidden = hidden | (ahead > right)
         scores = scores.masked_fill(hidden, float("-inf"))
-    attended = torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1), values).to(q.dtype)
-    return linear_reduce_scatter(attended.flatten(2), out_weight, out_bias, group=group)
+    return torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1), values).to(q.dtype)

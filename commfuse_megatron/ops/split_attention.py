@@ -11,7 +11,7 @@ import torch
 from commfuse_megatron.kernels.attention import AttentionKernel, Dropout, Operands, SplitMask
 from commfuse_megatron.problem import AttentionProblem, RowRange, VisibleKeys
 
-__all__ = ["Heads", "InputGradients", "SplitAttention"]
+__all__ = ["Heads", "InputGradients", "SplitAttention", "apart", "operands_for_kernels"]
 
 # Splits draw their dropout masks from seeds this far apart: an odd number of no meaning.
 _SEED_STEP = 0x9E3779B97F4A7C15
@@ -93,7 +93,7 @@ class SplitAttention:
         queries, dropout = self.splits[index], self._dropout
         hidden = None if self.mask is None else self.mask[..., queries.start : queries.stop, :]
         if dropout is not None:
-            dropout = dropout._replace(seed=(dropout.seed + index * _SEED_STEP) % _SEEDS)
+            dropout = apart(dropout, index)
         return SplitMask(self._visible[index], hidden), self.scale, dropout
 
 
@@ -109,3 +109,42 @@ class InputGradients:
     def result(self) -> Heads:
         """The gradients in the dtype of the operands."""
         return Heads(self.q, self.k_sum.to(self._dtype), self.v_sum.to(self._dtype))
+
+
+def apart(dropout: Dropout, number: int) -> Dropout:
+    """The same with a seed of its own, for part `number` of a call."""
+    return dropout._replace(seed=(dropout.seed + number * _SEED_STEP) % _SEEDS)
+
+
+def operands_for_kernels(heads: Heads, *, is_kept: bool) -> Heads:
+    """Operands as kernels load them. is_kept: until the backward pass, so they hold no more memory than they need."""
+    heads = Heads(*map(_for_kernels, heads))
+    return _filling_their_memory(heads) if is_kept else heads
+
+
+def _filling_their_memory(heads: Heads) -> Heads:
+    """Operands to be kept until the backward pass: those that would keep more memory alive than they need are copied.
+
+    As values that are a view into a fused projection, whose queries and keys went through rotary embedding.
+    """
+    needed: dict[int, int] = {}
+    for tensor in heads:
+        start = tensor.untyped_storage().data_ptr()
+        needed[start] = needed.get(start, 0) + tensor.nbytes
+    copies = []
+    for tensor in heads:
+        storage = tensor.untyped_storage()
+        is_filled = needed[storage.data_ptr()] >= storage.nbytes()
+        copies.append(tensor if is_filled else tensor.clone(memory_format=torch.contiguous_format))
+    return Heads(*copies)
+
+
+def _for_kernels(tensor: torch.Tensor) -> torch.Tensor:
+    """An operand as kernels load it, 16 bytes at a time: itself, if it is a view into a fused projection, say."""
+    per_load = 16 // tensor.element_size()
+    *outer, last = tensor.stride()
+    is_aligned = last == 1 and not any(stride <= 0 or stride % per_load for stride in outer)
+    if is_aligned and tensor.data_ptr() % 16 == 0:
+        return tensor
+    # Not `contiguous`, which leaves what begins elsewhere, or has an odd stride in a dimension of size 1, as it is.
+    return tensor.clone(memory_format=torch.contiguous_format)

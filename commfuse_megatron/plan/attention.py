@@ -122,10 +122,13 @@ class AttentionCosts:
 
     def at_once_us(self, *, is_backward: bool) -> float:
         """Attention of all queries in one piece."""
-        return self._attention_us(RowRange(0, self.problem.rows), _BACKWARD_WORK if is_backward else 1.0)[0]
+        return self.attention_us(RowRange(0, self.problem.rows), is_backward=is_backward)[0]
+
+    def attention_us(self, queries: RowRange, *, is_backward: bool) -> tuple[float, float]:
+        """Scores and values of `queries`: alone, and on the whole device."""
+        return self._attention_us(queries, _BACKWARD_WORK if is_backward else 1.0)
 
     def _attention_us(self, queries: RowRange, work: float) -> tuple[float, float]:
-        """Scores and values of `queries`, forward (`work` 1) or backward: alone, and on the whole device."""
         problem, gemm = self.problem, self.machine.gemm
         if not queries.size:
             return 0.0, 0.0

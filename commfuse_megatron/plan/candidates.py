@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from commfuse_megatron.config import OverlapConfig, PassConfig
 from commfuse_megatron.plan.attention import attention_buffer_needs, list_attention_plans
 from commfuse_megatron.plan.pass_plan import PassPlan
-from commfuse_megatron.problem import DTYPE_BYTES, AttentionProblem, GemmProblem, Problem
+from commfuse_megatron.plan.ulysses import list_ulysses_plans, ulysses_buffer_needs
+from commfuse_megatron.problem import DTYPE_BYTES, AttentionProblem, GemmProblem, Problem, UlyssesProblem
 from commfuse_megatron.schedule import Algorithm
 
 __all__ = ["Candidates", "buffer_needs", "list_candidates", "merge_needs"]
@@ -50,6 +51,8 @@ def list_candidates(
     """
     if isinstance(problem, AttentionProblem):
         plans, note = list_attention_plans(problem, config), ""
+    elif isinstance(problem, UlyssesProblem):
+        plans, note = list_ulysses_plans(problem, config), ""
     else:
         plans, note = _list_linear_plans(problem, config, is_link_slow=is_link_slow, with_rings=with_rings)
     limit = config.transport.max_buffer_mib * _MIB
@@ -93,6 +96,8 @@ def buffer_needs(problem: Problem, plan: PassPlan) -> dict[str, int]:
     """
     if isinstance(problem, AttentionProblem):
         return attention_buffer_needs(problem, plan)
+    if isinstance(problem, UlyssesProblem):
+        return ulysses_buffer_needs(problem, plan)
     if plan.path not in ("sliced", "bulk"):
         return {}
     others = problem.group_size - 1

@@ -14,7 +14,8 @@ from commfuse_megatron.plan.candidates import Candidates
 from commfuse_megatron.plan.cost_model import predict_us
 from commfuse_megatron.plan.machine import MachineModel
 from commfuse_megatron.plan.pass_plan import PassPlan
-from commfuse_megatron.problem import AttentionProblem, Problem
+from commfuse_megatron.plan.ulysses import predict_ulysses_us
+from commfuse_megatron.problem import AttentionProblem, Problem, UlyssesProblem
 
 __all__ = [
     "PassPlan",
@@ -48,10 +49,12 @@ def choose_only(candidates: Candidates) -> PassPlan:
 def choose_by_default(candidates: Candidates, reason: str) -> PassPlan:
     """The candidate that exercises the most of this package, where speed does not count.
 
-    Of attention, the row-parallel one: the smaller change, which nothing but a measurement argues against.
+    Of attention, the row-parallel one: the smaller change, which nothing but a measurement argues against. Of a split
+    sequence, the one with the most groups of heads.
     """
     paths = ("sliced", "row_parallel")
     default = next((plan for plan in candidates.plans if plan.path in paths), candidates.plans[0])
+    default = next((plan for plan in reversed(candidates.plans) if plan.path == "overlapped"), default)
     return _because(default, reason, candidates.note)
 
 
@@ -61,6 +64,8 @@ def predict(problem: Problem, candidates: Candidates, machine: MachineModel) -> 
     def predicted(plan: PassPlan) -> PassPlan:
         if isinstance(problem, AttentionProblem):
             return dataclasses.replace(plan, predicted_us=predict_attention_us(problem, plan, machine))
+        if isinstance(problem, UlyssesProblem):
+            return dataclasses.replace(plan, predicted_us=predict_ulysses_us(problem, plan, machine))
         return dataclasses.replace(plan, predicted_us=predict_us(problem, plan, machine))
 
     return dataclasses.replace(candidates, plans=tuple(map(predicted, candidates.plans)))

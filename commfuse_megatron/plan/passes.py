@@ -5,9 +5,10 @@ What is predicted and what runs are lowered here; a test compares what both ask.
 
 from commfuse_megatron.plan.machine import Traits
 from commfuse_megatron.plan.pass_plan import PassPlan
-from commfuse_megatron.problem import AttentionProblem, GemmProblem, Problem
+from commfuse_megatron.problem import AttentionProblem, GemmProblem, Problem, RowRange, UlyssesProblem
 from commfuse_megatron.schedule import Algorithm, Collective
 from commfuse_megatron.schedule.binding import BoundSchedule, bind
+from commfuse_megatron.schedule.exchange import BoundExchange, Exchange, bind_exchange
 from commfuse_megatron.schedule.lower_attention import (
     lower_at_once_backward,
     lower_query_split,
@@ -20,6 +21,7 @@ from commfuse_megatron.schedule.lower_linear import (
     lower_gather_pass,
     lower_scatter_pass,
 )
+from commfuse_megatron.schedule.lower_ulysses import lower_ulysses
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Program
 
@@ -62,8 +64,30 @@ def policy_of(problem: Problem, plan: PassPlan, traits: Traits) -> Policy:
     return tensor_policy(has_windows=has_windows, adds_in_epilogue=traits.adds_in_epilogue, keeps_own_apart=False)
 
 
+def bind_exchange_plan(problem: UlyssesProblem, plan: PassPlan, group_rank: int, *, goes_home: bool) -> BoundExchange:
+    """One of the exchanges of a pass, bound to its rows: q, k and v travel together, and so do their gradients.
+
+    Backward the groups go in the opposite order, so that the one that brought keys and values is the last that adds
+    to their gradients.
+    """
+    groups = problem.head_groups(plan.chunks_per_shard)
+    is_forward, both = problem.pass_name == "fprop", problem.head_dim + problem.value_dim
+    if is_forward != goes_home:  # q, k, v or their gradients
+        features = [group.q.size * problem.head_dim + group.brings_kv * group.kv.size * both for group in groups]
+    else:
+        features = [group.q.size * problem.value_dim for group in groups]
+    widths = tuple(number // problem.unit for number in (features if is_forward else reversed(features)))
+    kept = tuple(
+        tuple(RowRange(run.start * problem.batch, run.stop * problem.batch) for run in problem.kept_rows(rank))
+        for rank in range(problem.group_size)
+    )
+    return bind_exchange(Exchange(kept, widths, goes_home), group_rank)
+
+
 def bind_plan(problem: Problem, plan: PassPlan, collective: Collective, group_rank: int) -> BoundSchedule:
-    """The schedule of a pass, bound to its rows."""
+    """The schedule of a pass, bound to its rows; of an exchange, the one in the place of that collective."""
+    if isinstance(problem, UlyssesProblem):
+        return bind_exchange_plan(problem, plan, group_rank, goes_home=collective is Collective.REDUCE_SCATTER)
     sizes = (plan.chunks_per_shard, problem.rows, problem.batch)
     return bind(collective, plan.algorithm, problem.group_size, group_rank, *sizes)
 
@@ -74,6 +98,12 @@ def lower_pass(problem: Problem, plan: PassPlan, policy: Policy, asked: Asked, g
     def bound(collective: Collective) -> BoundSchedule:
         return bind_plan(problem, plan, collective, group_rank)
 
+    if isinstance(problem, UlyssesProblem):
+        arriving, leaving = (
+            bind_exchange_plan(problem, plan, group_rank, goes_home=goes_home) for goes_home in (False, True)
+        )
+        splits_last = not asked.is_backward and not problem.has_dropout
+        return lower_ulysses(arriving, leaving, policy, splits_last=splits_last, keeps_gathered=asked.keeps_gathered)
     gather, scatter = Collective.ALL_GATHER, Collective.REDUCE_SCATTER
     if problem.op == "embedding_reduce_scatter":
         if not asked.is_backward:

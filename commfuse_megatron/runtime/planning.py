@@ -26,7 +26,7 @@ from commfuse_megatron.plan.choose import (
 from commfuse_megatron.plan.cost_model import is_link_slow
 from commfuse_megatron.plan.machine import MachineModel, Traits, assumed_machine
 from commfuse_megatron.plan.pass_plan import PassPlan
-from commfuse_megatron.problem import AttentionProblem, Problem
+from commfuse_megatron.problem import AttentionProblem, GemmProblem, Problem, UlyssesProblem
 from commfuse_megatron.runtime.calibrate import calibrate
 from commfuse_megatron.runtime.prepared import PassContext, TryOut
 from commfuse_megatron.runtime.stopwatch import make_stopwatch
@@ -93,7 +93,7 @@ class Planner:
             return choose_by_default(
                 candidates, "forced by the configuration" if _is_forced(problem, config) else reason
             )
-        if isinstance(problem, AttentionProblem) and not (_is_forced(problem, config) or self._may_measure):
+        if not isinstance(problem, GemmProblem) and not (_is_forced(problem, config) or self._may_measure):
             return choose_by_default(candidates, "default for attention where nothing is measured")
         return self._reuse(problem) or self._choose_by_cost(problem, try_out)
 
@@ -112,7 +112,7 @@ class Planner:
         config = self._context.config
         may_measure = self._may_measure
         machine = self._machine(problem, may_measure=may_measure)
-        slow = not isinstance(problem, AttentionProblem) and is_link_slow(problem, machine)
+        slow = isinstance(problem, GemmProblem) and is_link_slow(problem, machine)
         # Rings are not replayed, but issued step by step, and each step waits for what the one before received. 4 H200:
         # with two chunks they lost to direct schedules in 48 of 48 passes, with one in 2 of 4 (6 % faster at best).
         rings = not machine.traits.replays
@@ -123,7 +123,7 @@ class Planner:
         timed = select_for_trial(candidates, _trial_config(problem, config)) if may_try else ()
         if timed and try_out is not None:
             return self._measure(problem, candidates, timed, try_out, machine)
-        if isinstance(problem, AttentionProblem) and not _is_forced(problem, config):
+        if not isinstance(problem, GemmProblem) and not _is_forced(problem, config):
             return choose_by_default(candidates, "default for attention after many trials of other lengths")
         return choose_predicted(candidates, machine)
 
@@ -190,9 +190,10 @@ class Planner:
             found |= {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
             found |= {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
         parts: list[Any] = [config.kernel, config.plan]
-        if isinstance(problem, AttentionProblem):
-            parts.append(config.attention)
-            found["computed_by"] = self._context.attention_kernels.choose(problem, config.attention.kernel).name
+        if not isinstance(problem, GemmProblem):
+            parts += [config.attention] if isinstance(problem, AttentionProblem) else [config.attention, config.ulysses]
+            attention = problem if isinstance(problem, AttentionProblem) else problem.attention()
+            found["computed_by"] = self._context.attention_kernels.choose(attention, config.attention.kernel).name
         else:
             parts += [config.linear.fprop if problem.pass_name == "fprop" else config.linear.dgrad, config.linear.wgrad]
         for part in parts:
@@ -228,14 +229,14 @@ class Planner:
 
 
 def _is_forced(problem: Problem, config: OverlapConfig) -> bool:
-    if isinstance(problem, AttentionProblem):
-        return config.attention.path != "auto"
+    if not isinstance(problem, GemmProblem):
+        return (config.ulysses if isinstance(problem, UlyssesProblem) else config.attention).path != "auto"
     return (config.linear.fprop if problem.pass_name == "fprop" else config.linear.dgrad).path != "auto"
 
 
 def _trial_config(problem: Problem, config: OverlapConfig) -> PlanConfig:
     """Predictions for attention are not trusted to decide: they only rank what is timed."""
-    if isinstance(problem, AttentionProblem) and config.plan.measure == "auto":
+    if not isinstance(problem, GemmProblem) and config.plan.measure == "auto":
         return dataclasses.replace(config.plan, measure="always")
     return config.plan
 
@@ -246,7 +247,7 @@ def _layer(problem: Problem) -> Hashable:
     Attention of as many tokens in fewer and longer sequences is another problem.
     """
     is_even = problem.rows % problem.group_size == 0
-    batch = problem.batch if isinstance(problem, AttentionProblem) else 0
+    batch = 0 if isinstance(problem, GemmProblem) else problem.batch
     return dataclasses.replace(problem, rows=0, batch=batch), is_even
 
 

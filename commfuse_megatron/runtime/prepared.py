@@ -17,7 +17,7 @@ from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels.attention import AttentionKernel
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.plan.passes import bind_plan, lower_pass, tape_policy, tensor_policy
-from commfuse_megatron.problem import AttentionProblem, Problem, shard_range
+from commfuse_megatron.problem import AttentionProblem, Problem, UlyssesProblem, shard_range
 from commfuse_megatron.runtime import hardware
 from commfuse_megatron.runtime.buffers import PassBuffers
 from commfuse_megatron.runtime.consensus import Consensus, Guard
@@ -139,6 +139,8 @@ class PreparedPass:
     @property
     def wire_features(self) -> int:
         """Features of the rows that travel: those of x for an all-gather linear, of y for a reduce-scatter linear."""
+        if isinstance(self.problem, UlyssesProblem):
+            return self.problem.unit
         return self.problem.K if self.problem.op == "all_gather_linear" else self.problem.N
 
     @functools.cached_property

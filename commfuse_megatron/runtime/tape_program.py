@@ -25,8 +25,6 @@ from commfuse_megatron.transport.copy_tape import CopyTape
 
 __all__ = ["TapeBinder", "TapeKernel", "Tapes", "Unservable", "addresses_of"]
 
-_LABELS = {prog.SCATTER: "reduce-scatter"}
-
 # Layouts and scales that vary from call to call must not fill the memory.
 _MOST_TAPES = 64
 
@@ -150,6 +148,7 @@ class TapeBinder:
         self._name = ""  # of the computation in the making
         self._slots = {name: number for number, name in enumerate(tensors, start=1)}
         self._bounds = buffers_of(program, tensors)
+        self._computed = {rows.operand for op in program.ops for rows in prog.rows_written(op)}
         buffers.reserve(self._bounds)
         self._lanes, self._hardware = means.lanes, means.hardware
         self._handles: tuple[int, ...] = ()
@@ -271,7 +270,7 @@ class TapeBinder:
             place = self._buffers.place(op.channel, op.receive)
             key = (op.receive.peer, place.flag, -1, -1)
             self._arriving[batch] = self._unawaited[batch] = key
-            label = self._program.gather_label if op.channel == prog.GATHER else _LABELS[op.channel]
+            label = self._program.labels[op.channel]
             tape.notes.append((key, Watched(label, bound, op.step, None, op.receive.peer)))
             keys.append(key)
         marks = _TransferMarks(self._link, op, keys) if self._link.is_recorded else None
@@ -299,8 +298,8 @@ class TapeBinder:
         self._arriving[batch] = self._unawaited[batch] = key
 
     def _order(self, source: prog.Rows) -> None:
-        """The copy stream reads rows next: what a call brings is complete from the start, the rest as it is now."""
-        if source.operand not in self._bounds:
+        """The copy stream reads rows next: what a call brings complete is so from the start, the rest as it is now."""
+        if source.operand not in self._bounds and source.operand not in self._computed:
             if "" in self._ordered:
                 return
             self._ordered.add("")

@@ -228,8 +228,7 @@ class TensorProgram:
         self._link, self._gemm, self._lanes = means.link, means.gemm, means.lanes
         self._kernels = TensorKernels(program, means, frozenset(tensors))
         self.generation = self._kernels.generation
-        labels = {prog.GATHER: program.gather_label, prog.SCATTER: "reduce-scatter"}
-        self._runs = {channel: _Run(labels[channel], bound) for channel, bound in program.schedules.items()}
+        self._runs = {channel: _Run(program.labels[channel], bound) for channel, bound in program.schedules.items()}
         self._open: dict[prog.Batch, None] = {}  # while steps are made: issued and not waited for
         self._uses_lanes = any(isinstance(op, prog.Fork) for op in program.ops)
         self._steps = tuple(step for op in program.ops if (step := self._step(op)) is not None)

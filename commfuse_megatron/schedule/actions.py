@@ -18,6 +18,7 @@ class Collective(StrEnum):
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
 
 
 class Algorithm(StrEnum):

@@ -42,7 +42,8 @@ class Lowering:
     """The ops of one rank's pass, as far as they have been appended.
 
     gather, scatter: the bound schedules of the pass, where it has them. At most one of them gives the order of the
-    computations; the other one's batches are issued along with it. gather_label: what messages call the gather.
+    computations; the other one's batches are issued along with it. gather_label, scatter_label: what messages call
+    them.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class Lowering:
         gather: BoundSchedule | None = None,
         scatter: BoundSchedule | None = None,
         gather_label: str = "all-gather",
+        scatter_label: str = "reduce-scatter",
     ) -> None:
         self.policy = policy
-        self._gather_label = gather_label
+        self._labels = (gather_label, scatter_label)
         self.ops: list[prog.Op] = []
         self._gather, self._scatter = gather, scatter
         bound = gather if gather is not None else scatter
@@ -71,7 +73,7 @@ class Lowering:
 
     def program(self) -> prog.Program:
         """What was appended, and then the wait for all that is still in flight."""
-        return prog.Program((*self.ops, prog.Finish()), self._gather, self._scatter, self._gather_label)
+        return prog.Program((*self.ops, prog.Finish()), self._gather, self._scatter, *self._labels)
 
     # -- names of rows ------------------------------------------------------------------------------------------------
 
@@ -122,25 +124,32 @@ class Lowering:
             if index < self._num_gather_issued or index >= len(bound.steps):
                 continue
             self._num_gather_issued = index + 1
-            step, send, receive = bound.steps[index], None, None
+            step, source = bound.steps[index], None
             if step.send is not None:
                 if step.send.chunk not in bound.own_chunks:  # passed on: it must have arrived
                     self.wait_for_step(prog.GATHER, step.needs)
-                send = _message(self.gathered_chunk(step.send.chunk), step.send)
-            if step.receive is not None:
-                receive = _message(self.chunk("gathered", step.receive.chunk), step.receive)
-            self._issue(prog.GATHER, index, send, receive)
+                source = self.gathered_chunk(step.send.chunk)
+            self.issue(prog.GATHER, bound, index, source)
 
     def issue_scatter(self, index: int) -> None:
         """Issue a batch of the reduce-scatter."""
         bound = self._scatter
         assert bound is not None
+        send = bound.steps[index].send
+        self.issue(prog.SCATTER, bound, index, None if send is None else self.partial(send.chunk))
+
+    def issue(self, channel: prog.Channel, bound: BoundSchedule, index: int, source: prog.Rows | None) -> None:
+        """Issue a batch of a schedule; source: where what it sends, if anything, lies here."""
         step, send, receive = bound.steps[index], None, None
         if step.send is not None:
-            send = _message(self.partial(step.send.chunk), step.send)
+            assert source is not None
+            send = _message(source, step.send)
         if step.receive is not None:
-            receive = _message(self._arrived_at(step.receive), step.receive)
-        self._issue(prog.SCATTER, index, send, receive)
+            rows = prog.Rows(prog.ARRIVES_IN[channel], step.receive.row, bound.chunk_rows[step.receive.chunk])
+            receive = _message(rows, step.receive)
+            self._arriving[channel, index] = None
+        if send is not None or receive is not None:
+            self.ops.append(prog.Issue(channel, index, send, receive))
 
     def wait(self, batches: Iterable[prog.Batch]) -> None:
         """Wait for what these bring, if anything, as far as the lane in use has not yet."""
@@ -162,25 +171,19 @@ class Lowering:
         target = prog.Rows("gathered", bound.own_start, bound.own_rows)
         self.copy(target, prog.Rows("shard", 0, bound.own_rows), is_beside=is_beside)
 
-    def copy(self, target: prog.Rows, source: prog.Rows, *, is_beside: bool) -> None:
-        """Copy rows within the device; whoever needs them waits for "copies"."""
+    def copy(self, target: prog.Rows, source: prog.Rows, *, is_beside: bool) -> prog.Batch:
+        """Copy rows within the device; returns what to wait for."""
+        batch = (prog.COPIES, self._copies)
         if target.count:
             self.ops.append(prog.Copy(target, source, self._copies, is_beside))
             if is_beside:
-                self._arriving[prog.COPIES, self._copies] = None
+                self._arriving[batch] = None
             self._copies += 1
+        return batch
 
     def complete_gather(self) -> None:
         """Wait, on the lane in use, for all rows of all ranks."""
         self.wait(batch for batch in self._arriving if batch[0] != prog.SCATTER)
-
-    def _issue(
-        self, channel: prog.Channel, index: int, send: prog.Message | None, receive: prog.Message | None
-    ) -> None:
-        if receive is not None:
-            self._arriving[channel, index] = None
-        if send is not None or receive is not None:
-            self.ops.append(prog.Issue(channel, index, send, receive))
 
     # -- lanes --------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from commfuse_megatron.schedule.binding import BoundSchedule
 
 __all__ = [
+    "ARRIVES_IN",
     "COPIES",
     "GATHER",
     "SCATTER",
@@ -47,6 +48,9 @@ __all__ = [
 #: Which messages a step's number belongs to: an all-gather's, a reduce-scatter's, or copies within the device.
 Channel = str
 GATHER, SCATTER, COPIES = "gather", "scatter", "copies"
+
+#: The operand in which messages of a channel arrive.
+ARRIVES_IN = {GATHER: "gathered", SCATTER: "arrived"}
 
 #: A step of a channel.
 Batch = tuple[Channel, int]
@@ -191,12 +195,19 @@ Op = Issue | Wait | Finish | Copy | Gemm | Sum | WeightGrad | Compute | Fork | O
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One rank's pass, and the schedules that its batches belong to. gather_label: what messages call the gather."""
+    """One rank's pass, and the schedules that its batches belong to. gather_label, scatter_label: what messages call
+    them."""
 
     ops: tuple[Op, ...]
     gather: BoundSchedule | None
     scatter: BoundSchedule | None
     gather_label: str = "all-gather"
+    scatter_label: str = "reduce-scatter"
+
+    @property
+    def labels(self) -> dict[Channel, str]:
+        """What messages call the schedules, by channel."""
+        return {GATHER: self.gather_label, SCATTER: self.scatter_label}
 
     @property
     def schedules(self) -> dict[Channel, BoundSchedule]:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from commfuse_megatron.errors import ScheduleError
 from commfuse_megatron.schedule import program as prog
+from commfuse_megatron.schedule.exchange import BoundExchange
+from commfuse_megatron.schedule.exchange_data import CheckedExchange
 from commfuse_megatron.schedule.lower_attention import ADD_GRADIENTS, ATTEND_BACKWARD, SUM_SLABS
 from commfuse_megatron.schedule.lower_linear import Asked
 from commfuse_megatron.schedule.lowering import Policy
@@ -19,8 +21,6 @@ from commfuse_megatron.schedule.program_data import Checked, Value
 from commfuse_megatron.schedule.program_text import say_batch, say_rows
 
 __all__ = ["validate_programs"]
-
-_ARRIVES_IN = {prog.GATHER: "gathered", prog.SCATTER: "arrived"}
 
 
 def validate_programs(programs: Sequence[prog.Program], policy: Policy, asked: Asked, *, attends: bool = False) -> None:
@@ -30,7 +30,8 @@ def validate_programs(programs: Sequence[prog.Program], policy: Policy, asked: A
     runs everything and the batches of a rank complete in order; nothing is read before it is there or overwritten
     while it may be read; every row of the result is the sum that it should be, the weight's gradient is that of all
     rows, and what is to be left to the caller is; own rows are multiplied first in a gather, before anything arrives,
-    and last in a scatter, behind the last transfer; no transfer begins behind all that could cover it.
+    and last in a scatter, behind the last transfer; no transfer begins behind all that could cover it. Of attention
+    over a split sequence: every unit of every piece is attended in its place, and comes home to its place, once.
 
     Args:
         policy, asked: what the programs were lowered for. attends: by `lower_attention`.
@@ -39,13 +40,17 @@ def validate_programs(programs: Sequence[prog.Program], policy: Policy, asked: A
         ScheduleError: what is wrong, on which rank and in which op, with that line marked in the printed program.
     """
     _check_group(programs)
-    ranks = [Checked(rank, programs, policy, asked, attends=attends) for rank in range(len(programs))]
+    kind = CheckedExchange if isinstance(programs[0].gather, BoundExchange) else Checked
+    ranks = [kind(rank, programs, policy, asked, attends=attends) for rank in range(len(programs))]
     _check_messages(ranks)
     done_before = [_check_order(rank) for rank in ranks]
     _carry_out(ranks)
     for rank, before in zip(ranks, done_before, strict=True):
         rank.check_results()
-        _check_cover(rank, before)
+        if isinstance(rank, CheckedExchange):
+            rank.check_cover(before)
+        else:
+            _check_cover(rank, before)
 
 
 def _check_group(programs: Sequence[prog.Program]) -> None:
@@ -97,7 +102,7 @@ def _check_messages(ranks: list[Checked]) -> None:
                 sent[rank.rank, op.send.peer].append(_end(rank, number, batch, op.send, len(ranks)))
             if op.receive is not None:
                 received[op.receive.peer, rank.rank].append(_end(rank, number, batch, op.receive, len(ranks)))
-                target = prog.Rows(_ARRIVES_IN[op.channel], op.receive.at_row, op.receive.rows.count)
+                target = prog.Rows(prog.ARRIVES_IN[op.channel], op.receive.at_row, op.receive.rows.count)
                 if op.receive.rows != target:
                     rank.fail(number, f"receives at {say_rows(op.receive.rows)} what is written to {say_rows(target)}.")
     for pair in sent.keys() | received.keys():

@@ -95,8 +95,9 @@ def _draw_step(schedule: Schedule, rank: int, step: Step) -> tuple[str, str, str
 
     is_adding = schedule.collective is Collective.REDUCE_SCATTER and step.needs is not None
     star = "*" if step.chunk.owner_rank == rank else ""
+    computed = f"[{'+' if is_adding else ''}{name(step.chunk)}{star}]"
     return (
-        f"[{'+' if is_adding else ''}{name(step.chunk)}{star}]",
+        "" if schedule.collective is Collective.ALL_TO_ALL else computed,
         "" if step.send is None else f"{name(step.send.chunk)}->r{step.send.to_rank}",
         "" if step.receive is None else f"{name(step.receive.chunk)}<-r{step.receive.from_rank}",
     )
@@ -107,6 +108,9 @@ def _explain_signs(schedule: Schedule, *, has_mark: bool) -> list[str]:
     is_gather = schedule.collective is Collective.ALL_GATHER
     is_ring = schedule.algorithm is Algorithm.RING
     has_transfers = schedule.group_size > 1
+    if schedule.collective is Collective.ALL_TO_ALL:
+        signs = {"2.1->r3": "send piece 1 of rank 2 to rank 3", "2.1<-r1": "receive piece 1 of rank 2 from rank 1"}
+        return [f"  {sign}  {text}" for sign, text in signs.items() if has_transfers]
     example, meaning = ("2", "shard 2") if schedule.chunks_per_shard == 1 else ("2.1", "chunk 1 of shard 2")
     signs = {f"[{example}]": f"multiply {meaning}" if is_gather else f"compute this rank's partial of {meaning}"}
     if not is_gather and is_ring and has_transfers:

@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
+from commfuse_megatron.plan.pass_plan import PassPlan
+from commfuse_megatron.plan.passes import lower_pass
+from commfuse_megatron.problem import UlyssesProblem
 from commfuse_megatron.schedule import Algorithm, Collective
 from commfuse_megatron.schedule.binding import BoundSchedule, bind
 from commfuse_megatron.schedule.lower_attention import (
@@ -33,14 +36,31 @@ Lower = Callable[[BoundSchedule, BoundSchedule, Policy, Asked], Program]
 
 @dataclass(frozen=True)
 class Kind:
-    """A pass: how it is lowered, from the gather and the scatter of its problem, and what may be asked of it."""
+    """A pass: how it is lowered, from the gather and the scatter of its problem, and what may be asked of it.
 
-    lower: Lower
+    problem: instead, what is lowered, for so many ranks and groups of heads, rows and a batch.
+    """
+
+    lower: Lower | None
     asks: tuple[Asked, ...]
     attends: bool = False
     has_lanes_on_tensors: bool = False
     only_tapes: bool = False
     only_direct: bool = False
+    problem: Callable[[int, int, int, int], UlyssesProblem] | None = None
+
+
+def _ulysses(pass_name: str = "fprop", *, order: str = "contiguous", **others) -> Callable[..., UlyssesProblem]:
+    """Each group has heads of its own, or all of them share one."""
+
+    def problem(group_size: int, groups: int, rows: int, batch: int) -> UlyssesProblem:
+        heads = {"heads": group_size * groups, "kv_heads": group_size * groups} | others
+        return UlyssesProblem(
+            pass_name=pass_name, rows=rows, batch=batch, head_dim=2, value_dim=1, dtype="float64",
+            group_size=group_size, order=order, **heads,
+        )  # fmt: skip
+
+    return problem
 
 
 def _scatter_pass(gather: BoundSchedule, scatter: BoundSchedule, policy: Policy, asked: Asked) -> Program:
@@ -84,6 +104,13 @@ KINDS = {
       only_direct=True),
     "at once backward": Kind(lambda g, s, policy, asked: lower_at_once_backward(g, policy, asked), _WHOLE_BACKWARD,
      attends=True, only_tapes=True, only_direct=True),
+    "ulysses": Kind(None, (Asked(), Asked(keeps_gathered=True)), only_direct=True, problem=_ulysses()),
+    "ulysses zigzag": Kind(None, (Asked(), Asked(keeps_gathered=True)), only_direct=True,
+     problem=_ulysses(order="zigzag", kv_heads=1)),
+    "ulysses dropout": Kind(None, (Asked(keeps_gathered=True),), only_direct=True, problem=_ulysses(has_dropout=True)),
+    "ulysses backward": Kind(None, (Asked(is_backward=True),), only_direct=True, problem=_ulysses("backward")),
+    "ulysses zigzag backward": Kind(None, (Asked(is_backward=True),), only_direct=True,
+     problem=_ulysses("backward", order="zigzag", kv_heads=1)),
 }  # fmt: skip
 
 
@@ -103,13 +130,19 @@ class Case:
     def programs(self) -> list[Program]:
         """Of all ranks."""
         sizes = (self.chunks_per_shard, self.rows, self.batch)
+        kind = KINDS[self.kind]
+        if kind.problem is not None:
+            problem = kind.problem(self.group_size, *sizes)
+            plan = PassPlan("overlapped", "", self.algorithm, self.chunks_per_shard, keep_gathered_input=False)
+            return [lower_pass(problem, plan, self.policy, self.asked, rank) for rank in range(self.group_size)]
+        assert kind.lower is not None
         found = []
         for rank in range(self.group_size):
             gather, scatter = (
                 bind(collective, self.algorithm, self.group_size, rank, *sizes)
                 for collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
             )
-            found.append(KINDS[self.kind].lower(gather, scatter, self.policy, self.asked))
+            found.append(kind.lower(gather, scatter, self.policy, self.asked))
         return found
 
     def validate(self, programs: list[Program]) -> None:

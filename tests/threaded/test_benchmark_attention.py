@@ -1,22 +1,24 @@
 """Attention blocks in the benchmark on CPU ranks: everything is built, found right and written down."""
 
 import dataclasses
+import functools
 import math
 
 import pytest
 import torch
 
-from commfuse_megatron import ops
+from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.errors import ConfigError, VerificationError
 from commfuse_megatron.kernels import attention_choice
 from commfuse_megatron.runtime import prepared
 from commfuse_megatron.schedule import closed_form_us
 from commfuse_megatron.tools.bench.attention import attention_work, heads_of
 from commfuse_megatron.tools.bench.emulate import EmulatedAttention, make_emulated_work
-from commfuse_megatron.tools.bench.operands import Pool, check_results
+from commfuse_megatron.tools.bench.operands import Pool, check_results, ulysses_block
 from commfuse_megatron.tools.bench.run import Settings
 from commfuse_megatron.tools.bench.summary import summarize
 from commfuse_megatron.tools.bench.tables import attention_table
+from commfuse_megatron.tools.bench.ulysses import ulysses_work
 from commfuse_megatron.tools.common.cases import (
     ATTENTION_CASE_NAMES,
     HEADLINE_M,
@@ -25,6 +27,7 @@ from commfuse_megatron.tools.common.cases import (
     attention_case,
     attention_tokens,
 )
+from commfuse_megatron.tools.common.ulysses_cases import ulysses_case
 from commfuse_megatron.transport import tape_graphs
 from tests.harness.emulated_cudnn import emulate_cudnn
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
@@ -38,7 +41,7 @@ CPU = torch.device("cpu")
 def small():
     """Rows and outcome of a grid of two cases, both passes, on two ranks."""
     settings = Settings(
-        models=("llama-8b", "paper"), tokens=(1024,), chunks=(1, 2), shrink=128, rounds=1, attention=True
+        models=("llama-8b", "paper"), tokens=(1024,), chunks=(1, 2), shrink=128, rounds=1, kind="attention"
     )
     return run_settings(2, settings)[0]
 
@@ -91,7 +94,7 @@ def test_the_table_has_every_case_and_the_papers_numbers(small):
 @pytest.mark.parametrize("group_size", [4, 8])
 def test_emulated_groups(group_size):
     settings = Settings(
-        models=("paper",), tokens=(1024,), shrink=64, rounds=1, attention=True, virtual_ranks=(group_size,)
+        models=("paper",), tokens=(1024,), shrink=64, rounds=1, kind="attention", virtual_ranks=(group_size,)
     )
     rows, outcome = run_settings(2, settings)[0]
     assert (outcome.missing, outcome.failures, outcome.left_out) == ([], [], {})
@@ -108,7 +111,7 @@ def test_a_wrong_emulated_result_is_noticed(group, device):
     variant = EmulatedAttention("gloo", 1)
     ready = variant.build(work)
     check_results(work, variant.name, ready.results())
-    work.operands.k.data.add_(1.0 * torch.arange(work.operands.k.size(0)).view(-1, 1, 1, 1))
+    work.operands.others["k"].data.add_(1.0 * torch.arange(work.operands.others["k"].size(0)).view(-1, 1, 1, 1))
     with pytest.raises(VerificationError, match="differs"):
         check_results(work, variant.name, ready.results())
     variant.close()
@@ -132,7 +135,7 @@ def test_emulated_tapes_give_what_they_should_in_every_order(size, splits, monke
             ready = variant.build(work)
             for _ in range(6):
                 check_results(work, variant.name, ready.results())
-            work.operands.v.data.add_(1.0)
+            work.operands.others["v"].data.add_(1.0)
             with pytest.raises(VerificationError, match="differs"):
                 check_results(work, variant.name, ready.results())
             graphs = variant._context.link.transport.graphs.num_alive
@@ -192,3 +195,29 @@ def test_attention_blocks_are_no_headline(small):
     rows, _ = small
     timed = [dataclasses.replace(row, device="a GPU", M=HEADLINE_M) for row in rows]
     assert set(summarize(timed).metrics) == {"never_slower"}
+
+
+@pytest.mark.parametrize("group_size", [2, 4])
+def test_every_way_of_a_split_sequence_gives_the_same(group_size):
+    settings = Settings(models=("llama-8b",), tokens=(2048,), shrink=32, rounds=1, kind="ulysses")
+    rows, outcome = run_settings(group_size, settings)[0]
+    assert (outcome.missing, outcome.failures) == ([], [])
+    assert set(outcome.left_out) == {"transformer_engine"}
+    names = {"compute_only", "comm_only collective", "sequential", "planned"}
+    names |= {f"overlapped m={m} gloo" for m in (1, 2, 4)}
+    assert {(row.pass_name, row.variant) for row in rows} == {(p, v) for p in ("fprop", "backward") for v in names}
+    checked = [row for row in rows if row.path in ("sequential", "overlapped")]
+    assert all(row.max_error is not None and row.max_error < 1e-5 for row in checked)
+    assert {row.path for row in rows if row.variant == "planned"} == {"overlapped"}
+
+
+@on_ranks(2)
+def test_a_wrong_row_of_a_split_sequence_is_noticed(group, device):
+    case = ulysses_case("llama-8b.ulysses", 2048, 2, 32)
+    work = ulysses_work(case, "fprop", group, Pool(CPU, torch.float32, group.rank()))
+    # Without its order, as a rank that takes what it holds for the first half of the sequence.
+    with OverlapContext(group, OverlapConfig()) as context, torch.no_grad():
+        attend = functools.partial(ops.ulysses_attention, context=context)
+        found = {"y": ulysses_block(case, work.operands, attend)}
+    with pytest.raises(VerificationError, match="differs"):
+        check_results(work, "contiguous", found)

@@ -52,6 +52,8 @@ ATTENTION = Case("query split", LANES, WITH_BIAS, DIRECT, 3, 2, 10)
 BACK = Case("query split backward", LANES, BACKWARD, DIRECT, 3, 2, 10)
 BACK_ON_TENSORS = Case("query split backward", TENSOR_LANES, BACKWARD, DIRECT, 3, 2, 10)
 AT_ONCE = Case("at once backward", TAPE, BACKWARD, DIRECT, 3, 1, 10)
+EXCHANGE = Case("ulysses", NCCL, FORWARD, DIRECT, 3, 2, 7)
+EXCHANGE_BACK = Case("ulysses zigzag backward", TAPE, Asked(is_backward=True), DIRECT, 2, 2, 4)
 
 CASES = {
     "gather, ring": GATHER, "gather on lanes": GATHER_LANES,
@@ -66,7 +68,10 @@ CASES = {
     "embedding backward": Case("embedding backward", TAPE, Asked(has_product=False, keeps_gathered=True), DIRECT, 3),
     "attention": ATTENTION, "attention on tensors": Case("query split", TENSOR_LANES, WITH_BIAS, DIRECT, 3, 2, 10),
     "attention backward": BACK, "attention backward on tensors": BACK_ON_TENSORS,
-    "attention backward at once": AT_ONCE,
+    "attention backward at once": AT_ONCE, "exchange": EXCHANGE, "exchange backward": EXCHANGE_BACK,
+    "exchange, zigzag": Case("ulysses zigzag", TAPE, Asked(keeps_gathered=True), DIRECT, 2, 2, 4),
+    "exchange, kept": Case("ulysses", NCCL, Asked(keeps_gathered=True), DIRECT, 2, 1, 3),
+    "exchange, dropout": Case("ulysses dropout", TAPE, Asked(keeps_gathered=True), DIRECT, 3, 1, 5),
 }  # fmt: skip
 
 Programs = list[Program]
@@ -278,6 +283,32 @@ BROKEN: dict[str, tuple[Case, Break, str]] = {
      -1, find(p, 0, Gemm, -1)), r"rank 0, op \d+: begins behind op \d+, which is to cover it"),
     "a transfer behind the bulk": (BULK, lambda p: move(p, 0, Issue, -1, find(p, 0, Gemm, -1)),
      r"rank 0, op \d+: begins behind op \d+, which is to cover it"),
+    # Of attention over a split sequence.
+    "packs elsewhere": (EXCHANGE, lambda p: edit(p, 0, Compute, chunk=1), r"packs group 1 at other rows"),
+    "no such group": (EXCHANGE, lambda p: edit(p, 0, Compute, chunk=2), r"there is no group 2"),
+    "unknown to an exchange": (EXCHANGE, lambda p: edit(p, 0, Compute, kind="guess"),
+     r"nothing is known of .* 'guess'"),
+    "attends to another group": (EXCHANGE, lambda p: edit(p, 0, Compute, 2, reads=(Rows("gathered", 35, 35),)),
+     r"reads gathered\[\d+:\d+\] while op \d+ writes gathered"),
+    "attends other rows": (EXCHANGE, lambda p: edit(p, 0, Compute, -3, chunk=0),
+     r"computes a\[.*\], and says that it is"),
+    "tokens in another place": (EXCHANGE, lambda p: edit(p, 0, Copy, source=lambda rows: shift(rows, 15)),
+     r"gathered\[0:35\], which does not hold what belongs there"),
+    "attends a group twice": (EXCHANGE, lambda p: repeat(p, 0, Compute, 2), r"computes what op \d+ did"),
+    "own rows are missing": (EXCHANGE, lambda p: edit(p, 0, Compute, -1, reads=lambda reads: (reads[0],)),
+     r"takes other rows for its own of group 1"),
+    "unpacks twice": (EXCHANGE, lambda p: repeat(p, 0, Compute, -1), r"unpacks group 1 a second time"),
+    "does not unpack": (EXCHANGE, lambda p: drop(p, 0, Compute, -1), r"groups \[0\] are unpacked, of 2"),
+    "sends behind attention": (EXCHANGE, lambda p: move(p, 0, Issue, 3, find(p, 0, Compute, 2) - 0),
+     r"begins behind an attention that is to cover it"),
+    "waits for a later group": (EXCHANGE, lambda p: insert(p, 0, find(p, 0, Compute, 2), Wait((("gather", 2),))),
+     r"is behind what op \d+ brings of a later group"),
+    "a group leaves late": (EXCHANGE, lambda p: move(p, 0, Issue, 5, find(p, 0, Compute, 3)),
+     r"begins behind op \d+, which is to cover it"),
+    "own rows are not last": (EXCHANGE, lambda p: move(p, 0, Compute, -3, find(p, 0, Compute, 3)),
+     r"own rows are to be computed last"),
+    "rows leave behind own ones": (EXCHANGE, lambda p: move(p, 0, Issue, -1, find(p, 0, Compute, -2) - 1),
+     r"begins behind the own rows, which are to cover it"),
 }  # fmt: skip
 
 

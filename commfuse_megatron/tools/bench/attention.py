@@ -43,9 +43,8 @@ def attention_case_of(work: Work) -> AttentionCase:
 def heads_of(work: Work) -> Heads:
     """Queries, keys and values, without a history."""
     case, o = attention_case_of(work), work.operands
-    assert o.k is not None
-    assert o.v is not None
-    return Heads(o.x.detach().view(case.rows, case.batch, case.heads, case.head_dim), o.k.detach(), o.v.detach())
+    queries = o.x.detach().view(case.rows, case.batch, case.heads, case.head_dim)
+    return Heads(queries, o.others["k"].detach(), o.others["v"].detach())
 
 
 def split_attention(work: Work, splits_per_shard: int | None) -> SplitAttention:
@@ -220,5 +219,5 @@ def attention_variants(device: torch.device, splits: tuple[int, ...]) -> list[Va
         *(CommOnly(backend) for backend in backends_of(device)),
         *(AttentionSlicing(pieces) for pieces in PIECES),
         *(Ours(options) for options in attention_paths(device, splits)),
-        Ours(PathOptions(path="auto", is_attention=True)),
+        Ours(PathOptions(path="auto", kind="attention")),
     ]

@@ -86,7 +86,9 @@ def choose(
 
 def for_large(variants: Iterable[Variant]) -> list[Variant]:
     """Without those of ours that only differ in the number of chunks: every context keeps buffers of its own."""
-    return [v for v in variants if not isinstance(v, Ours) or v.options.is_attention or v.options.chunks_per_shard == 1]
+    return [
+        v for v in variants if not isinstance(v, Ours) or v.options.kind != "linears" or v.options.chunks_per_shard == 1
+    ]
 
 
 def _gemms(device: torch.device) -> tuple[Literal["torch", "persistent"], ...]:

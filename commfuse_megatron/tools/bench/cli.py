@@ -36,12 +36,18 @@ MAX_OFFENDERS_SHOWN = 10
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `commfuse bench` takes besides ranks and device. Imports no torch."""
     from commfuse_megatron.tools.common.cases import ATTENTION_MODELS, FULL_M, LINEARS, MODELS, PASSES
+    from commfuse_megatron.tools.common.ulysses_cases import ULYSSES_MODELS
 
     add_rank_options(parser)
     add = parser.add_argument
     known = list(dict.fromkeys((*MODELS, *ATTENTION_MODELS)))
     models = f"of {', '.join(MODELS)}; with --attention of {', '.join(ATTENTION_MODELS)}"
-    add("--attention", action="store_true", help="attention with its projection instead of linears")
+    models += f"; with --ulysses of {', '.join(ULYSSES_MODELS)}"
+    add_kind = parser.add_mutually_exclusive_group().add_argument
+    add_kind("--attention", action="store_true", help="attention with its projection instead of linears")
+    add_kind(
+        "--ulysses", action="store_true", help="attention over a sequence split over all ranks, between its linears"
+    )
     add("--models", nargs="+", choices=known, metavar="MODEL", help=models)
     add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS), metavar="L", help=f"of {', '.join(LINEARS)}")
     add("--tokens", nargs="+", type=int, metavar="M", help="of the whole sequence; the paper's cases have their own")
@@ -49,8 +55,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what = "only variants whose names begin with such words, and the lower bounds"
     add("--variants", nargs="+", default=[], metavar="NAME", help=what)
     what = (
-        "chunks or splits per shard, forced, with all variants in every case (default 1 2 4; of linears at M"
-        f" {' and '.join(map(str, FULL_M))} only)"
+        "chunks or splits per shard, or groups of heads, forced, with all variants in every case (default 1 2 4; of"
+        f" linears at M {' and '.join(map(str, FULL_M))} only)"
     )
     add("--chunks", nargs="+", type=int, default=[], metavar="m", help=what)
     what = "configurations of yours, each one more variant (default: $COMMFUSE_CONFIG)"
@@ -86,18 +92,20 @@ def run(arguments: argparse.Namespace) -> int:
     from commfuse_megatron.tools.bench.rows import load_report
     from commfuse_megatron.tools.bench.run import Settings, require_work
     from commfuse_megatron.tools.bench.summary import parse_limits
-    from commfuse_megatron.tools.common.cases import ATTENTION_MODELS, ATTENTION_TOKENS, MODELS, TOKENS
+    from commfuse_megatron.tools.common.cases import ATTENTION_TOKENS, TOKENS
+    from commfuse_megatron.tools.common.ulysses_cases import ULYSSES_TOKENS
 
     num_ranks = choose_num_ranks(arguments.ranks)
     if num_ranks < 2:
         raise UsageError("one rank has nothing to communicate; use --ranks 2 or more")
     _require_sense(arguments, num_ranks)
     limits = parse_limits(arguments.check)
-    is_gpu = arguments.device == "cuda"
+    is_gpu, kind = arguments.device == "cuda", _kind_of(arguments)
     asked: dict[str, Any] = {name: each_once(v) if isinstance(v, list) else v for name, v in vars(arguments).items()}
     asked |= {
-        "models": asked["models"] or (ATTENTION_MODELS if arguments.attention else MODELS),
-        "tokens": asked["tokens"] or (ATTENTION_TOKENS if arguments.attention else TOKENS),
+        "kind": kind,
+        "models": asked["models"] or _models_of(kind),
+        "tokens": asked["tokens"] or {"attention": ATTENTION_TOKENS, "ulysses": ULYSSES_TOKENS}.get(kind, TOKENS),
         "config_files": () if arguments.write_plans else each_once(_config_files(arguments)),
         "rounds": arguments.rounds if is_gpu else 1,
         "shrink": arguments.shrink or (1 if is_gpu else CPU_SHRINK),
@@ -115,8 +123,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _config_files(arguments: argparse.Namespace) -> tuple[str, ...]:
     """The files of `--config`, else the environment's."""
     from_environment = config_file_from_environment()
-    if from_environment and (arguments.attention or arguments.virtual_ranks):
-        option = "--attention" if arguments.attention else "--virtual-ranks"
+    kind = _kind_of(arguments)
+    if from_environment and (kind != "linears" or arguments.virtual_ranks):
+        option = "--virtual-ranks" if kind == "linears" else f"--{kind}"
         raise UsageError(
             f"{CONFIG_VARIABLE} is {from_environment}; {option} has fixed variants, none of a configuration: unset it"
         )
@@ -138,6 +147,8 @@ def _require_sense(arguments: argparse.Namespace, num_ranks: int) -> None:
         raise UsageError("--virtual-ranks emulates groups of 2 and more on exactly two ranks: use --ranks 2")
     if arguments.virtual_ranks:
         _require_emulated(arguments)
+    if arguments.virtual_ranks and arguments.ulysses:
+        raise UsageError("--virtual-ranks: --ulysses runs on the ranks that there are; leave one of the two out")
     if arguments.write_plans:
         require_plans_alone(arguments)
     _require_models(arguments)
@@ -159,13 +170,26 @@ def _require_emulated(arguments: argparse.Namespace) -> None:
         )
 
 
-def _require_models(arguments: argparse.Namespace) -> None:
-    from commfuse_megatron.tools.common.cases import ATTENTION_MODELS, LINEARS, MODELS
+def _kind_of(arguments: argparse.Namespace) -> str:
+    """What is timed, as in `Settings`."""
+    return "ulysses" if arguments.ulysses else "attention" if arguments.attention else "linears"
 
-    known = ATTENTION_MODELS if arguments.attention else MODELS
+
+def _models_of(kind: str) -> tuple[str, ...]:
+    from commfuse_megatron.tools.common.cases import ATTENTION_MODELS, MODELS
+    from commfuse_megatron.tools.common.ulysses_cases import ULYSSES_MODELS
+
+    return {"linears": MODELS, "attention": ATTENTION_MODELS, "ulysses": ULYSSES_MODELS}[kind]
+
+
+def _require_models(arguments: argparse.Namespace) -> None:
+    from commfuse_megatron.tools.common.cases import LINEARS
+
+    kind = _kind_of(arguments)
+    known = _models_of(kind)
     unknown = [model for model in arguments.models or () if model not in known]
     if unknown:
-        what = "attention blocks" if arguments.attention else "linears"
+        what = "linears" if kind == "linears" else "attention blocks"
         raise UsageError(f"there are no {what} of {', '.join(unknown)}; known are {', '.join(known)}")
     if arguments.tokens and all(model.startswith("paper") for model in arguments.models or ("any",)):
         raise UsageError("--tokens: the paper's cases have their own; leave it out, or name another model")
@@ -173,8 +197,8 @@ def _require_models(arguments: argparse.Namespace) -> None:
     of_linears |= {"--config": arguments.config and not arguments.write_plans}
     of_linears |= {"--check": arguments.check, "--figure": arguments.figure}
     given = [option for option, value in of_linears.items() if value]
-    if arguments.attention and given:
-        raise UsageError(f"{', '.join(given)}: for linears, not for --attention")
+    if kind != "linears" and given:
+        raise UsageError(f"{', '.join(given)}: for linears, not for --{kind}")
 
 
 def _require_same_columns(settings: Settings, header: dict[str, Any], file: str) -> None:
@@ -290,6 +314,7 @@ def _print(rows: list[Row], outcome: Outcome) -> None:
         overview_table,
         rows_table,
         summary_table,
+        ulysses_table,
     )
 
     console = results()
@@ -299,10 +324,11 @@ def _print(rows: list[Row], outcome: Outcome) -> None:
         console.print(checked_table(checked))
     if timed and len(timed) <= MAX_ROWS_SHOWN:
         console.print(rows_table(timed))
-    blocks = [row for row in timed if row.op == "query_split_attention"]
-    timed = [row for row in timed if row not in blocks]
-    if blocks:
-        console.print(attention_table(blocks))
+    for op, make_its_table in (("query_split_attention", attention_table), ("ulysses_attention", ulysses_table)):
+        blocks = [row for row in timed if row.op == op]
+        timed = [row for row in timed if row not in blocks]
+        if blocks:
+            console.print(make_its_table(blocks))
     if timed:
         console.print(overview_table(timed))
         summary = summarize(rows)

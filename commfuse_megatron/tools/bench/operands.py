@@ -1,6 +1,8 @@
 """The tensors of one case, drawn once and shared by all variants, and the results that every variant must give."""
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import distributed as dist
@@ -8,6 +10,7 @@ from torch import distributed as dist
 from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.errors import VerificationError
 from commfuse_megatron.tools.common.cases import AttentionCase, LinearCase
+from commfuse_megatron.tools.common.ulysses_cases import UlyssesCase
 
 # Two results in 16 bits of fp32 sums differ by about 3e-3 (bf16); a crossed or missing partial by order 1.
 _TOLERANCE = 1e-2
@@ -39,7 +42,9 @@ class Operands:
 
     x, weight, grad_y: arguments of the operation and the gradient of its result. x_full, grad_full: stand for the
     gathered input and the complete gradient where a lower bound needs them. wire_shard, wire_full: to send from and
-    receive in, for lower bounds that compute nothing. k, v: of attention, whose queries are x [S, B, H * D].
+    receive in, for lower bounds that compute nothing.
+    others: "k" and "v" [S, B, H_kv, D] of attention, whose queries are x [S, B, H * D]; "qkv" [features, hidden], the
+    weight in front of attention over a split sequence.
     """
 
     x: torch.Tensor  # [S_r or S, B, K]
@@ -49,14 +54,12 @@ class Operands:
     grad_full: torch.Tensor  # [M, N]
     wire_shard: torch.Tensor  # [M_r, features that travel]
     wire_full: torch.Tensor  # [M, features that travel]
-    k: torch.Tensor | None = None  # [S, B, H_kv, D]
-    v: torch.Tensor | None = None
+    others: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def leaves(self) -> dict[str, torch.Tensor]:
         """What gets gradients, by name."""
-        named = {"x": self.x, "k": self.k, "v": self.v, "weight": self.weight}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        return {"x": self.x, **self.others, "weight": self.weight}
 
 
 @dataclass(slots=True)
@@ -78,14 +81,16 @@ class Work:
 
 def draw(case: LinearCase, pool: Pool) -> Operands:
     """The operands of `case` on this rank."""
+    if isinstance(case, UlyssesCase):
+        return _draw_split(case, pool)
     rows, shard_rows = case.M // case.batch, case.M // case.batch // case.group_size
     x = pool.tensor("x", shard_rows if case.gathers else rows, case.batch, case.K)
     grad_y = pool.tensor("grad_y", rows if case.gathers else shard_rows, case.batch, case.N)
     features = case.shard_shape[1]
-    keys: dict[str, torch.Tensor] = {}
+    others: dict[str, torch.Tensor] = {}
     if isinstance(case, AttentionCase):
         shape = (case.rows, case.batch, case.kv_heads, case.head_dim)
-        keys = {name: pool.tensor(name, *shape).detach().requires_grad_() for name in ("k", "v")}
+        others = {name: pool.tensor(name, *shape).detach().requires_grad_() for name in ("k", "v")}
     return Operands(
         x=x.detach().requires_grad_(),
         weight=pool.tensor("weight", case.N, case.K).detach().requires_grad_(),
@@ -94,17 +99,48 @@ def draw(case: LinearCase, pool: Pool) -> Operands:
         grad_full=grad_y.flatten(0, -2) if case.gathers else pool.tensor("grad_full", case.M, case.N),
         wire_shard=pool.tensor("wire_shard", case.M // case.group_size, features),
         wire_full=pool.tensor("wire_full", case.M, features),
-        **keys,
+        others=others,
     )
+
+
+def _draw_split(case: UlyssesCase, pool: Pool) -> Operands:
+    rows, scale = case.M // case.group_size, case.N**-0.5
+    x, grad_y = pool.tensor("x", rows, 1, case.N), pool.tensor("grad_y", rows, 1, case.N)
+    # Scaled, so that scores are as large as a model's.
+    weight = (pool.tensor("weight", case.N, case.K) * scale).requires_grad_()
+    qkv = (pool.tensor("qkv", case.qkv_features, case.N) * scale).requires_grad_()
+    # Of a token queries, keys and values travel one way, what is attended to the other.
+    shape = (rows, case.qkv_features + case.K)
+    return Operands(
+        x=x.detach().requires_grad_(),
+        weight=weight,
+        grad_y=grad_y,
+        x_full=x.flatten(0, 1),
+        grad_full=grad_y.flatten(0, 1),
+        wire_shard=pool.tensor("wire_shard", *shape),
+        wire_full=pool.tensor("wire_full", *shape),
+        others={"qkv": qkv},
+    )
+
+
+def ulysses_block(
+    case: UlyssesCase, o: Operands, attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Both linears of the case around `attend(q, k, v)` of this rank's rows: [S_r, B, H, D] of each -> [S_r, B, K]."""
+    mixed = torch.nn.functional.linear(o.x, o.others["qkv"])
+    numbers = (case.heads, case.kv_heads, case.kv_heads)
+    parts = mixed.split([number * case.head_dim for number in numbers], dim=-1)
+    q, k, v = (part.unflatten(-1, (-1, case.head_dim)) for part in parts)
+    return torch.nn.functional.linear(attend(q.contiguous(), k.contiguous(), v), o.weight)
 
 
 def our_result(case: LinearCase, o: Operands, context: OverlapContext) -> torch.Tensor:
     """What our operation gives of these operands."""
+    if isinstance(case, UlyssesCase):
+        return ulysses_block(case, o, functools.partial(ops.ulysses_attention, order="zigzag", context=context))
     if isinstance(case, AttentionCase):
         queries = o.x.view(case.rows, case.batch, case.heads, case.head_dim)
-        assert o.k is not None
-        assert o.v is not None
-        return ops.query_split_attention(queries, o.k, o.v, o.weight, context=context)
+        return ops.query_split_attention(queries, o.others["k"], o.others["v"], o.weight, context=context)
     return getattr(ops, case.op)(o.x, o.weight, context=context)
 
 

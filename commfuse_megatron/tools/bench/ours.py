@@ -22,14 +22,15 @@ from commfuse_megatron.tools.common.options import choices_of
 class PathOptions:
     """One configuration of ours, as far as the benchmark varies it.
 
-    chunks_per_shard: of attention, the splits of a shard's queries.
+    kind: what is timed, as in `Settings`. chunks_per_shard: of attention, the splits of a shard's queries; of a split
+    sequence, the groups of heads.
     """
 
     path: str
     backend: str = "auto"
     algorithm: str = "direct"
     chunks_per_shard: int = 1
-    is_attention: bool = False
+    kind: str = "linears"
 
     @property
     def name(self) -> str:
@@ -37,7 +38,7 @@ class PathOptions:
         if self.path == "auto":
             return PLANNED
         ring = " ring" if self.algorithm == "ring" else ""
-        chunks = f" m={self.chunks_per_shard}" if self.path in ("sliced", "query_split") else ""
+        chunks = f" m={self.chunks_per_shard}" if self.path in _IN_CHUNKS else ""
         backend = "" if self.path in ("async", "sequential") else f" {self.backend}"
         return f"{self.path}{ring}{chunks}{backend}"
 
@@ -45,7 +46,10 @@ class PathOptions:
         """The configuration that forces this path (or leaves it all to the planner)."""
         settings: dict[str, object] = {"transport": {"backend": self.backend}, "record": record}
         sliced = {"path": "sliced", "algorithm": self.algorithm, "chunks_per_shard": self.chunks_per_shard}
-        if self.is_attention:
+        if self.kind == "ulysses":
+            number = self.chunks_per_shard if self.path == "overlapped" else None
+            return OverlapConfig.from_dict(settings | {"ulysses": {"path": self.path, "head_groups": number}})
+        if self.kind == "attention":
             attention: dict[str, object] = {"path": self.path}
             if self.path == "query_split":
                 attention |= {"splits_per_shard": self.chunks_per_shard, "backward": self.path}
@@ -59,6 +63,7 @@ class PathOptions:
 
 
 _BACKWARD_PATHS = ("bulk", "async")
+_IN_CHUNKS = ("sliced", "query_split", "overlapped")
 # No paths of ours to be forced: what the planner is for, and what `Sequential` measures.
 _NOT_FORCED = ("auto", "sequential")
 
@@ -77,12 +82,21 @@ def forced_paths(device: torch.device, group_size: int, chunks: tuple[int, ...])
 
 def attention_paths(device: torch.device, splits: tuple[int, ...]) -> list[PathOptions]:
     """The same of attention. splits: of one shard's queries, for query_split."""
-    found = [PathOptions(path="sequential", is_attention=True)]
+    found = [PathOptions(path="sequential", kind="attention")]
     for path in ("row_parallel", "query_split"):
         for backend in backends_of(device):
             counts = splits if path == "query_split" else (1,)
-            found += [PathOptions(path=path, backend=backend, chunks_per_shard=m, is_attention=True) for m in counts]
+            found += [PathOptions(path=path, backend=backend, chunks_per_shard=m, kind="attention") for m in counts]
     return found
+
+
+def ulysses_paths(device: torch.device, group_counts: tuple[int, ...]) -> list[PathOptions]:
+    """The same of attention over a split sequence. group_counts: of a rank's heads."""
+    overlapped = [(backend, m) for backend in backends_of(device) for m in group_counts]
+    return [
+        PathOptions(path="sequential", kind="ulysses"),
+        *(PathOptions(path="overlapped", backend=b, chunks_per_shard=m, kind="ulysses") for b, m in overlapped),
+    ]
 
 
 class Ours(WithContext):
@@ -98,7 +112,7 @@ class Ours(WithContext):
         )
         self.options = options
         self.name = options.name if name is None else name
-        self.is_basic = self.name == PLANNED or config is not None or options.is_attention
+        self.is_basic = self.name == PLANNED or config is not None or options.kind != "linears"
         if options.path in _BACKWARD_PATHS:
             self.passes = ("backward",)
         self._is_free = config is not None or options.path == "auto"
@@ -126,7 +140,7 @@ class Ours(WithContext):
         ready.path, ready.reason, ready.transport = record.path, record.reason, record.transport
         if record.attention:
             ready.reason += f"; kernel {record.attention}"
-        if record.path in ("sliced", "query_split"):
+        if record.path in _IN_CHUNKS:
             ready.algorithm, ready.chunks_per_shard = record.algorithm, record.chunks_per_shard
         if record.path == "row_parallel":
             ready.transport = (self._find_record(work, "linear_reduce_scatter") or record).transport

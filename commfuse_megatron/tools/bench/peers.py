@@ -17,6 +17,7 @@ from commfuse_megatron.tools.bench.variant import (
     collective_name,
     differentiable,
     require_own_link,
+    with_forward_ahead,
 )
 from commfuse_megatron.tools.common.userbuffers import close_userbuffers, missing_userbuffers, open_userbuffers
 
@@ -158,22 +159,9 @@ class Userbuffers(Variant):
                     return layer(o.x)
 
             return Ready(call=call, results=lambda: {"y": call()}, path="userbuffers", transport="userbuffers")
-        ahead: list[torch.Tensor] = []
-
-        def run_ahead(calls: int) -> None:
-            ahead[:] = [layer(o.x) for _ in range(calls)]
-
-        def backward() -> tuple[torch.Tensor, ...]:
-            return torch.autograd.grad(ahead.pop(), [o.x, layer.weight], o.grad_y)
-
-        def results() -> Results:
-            run_ahead(1)
-            # What it returns may lie in its communication buffer.
-            return {name: grad.clone() for name, grad in zip(("x.grad", "weight.grad"), backward(), strict=True)}
-
-        return Ready(
-            call=backward, results=results, before_burst=run_ahead, path="userbuffers", transport="userbuffers"
-        )
+        ready = with_forward_ahead(work, lambda: layer(o.x), {"x": o.x, "weight": layer.weight})
+        ready.path = ready.transport = "userbuffers"
+        return ready
 
     @override
     def close(self) -> None:

@@ -152,7 +152,7 @@ def _ours(variants: dict[str, Row]) -> Row | None:
 
 
 def _path(row: Row) -> str:
-    chunks = f" m={row.chunks_per_shard}" if row.path in ("sliced", "query_split") else ""
+    chunks = f" m={row.chunks_per_shard}" if row.path in ("sliced", "query_split", "overlapped") else ""
     ring = " ring" if row.algorithm == "ring" else ""
     return f"{row.path}{ring}{chunks}"
 
@@ -262,6 +262,33 @@ def _attention(rows: Sequence[dict[str, Any]]) -> str:
             )
         )
     return _table(headings, lines)
+
+
+def _ulysses(rows: Sequence[dict[str, Any]]) -> str:
+    """One line per block and pass, in ms per call; exposed: beyond the step without communication."""
+    problems = [variants for variants in _by_problem(rows) if _ours(variants)]
+    ways = ("sequential", "transformer_engine", PLANNED)
+    exposed = ("exposed, Transformer Engine", "exposed, planned", "exposed, planned / theirs")
+    lines, shares = [], []
+    for variants in problems:
+        ours = _ours(variants)
+        assert ours is not None
+        times = [variants[way].median_ms if way in variants else None for way in ways]
+        theirs, own = (None if ms is None else ms - ours.compute_only_ms for ms in times[1:])
+        shares.append(None if theirs is None or own is None else max(own, 0.0) / theirs)
+        share = "" if shares[-1] is None else f"{shares[-1]:.2f}"
+        lines.append(
+            (
+                f"{_label(ours, problems).replace('.ulysses', '')}",
+                *map(_ms, (ours.compute_only_ms, ours.comm_only_ms, *times)),
+                _path(ours),
+                *map(_ms, (theirs, own)),
+                share,
+            )
+        )
+    lines.append(("*geometric mean*", *[""] * 8, _mean(shares)))
+    headings = ("block", "without communication", "transfers alone", "sequential", "Transformer Engine", "planned")
+    return _table((*headings, "path", *exposed), lines)
 
 
 def _steps(rows: Sequence[dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
@@ -377,6 +404,7 @@ KINDS: dict[str, tuple[Sequence[str | None], Callable[[Sequence[dict[str, Any]]]
     "slower": (_LINEARS, _slower),
     "attention": (("query_split_attention",), _attention),
     "embedding": (("embedding_reduce_scatter",), _TRIALS),
+    "ulysses": (("ulysses_attention",), _ulysses),
     "whole-step": (("whole_step",), _whole_step),
     "step-memory": (("whole_step",), _step_memory),
     "training": (("training",), _TRAINING),

@@ -29,6 +29,7 @@ from commfuse_megatron.tools.bench.ours import Ours
 from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
 from commfuse_megatron.tools.bench.tail import TailMeter
 from commfuse_megatron.tools.bench.timing import Timed, measure, measure_host_us
+from commfuse_megatron.tools.bench.ulysses import ulysses_variants, ulysses_work
 from commfuse_megatron.tools.bench.variant import Ready, Variant
 from commfuse_megatron.tools.common.cases import (
     ATTENTION_CASE_NAMES,
@@ -37,7 +38,6 @@ from commfuse_megatron.tools.common.cases import (
     LINEARS,
     PASSES,
     TOKENS,
-    AttentionCase,
     LinearCase,
     attention_case,
     attention_tokens,
@@ -45,6 +45,7 @@ from commfuse_megatron.tools.common.cases import (
     tokens_of,
 )
 from commfuse_megatron.tools.common.turns import largest_of_ranks
+from commfuse_megatron.tools.common.ulysses_cases import ULYSSES_CASE_NAMES, ulysses_case
 
 # Host time is measured where 30 calls take no longer than about 0.1 s.
 _LONGEST_CALL_FOR_HOST_MS = 3.0
@@ -54,13 +55,22 @@ _SIZES_TO_PROPOSE = (2, 3, 4, 8, 16)
 
 _CHUNKS = (1, 2, 4)
 
+#: By what is timed: the names of its cases, what makes one, and what makes its operands.
+_CASE_NAMES = {"linears": CASE_NAMES, "attention": ATTENTION_CASE_NAMES, "ulysses": ULYSSES_CASE_NAMES}
+_MAKE_CASE: dict[str, Callable[[str, int, int, int], LinearCase]] = {
+    "linears": linear_case,
+    "attention": attention_case,
+    "ulysses": ulysses_case,
+}
+_MAKE_WORK = {"linears": make_work, "attention": attention_work, "ulysses": ulysses_work}
+
 _MOST_UNUSED_BYTES = 16 << 30
 _LEAST_FREE_BYTES = 24 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to run. See `commfuse bench --help`. attention: attention blocks instead of linears.
+    """What to run. See `commfuse bench --help`. kind: "linears", "attention" or "ulysses".
 
     chunks: those forced, with all variants in every case; empty: `_CHUNKS`, of linears where all variants are measured.
     """
@@ -78,7 +88,7 @@ class Settings:
     budget_s: float | None = None
     shrink: int = 1
     commit: str | None = None
-    attention: bool = False
+    kind: str = "linears"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +118,7 @@ class Outcome:
 def grid(settings: Settings, group_size: int) -> list[Piece]:
     """Everything that `settings` asks for, what matters most first."""
     sizes = [(v, True) for v in settings.virtual_ranks] or [(group_size, False)]
-    if settings.attention:
+    if settings.kind != "linears":
         return _attention_grid(settings, sizes)
     names = [
         name
@@ -134,9 +144,9 @@ def _attention_grid(settings: Settings, sizes: list[tuple[int, bool]]) -> list[P
         Piece(name, M, pass_name, size, is_emulated)
         for size, is_emulated in sizes
         for pass_name in (("fprop",) if is_emulated else settings.passes)
-        for name in ATTENTION_CASE_NAMES
+        for name in _CASE_NAMES[settings.kind]
         if name.split(".")[0] in settings.models
-        for M in attention_tokens(name, settings.tokens)
+        for M in (settings.tokens if settings.kind == "ulysses" else attention_tokens(name, settings.tokens))
     ]
 
 
@@ -147,7 +157,7 @@ def require_work(settings: Settings, device: torch.device, group_size: int) -> N
     """
     pieces = grid(settings, group_size)
     if not pieces:
-        known = ATTENTION_CASE_NAMES if settings.attention else CASE_NAMES
+        known = _CASE_NAMES[settings.kind]
         asked_for = ", ".join(settings.linears)
         cases = ", ".join(name for name in known if name.split(".")[0] in settings.models)
         raise ConfigError(f"there is no {asked_for} among the cases of these models, which are {cases}")
@@ -168,7 +178,7 @@ def require_work(settings: Settings, device: torch.device, group_size: int) -> N
     for prefix in settings.variants:
         if not any(has_word_prefix(name, prefix) for name in found):
             names = ", ".join(dict.fromkeys(found))
-            is_full = settings.attention or any(_is_full(settings, piece) for piece, _ in possible)
+            is_full = settings.kind != "linears" or any(_is_full(settings, piece) for piece, _ in possible)
             more = "" if is_full else f" (and more at M {' and '.join(map(str, FULL_M))})"
             raise ConfigError(f'no variant of these cases is called "{prefix}"; there are {names}{more}')
     kept = [name for name in found if any(has_word_prefix(name, prefix) for prefix in settings.variants)]
@@ -191,8 +201,7 @@ def _sort_out(settings: Settings, pieces: list[Piece]) -> tuple[list[tuple[Piece
 
 def make_case(settings: Settings, piece: Piece) -> LinearCase:
     """The case of a piece; ConfigError where it cannot run."""
-    make = attention_case if settings.attention else linear_case
-    return make(piece.name, piece.M, piece.group_size, settings.shrink)
+    return _MAKE_CASE[settings.kind](piece.name, piece.M, piece.group_size, settings.shrink)
 
 
 def dtype_of(device: torch.device) -> torch.dtype:
@@ -201,13 +210,14 @@ def dtype_of(device: torch.device) -> torch.dtype:
 
 
 def _make_variants(settings: Settings, device: torch.device, group_size: int) -> list[Variant]:
-    if settings.attention and settings.virtual_ranks:
-        return emulated_attention_variants(device, settings.chunks or _CHUNKS)
-    if settings.attention:
-        return attention_variants(device, settings.chunks or _CHUNKS)
+    chunks = settings.chunks or _CHUNKS
+    if settings.kind == "ulysses":
+        return ulysses_variants(device, chunks)
+    if settings.kind == "attention":
+        return (emulated_attention_variants if settings.virtual_ranks else attention_variants)(device, chunks)
     if settings.virtual_ranks:
         return make_emulated_variants(device)
-    return make_variants(device, group_size, settings.chunks or _CHUNKS, settings.config_files)
+    return make_variants(device, group_size, chunks, settings.config_files)
 
 
 def _choose(
@@ -225,7 +235,8 @@ def _is_paper(piece: Piece) -> bool:
 def _is_full(settings: Settings, piece: Piece) -> bool:
     # Of the paper's case all variants run what the paper measured.
     is_papers_pass = _is_paper(piece) and piece.pass_name == "fprop"
-    return bool(settings.chunks) or settings.attention or piece.M in FULL_M or piece.is_emulated or is_papers_pass
+    is_of_linears = settings.kind == "linears"
+    return bool(settings.chunks) or not is_of_linears or piece.M in FULL_M or piece.is_emulated or is_papers_pass
 
 
 def run_grid(
@@ -321,8 +332,7 @@ class _Runner:
     def _work(self, case: LinearCase, piece: Piece) -> Work:
         if piece.is_emulated:
             return make_emulated_work(case, self._group, self._pool)
-        make = attention_work if isinstance(case, AttentionCase) else make_work
-        return make(case, piece.pass_name, self._group, self._pool)
+        return _MAKE_WORK[self._settings.kind](case, piece.pass_name, self._group, self._pool)
 
     def _build(self, variant: Variant, work: Work) -> Measured | None:
         """The variant, built and found right on all ranks; None when it is left out, with the reason noted once."""

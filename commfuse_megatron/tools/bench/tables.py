@@ -99,6 +99,37 @@ def attention_table(rows: Sequence[Row]) -> Table:
     return make_table(title, ("case", "pass", *(f">{name}" for name in numbers)), lines)
 
 
+def ulysses_table(rows: Sequence[Row]) -> Table:
+    """One line per block and pass, in ms: the best of every way; exposed: beyond compute, as a share of theirs."""
+    ways = ("sequential", "transformer_engine", "overlapped", PLANNED)
+    lines = []
+    for variants in by_problem(rows):
+        row = next(iter(variants.values()))
+        best = [
+            min((v.median_ms for v in variants.values() if v.variant.split()[0] == way), default=None) for way in ways
+        ]
+        stock_ms, ours_ms = best[1] or best[0], best[3]
+        share = None
+        if stock_ms is not None and ours_ms is not None and stock_ms > row.compute_only_ms:
+            share = (ours_ms - row.compute_only_ms) / (stock_ms - row.compute_only_ms)
+        planned = variants.get(PLANNED)
+        lines.append(
+            (
+                row.case,
+                row.pass_name,
+                str(row.group_size),
+                str(row.M),
+                *map(_number, (row.compute_only_ms, row.comm_only_ms, *best)),
+                _percent(share),
+                "" if planned is None else _path(planned),
+            )
+        )
+    first = rows[0]
+    title = f"{first.device}, link {first.link}: attention over a split sequence between its linears, ms"
+    numbers = ("ranks", "M", "compute", "comm", *ways, "exposed / theirs")
+    return make_table(title, ("case", "pass", *(f">{name}" for name in numbers), "planned path"), lines)
+
+
 def _bound(row: Row) -> tuple[float, int]:
     """(ms, splits per shard)."""
     case = attention_case(row.case, row.M * row.shrink, row.group_size, row.shrink)
@@ -144,6 +175,8 @@ def _ranks(rows: Sequence[Row]) -> str:
 
 
 def _path(row: Row) -> str:
+    if row.path == "overlapped":
+        return f"overlapped m={row.chunks_per_shard} {row.transport}"
     if row.path != "sliced":
         return row.path
     ring = " ring" if row.algorithm == "ring" else ""

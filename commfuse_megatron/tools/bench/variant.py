@@ -111,6 +111,27 @@ def differentiable(work: Work, forward: Callable[[], torch.Tensor]) -> Ready:
     return Ready(call=backward, results=lambda: dict(zip(names, backward(), strict=True)))
 
 
+def with_forward_ahead(work: Work, forward: Callable[[], torch.Tensor], leaves: dict[str, torch.Tensor]) -> Ready:
+    """The backward pass of what frees its saved tensors: a forward pass for each call runs before the clock does.
+
+    leaves: what gets gradients, by the names of the case's operands.
+    """
+    ahead: list[torch.Tensor] = []
+
+    def run_ahead(calls: int) -> None:
+        ahead[:] = [forward() for _ in range(calls)]
+
+    def backward() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(ahead.pop(), list(leaves.values()), work.operands.grad_y)
+
+    def results() -> Results:
+        run_ahead(1)
+        # What it returns may lie in a communication buffer.
+        return {f"{name}.grad": grad.clone() for name, grad in zip(leaves, backward(), strict=True)}
+
+    return Ready(call=backward, results=results, before_burst=run_ahead)
+
+
 def backends_of(device: torch.device) -> tuple[str, ...]:
     """The transports of ours that carry its tensors."""
     return ("nccl", "copy_engine") if device.type == "cuda" else ("gloo",)

@@ -150,20 +150,20 @@ class _AttentionModel:
 
 # From the models' published configurations; the last is the attention of CommFuse's Table 4 (arXiv 2604.24013), whose
 # heads it does not give.
-_ATTENTION_MODELS = {
+ATTENTION_SHAPES = {
     "llama-8b": _AttentionModel(hidden=4096, heads=32, kv_heads=8),
     "llama-70b": _AttentionModel(hidden=8192, heads=64, kv_heads=8),
     "paper": _AttentionModel(4096, 32, 32, ((16, 4096), (4, 8192), (32, 2048), (64, 1024))),
 }
-_HEAD_DIM = 128
+HEAD_DIM = 128
 
-ATTENTION_MODELS = tuple(_ATTENTION_MODELS)
+ATTENTION_MODELS = tuple(ATTENTION_SHAPES)
 #: Of models that any sequence length is asked of.
 ATTENTION_TOKENS = (8192, 4096, 16384)
 
 ATTENTION_CASE_NAMES = tuple(
     name
-    for key, model in _ATTENTION_MODELS.items()
+    for key, model in ATTENTION_SHAPES.items()
     for name in ([f"{key}.attention-{b}x{s}" for b, s in model.tokens] or [f"{key}.attention"])
 )
 
@@ -221,9 +221,9 @@ def attention_case(name: str, M: int, group_size: int, shrink: int = 1) -> Atten
     Raises ConfigError for an unknown name, or sizes that the group does not divide.
     """
     _require_known(name)
-    model = _ATTENTION_MODELS[name.split(".")[0]]
+    model = ATTENTION_SHAPES[name.split(".")[0]]
     batch = int(name.partition("-")[2].split("x")[0]) if model.tokens else 1
-    rows, head_dim = M // batch // shrink, max(1, _HEAD_DIM // shrink)
+    rows, head_dim = M // batch // shrink, max(1, HEAD_DIM // shrink)
     if rows < group_size:
         raise ConfigError(f"{name}: {too_small(M, rows, group_size, batch * shrink)}")
     if rows % group_size:

@@ -183,10 +183,9 @@ class EmbeddingCall(Call):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionCall(Call):
-    """A call of `query_split_attention`. is_fused: queries, keys and values are views into one projection."""
+class _HeadsCall(Call):
+    """A call of an attention. is_fused: queries, keys and values are views into one projection."""
 
-    op: str = "query_split_attention"
     exact: bool = False
     heads: int = 4
     kv_heads: int = 2
@@ -197,8 +196,49 @@ class AttentionCall(Call):
 
     @property
     def K(self) -> int:
-        """Input features of the projection on one rank."""
+        """Features of all heads of queries: of a projection behind them, its input."""
         return self.heads * self.head_dim
+
+    def allowed(self, group_size: int, expected: Results) -> dict[str, float]:
+        """By the largest element."""
+        unit = _ALLOWED_UNITS[self.dtype] * torch.finfo(self.dtype).eps / 2
+        return {
+            name: unit * max(1e-2, float(exact.abs().max()) if exact is not None and exact.numel() else 0.0)
+            for name, exact in expected.items()
+        }
+
+    def _heads(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Queries, keys and values."""
+        heads = x.unflatten(-1, (-1, self.head_dim)).split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        return [head if self.is_fused else head.contiguous() for head in heads]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UlyssesCall(_HeadsCall):
+    """A call of `ulysses_attention`: x is this rank's rows of queries, keys and values, and there is no weight."""
+
+    op: str = "ulysses_attention"
+    has_bias: bool = False
+    needs: tuple[str, ...] = ("x",)
+    order: Literal["contiguous", "zigzag"] = "contiguous"
+
+    def draw(self, rank: int, group_size: int, device: torch.device) -> Operands:
+        """See `Call`."""
+        tensor, own = self._numbers(rank, device), shard_range(self.rows, group_size, rank).size
+        x = tensor(own, self.batch, (self.heads + 2 * self.kv_heads) * self.head_dim)
+        return Operands(x, tensor(0, 0), None, tensor(own, self.batch, self.K))
+
+    def forward(self, op: Callable[..., torch.Tensor], operands: Operands, **where: Any) -> torch.Tensor:
+        """See `Call`."""
+        how = {"causal": self.causal, "window": self.window, "order": self.order, "total_rows": self.rows}
+        return op(*self._heads(operands.x), **how, **where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall(_HeadsCall):
+    """A call of `query_split_attention`."""
+
+    op: str = "query_split_attention"
 
     def problem(self, group_size: int) -> AttentionProblem:
         """The forward pass, as the operation states it."""
@@ -220,19 +260,6 @@ class AttentionCall(Call):
         """See `Call`."""
         heads = self._heads(operands.x)
         return op(*heads, operands.weight, operands.bias, causal=self.causal, window=self.window, **where)
-
-    def allowed(self, group_size: int, expected: Results) -> dict[str, float]:
-        """By the largest element."""
-        unit = _ALLOWED_UNITS[self.dtype] * torch.finfo(self.dtype).eps / 2
-        return {
-            name: unit * max(1e-2, float(exact.abs().max()) if exact is not None and exact.numel() else 0.0)
-            for name, exact in expected.items()
-        }
-
-    def _heads(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Queries, keys and values."""
-        heads = x.unflatten(-1, (-1, self.head_dim)).split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-        return [head if self.is_fused else head.contiguous() for head in heads]
 
 
 def tolerance(call: Call, group_size: int, terms: int) -> float:

@@ -20,12 +20,13 @@ from commfuse_megatron.config import (
     OverlapConfig,
     PassConfig,
     TransportConfig,
+    UlyssesConfig,
     WgradConfig,
 )
 from commfuse_megatron.kernels.attention_cudnn import cudnn_attention_unavailable_reason
 from commfuse_megatron.problem import chunk_ranges
 from commfuse_megatron.tools.common.modes import MODES, Mode
-from commfuse_megatron.tools.verify.calls import OPS, AttentionCall, Call, EmbeddingCall, LinearCall
+from commfuse_megatron.tools.verify.calls import OPS, AttentionCall, Call, EmbeddingCall, LinearCall, UlyssesCall
 
 TIMEOUT_S = 60.0
 
@@ -41,10 +42,10 @@ class Case:
     """
 
     variant: str
-    call: LinearCall | EmbeddingCall | AttentionCall
+    call: LinearCall | EmbeddingCall | AttentionCall | UlyssesCall
     other_rows: tuple[int, ...]
-    path: Literal["sliced", "sequential", "query_split"] = "sliced"
-    backward_path: Literal["sliced", "bulk", "sequential", "query_split", "row_parallel"] = "sliced"
+    path: Literal["sliced", "sequential", "query_split", "overlapped"] = "sliced"
+    backward_path: Literal["sliced", "bulk", "sequential", "query_split", "row_parallel", "overlapped"] = "sliced"
     algorithm: Literal["ring", "direct"] = "direct"
     chunks_per_shard: int = 1
     keep_gathered_input: bool = False
@@ -77,6 +78,10 @@ class Case:
     def config(self) -> OverlapConfig:
         """The configuration that a context for this case must have; equal for many cases."""
         transport = TransportConfig(timeout_s=TIMEOUT_S, backend=self.transport)
+        if isinstance(self.call, UlyssesCall):
+            groups = self.chunks_per_shard if self.path == "overlapped" else None
+            ulysses = UlyssesConfig(path=self.path, head_groups=groups)  # type: ignore[arg-type]
+            return OverlapConfig(ulysses=ulysses, transport=transport)
         if isinstance(self.call, AttentionCall):
             linear = LinearConfig(fprop=_SLICED, dgrad=_SLICED)  # of the projection, where it runs alone
             attention = AttentionConfig(
@@ -115,7 +120,7 @@ def modes_of(case: Case, pass_name: str, rows: int, transport: str, device: torc
     16 bits, whose GEMMs cuBLASLt takes and whose attention cuDNN does.
     """
     path, call = case.expected_path(pass_name), case.call
-    if path == "sequential":
+    if path == "sequential" or (path == "local" and isinstance(call, UlyssesCall)):
         return ()
     is_direct = transport == "copy_engine" and path != "local" and case.algorithm == "direct"
     if not is_direct or call.dtype.itemsize != 2:
@@ -124,6 +129,8 @@ def modes_of(case: Case, pass_name: str, rows: int, transport: str, device: torc
     match call:
         case EmbeddingCall():
             is_served = pass_name == "backward"  # PyTorch looks entries up; back, rows are only gathered
+        case UlyssesCall():
+            is_served = False
         case AttentionCall():
             # After a backward pass of the projection alone, attention may be anybody's.
             is_served = has_whole_rows and (path == "row_parallel" or _is_cudnns(case, call, rows, device))
@@ -160,6 +167,7 @@ def make_cases(
             *_linear_cases(group_size, device_type, each),
             *_embedding_cases(group_size, each),
             *_attention_cases(group_size, each),
+            *_ulysses_cases(group_size, each),
         )
     ]
     order = {config: number for number, config in enumerate(dict.fromkeys(case.config() for case in cases))}
@@ -254,3 +262,32 @@ def _attention_cases(group_size: int, dtype: torch.dtype) -> Iterator[Case]:
             yield Case(
                 variant=variant, call=call, other_rows=other_rows, path="query_split", group_size=group_size, **options
             )
+
+
+def _ulysses_cases(group_size: int, dtype: torch.dtype) -> Iterator[Case]:
+    even, few = 8 * group_size, (4 * group_size,)
+    variants: tuple[dict[str, Any], ...] = (
+        {"variant": "causal", "rows": even},
+        {"variant": "full", "rows": even, "causal": False},
+        {"variant": "causal window", "rows": even, "window": (5, 0)},
+        {"variant": "one key for all heads", "rows": even, "kv_heads": 1},
+        {"variant": "as many keys as heads", "rows": even, "kv_heads": 4 * group_size},
+        {"variant": "zigzag", "rows": even, "order": "zigzag"},
+        {"variant": "zigzag, one key for all heads", "rows": even, "order": "zigzag", "kv_heads": 1},
+        {"variant": "fused projection", "rows": even, "is_fused": True},
+        {"variant": "uneven", "rows": even + 1},
+        {"variant": "one row", "rows": 1},
+        {"variant": "S changes", "rows": even, "other_rows": (even + 1, *few, 2)},
+    )
+    ways: tuple[dict[str, Any], ...] = (
+        {"chunks_per_shard": 1, "path": "overlapped", "backward_path": "overlapped"},
+        {"chunks_per_shard": 2, "path": "overlapped", "backward_path": "overlapped"},
+        {"chunks_per_shard": 1, "path": "sequential", "backward_path": "sequential"},
+    )
+    for way in ways:
+        for number, given in enumerate(variants, start=1):
+            special = {"kv_heads": 2 * group_size} | given
+            variant, other_rows = special.pop("variant"), special.pop("other_rows", few)
+            # Sizes of their own, so that the report tells them apart.
+            call = UlyssesCall(dtype=dtype, heads=4 * group_size, head_dim=8 * number, **special)
+            yield Case(variant=variant, call=call, other_rows=other_rows, group_size=group_size, **way)

@@ -1,0 +1,199 @@
+"""Attention over a split sequence between its two linears, on one rank: operands, bounds, the classic ways, and ours.
+
+compute_only          the same products as one rank computes them, nothing exchanged
+comm_only collective  the group's own all-to-alls of what the pass exchanges, nothing computed
+sequential            all-to-all, attention, all-to-all, by the kernel that our operation takes
+transformer_engine    its own exchange, `cp_comm_type="a2a"`
+overlapped m=C <...>  heads in C groups, one attended while the next travels
+planned               what the planner chooses
+
+The sequence is in zigzag order, as Megatron deals it; queries and keys are contiguous, as a rotary embedding leaves
+them. Results are held to PyTorch's attention between all-to-alls that are written out here.
+"""
+
+import importlib
+import importlib.util
+from typing import Any, override
+
+import torch
+from torch import distributed as dist
+
+from commfuse_megatron.errors import UnsupportedError
+from commfuse_megatron.kernels.attention_choice import AttentionKernels
+from commfuse_megatron.ops.split_attention import Heads, SplitAttention
+from commfuse_megatron.problem import RowRange
+from commfuse_megatron.tools.bench.operands import Pool, Work, draw, ulysses_block
+from commfuse_megatron.tools.bench.ours import Ours, PathOptions, ulysses_paths
+from commfuse_megatron.tools.bench.variant import Ready, Variant, collective_name, differentiable, with_forward_ahead
+from commfuse_megatron.tools.common.cases import LinearCase
+from commfuse_megatron.tools.common.ulysses_cases import UlyssesCase
+
+
+def ulysses_case_of(work: Work) -> UlyssesCase:
+    """The case of a work that is one of a split sequence."""
+    assert isinstance(work.case, UlyssesCase)
+    return work.case
+
+
+def ulysses_work(case: LinearCase, pass_name: str, group: dist.ProcessGroup, pool: Pool) -> Work:
+    """Operands, and the results that every variant must give."""
+    assert isinstance(case, UlyssesCase)
+    work = Work(case, pass_name, group, pool, draw(case, pool), {})
+    ready = differentiable(work, lambda: ulysses_block(case, work.operands, _PlainAttention(group)))
+    assert ready.results is not None
+    work.expected = ready.results()
+    return work
+
+
+class _PlainAttention:
+    """PyTorch's attention between plain all-to-alls, rows in zigzag order."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._size = group, group.size()
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        rows = q.size(0) * self._size
+        chunks = torch.arange(rows, device=q.device).chunk(2 * self._size)
+        dealt = torch.cat([part for rank in range(self._size) for part in (chunks[rank], chunks[-1 - rank])])
+        order = torch.argsort(dealt)
+        q, k, v = (self._to_heads(each)[order].permute(1, 2, 0, 3) for each in (q, k, v))
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        parts = attended.permute(2, 0, 1, 3)[dealt].unflatten(0, (self._size, -1))
+        home = _AllToAll.apply(parts.contiguous(), self._group)  # [R, S_r, B, heads of a rank, D]
+        return home.permute(1, 2, 0, 3, 4).flatten(2)
+
+    def _to_heads(self, rows: torch.Tensor) -> torch.Tensor:
+        """[S_r, B, H, D] -> [S, B, heads of this rank, D], as ranks hold the rows."""
+        parts = rows.unflatten(2, (self._size, -1)).permute(2, 0, 1, 3, 4)
+        return _AllToAll.apply(parts.contiguous(), self._group).flatten(0, 1)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _exchanged(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _exchanged(grad.contiguous(), ctx.group), None
+
+
+def _exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    found = torch.empty_like(parts)
+    dist.all_to_all_single(found, parts, group=group)
+    return found
+
+
+class _LocalAttention(torch.autograd.Function):
+    """Attention of a rank's heads over the whole sequence, by the kernel that our operation takes."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: SplitAttention) -> torch.Tensor:
+        attended = torch.empty_like(q)
+        state = attention.forward(0, Heads(q, k, v), attended)
+        ctx.attention, ctx.num_states = attention, len(state)
+        ctx.save_for_backward(q, k, v, attended, *state)
+        return attended
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, attended, *state = ctx.saved_tensors
+        found = ctx.attention.gradients(0, Heads(q, k, v), attended, tuple(state), grad.contiguous())
+        return *(each.to(grad.dtype) for each in found), None
+
+
+class UlyssesComputeOnly(Variant):
+    """The block of one rank; its rows stand for its heads' share of all rows, so nothing is exchanged."""
+
+    name = "compute_only"
+    is_basic = True
+
+    @override
+    def build(self, work: Work) -> Ready:
+        case = ulysses_case_of(work)
+        problem = case.attention(work.dtype_name)
+        kernel = AttentionKernels(work.pool.device).choose(problem, "auto")
+        attention = SplitAttention(problem, kernel, [RowRange(0, case.rows)], case.head_dim**-0.5, None, None)
+
+        def attend(*heads: torch.Tensor) -> torch.Tensor:
+            q, k, v = (each.reshape(case.rows, 1, -1, case.head_dim) for each in heads)
+            return _LocalAttention.apply(q, k, v, attention).view(-1, 1, case.K)
+
+        ready = differentiable(work, lambda: ulysses_block(case, work.operands, attend))
+        return Ready(call=ready.call, path="compute", transport="none", is_op=False)
+
+
+class UlyssesCommOnly(Variant):
+    """The group's all-to-alls of one pass, towards the heads and home; as many features travel in both passes."""
+
+    name = "comm_only collective"
+    is_basic = True
+
+    @override
+    def build(self, work: Work) -> Ready:
+        case, o = ulysses_case_of(work), work.operands
+        sides = [
+            tuple(wire.view(-1)[: wire.size(0) * features].view(-1, features) for wire in (o.wire_full, o.wire_shard))
+            for features in (case.qkv_features, case.K)
+        ]
+
+        def call() -> None:
+            for target, source in sides:
+                dist.all_to_all_single(target, source, group=work.group)
+
+        return Ready(call=call, path="transfers", transport=collective_name(work.pool.device), is_op=False)
+
+
+class TransformerEngineExchange(Variant):
+    """Transformer Engine's attention with its own all-to-alls, as Megatron's `cp_comm_type: a2a` calls it."""
+
+    name = "transformer_engine"
+    is_foreign = True
+    is_basic = True
+
+    def __init__(self, device: torch.device) -> None:
+        # Before anything computes: its libraries of cuDNN do not load behind PyTorch's.
+        if device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
+            importlib.import_module("transformer_engine.pytorch")
+
+    @override
+    def build(self, work: Work) -> Ready:
+        if work.pool.device.type != "cuda":
+            raise UnsupportedError("Transformer Engine's context parallelism needs CUDA devices")
+        if importlib.util.find_spec("transformer_engine") is None:
+            raise UnsupportedError("Transformer Engine is not installed")
+        from transformer_engine import pytorch as te
+
+        case = ulysses_case_of(work)
+        layer = te.DotProductAttention(
+            num_attention_heads=case.heads,
+            kv_channels=case.head_dim,
+            num_gqa_groups=case.kv_heads,
+            attention_dropout=0.0,
+            qkv_format="sbhd",
+            attn_mask_type="causal",
+        )
+        ranks = dist.get_process_group_ranks(work.group)
+        layer.set_context_parallel_group(work.group, ranks, torch.cuda.Stream(), "a2a")
+
+        def forward() -> torch.Tensor:
+            return ulysses_block(case, work.operands, layer)
+
+        if work.pass_name == "fprop":
+            ready = differentiable(work, forward)
+        else:
+            ready = with_forward_ahead(work, forward, work.operands.leaves)
+        ready.path = "transformer_engine"
+        return ready
+
+
+def ulysses_variants(device: torch.device, group_counts: tuple[int, ...]) -> list[Variant]:
+    """Everything that can be asked for on `device`. group_counts: of a rank's heads, for the overlapped path."""
+    return [
+        UlyssesComputeOnly(),
+        UlyssesCommOnly(),
+        TransformerEngineExchange(device),
+        *(Ours(options) for options in ulysses_paths(device, group_counts)),
+        Ours(PathOptions(path="auto", kind="ulysses")),
+    ]
