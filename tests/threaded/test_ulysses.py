@@ -145,7 +145,7 @@ def test_exact_results_where_every_sum_is(group, device, kv_heads, order):
 @pytest.mark.parametrize("frozen", [("q",), ("k",), ("q", "v"), ("q", "k", "v")])
 @pytest.mark.parametrize("path", ["overlapped", "sequential"])
 @on_ranks(2)
-def test_frozen_operands_get_no_gradient_and_the_others_theirs(group, device, frozen, path):
+def test_frozen_operands_get_no_gradient_others_do(group, device, frozen, path):
     operands, grad_y = draw(Case(kv_heads=1), group.rank(), group.size())
     results = []
     with OverlapContext(group, ulysses_config(path)) as context:
@@ -246,7 +246,7 @@ COMPLAINTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", COMPLAINTS)
-def test_wrong_arguments_raise_on_all_ranks_and_the_next_call_works(name):
+def test_wrong_arguments_raise_everywhere_and_calls_go_on(name):
     wrong, sentence = COMPLAINTS[name]
     sizes = {key: value for key, value in wrong.items() if key in ("heads", "kv_heads", "rows")}
     keywords = {key: value for key, value in wrong.items() if key not in sizes}
@@ -378,7 +378,7 @@ WAYS = ("sequential", "overlapped m=1", "overlapped m=2", "overlapped m=4")
 
 
 @pytest.mark.parametrize("best", WAYS)
-def test_the_fastest_on_the_slowest_rank_is_taken_for_both_passes(best, monkeypatch):
+def test_the_fastest_on_the_slowest_rank_is_taken(best, monkeypatch):
     times = [{name: 50.0 if name == best else 90.0 for name in WAYS} for _ in range(2)]
     times[0].update({name: 10.0 for name in WAYS if name != best})  # fast here, slow on the other rank
     monkeypatch.setattr(TRIAL, lambda device: MadeUpTimes(lambda rank, name: times[rank][name]))

@@ -66,7 +66,7 @@ def test_what_does_not_fit_runs_sequentially():
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_overlapped_paths_are_predicted_to_win_where_links_are_slow(ranks, order):
+def test_groups_of_heads_pay_where_links_are_slow(ranks, order):
     traits = Traits(
         transport="copy_engine", num_sms=132, transfer_sms=0, regains_sms=False, overlaps=True, adds_in_epilogue=True,
         replays=True,
