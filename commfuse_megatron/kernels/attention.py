@@ -102,11 +102,16 @@ class AttentionKernel(ABC):
         return None
 
     def bind_backward(
-        self, grad_out: torch.Tensor, operands: Operands, mask: SplitMask, scale: float
+        self,
+        grad_out: torch.Tensor,
+        operands: Operands,
+        mask: SplitMask,
+        scale: float,
+        gradients: Sequence[torch.Tensor] | None = None,
     ) -> BoundAttention | None:
         """`backward` of what `bind_forward` bound, on addresses; None where it cannot be had.
 
-        The gradients are contiguous, in the dtype of the operands.
+        The gradients are in the dtype of the operands: contiguous, or in tensors like these.
         """
         return None
 

@@ -163,12 +163,24 @@ class CudnnAttention(AttentionKernel):
         return grad_q, grad_k, grad_v
 
     def bind_backward(
-        self, grad_out: torch.Tensor, operands: Operands, mask: SplitMask, scale: float
+        self,
+        grad_out: torch.Tensor,
+        operands: Operands,
+        mask: SplitMask,
+        scale: float,
+        gradients: Sequence[torch.Tensor] | None = None,
     ) -> BoundAttention | None:
         """See `AttentionKernel`. Deterministic if PyTorch is told to be now."""
         if _is_of_one_key(operands):
             return None
-        return self._backward.bind(_split_of(grad_out, operands, mask, scale))
+        split = _split_of(grad_out, operands, mask, scale)
+        if gradients is None:
+            return self._backward.bind(split)
+        try:
+            return self._backward.bind(split, tuple(map(Layout.of, gradients)))
+        except Exception as error:  # the front end's own exceptions, which differ between its versions
+            logger.info("cudnn attention does not leave gradients among others': %s", error)
+            return None
 
 
 def _is_of_one_key(operands: Operands) -> bool:

@@ -70,8 +70,15 @@ class CudnnBackward:
             total = grad_q.view(grad_q.size(0), -1)
             sum_partials(total, partial.view(1, *total.shape), out=total)
 
-    def bind(self, split: BackwardSplit) -> BoundAttention:
-        """`run` on addresses. Where no kernel of ours adds, it is one call, of whatever number `run` makes."""
+    def bind(self, split: BackwardSplit, gradients: tuple[Layout, ...] | None = None) -> BoundAttention:
+        """`run` on addresses. Where no kernel of ours adds, it is one call, of whatever number `run` makes.
+
+        gradients: where they are not contiguous. Then it is one call, too.
+        """
+        if gradients is not None:
+            piece = one_piece(split.sizes)
+            graph = self._graphs.backward(_layouts(split, piece), split.dtype, piece.mask, split.scale, gradients)
+            return self._graphs.bind(graph)
         parts = self._parts(split, backward_pieces(split.sizes))
         if len(parts) == 2:
             like = torch.empty(split.sizes.queries, _grad_q_row(split), dtype=split.dtype, device="meta")

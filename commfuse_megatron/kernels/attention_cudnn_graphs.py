@@ -75,10 +75,17 @@ class CudnnGraphs:
         key = ("forward", layouts, dtype, mask, scale, stats_rows)
         return self._find(key, lambda: self.build_forward(layouts, dtype, mask, scale, stats_rows))
 
-    def backward(self, layouts: tuple[Layout, ...], dtype: torch.dtype, mask: Mask, scale: float) -> CudnnGraph:
+    def backward(
+        self,
+        layouts: tuple[Layout, ...],
+        dtype: torch.dtype,
+        mask: Mask,
+        scale: float,
+        gradients: tuple[Layout, ...] | None = None,
+    ) -> CudnnGraph:
         """The graph of `build_backward`, kept."""
-        key = ("backward", layouts, dtype, mask, scale, torch.are_deterministic_algorithms_enabled())
-        return self._find(key, lambda: self.build_backward(layouts, dtype, mask, scale))
+        key = ("backward", layouts, dtype, mask, scale, torch.are_deterministic_algorithms_enabled(), gradients)
+        return self._find(key, lambda: self.build_backward(layouts, dtype, mask, scale, gradients))
 
     def _find(self, key: tuple, build: Callable[[], CudnnGraph]) -> CudnnGraph:
         graph = self._graphs.get(key)
@@ -115,10 +122,18 @@ class CudnnGraphs:
         stats.set_data_type(self._cudnn.data_type.FLOAT)
         return self._finish(graph, _OF_FORWARD)
 
-    def build_backward(self, layouts: Sequence[Layout], dtype: torch.dtype, mask: Mask, scale: float) -> CudnnGraph:
+    def build_backward(
+        self,
+        layouts: Sequence[Layout],
+        dtype: torch.dtype,
+        mask: Mask,
+        scale: float,
+        gradients: Sequence[Layout] | None = None,
+    ) -> CudnnGraph:
         """Runs on q, k, v, out, stats, grad_out and the gradients of q, k, v, which are contiguous [S, B, H, D].
 
-        layouts: of q, k, v, out, grad_out. Deterministic if PyTorch is told to be now. Raises as `build_forward` does.
+        layouts: of q, k, v, out, grad_out. gradients: of those, where they are not contiguous. Deterministic if PyTorch
+        is told to be now. Raises as `build_forward` does.
         """
         graph = self._new_graph(dtype)
         q, k, v, out, grad_out = layouts
@@ -135,15 +150,15 @@ class CudnnGraphs:
         sizes = [*out.sizes[:3], 1]
         float_type = self._cudnn.data_type.FLOAT
         stats = graph.tensor(name="stats", dim=sizes, stride=_dense(sizes), data_type=float_type, uid=_STATS)
-        gradients = graph.sdpa_backward(
+        results = graph.sdpa_backward(
             **bound,
             stats=stats,
             attn_scale=scale,
             use_deterministic_algorithm=torch.are_deterministic_algorithms_enabled(),
             **_MASKS[mask],
         )
-        for gradient, uid, layout in zip(gradients, (_GRAD_Q, _GRAD_K, _GRAD_V), (q, k, v), strict=True):
-            stored = Layout.contiguous(layout.sizes)
+        stored_as = gradients or [Layout.contiguous(layout.sizes) for layout in (q, k, v)]
+        for gradient, uid, stored in zip(results, (_GRAD_Q, _GRAD_K, _GRAD_V), stored_as, strict=True):
             gradient.set_uid(uid).set_output(True).set_dim(list(stored.sizes)).set_stride(list(stored.strides))
             gradient.set_data_type(self._io_type(dtype))
         return self._finish(graph, _OF_BACKWARD)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from commfuse_megatron.kernels.attention import AttentionKernel, Dropout, Operands, SplitMask
+from commfuse_megatron.kernels.attention import AttentionKernel, BoundAttention, Dropout, Operands, SplitMask
 from commfuse_megatron.problem import AttentionProblem, RowRange, VisibleKeys
 
 __all__ = ["Heads", "InputGradients", "SplitAttention", "apart", "operands_for_kernels"]
@@ -59,6 +59,20 @@ class SplitAttention:
     def forward(self, index: int, heads: Heads, attended: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Fill the rows of split `index` of `attended` [S, B, H, D_v]; returns the state for `backward`."""
         return self._kernel.forward(self._operands(index, heads, attended), *self._rest(index))
+
+    def bind_forward(
+        self, index: int, heads: Heads, attended: torch.Tensor, state_rows: int | None
+    ) -> tuple[Operands, BoundAttention | None]:
+        """The operands of `forward`, without dropout, and the call on their addresses; see `AttentionKernel`."""
+        operands = self._operands(index, heads, attended)
+        return operands, self._kernel.bind_forward(operands, self._rest(index)[0], self.scale, state_rows)
+
+    def bind_backward(
+        self, heads: Heads, attended: torch.Tensor, grad_attended: torch.Tensor, gradients: Heads
+    ) -> BoundAttention | None:
+        """`gradients` of split 0, which sees all keys, on addresses; results like `gradients`."""
+        operands, (mask, scale, _) = self._operands(0, heads, attended), self._rest(0)
+        return self._kernel.bind_backward(grad_attended, operands, mask, scale, gradients)
 
     def gradients(
         self,

@@ -13,6 +13,7 @@ from torch import distributed as dist
 from commfuse_megatron.config import TransportConfig
 from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.kernels.blas import BlasMatmul, Matrix, blas_unavailable_reason
+from commfuse_megatron.kernels.strided_copy import bind_copy
 from commfuse_megatron.kernels.sum_partials import bind_sum
 from commfuse_megatron.runtime.lanes import Lanes
 from commfuse_megatron.transport import select
@@ -76,6 +77,12 @@ class Hardware:
     ) -> Callable[..., Any] | None:
         """out = own + partials (+ bias) on addresses, for operands like these; None where no kernel of ours adds."""
         return bind_sum(own, partials, bias=bias, out=out, device=device)
+
+    def copy(
+        self, target: torch.Tensor, source: torch.Tensor, *, device: torch.device, is_aligned: bool
+    ) -> Callable[..., Any] | None:
+        """target = source on addresses, for views like these; None where no kernel of ours copies."""
+        return bind_copy(target, source, device=device, is_aligned=is_aligned)
 
 
 #: What contexts that are made from now on run on.

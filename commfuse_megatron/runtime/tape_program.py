@@ -178,7 +178,7 @@ class TapeBinder:
     def at(self, name: str, offset: int = 0) -> Ref:
         """`offset` bytes into an operand."""
         if name in self._bounds:
-            return Ref(0, self._buffers.tensor(name, self._bounds[name]).data_ptr() + offset)
+            return Ref(0, self.operand(name).data_ptr() + offset)
         return Ref(self._slots[name], offset)
 
     def rows(self, rows: prog.Rows) -> Ref:
@@ -191,9 +191,7 @@ class TapeBinder:
         return Matrix((rows.count, features), (features, 1), self.dtype)
 
     def _features(self, name: str) -> int:
-        if name in self._bounds:
-            return self._buffers.tensor(name, self._bounds[name]).size(-1)
-        return self.tensors[name].size(-1)
+        return self.operand(name).size(-1)
 
     def _alignment_at(self, ref: Ref) -> int:
         alignment = min(self._alignment, alignment_of(ref.offset))
@@ -406,6 +404,26 @@ class TapeBinder:
             add(stream, at[own_slot] + own_at, at[partials_slot] + partials_at, bias_at, at[out_slot] + out_at)
 
         self._compute(step)
+
+    def operand(self, name: str) -> torch.Tensor:
+        """An operand, for its layout; of the context's its buffer."""
+        if name in self._bounds:
+            return self._buffers.tensor(name, self._bounds[name])
+        return self.tensors[name]
+
+    def ref(self, name: str, view: torch.Tensor) -> Ref:
+        """Where a view into an operand begins."""
+        return self.at(name, view.data_ptr() - self.operand(name).data_ptr())
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, names: tuple[str, str]) -> None:
+        """target = source, views into the operands of these names."""
+        refs = [self.ref(name, view) for name, view in zip(names, (target, source), strict=True)]
+        is_aligned = not any(ref.offset % 16 for ref in refs)
+        run = self._hardware.copy(target, source, device=self.device, is_aligned=is_aligned)
+        if run is None:
+            raise Unservable
+        (to_slot, to_at), (from_slot, from_at) = refs
+        self._compute(lambda at, stream: run(stream, at[to_slot] + to_at, at[from_slot] + from_at))
 
     def compute(self, bound: BoundAttention, refs: Sequence[Ref]) -> None:
         """A kernel on these addresses, with scratch memory that kernels of one lane share."""

@@ -20,7 +20,7 @@ from commfuse_megatron.schedule.all_to_all import build_all_to_all
 from commfuse_megatron.schedule.binding import BoundSchedule, BoundStep, Transfer
 from commfuse_megatron.schedule.program import Rows
 
-__all__ = ["BoundExchange", "Exchange", "bind_exchange"]
+__all__ = ["BoundExchange", "Exchange", "bind_exchange", "group_and_run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,10 @@ class BoundExchange(BoundSchedule):
         """The flat number of a piece."""
         return owner * self.schedule.chunks_per_shard + group * self.num_runs + run
 
+    def group_and_run(self, chunk: int) -> tuple[int, int]:
+        """Of the piece of that number, its group, and which it is of the runs of all owners, one behind the other."""
+        return group_and_run(chunk, self.num_groups, self.num_runs)
+
     def all_tokens(self, operand: str, group: int) -> Rows:
         """A group's rows in an operand of all tokens."""
         tokens, width = self.exchange.num_tokens, self.exchange.widths[group]
@@ -117,6 +121,13 @@ class BoundExchange(BoundSchedule):
         assert send is not None
         run = within % self.num_runs
         return self.piece("a", group, send.peer, run) if self.exchange.goes_home else self.packed(group, send.peer, run)
+
+
+def group_and_run(chunk: int, num_groups: int, num_runs: int) -> tuple[int, int]:
+    """See `BoundExchange.group_and_run`. num_runs: of each owner."""
+    owner, number = divmod(chunk, num_groups * num_runs)
+    group, run = divmod(number, num_runs)
+    return group, owner * num_runs + run
 
 
 @functools.lru_cache(maxsize=1024)

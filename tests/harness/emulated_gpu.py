@@ -184,6 +184,9 @@ class _Hardware(Hardware):
     def matmul(self, a: Matrix, b: Matrix, out: Matrix, *, has_addend: bool, has_bias: bool) -> "_Matmul":
         return _Matmul(a, b, out, has_addend=has_addend, has_bias=has_bias)
 
+    def copy(self, target, source, *, device, is_aligned):
+        return _bind_copy(target, source)
+
     def sum(self, own, partials, *, bias, out, device):
         return _bind_sum(own, partials, bias=bias, out=out, device=device)
 
@@ -380,11 +383,14 @@ class _Matmul:
 
 
 def _bind_through_scratch(
-    results: Sequence[tuple[torch.Size, torch.dtype]], first: int, compute: Callable[..., Sequence[torch.Tensor]]
+    results: Sequence[tuple[torch.Size, torch.dtype]],
+    first: int,
+    compute: Callable[..., Sequence[torch.Tensor]],
+    strides: Sequence[tuple[int, ...]] | None = None,
 ) -> BoundAttention:
     """What `compute` gives for the addresses lies in scratch memory, then at those from number `first` on.
 
-    results: its shapes and dtypes; all are contiguous.
+    results: its shapes and dtypes; all are contiguous, or have these strides at last.
     """
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in results]
     starts = list(itertools.accumulate(sizes, initial=0))
@@ -395,12 +401,17 @@ def _bind_through_scratch(
             ctypes.memmove(scratch_at + start, rounded.data_ptr(), size)
 
     def store(scratch_at: int, addresses: tuple[int, ...]) -> None:
-        for at, start, size in zip(addresses[first:], starts, sizes, strict=False):
-            ctypes.memmove(at, scratch_at + start, size)
+        for number, (at, start, size) in enumerate(zip(addresses[first:], starts, sizes, strict=False)):
+            if strides is None:
+                ctypes.memmove(at, scratch_at + start, size)
+            else:
+                shape, dtype = results[number]
+                left = _like(shape, torch.empty(shape, device="meta").stride(), dtype, scratch_at + start)
+                _like(shape, strides[number], dtype, at).copy_(left)
         ctypes.memset(scratch_at, 0xFF, starts[-1])  # NaN in every dtype
 
     def run(stream: int, scratch_at: int, *addresses: int) -> None:
-        assert stream in _LANES
+        assert stream in (_CURRENT, *_LANES)
         _submit(stream, functools.partial(leave, scratch_at, addresses))
         _submit(stream, functools.partial(store, scratch_at, addresses))
 
@@ -427,7 +438,12 @@ class _Attention(MathAttention):
         return _bind_through_scratch([(out.shape, out.dtype)], 3, attend)
 
     def bind_backward(
-        self, grad_out: torch.Tensor, operands: tuple[torch.Tensor, ...], mask: SplitMask, scale: float
+        self,
+        grad_out: torch.Tensor,
+        operands: tuple[torch.Tensor, ...],
+        mask: SplitMask,
+        scale: float,
+        gradients: Sequence[torch.Tensor] | None = None,
     ) -> BoundAttention:
         loaded = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (*operands, grad_out)]
 
@@ -437,13 +453,25 @@ class _Attention(MathAttention):
             *views, grad = [_like(*like, at) for like, at in zip(loaded, addresses, strict=True)]
             return self.backward(grad, tuple(views), (), mask, scale, None)
 
-        return _bind_through_scratch([(tensor.shape, tensor.dtype) for tensor in operands[:3]], 6, attend)
+        results = [(tensor.shape, tensor.dtype) for tensor in operands[:3]]
+        strides = None if gradients is None else [tensor.stride() for tensor in gradients]
+        return _bind_through_scratch(results, 6, attend, strides)
 
 
 def _like(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, address: int) -> torch.Tensor:
     count = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
     memory = (ctypes.c_byte * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+
+
+def _bind_copy(target: torch.Tensor, source: torch.Tensor):
+    views = [(view.shape, view.stride(), view.dtype) for view in (target, source)]
+
+    def copy(target_at: int, source_at: int) -> None:
+        to_here, from_here = (_like(*like, at) for like, at in zip(views, (target_at, source_at), strict=True))
+        to_here.copy_(from_here)
+
+    return lambda stream, *addresses: _submit(stream, functools.partial(copy, *addresses))
 
 
 def _bind_sum(

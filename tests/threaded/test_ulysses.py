@@ -18,6 +18,7 @@ from commfuse_megatron.problem import shard_range
 from commfuse_megatron.transport.copy_tape import CopyTape
 from tests.harness import on_ranks, run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
+from tests.threaded.test_planning import TRIAL, MadeUpTimes, machine
 from tests.threaded.test_query_split_attention import MASKS, assert_close, every_second, first_expanded, outer_swapped
 
 NAMES = ("q", "k", "v")
@@ -144,7 +145,7 @@ def test_exact_results_where_every_sum_is(group, device, kv_heads, order):
 @pytest.mark.parametrize("frozen", [("q",), ("k",), ("q", "v"), ("q", "k", "v")])
 @pytest.mark.parametrize("path", ["overlapped", "sequential"])
 @on_ranks(2)
-def test_frozen_operands_get_no_gradient_and_the_others_theirs(group, device, frozen, path):
+def test_frozen_operands_get_no_gradient_others_do(group, device, frozen, path):
     operands, grad_y = draw(Case(kv_heads=1), group.rank(), group.size())
     results = []
     with OverlapContext(group, ulysses_config(path)) as context:
@@ -245,7 +246,7 @@ COMPLAINTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", COMPLAINTS)
-def test_wrong_arguments_raise_on_all_ranks_and_the_next_call_works(name):
+def test_wrong_arguments_raise_everywhere_and_calls_go_on(name):
     wrong, sentence = COMPLAINTS[name]
     sizes = {key: value for key, value in wrong.items() if key in ("heads", "kv_heads", "rows")}
     keywords = {key: value for key, value in wrong.items() if key not in sizes}
@@ -369,3 +370,40 @@ def noting(events, name, function):
         return function(self, *args, **kwargs)
 
     return noted
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+WAYS = ("sequential", "overlapped m=1", "overlapped m=2", "overlapped m=4")
+
+
+@pytest.mark.parametrize("best", WAYS)
+def test_the_fastest_on_the_slowest_rank_is_taken(best, monkeypatch):
+    times = [{name: 50.0 if name == best else 90.0 for name in WAYS} for _ in range(2)]
+    times[0].update({name: 10.0 for name in WAYS if name != best})  # fast here, slow on the other rank
+    monkeypatch.setattr(TRIAL, lambda device: MadeUpTimes(lambda rank, name: times[rank][name]))
+
+    def body(group, device):
+        with OverlapContext(group, OverlapConfig()) as context:
+            context.planner.default_reason = None
+            context.planner.machines["float64"] = machine()
+            check(Case(), group, context)
+            return context.report()
+
+    for forward, backward in run_threads(2, body):
+        assert forward.reason.startswith(f"measured: {best} 0.050 ms")
+        assert (forward.path, backward.path) == (best.partition(" ")[0],) * 2
+        assert backward.reason == "as the forward pass"
+        assert (forward.measured_us, forward.calls, backward.calls) == (50.0, 1, 1)
+
+
+@on_ranks(2)
+def test_recorded_calls_show_what_was_computed_and_sent(group, device):
+    with OverlapContext(group, ulysses_config(head_groups=2, record=True)) as context:
+        operands, grad_y = draw(Case(), group.rank(), 2)
+        run(operands, grad_y, ops.ulysses_attention, context=context)
+        calls = [of_problem[0] for of_problem in context.recorder.calls_by_problem().values()]
+        assert all(record.exposed_comm_us is not None for record in context.report())
+    names = [[interval.name for interval in call] for call in calls]
+    assert names[0].count("pack 0") == names[0].count("attend group 0") == names[0].count("unpack 1") == 1
+    assert sum(name.startswith("to rank") for name in names[0]) == sum(name.startswith("to rank") for name in names[1])
