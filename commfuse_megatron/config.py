@@ -30,6 +30,7 @@ __all__ = [
     "PassConfig",
     "PlanConfig",
     "TransportConfig",
+    "UlyssesConfig",
     "WgradConfig",
     "config_file_from_environment",
     "describe_differences",
@@ -148,6 +149,18 @@ class AttentionConfig(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class UlyssesConfig(_Checked):
+    """The exchanges of context parallelism (Megatron's `cp_comm_type: a2a`).
+
+    path: "overlapped" hides them under attention; "stock" leaves them to Transformer Engine, which Megatron's local
+    attention cannot: it raises. "auto", the default, overlaps where the kernel that attends is as good as Transformer
+    Engine's own, as far as that is known, and always where there is no other path, and on the CPU.
+    """
+
+    path: Literal["auto", "overlapped", "stock"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransportConfig(_Checked):
     """How bytes reach another rank.
 
@@ -256,6 +269,7 @@ class OverlapConfig(_Checked):
 
     linear: LinearConfig = field(default_factory=LinearConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    ulysses: UlyssesConfig = field(default_factory=UlyssesConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     kernel: KernelConfig = field(default_factory=KernelConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)

@@ -26,6 +26,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import layers as _layers
 from megatron.core.tensor_parallel import mappings as _mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -44,6 +45,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from commfuse_megatron.errors import UnsupportedError
 
 __all__ = [
+    "CORE_ATTENTIONS",
     "HAVE_FUSED_WEIGHT_GRADIENT",
     "HAVE_TRANSFORMER_ENGINE",
     "Attention",
@@ -62,6 +64,8 @@ __all__ = [
     "TransformerLayer",
     "VocabParallelEmbedding",
     "WrappedTorchNorm",
+    "attention_groups",
+    "context_parallel_group",
     "default_layer_spec",
     "ensure_metadata_has_dp_cp_group",
     "final_norm_class",
@@ -77,6 +81,7 @@ __all__ = [
     "megatron_groups",
     "model_config_from_arguments",
     "pretrain",
+    "reason_in_attention_precision",
     "reason_in_core_attention",
     "reason_in_functions",
     "reason_in_precision",
@@ -109,10 +114,37 @@ def _those_of_transformer_engine(*names: str) -> tuple[type, ...]:
 TRANSFORMER_ENGINE_LINEARS = _those_of_transformer_engine("TELinear", "TELayerNormColumnParallelLinear")
 ROW_PARALLEL_LINEARS = (RowParallelLinear, *_those_of_transformer_engine("TERowParallelLinear"))
 
+#: What Megatron's specs put in for attention itself, local and Transformer Engine's.
+CORE_ATTENTIONS = (DotProductAttention, *_those_of_transformer_engine("TEDotProductAttention"))
+
 
 def group_of(layer: Any) -> dist.ProcessGroup:
-    """The tensor-parallel group of a built linear or embedding, local or Transformer Engine's."""
+    """The group that a built layer communicates over, local or Transformer Engine's: of a linear or embedding the
+    tensor-parallel one, of a core attention under context parallelism that one."""
+    if isinstance(layer, CORE_ATTENTIONS):
+        group = context_parallel_group(layer)
+        assert group is not None
+        return group
     return vars(layer).get("_tp_group") or layer.tp_group
+
+
+def context_parallel_group(core: Any) -> dist.ProcessGroup | None:
+    """The ranks that share the sequences of a built core attention; None where each has whole ones.
+
+    Of `cp_comm_type` a2a+p2p, which has several groups, the first of more than one rank.
+    """
+    if not isinstance(core, DotProductAttention):  # what the instance says counts: it may be given another group
+        groups = core.cp_group if isinstance(core.cp_group, list | tuple) else [core.cp_group]
+        return next((group for group in groups if group is not None and group.size() > 1), None)
+    if core.config.context_parallel_size == 1:  # as of an encoder beside a decoder that has it
+        return None
+    group = getattr(core.pg_collection, "cp", None) or parallel_state.get_context_parallel_group(False)
+    return group if group is not None and group.size() > 1 else None
+
+
+def attention_groups() -> ProcessGroupCollection:
+    """The groups that an attention takes from Megatron's parallel state where it is given none."""
+    return ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
 
 
 def fuses_weight_gradient(layer: Any) -> bool:
@@ -183,14 +215,16 @@ _TRANSFORMER_ENGINE_FUNCTIONS = _transformer_engine_functions()
 _CORE_ATTENTION_FUNCTIONS: _Watched = sum(
     (
         _watch(cls, "forward", origins=("",))
-        for cls in (DotProductAttention, *_those_of_transformer_engine("TEDotProductAttention"))
+        for cls in CORE_ATTENTIONS
     ),
     (),
 )
 
 
 def reason_in_functions(layer: torch.nn.Module) -> str | None:
-    """Why the built linear takes Megatron's path: somebody replaced a function that Megatron's forward is or calls."""
+    """Why the built layer takes Megatron's path: somebody replaced a function that Megatron's forward is or calls."""
+    if isinstance(layer, CORE_ATTENTIONS):
+        return reason_in_core_attention()
     if "_forward_impl" in vars(layer):
         return "the layer has a _forward_impl of its own in the instance, which ours would pass by"
     is_local = not isinstance(layer, TRANSFORMER_ENGINE_LINEARS)
@@ -216,6 +250,17 @@ def reason_in_precision() -> str | None:
         return "fp8 is on around this call: quantised GEMMs are Transformer Engine's own"
     if _debug_state is not None and _debug_state.debug_enabled:
         return "Transformer Engine's debug tools are on: they look at its own GEMMs"
+    return None
+
+
+def reason_in_attention_precision() -> str | None:
+    """Why a core attention of Transformer Engine takes its own path in this call; fp8 linears around it are none."""
+    if not HAVE_TRANSFORMER_ENGINE:
+        return None
+    state = _te.FP8GlobalStateManager
+    recipe = state.get_fp8_recipe() if state.is_fp8_enabled() else None
+    if getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):
+        return "attention is computed in fp8 around this call: it is Transformer Engine's own"
     return None
 
 
