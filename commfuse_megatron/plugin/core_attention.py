@@ -1,8 +1,8 @@
 """What a core attention of Megatron would compute in one call, in the words of `ops.query_split_attention` and
 `ops.ulysses_attention`; or why that cannot be said.
 
-Knows the two classes that Megatron's specs put there, by identity, and ours in their place. Whatever is not known to mean the same is a reason,
-and as in `support` the answer looks at configuration, shapes and modes only.
+Knows the two classes that Megatron's specs put there, by identity, and ours in their place. Whatever is not known to
+mean the same is a reason, and as in `support` the answer looks at configuration, shapes and modes only.
 """
 
 from typing import Any, NamedTuple

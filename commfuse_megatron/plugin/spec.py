@@ -21,7 +21,7 @@ import torch
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import ConfigError, UnsupportedError
-from commfuse_megatron.plugin import arguments, compat
+from commfuse_megatron.plugin import arguments, compat, compat_training
 from commfuse_megatron.plugin.classes import ATTENTIONS, CONFIGURED_BY_SPECS, CORE_ATTENTIONS, LINEARS_AND_EMBEDDING
 from commfuse_megatron.plugin.norm import CommFuseNorm
 
@@ -60,7 +60,8 @@ def apply_to_spec(spec: Any, config: OverlapConfig | str | Path | None = None) -
     Args:
         spec: a ModuleSpec, TransformerBlockSubmodules or any tree of dataclasses, partials, lists, tuples, dicts and
             classes, as Megatron's spec builders return them.
-        config: given to every linear and core attention, or the YAML file that it is read from; None lets the layers read the flags.
+        config: given to every linear and core attention, or the YAML file that it is read from; None lets the layers
+            read the flags.
 
     What a spec cannot reach (the output layer, the down-projections of latent attention, the layers of multi-token
     prediction) stays Megatron's until `convert_model`. Transformer Engine's norms stay.
@@ -183,7 +184,7 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     that is not installed; ConfigError for a configuration file with mistakes.
     """
     require_buildable(config.transformer)
-    spec = apply_to_spec(compat.default_layer_spec(config, vp_stage))
+    spec = apply_to_spec(compat_training.default_layer_spec(config, vp_stage))
     return block_spec(spec, config.transformer, vp_stage) if isinstance(spec, compat.ModuleSpec) else spec
 
 

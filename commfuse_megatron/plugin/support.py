@@ -79,11 +79,11 @@ def unsupported_reason(
     Raises ConfigError for a module of another kind, of which it knows nothing.
     """
     if not isinstance(layer, _LINEARS_AND_EMBEDDING):
-        judge = next((judge for stock, judge in _JUDGES.items() if isinstance(layer, stock)), None)
-        if judge is None:
+        answer = next((judge for stock, judge in _JUDGES.items() if isinstance(layer, stock)), None)
+        if answer is None:
             known = ", ".join(each.__name__ for each in (*_LINEARS_AND_EMBEDDING, *sum(_JUDGES, ())))
             raise ConfigError(f"unsupported_reason knows nothing of a {type(layer).__name__}; it answers for {known}")
-        return judge(layer)
+        return answer(layer)
     weight = _held_by(layer, "weight") if weight is None else weight
     if isinstance(layer, compat.VocabParallelEmbedding):
         return _reason_in_embedding(layer, input_, weight)

@@ -193,10 +193,10 @@ def _judge(
         )
     # Transformer Engine's looks at no mask of the types that are understood.
     found = describe_core_attention(core, query, key, None, **others)
-    reason = found if isinstance(found, str) else _reason_in_sizes(core, query, key, value, found.dropout)
-    if reason is None:
-        reason = _reason_in_machine(core, query, key, value, found, is_local=is_local)
-    return found if reason is None else reason
+    if isinstance(found, str):
+        return found
+    reason = _reason_in_sizes(core, query, key, value, found.dropout)
+    return reason or _reason_in_machine(core, query, key, value, found, is_local=is_local) or found
 
 
 def _reason_in_sizes(

@@ -2,8 +2,8 @@
 
 Megatron's local layers lack some parts that its Transformer Engine layers have, and without them there is no stock
 model to compare with. Both models get the same stand-ins: CommFuseNorm for norms that refuse sequence parallelism,
-`_PackedCoreAttention` for a core attention that takes no packed sequences. `_LatentCoreAttention`, for one that knows no
-head sizes of its own, only the stock model needs.
+`_PackedCoreAttention` for a core attention that takes no packed sequences. `_LatentCoreAttention`, for one that knows
+no head sizes of its own, only the stock model needs.
 """
 
 import copy

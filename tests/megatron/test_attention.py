@@ -243,7 +243,7 @@ def check_hooks_of_both_modules_run(group_size: int) -> None:
     for module in (attention.core_attention, attention.linear_proj):
         module.register_forward_pre_hook(hook)
     run(model)
-    assert called == ["DotProductAttention", "CommFuseRowParallelLinear"]
+    assert called == ["CommFuseDotProductAttention", "CommFuseRowParallelLinear"]
     assert state_of(attention).overlapped_calls == 1
 
 

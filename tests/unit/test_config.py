@@ -55,7 +55,7 @@ def test_every_shipped_file_loads_and_is_listed(path):
 
 @pytest.mark.parametrize(("text", "message"), [
     ("linear:\n  fprop:\n    chunk_per_shard: 2\n", 'unknown key "linear.fprop.chunk_per_shard". Did you mean'),
-    ("zebra: 1\n", 'unknown key "zebra". Known keys: linear, attention, transport'),
+    ("zebra: 1\n", 'unknown key "zebra". Known keys: linear, attention, ulysses, transport'),
     ("linear: 3\n", "linear must be a mapping of keys to values, got 3"), ("- 1\n", "the file must be a mapping"),
     ("linear:\n  fprop:\n    path: fast\n",
      "linear.fprop.path must be one of auto, sliced, bulk, async, sequential; got 'fast'"),
