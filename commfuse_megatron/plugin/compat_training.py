@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.utils import get_batch_on_this_cp_rank
@@ -187,7 +186,7 @@ def default_layer_spec(model_config: Any, vp_stage: int | None) -> Any:
     return stock_default(model_config)
 
 
-def rows_of_this_rank(batch: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+def rows_of_this_rank(batch: dict[str, Any]) -> dict[str, Any]:
     """What context parallelism leaves this rank of tensors [batch, sequence, ...], as Megatron's scripts deal it."""
     group = parallel_state.get_context_parallel_group()
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
