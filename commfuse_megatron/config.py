@@ -248,7 +248,7 @@ class FallbackConfig(_Checked):
     """What happens to a layer that cannot be overlapped.
 
     unsupported: "stock" runs Megatron's own path, logs the reason once and reports it; "raise" raises UnsupportedError
-    with the same sentence.
+    with the same sentence, unless the layer is switched off or its group has one rank.
     """
 
     unsupported: Literal["stock", "raise"] = "stock"

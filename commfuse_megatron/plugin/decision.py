@@ -25,7 +25,7 @@ from commfuse_megatron.plugin.compat import fuses_weight_gradient, group_of
 from commfuse_megatron.plugin.contexts import context_for, existing_context
 from commfuse_megatron.plugin.main_grad import DelayedWeightGrads, main_grad_target
 from commfuse_megatron.plugin.stand_in import class_name
-from commfuse_megatron.plugin.support import SWITCHED_OFF, unsupported_reason
+from commfuse_megatron.plugin.support import NOTHING_MISSED, unsupported_reason
 from commfuse_megatron.problem import Problem
 
 __all__ = [
@@ -147,7 +147,7 @@ def overlap_context(
 
 
 def context_unless(
-    layer: Any, input_: torch.Tensor, reason: str | None, *, has_stock: bool = True
+    layer: Any, input_: torch.Tensor, reason: str | None, *, without_stock: str = ""
 ) -> OverlapContext | None:
     """The context to overlap this call with, or None where it takes Megatron's own path for `reason`, counted and
     logged.
@@ -155,21 +155,21 @@ def context_unless(
     Whoever got a context runs its op by `run_operation`, or calls `count_call` when the op has returned.
 
     Args:
-        has_stock: whether Megatron's own path exists; else every reason is an error.
+        without_stock: where there is no path of Megatron's, what to do instead; every reason is an error then.
 
-    Raises UnsupportedError instead of returning None where the configuration says so; being switched off is no error.
+    Raises UnsupportedError instead of returning None where the configuration says so, but for `NOTHING_MISSED`.
     Raises ShapeError on all ranks where they decide differently, if the configuration has that checked.
     """
     state = state_of(layer)
     _compare_decision(layer, input_, state, reason)
     if reason is None:
         return context_of(layer)
-    if not has_stock:
-        raise UnsupportedError(f"{label_of(layer)}: {reason}. Megatron's {type(layer).__name__} has no path of its own")
-    if reason != SWITCHED_OFF and state.config(layer.config).fallback.unsupported == "raise":
+    if without_stock:
+        raise UnsupportedError(f"{label_of(layer)}: {reason}. {without_stock}")
+    if reason not in NOTHING_MISSED and state.config(layer.config).fallback.unsupported == "raise":
         raise UnsupportedError(f"{label_of(layer)}: {reason}")
     if reason not in state.stock_calls and group_of(layer).rank() == 0:
-        level = logging.INFO if reason == SWITCHED_OFF else logging.WARNING
+        level = logging.INFO if reason in NOTHING_MISSED else logging.WARNING
         logger.log(level, "%s takes Megatron's own path: %s", label_of(layer), reason)
     state.stock_calls[reason] += 1
     return None

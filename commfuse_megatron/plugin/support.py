@@ -15,12 +15,16 @@ from commfuse_megatron.ops.kinds import OF_TORCH
 from commfuse_megatron.plugin import arguments, compat
 from commfuse_megatron.plugin.stand_in import reason_in_class
 
-__all__ = ["SWITCHED_OFF", "judges", "reason_in_tensors", "unsupported_reason"]
+__all__ = ["NOTHING_MISSED", "SWITCHED_OFF", "judges", "reason_in_tensors", "unsupported_reason"]
 
-#: The only reason that was asked for; it is never an error.
+#: The only reason that was asked for.
 SWITCHED_OFF = "config.commfuse is False: switched off"
 
 _ONE_RANK = "the tensor-parallel group has one rank: there is nothing to hide"
+
+#: What is never an error, nor worth a warning. Under context parallelism alone the groups of all linears have one rank.
+NOTHING_MISSED = frozenset({SWITCHED_OFF, _ONE_RANK})
+
 _GTP = "the weight is sharded over a weight-rematerialisation group (gtp_remat_size > 1)"
 _FLOAT64_ON_GPU = "the tensors are torch.float64 on a GPU: float64 is overlapped on the CPU only"
 

@@ -27,6 +27,11 @@ from commfuse_megatron.plugin.stand_in import reason_in_class, stands_for
 from commfuse_megatron.plugin.support import SWITCHED_OFF, judges, reason_in_tensors
 from commfuse_megatron.problem import AttentionProblem
 
+_ADVICE = (
+    "Megatron's local core attention has no context parallelism of its own to fall back to: change that, or take"
+    " Transformer Engine's layers (transformer_impl transformer_engine)."
+)
+
 __all__ = ["CommFuseDotProductAttention", "CommFuseTEDotProductAttention", "exchange_unsupported_reason"]
 
 
@@ -122,7 +127,7 @@ def _attend(
 ) -> torch.Tensor:
     found = _judge(core, query, key, value, attention_mask, attn_mask_type=attn_mask_type, **others)
     reason = found if isinstance(found, str) else None
-    context = context_unless(core, query, reason, has_stock=stock is not None)
+    context = context_unless(core, query, reason, without_stock="" if stock is not None else _ADVICE)
     if context is None or isinstance(found, str):
         assert stock is not None
         return stock(query, key, value, attention_mask, attn_mask_type=attn_mask_type, **others)
