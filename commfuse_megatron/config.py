@@ -158,12 +158,14 @@ class UlyssesConfig(_Checked):
 
     path: "overlapped": heads travel in groups, each attended while the next one travels, and the rows of one owner
     after the other go home; "sequential": all-to-all, attention, all-to-all. "auto", the default, leaves it to the
-    planner, which times them; where nothing is timed, as on the CPU, it is "overlapped".
+    planner, which times them; where nothing is timed, as on the CPU, it is "overlapped". "stock" leaves context
+    parallelism (Megatron's `cp_comm_type: a2a`) to Transformer Engine; Megatron's local attention has none and raises,
+    and our operation takes "sequential".
     head_groups: into how many groups a rank's own heads are cut, at most as many as heads of keys and values, or of
     queries where there is only one of those; None: the planner chooses.
     """
 
-    path: Literal["auto", "overlapped", "sequential"] = "auto"
+    path: Literal["auto", "overlapped", "sequential", "stock"] = "auto"
     head_groups: int | None = None
 
     def __post_init__(self) -> None:
@@ -267,7 +269,7 @@ class FallbackConfig(_Checked):
     """What happens to a layer that cannot be overlapped.
 
     unsupported: "stock" runs Megatron's own path, logs the reason once and reports it; "raise" raises UnsupportedError
-    with the same sentence.
+    with the same sentence, unless the layer is switched off or its group has one rank.
     """
 
     unsupported: Literal["stock", "raise"] = "stock"

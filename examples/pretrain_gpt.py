@@ -43,7 +43,7 @@ def train() -> list[Any]:
     from megatron.training.arguments import parse_and_validate_args
 
     from commfuse_megatron.plugin import model_report, reset_contexts
-    from commfuse_megatron.plugin.compat import set_scalar_writer
+    from commfuse_megatron.plugin.compat_training import set_scalar_writer
     from commfuse_megatron.plugin.pretraining import ScalarLog, pretrain
 
     arguments = parse_and_validate_args(
@@ -137,15 +137,19 @@ def require_documents(prefix: str, weights: list[float]) -> None:
 def forward_step(batches: Any, model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:
     """The loss of every token of the next batch, and how to sum it.
 
-    All ranks of a tensor-parallel group read the same batch themselves, so nothing is broadcast.
+    All ranks of a tensor- or context-parallel group read the same batch themselves, so nothing is broadcast.
     """
+    from commfuse_megatron.plugin.compat_training import rows_of_this_rank
+
     if return_schedule_plan:
         raise SystemExit("pretrain_gpt.py: --overlap-moe-expert-parallel-comm needs Megatron's own script")
     batch = next(batches)
-    on_device = {
-        name: batch[name].cuda(non_blocking=True) if name in batch else None
-        for name in ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
-    }
+    on_device = rows_of_this_rank(
+        {
+            name: batch[name].cuda(non_blocking=True) if name in batch else None
+            for name in ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
+        }
+    )
     loss_mask = on_device.pop("loss_mask")
     losses = model(
         on_device["tokens"], on_device["position_ids"], on_device["attention_mask"], labels=on_device["labels"]

@@ -32,7 +32,7 @@ def list_ulysses_plans(problem: UlyssesProblem, config: OverlapConfig) -> list[P
     return [
         PassPlan(path, "", Algorithm.DIRECT, number, keep_gathered_input=False)
         for path, number in plans
-        if chosen.path in ("auto", path)
+        if chosen.path in ("auto", path) or (chosen.path, path) == ("stock", "sequential")
     ]
 
 

@@ -25,9 +25,11 @@ from commfuse_megatron.plugin.te_linear import (
     CommFuseTELayerNormColumnParallelLinear,
     CommFuseTERowParallelLinear,
 )
+from commfuse_megatron.plugin.ulysses import CommFuseDotProductAttention, CommFuseTEDotProductAttention
 
 __all__ = [
     "CommFuseColumnParallelLinear",
+    "CommFuseDotProductAttention",
     "CommFuseFusedMLASelfAttention",
     "CommFuseLayerNormColumnParallelLinear",
     "CommFuseMLASelfAttention",
@@ -36,6 +38,7 @@ __all__ = [
     "CommFuseSelfAttention",
     "CommFuseSpecProvider",
     "CommFuseTEColumnParallelLinear",
+    "CommFuseTEDotProductAttention",
     "CommFuseTELayerNormColumnParallelLinear",
     "CommFuseTERowParallelLinear",
     "CommFuseVocabParallelEmbedding",

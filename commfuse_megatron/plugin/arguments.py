@@ -13,7 +13,7 @@ import torch
 
 from commfuse_megatron.config import CONFIG_VARIABLE, OverlapConfig, config_file_from_environment
 from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.plugin import compat
+from commfuse_megatron.plugin import compat_training
 
 __all__ = [
     "add_arguments",
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     Help texts that the parser has and argparse cannot print are corrected: Megatron's `--help` works.
     """
-    compat.make_help_printable(parser)
+    compat_training.make_help_printable(parser)
     group = parser.add_argument_group("commfuse", "tensor-parallel communication hidden under partial GEMMs")
     group.add_argument(
         "--commfuse",
@@ -68,7 +68,7 @@ def set_flags(transformer_config: Any, arguments: argparse.Namespace) -> None:
 
 def adopt_flags(transformer_config: Any) -> None:
     """Copy the flags of the command line that `megatron.training` has parsed, where it is in use."""
-    given = compat.training_arguments()
+    given = compat_training.training_arguments()
     if given is not None:
         set_flags(transformer_config, given)
 

@@ -48,7 +48,7 @@ from commfuse_megatron.plugin.decision import (
     state_of,
 )
 from commfuse_megatron.plugin.stand_in import OURS
-from commfuse_megatron.plugin.support import SWITCHED_OFF, unsupported_reason
+from commfuse_megatron.plugin.support import SWITCHED_OFF, judges, unsupported_reason
 
 __all__ = [
     "CommFuseFusedMLASelfAttention",
@@ -123,6 +123,7 @@ class CommFuseFusedMLASelfAttention(_QuerySplit, FusedMLASelfAttention):
     """The same with one down-projection for queries and keys."""
 
 
+@judges(SelfAttention, MLASelfAttention, FusedMLASelfAttention)
 def attention_unsupported_reason(attention: Any, arguments: dict[str, Any] | None = None) -> str | None:
     """Why calls of `attention` are not query-split, as far as that is known before core attention is called.
 
@@ -138,6 +139,8 @@ def attention_unsupported_reason(attention: Any, arguments: dict[str, Any] | Non
             " there; overlapping the linears does not, see their own lines"
         )
     reason = unsupported_reason(projection)
+    if reason != SWITCHED_OFF and getattr(attention.config, "context_parallel_size", 1) > 1:
+        reason = "context parallelism is on: it has split the sequence already, see core attention's own line"
     if reason is not None:
         return reason
     path = state_of(projection).config(projection.config).attention.path
@@ -161,8 +164,6 @@ def attention_unsupported_reason(attention: Any, arguments: dict[str, Any] | Non
         return "linear_proj has forward pre-hooks"
     if getattr(attention.config, "attention_output_gate", False):
         return "config.attention_output_gate is on: the gate comes between attention and projection"
-    if getattr(attention.config, "context_parallel_size", 1) > 1:
-        return "context parallelism is on: it splits the sequence in its own way"
     reasons = [reason for name, reason in _FLAGS.items() if getattr(attention, name, None)]
     reasons += [reason for name, reason in _ARGUMENTS.items() if (arguments or {}).get(name) is not None]
     return reasons[0] if reasons else None
@@ -229,13 +230,11 @@ class _Pairing:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         *args: Any,
-        attn_mask_type: Any = None,
         **others: Any,
     ) -> _Job | str:
-        given = [name for name, argument in others.items() if argument is not None]
-        if args or given:
-            return f"core attention is given {', '.join(given) or 'positional arguments'}: not understood"
-        core = describe_core_attention(self._core, query, key, attention_mask, attn_mask_type)
+        if args:
+            return "core attention is given positional arguments: not understood"
+        core = describe_core_attention(self._core, query, key, attention_mask, **others)
         if isinstance(core, str):
             return core
         # No elements behind it; and not a number, so that whoever computes with it notices.
@@ -332,7 +331,7 @@ def reason_to_keep_megatrons(kernel: str, passed_over: str, capability: tuple[in
         )
     backend = getattr(getattr(config, "attention_backend", None), "name", "auto")
     if backend not in ("auto", _BACKENDS.get(kernel)):
-        return f"config.attention_backend asks for {backend}, and query splits would run {kernel}"
+        return f"config.attention_backend asks for {backend}, and ours would run {kernel}"
     return None
 
 

@@ -15,11 +15,13 @@ from commfuse_megatron.plugin.embedding import CommFuseVocabParallelEmbedding
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
 from commfuse_megatron.plugin.norm_linear import CommFuseLayerNormColumnParallelLinear
 from commfuse_megatron.plugin.stand_in import OURS
+from commfuse_megatron.plugin.ulysses import CommFuseDotProductAttention, CommFuseTEDotProductAttention
 
 __all__ = [
     "ATTENTIONS",
+    "CONFIGURED_BY_SPECS",
+    "CORE_ATTENTIONS",
     "LINEARS_AND_EMBEDDING",
-    "OUR_LINEARS",
     "is_ours",
     "reason_to_keep",
 ]
@@ -53,12 +55,18 @@ ATTENTIONS: dict[type, type[torch.nn.Module]] = {
     compat.FusedMLASelfAttention: CommFuseFusedMLASelfAttention,
 }
 
-#: What a spec may name; no spec names the embedding.
-OUR_LINEARS = (
+#: What it calls; communicates under context parallelism only.
+CORE_ATTENTIONS: dict[type, type[torch.nn.Module]] = {
+    OURS[ours]: ours for ours in (CommFuseDotProductAttention, CommFuseTEDotProductAttention) if ours is not None
+}
+
+#: What a spec may name, and is told its configuration by it; no spec names the embedding.
+CONFIGURED_BY_SPECS = (
     CommFuseColumnParallelLinear,
     CommFuseLayerNormColumnParallelLinear,
     CommFuseRowParallelLinear,
     *TRANSFORMER_ENGINE.values(),
+    *CORE_ATTENTIONS.values(),
 )
 
 #: The parameters that ours compute with. Buffers none has.
@@ -66,7 +74,7 @@ _PARAMETERS = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
 
 
 def is_ours(module: torch.nn.Module) -> bool:
-    """Whether `module` is one of our linears, or our embedding."""
+    """Whether `module` is one of our linears, our embedding, or one of our core attentions."""
     return type(module) in OURS
 
 

@@ -1,19 +1,11 @@
 """Everything that depends on which Megatron-Core, and which of its optional parts, is installed.
 
-Read against 0.18.2 and 0.19.x. The rest of the plugin imports Megatron's names from here where they moved between
-versions or may be missing. Knows nothing of our own classes.
+Read against 0.18.2 and 0.19.x; `compat_training` has what depends on `megatron.training`. The rest of the plugin
+imports Megatron's names from here where they moved between versions or may be missing. Knows nothing of our classes.
 """
 
-import argparse
 import contextlib
-import functools
-import importlib.util
-import inspect
-import re
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,10 +14,10 @@ from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine as _te
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import layers as _layers
 from megatron.core.tensor_parallel import mappings as _mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -41,9 +33,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
-from commfuse_megatron.errors import UnsupportedError
-
 __all__ = [
+    "CORE_ATTENTIONS",
     "HAVE_FUSED_WEIGHT_GRADIENT",
     "HAVE_TRANSFORMER_ENGINE",
     "Attention",
@@ -62,7 +53,8 @@ __all__ = [
     "TransformerLayer",
     "VocabParallelEmbedding",
     "WrappedTorchNorm",
-    "default_layer_spec",
+    "attention_groups",
+    "context_parallel_group",
     "ensure_metadata_has_dp_cp_group",
     "final_norm_class",
     "fuses_weight_gradient",
@@ -72,16 +64,11 @@ __all__ = [
     "group_of",
     "is_transformer_engine_linear",
     "layers_of_stage",
-    "let_wheel_start",
-    "make_help_printable",
     "megatron_groups",
-    "model_config_from_arguments",
-    "pretrain",
+    "reason_in_attention_precision",
     "reason_in_core_attention",
     "reason_in_functions",
     "reason_in_precision",
-    "set_scalar_writer",
-    "training_arguments",
     "transformer_engine_class",
 ]
 
@@ -109,10 +96,37 @@ def _those_of_transformer_engine(*names: str) -> tuple[type, ...]:
 TRANSFORMER_ENGINE_LINEARS = _those_of_transformer_engine("TELinear", "TELayerNormColumnParallelLinear")
 ROW_PARALLEL_LINEARS = (RowParallelLinear, *_those_of_transformer_engine("TERowParallelLinear"))
 
+#: What Megatron's specs put in for attention itself, local and Transformer Engine's.
+CORE_ATTENTIONS = (DotProductAttention, *_those_of_transformer_engine("TEDotProductAttention"))
+
 
 def group_of(layer: Any) -> dist.ProcessGroup:
-    """The tensor-parallel group of a built linear or embedding, local or Transformer Engine's."""
+    """The group that a built layer communicates over, local or Transformer Engine's: of a linear or embedding the
+    tensor-parallel one, of a core attention under context parallelism that one."""
+    if isinstance(layer, CORE_ATTENTIONS):
+        group = context_parallel_group(layer)
+        assert group is not None
+        return group
     return vars(layer).get("_tp_group") or layer.tp_group
+
+
+def context_parallel_group(core: Any) -> dist.ProcessGroup | None:
+    """The ranks that share the sequences of a built core attention; None where each has whole ones.
+
+    Of `cp_comm_type` a2a+p2p, which has several groups, the first of more than one rank.
+    """
+    if not isinstance(core, DotProductAttention):  # what the instance says counts: it may be given another group
+        groups = core.cp_group if isinstance(core.cp_group, list | tuple) else [core.cp_group]
+        return next((group for group in groups if group is not None and group.size() > 1), None)
+    if core.config.context_parallel_size == 1:  # as of an encoder beside a decoder that has it
+        return None
+    group = getattr(core.pg_collection, "cp", None) or parallel_state.get_context_parallel_group(False)
+    return group if group is not None and group.size() > 1 else None
+
+
+def attention_groups() -> ProcessGroupCollection:
+    """The groups that an attention takes from Megatron's parallel state where it is given none."""
+    return ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
 
 
 def fuses_weight_gradient(layer: Any) -> bool:
@@ -181,16 +195,15 @@ def _transformer_engine_functions() -> _Watched:
 
 _TRANSFORMER_ENGINE_FUNCTIONS = _transformer_engine_functions()
 _CORE_ATTENTION_FUNCTIONS: _Watched = sum(
-    (
-        _watch(cls, "forward", origins=("",))
-        for cls in (DotProductAttention, *_those_of_transformer_engine("TEDotProductAttention"))
-    ),
+    (_watch(cls, "forward", origins=("",)) for cls in CORE_ATTENTIONS),
     (),
 )
 
 
 def reason_in_functions(layer: torch.nn.Module) -> str | None:
-    """Why the built linear takes Megatron's path: somebody replaced a function that Megatron's forward is or calls."""
+    """Why the built layer takes Megatron's path: somebody replaced a function that Megatron's forward is or calls."""
+    if isinstance(layer, CORE_ATTENTIONS):
+        return reason_in_core_attention()
     if "_forward_impl" in vars(layer):
         return "the layer has a _forward_impl of its own in the instance, which ours would pass by"
     is_local = not isinstance(layer, TRANSFORMER_ENGINE_LINEARS)
@@ -219,6 +232,17 @@ def reason_in_precision() -> str | None:
     return None
 
 
+def reason_in_attention_precision() -> str | None:
+    """Why a core attention of Transformer Engine takes its own path in this call; fp8 linears around it are none."""
+    if not HAVE_TRANSFORMER_ENGINE:
+        return None
+    state = _te.FP8GlobalStateManager
+    recipe = state.get_fp8_recipe() if state.is_fp8_enabled() else None
+    if getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):
+        return "attention is computed in fp8 around this call: it is Transformer Engine's own"
+    return None
+
+
 _debug_state: Any = None
 if HAVE_TRANSFORMER_ENGINE:
     with contextlib.suppress(ImportError):  # older releases have none
@@ -240,28 +264,6 @@ def layers_of_stage(transformer_config: Any, vp_stage: int | None) -> int:
     return get_num_layers_to_build(transformer_config, vp_stage=vp_stage)
 
 
-def default_layer_spec(model_config: Any, vp_stage: int | None) -> Any:
-    """The spec that `megatron.training` takes for a GPTModelConfig when the user names none.
-
-    `megatron.training` is imported here and not above: it is large, and only scripts that use it come here. Up to 0.18
-    it leaves this to the script; then it is the block that Megatron's own script chooses.
-    """
-    if not _builds_gpt():
-        config = model_config.transformer
-        return get_gpt_decoder_block_spec(
-            config,
-            use_transformer_engine=config.transformer_impl == "transformer_engine",
-            normalization=config.normalization,
-            qk_l2_norm=config.qk_l2_norm,
-            vp_stage=vp_stage,
-        )
-    from megatron.training.models.gpt import default_layer_spec as stock_default
-
-    if "vp_stage" in inspect.signature(stock_default).parameters:
-        return stock_default(model_config, vp_stage)
-    return stock_default(model_config)
-
-
 def megatron_groups() -> tuple[dist.ProcessGroup, ...]:
     """The process groups that Megatron's `parallel_state` holds at the moment, each once, in an order that is the same
     on all ranks: that of its variables."""
@@ -270,144 +272,3 @@ def megatron_groups() -> tuple[dist.ProcessGroup, ...]:
         held = value if isinstance(value, list | tuple) else [value]
         found.update(dict.fromkeys(each for each in held if isinstance(each, dist.ProcessGroup)))
     return tuple(found)
-
-
-def training_arguments() -> Any | None:
-    """The parsed command line of `megatron.training`, or None where that is not in use."""
-    module = sys.modules.get("megatron.training.global_vars")
-    return getattr(module, "_GLOBAL_ARGS", None)
-
-
-# --- megatron.training, as far as the pip wheel has it ----------------------------------------------------------------
-
-#: A list of model chunks -> the same list; called after construction, before the data-parallel wrapper.
-ModelHook = Callable[[list[Any]], list[Any]]
-
-
-def make_help_printable(parser: argparse.ArgumentParser) -> None:
-    """Escape what argparse would take for a format: some help texts of Megatron's have a lone %, so `--help` raises."""
-    for action in parser._actions:
-        if action.help is not None:
-            action.help = re.sub(r"%%|%(?!\(\w+\)[a-z])", "%%", action.help)
-
-
-def let_wheel_start() -> None:
-    """Let `initialize_megatron` pass where Megatron came as a wheel.
-
-    It runs `make` in the folder of the datasets and ends the process if that fails. The wheel has no Makefile there,
-    since it brings what would be compiled.
-    """
-    from megatron.core.datasets import utils
-
-    folder = Path(utils.__file__).parent
-    if not (folder / "Makefile").exists() and any(folder.glob("helpers_cpp*")):
-        utils.compile_helpers = lambda: None
-
-
-def set_scalar_writer(writer: Any) -> None:
-    """Make `writer` (with `add_scalar(name, value, step)`) what Megatron logs losses and norms to, like TensorBoard's.
-
-    Call it after the command line was parsed, on the ranks that shall log.
-    """
-    from megatron.training import global_vars
-
-    global_vars._GLOBAL_TENSORBOARD_WRITER = writer
-
-
-def model_config_from_arguments(arguments: Any) -> Any:
-    """Megatron's HybridModelConfig or GPTModelConfig for a parsed command line; Megatron reads `--spec` itself.
-
-    Its `transformer` is the TransformerConfig, its `pre_wrap_hooks` a list of `ModelHook`.
-    """
-    from megatron.training import argument_utils
-
-    if arguments.hybrid_layer_pattern is not None:
-        return argument_utils.hybrid_config_from_args(arguments)
-    if _builds_gpt():
-        return argument_utils.gpt_config_from_args(arguments)
-    from megatron.core.transformer.spec_utils import import_module
-
-    spec = None if arguments.spec is None else import_module(arguments.spec)
-    return _GPTConfig(
-        transformer=argument_utils.core_transformer_config_from_args(arguments), transformer_layer_spec=spec
-    )
-
-
-def pretrain(arguments: Any, model_config: Any, datasets: Callable[..., Any], forward_step: Callable[..., Any]) -> None:
-    """Megatron's `pretrain` on the model of `model_config`, which `model_config_from_arguments` made."""
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain as stock_pretrain
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
-
-    provider = None
-    if inspect.signature(stock_pretrain).parameters["model_provider"].default is inspect.Parameter.empty:
-        provider = functools.partial(_provide_model, arguments, model_config)
-    is_ours = isinstance(model_config, _GPTConfig)
-    stock_pretrain(
-        cfg_container=pretrain_cfg_container_from_args(arguments, None if is_ours else model_config),
-        train_valid_test_dataset_provider=datasets,
-        model_type=ModelType.encoder_or_decoder,
-        forward_step_func=forward_step,
-        model_provider=provider,
-    )
-
-
-@functools.cache
-def _builds_gpt() -> bool:
-    """Whether `megatron.training` makes a GPT from a configuration, as it does from 0.19 on."""
-    return importlib.util.find_spec("megatron.training.models.gpt") is not None
-
-
-@dataclass(kw_only=True)
-class _GPTConfig:
-    """Stands for GPTModelConfig where Megatron has none."""
-
-    transformer: Any
-    transformer_layer_spec: Any = None
-    pre_wrap_hooks: list[ModelHook] = field(default_factory=list)
-
-
-def _provide_model(
-    arguments: Any, model_config: Any, pre_process: bool = True, post_process: bool = True, **options: Any
-) -> Any:
-    """What Megatron up to 0.18 calls for every model chunk. `options`: `vp_stage`, `config`, `pg_collection`."""
-    stage, groups = options.get("vp_stage"), options.get("pg_collection")
-    if isinstance(model_config, _GPTConfig):
-        model = _build_gpt(arguments, model_config, pre_process, post_process, stage, groups)
-    else:
-        builder = model_config.get_builder_cls()(model_config)
-        model = builder.build_model(groups, pre_process=pre_process, post_process=post_process, vp_stage=stage)
-    for hook in model_config.pre_wrap_hooks:
-        (model,) = hook([model])
-    return model
-
-
-def _build_gpt(
-    arguments: Any, model_config: _GPTConfig, pre_process: bool, post_process: bool, stage: int | None, groups: Any
-) -> Any:
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    if arguments.mtp_num_layers is not None:
-        raise UnsupportedError("multi-token prediction (--mtp-num-layers) needs megatron-core 0.19 or later here")
-    spec = model_config.transformer_layer_spec
-    if spec is None:
-        spec = default_layer_spec(model_config, stage)
-    elif inspect.isfunction(spec):
-        spec = spec(model_config, stage)
-    return GPTModel(
-        config=model_config.transformer,
-        transformer_layer_spec=spec,
-        vocab_size=arguments.padded_vocab_size,
-        max_sequence_length=arguments.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        fp16_lm_cross_entropy=arguments.fp16_lm_cross_entropy,
-        share_embeddings_and_output_weights=not arguments.untie_embeddings_and_output_weights,
-        position_embedding_type=arguments.position_embedding_type,
-        rotary_percent=arguments.rotary_percent,
-        rotary_base=arguments.rotary_base,
-        rope_scaling=arguments.use_rope_scaling,
-        seq_len_interpolation_factor=arguments.rotary_seq_len_interpolation_factor,
-        vp_stage=stage,
-        pg_collection=groups,
-    )

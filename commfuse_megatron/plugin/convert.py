@@ -1,4 +1,4 @@
-"""Turns the linears, the embedding and the attention of a built model into ours, in place.
+"""Turns the linears, the embedding and the attentions of a built model into ours, in place.
 
 Reaches what specs cannot: embedding, output layer, the down-projections of latent attention, multi-token prediction. A
 layer is re-classed, so the module, its parameters, hooks, names, attributes, the optimizer's references and the
@@ -19,7 +19,7 @@ from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.plugin import arguments
 from commfuse_megatron.plugin.arguments import checked_config, checked_model
-from commfuse_megatron.plugin.classes import ATTENTIONS, LINEARS_AND_EMBEDDING, is_ours, reason_to_keep
+from commfuse_megatron.plugin.classes import ATTENTIONS, CORE_ATTENTIONS, LINEARS_AND_EMBEDDING, is_ours, reason_to_keep
 from commfuse_megatron.plugin.compat import group_of
 from commfuse_megatron.plugin.decision import LayerState, state_of
 
@@ -75,6 +75,8 @@ def _convert(chunk: torch.nn.Module, config: OverlapConfig | None) -> int:
         if ours is not None and reason_to_keep(module, ours) is None:
             module.__class__ = ours
             converted += 1
+        if type(module) in CORE_ATTENTIONS and "forward" not in vars(module):
+            module.__class__ = CORE_ATTENTIONS[type(module)]
         if is_ours(module):
             _tell(module, name, config)
             _follow_fusion(module)

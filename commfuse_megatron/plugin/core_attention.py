@@ -1,8 +1,8 @@
-"""What a core attention of Megatron would compute in one call, in the words of `ops.query_split_attention`; or why that
-cannot be said.
+"""What a core attention of Megatron would compute in one call, in the words of `ops.query_split_attention` and
+`ops.ulysses_attention`; or why that cannot be said.
 
-Knows the two classes that Megatron's specs put there, by identity. Whatever is not known to mean the same is a reason,
-and as in `support` the answer looks at configuration, shapes and modes only.
+Knows the two classes that Megatron's specs put there, by identity, and ours in their place. Whatever is not known to
+mean the same is a reason, and as in `support` the answer looks at configuration, shapes and modes only.
 """
 
 from typing import Any, NamedTuple
@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from commfuse_megatron.plugin import compat
+from commfuse_megatron.plugin.stand_in import OURS
 
 __all__ = ["CoreAttention", "describe_core_attention"]
 
 
 class CoreAttention(NamedTuple):
-    """Keywords of the operation."""
+    """Keywords of the operations."""
 
     causal: bool
     window: tuple[int, int] | None
@@ -24,19 +25,38 @@ class CoreAttention(NamedTuple):
     dropout: float
 
 
+#: Argument of a call -> why it stays the core attention's own where that is given.
+_GIVEN = {
+    "packed_seq_params": "sequences are packed (thd): only whole ones are overlapped",
+    "attention_bias": "an attention bias is given: no kernel takes one",
+}
+
+
 def describe_core_attention(
-    core: Any, query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None, attn_mask_type: Any
+    core: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    attn_mask_type: Any = None,
+    **others: Any,
 ) -> CoreAttention | str:
-    """What `core` would compute of query [S, B, H, D], or why that stays its own."""
+    """What `core` would compute of query [S, B, H, D], or why that stays its own.
+
+    Under context parallelism of this rank's rows, which say nothing of what the others hold.
+    """
+    given = [name for name, argument in others.items() if argument is not None]
+    if given:
+        return _GIVEN.get(given[0], f"core attention is given {', '.join(given)}: not understood")
     if query.dim() != 4:
-        return f"the queries have {query.dim()} dimensions: only [sequence, batch, heads, features] are split"
+        return f"the queries have {query.dim()} dimensions: only [sequence, batch, heads, features] are overlapped"
     if query.shape[:2] != key.shape[:2]:
-        return f"{query.size(0)} queries meet {key.size(0)} keys: only attention of a sequence to itself is split"
-    is_local = type(core) is compat.DotProductAttention
-    if not is_local and not _is_transformer_engines(core):
+        return f"{query.size(0)} queries meet {key.size(0)} keys: only attention of a sequence to itself is overlapped"
+    stock = OURS.get(type(core), type(core))
+    is_local = stock is compat.DotProductAttention
+    if not is_local and not _is_transformer_engines(stock):
         return f"core attention is a {type(core).__name__}: known are DotProductAttention and TEDotProductAttention"
     if getattr(core.config, "softmax_type", "vanilla") != "vanilla":
-        return f"config.softmax_type is {core.config.softmax_type}: only the plain softmax is split"
+        return f"config.softmax_type is {core.config.softmax_type}: only the plain softmax is overlapped"
     if getattr(core.config, "qk_clip", False) or getattr(core.config, "log_max_attention_logit", False):
         return "config.qk_clip or log_max_attention_logit is on: core attention itself must see all scores"
     if is_local:
@@ -70,8 +90,8 @@ def _describe_local(core: Any, query: torch.Tensor, attention_mask: torch.Tensor
     return CoreAttention(False, None, attention_mask, scale, dropout)
 
 
-def _is_transformer_engines(core: Any) -> bool:
-    return type(core).__name__ == "TEDotProductAttention" and type(core).__module__.startswith("megatron.core.")
+def _is_transformer_engines(cls: type) -> bool:
+    return cls.__name__ == "TEDotProductAttention" and cls.__module__.startswith("megatron.core.")
 
 
 def _describe_transformer_engines(core: Any, attn_mask_type: Any) -> CoreAttention | str:
@@ -80,9 +100,9 @@ def _describe_transformer_engines(core: Any, attn_mask_type: Any) -> CoreAttenti
     else:
         name = attn_mask_type.name
     if name not in ("causal", "causal_bottom_right", "no_mask"):
-        return f"the mask is of type {name}: split are causal and none"
+        return f"the mask is of type {name}: overlapped are causal and none"
     if core.qkv_format != "sbhd":
-        return f"the layout is {core.qkv_format}: only sbhd is split"
+        return f"the layout is {core.qkv_format}: only sbhd is overlapped"
     if getattr(core, "num_splits", None) is not None:
         return "num_splits is set: it asks for a way of Transformer Engine's own"
     window = core.window_size

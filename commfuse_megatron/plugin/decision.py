@@ -25,7 +25,7 @@ from commfuse_megatron.plugin.compat import fuses_weight_gradient, group_of
 from commfuse_megatron.plugin.contexts import context_for, existing_context
 from commfuse_megatron.plugin.main_grad import DelayedWeightGrads, main_grad_target
 from commfuse_megatron.plugin.stand_in import class_name
-from commfuse_megatron.plugin.support import SWITCHED_OFF, unsupported_reason
+from commfuse_megatron.plugin.support import NOTHING_MISSED, unsupported_reason
 from commfuse_megatron.problem import Problem
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "biases_of",
     "computing_weight_once",
     "context_of",
+    "context_unless",
     "count_call",
     "dtype_of_operation",
     "existing_context_of",
@@ -59,6 +60,7 @@ class LayerState:
     kept_reason: why a layer that is none of ours was not replaced.
     overlapped_calls: forward passes whose transfers ran beside GEMMs. sequential_calls: those that the planner had run
     one after the other, by its reason. stock_calls: those that took Megatron's own path, by the reason.
+    judged: of a core attention, the latest kind of call that context and kernel were asked about, and their reason.
     wants_gathered, gathered: during a call, whether the gathered input is to be kept, and where.
     """
 
@@ -70,6 +72,7 @@ class LayerState:
     stock_calls: Counter[str] = field(default_factory=Counter)
     context: OverlapContext | None = None
     place: int | None = None
+    judged: tuple[tuple, str | None] | None = None
     wants_gathered: bool = False
     gathered: torch.Tensor | None = None
     _file: str | None = None
@@ -131,28 +134,42 @@ def overlap_context(
     *,
     grad_output_buffer: list | None = None,
 ) -> OverlapContext | None:
-    """The context to overlap this call with, or None where it takes Megatron's own path, counted and logged.
-
-    Whoever got a context runs its op by `run_operation`, or calls `count_call` when the op has returned.
+    """The context to overlap this call of a linear or embedding with, or None: see `context_unless`.
 
     Args:
         problems: what the op would state (`ops.problems`); asked for while a CUDA graph is captured only.
-
-    Raises UnsupportedError instead of returning None where the configuration says so; being switched off is no error.
-    Raises ShapeError on all ranks where they decide differently, if the configuration has that checked.
     """
-    state = state_of(layer)
     reason = unsupported_reason(layer, input_, weight=weight, grad_output_buffer=grad_output_buffer)
     if reason is None and capture.is_capturing(input_):
         existing = existing_context_of(layer)
         reason = capture.reason_not_to_capture(existing, () if existing is None else problems(existing))
+    return context_unless(layer, input_, reason)
+
+
+def context_unless(
+    layer: Any, input_: torch.Tensor, reason: str | None, *, without_stock: str = ""
+) -> OverlapContext | None:
+    """The context to overlap this call with, or None where it takes Megatron's own path for `reason`, counted and
+    logged.
+
+    Whoever got a context runs its op by `run_operation`, or calls `count_call` when the op has returned.
+
+    Args:
+        without_stock: where there is no path of Megatron's, what to do instead; every reason is an error then.
+
+    Raises UnsupportedError instead of returning None where the configuration says so, but for `NOTHING_MISSED`.
+    Raises ShapeError on all ranks where they decide differently, if the configuration has that checked.
+    """
+    state = state_of(layer)
     _compare_decision(layer, input_, state, reason)
     if reason is None:
         return context_of(layer)
-    if reason != SWITCHED_OFF and state.config(layer.config).fallback.unsupported == "raise":
+    if without_stock:
+        raise UnsupportedError(f"{label_of(layer)}: {reason}. {without_stock}")
+    if reason not in NOTHING_MISSED and state.config(layer.config).fallback.unsupported == "raise":
         raise UnsupportedError(f"{label_of(layer)}: {reason}")
     if reason not in state.stock_calls and group_of(layer).rank() == 0:
-        level = logging.INFO if reason == SWITCHED_OFF else logging.WARNING
+        level = logging.INFO if reason in NOTHING_MISSED else logging.WARNING
         logger.log(level, "%s takes Megatron's own path: %s", label_of(layer), reason)
     state.stock_calls[reason] += 1
     return None

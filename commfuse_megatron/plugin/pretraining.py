@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_megatron.plugin import arguments as flags
-from commfuse_megatron.plugin import compat
+from commfuse_megatron.plugin import compat_training
 from commfuse_megatron.plugin.convert import convert_model
 from commfuse_megatron.plugin.hybrid_spec import hybrid_stack_spec
 from commfuse_megatron.plugin.spec import gpt_layer_spec
@@ -32,8 +32,8 @@ def pretrain(arguments: Any, datasets: Any, forward_step: Any) -> list[Any]:
         arguments: from Megatron's `parse_and_validate_args`.
         datasets, forward_step: what Megatron's `pretrain` takes under these names.
     """
-    compat.let_wheel_start()
-    model_config = compat.model_config_from_arguments(arguments)
+    compat_training.let_wheel_start()
+    model_config = compat_training.model_config_from_arguments(arguments)
     flags.set_flags(model_config.transformer, arguments)
     is_asked_for = bool(getattr(arguments, "commfuse", None))
     if arguments.hybrid_layer_pattern is not None:
@@ -52,7 +52,7 @@ def pretrain(arguments: Any, datasets: Any, forward_step: Any) -> list[Any]:
         return models
 
     model_config.pre_wrap_hooks.append(take_over)
-    compat.pretrain(arguments, model_config, datasets, forward_step)
+    compat_training.pretrain(arguments, model_config, datasets, forward_step)
     return chunks
 
 

@@ -11,7 +11,7 @@ __all__ = ["CommFuseSpecProvider"]
 
 
 class CommFuseSpecProvider:
-    """Answers like `fallback`, with our classes in place of Megatron's linears and torch norms."""
+    """Answers like `fallback`, with our classes in place of Megatron's linears, core attention and torch norms."""
 
     def __init__(self, fallback: Any) -> None:
         self._fallback = fallback
@@ -27,6 +27,10 @@ class CommFuseSpecProvider:
     def column_parallel_layer_norm_linear(self) -> Any:
         """Our norm and linear in one where the fallback has Transformer Engine's; None where it has none."""
         return our_spec(self._fallback.column_parallel_layer_norm_linear())
+
+    def core_attention(self) -> Any:
+        """Our core attention where the fallback has Megatron's."""
+        return our_spec(self._fallback.core_attention())
 
     def layer_norm(self, *args: Any, **kwargs: Any) -> Any:
         """A norm that works under sequence parallelism where the fallback's does not."""

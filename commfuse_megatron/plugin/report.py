@@ -1,10 +1,9 @@
-"""What became of every linear, embedding and self-attention of a model: the path its calls took, or why not.
+"""What became of every linear, embedding and attention of a model: the path its calls took, or why not.
 
 Reads what the layers counted; changes nothing.
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,7 @@ import torch
 from commfuse_megatron import OpRecord
 from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin.arguments import checked_model, is_switched_on
-from commfuse_megatron.plugin.attention import attention_unsupported_reason
-from commfuse_megatron.plugin.classes import ATTENTIONS, LINEARS_AND_EMBEDDING
+from commfuse_megatron.plugin.classes import ATTENTIONS, CORE_ATTENTIONS, LINEARS_AND_EMBEDDING
 from commfuse_megatron.plugin.decision import kept_reason_of, state_of
 from commfuse_megatron.plugin.stand_in import OURS, class_name, reason_in_class
 from commfuse_megatron.plugin.support import SWITCHED_OFF, unsupported_reason
@@ -24,7 +22,7 @@ __all__ = ["LayerReport", "ModelReport", "model_report"]
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """One linear, embedding or attention.
+    """One linear, embedding, core attention or self-attention.
 
     Forward passes are counted; what the backward passes of a problem did is in `ModelReport.ops`. What goes into a CUDA
     graph is counted when it is captured; replays are not seen.
@@ -48,7 +46,9 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """Linears and embeddings of a model in the order of its modules, lines of the contexts they used, attentions.
+    """Layers of a model in the order of its modules, lines of the contexts they used, self-attentions.
+
+    Layers are linears, embeddings and, under context parallelism, core attentions, which then exchange rows and heads.
 
     Printed, it lists all of them with their paths and reasons, and counts forward passes last.
 
@@ -139,7 +139,9 @@ def model_report(model: Any) -> ModelReport:
     for chunk in chunks:
         taken = _taken_by_fused_operations(chunk)
         for name, module in chunk.named_modules():
-            if isinstance(module, _OURS_OR_MEGATRONS) or compat.is_transformer_engine_linear(module):
+            is_exchanging = isinstance(module, compat.CORE_ATTENTIONS) and compat.context_parallel_group(module)
+            is_linear = isinstance(module, _OURS_OR_MEGATRONS) or compat.is_transformer_engine_linear(module)
+            if is_exchanging or is_linear:
                 layers.append(_layer_report(name, module, taken.get(module)))
             if isinstance(module, compat.Attention) and module.attention_type == "self":
                 attentions.append(_attention_report(name, module))
@@ -160,7 +162,7 @@ def _taken_by_fused_operations(model: torch.nn.Module) -> dict[torch.nn.Module, 
 
 
 def _counts_calls(module: torch.nn.Module) -> bool:
-    """Whether `module` is one of our linears, or our embedding, or derives from one."""
+    """Whether `module` is one of our layers, or derives from one."""
     return isinstance(module, tuple(OURS))
 
 
@@ -169,7 +171,7 @@ _OURS_OR_MEGATRONS = (compat.ColumnParallelLinear, compat.RowParallelLinear, com
 
 def _layer_report(name: str, module: torch.nn.Module, why_not_called: str | None) -> LayerReport:
     if why_not_called is None and _counts_calls(module):
-        return _report_of_ours(name, module, unsupported_reason)
+        return _report_of_ours(name, module)
     return _report_of_stock(name, module, why_not_called or _reason_not_ours(module))
 
 
@@ -186,12 +188,10 @@ def _attention_report(name: str, module: torch.nn.Module) -> LayerReport:
             if "forward" in vars(module):
                 reason = f"{layer} has a forward of its own in the instance, which ours would not be asked for"
         return _report_of_stock(name, module, reason)
-    return _report_of_ours(name, module, attention_unsupported_reason)
+    return _report_of_ours(name, module)
 
 
-def _report_of_ours(
-    name: str, module: torch.nn.Module, unsupported: Callable[[torch.nn.Module], str | None]
-) -> LayerReport:
+def _report_of_ours(name: str, module: torch.nn.Module) -> LayerReport:
     state = state_of(module)
     overlapped, sequential, stock = state.overlapped_calls, state.sequential_calls, state.stock_calls
     calls = {"overlapped": overlapped, "sequential": sequential.total(), "stock": stock.total()}
@@ -202,7 +202,7 @@ def _report_of_ours(
     else:
         # Whoever derives from ours may call the stock function by its class, which nobody counts.
         is_derived = _counts_calls(module) and reason_in_class(module) is not None
-        path, reason = "stock" if is_derived else "not called yet", unsupported(module)
+        path, reason = "stock" if is_derived else "not called yet", unsupported_reason(module)
         reasons = () if reason is None else (reason,)
     layer, why_sequential = class_name(module), tuple(sequential)
     return LayerReport(name, layer, path, overlapped, stock.total(), reasons, sequential.total(), why_sequential)
@@ -212,7 +212,9 @@ def _reason_not_ours(module: torch.nn.Module) -> str:
     kept_reason = kept_reason_of(module)
     if kept_reason is not None:
         return kept_reason
-    layer, known = type(module).__name__, LINEARS_AND_EMBEDDING
+    layer, known = type(module).__name__, LINEARS_AND_EMBEDDING | CORE_ATTENTIONS
+    if "forward" in vars(module) and type(module) in CORE_ATTENTIONS:
+        return f"{layer} has a forward of its own in the instance, which ours would not be asked for"
     if type(module) in known:
         return _reason_to_be_stock(module, f"{layer} is Megatron's own class: it")
     return f"{layer} is not among the classes that are replaced ({', '.join(c.__name__ for c in known)})"

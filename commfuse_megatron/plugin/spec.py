@@ -21,8 +21,8 @@ import torch
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import ConfigError, UnsupportedError
-from commfuse_megatron.plugin import arguments, compat
-from commfuse_megatron.plugin.classes import ATTENTIONS, LINEARS_AND_EMBEDDING, OUR_LINEARS
+from commfuse_megatron.plugin import arguments, compat, compat_training
+from commfuse_megatron.plugin.classes import ATTENTIONS, CONFIGURED_BY_SPECS, CORE_ATTENTIONS, LINEARS_AND_EMBEDDING
 from commfuse_megatron.plugin.norm import CommFuseNorm
 
 __all__ = [
@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 REPLACEMENTS: dict[type, type] = {
     **LINEARS_AND_EMBEDDING,
     **ATTENTIONS,
+    **CORE_ATTENTIONS,
     compat.WrappedTorchNorm: CommFuseNorm,
 }
 
@@ -54,15 +55,16 @@ _KEPT_FIELDS = ("linear_q_down_proj", "linear_kv_down_proj", "linear_qkv_down_pr
 
 
 def apply_to_spec(spec: Any, config: OverlapConfig | str | Path | None = None) -> Any:
-    """A copy of `spec` in which Megatron's tensor-parallel linears and torch norms are ours.
+    """A copy of `spec` in which Megatron's tensor-parallel linears, attentions and torch norms are ours.
 
     Args:
         spec: a ModuleSpec, TransformerBlockSubmodules or any tree of dataclasses, partials, lists, tuples, dicts and
             classes, as Megatron's spec builders return them.
-        config: given to every linear, or the YAML file that it is read from; None lets the layers read the flags.
+        config: given to every linear and core attention, or the YAML file that it is read from; None lets the layers
+            read the flags.
 
     What a spec cannot reach (the output layer, the down-projections of latent attention, the layers of multi-token
-    prediction) stays Megatron's until `convert_model`. Transformer Engine's attention and norms stay.
+    prediction) stays Megatron's until `convert_model`. Transformer Engine's norms stay.
 
     Raises ConfigError for what is no spec and for what is no configuration.
     """
@@ -148,7 +150,7 @@ class _Mapping:
 
     def _parameters(self, ours: type) -> dict[str, Any]:
         """What a spec tells the constructor of `ours`, beyond what Megatron does."""
-        return {"overlap_config": self._config} if ours in OUR_LINEARS and self._config is not None else {}
+        return {"overlap_config": self._config} if ours in CONFIGURED_BY_SPECS and self._config is not None else {}
 
     def _keep(self, node: Any, new: Any) -> Any:
         self._copies[id(node)] = new
@@ -182,7 +184,7 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     that is not installed; ConfigError for a configuration file with mistakes.
     """
     require_buildable(config.transformer)
-    spec = apply_to_spec(compat.default_layer_spec(config, vp_stage))
+    spec = apply_to_spec(compat_training.default_layer_spec(config, vp_stage))
     return block_spec(spec, config.transformer, vp_stage) if isinstance(spec, compat.ModuleSpec) else spec
 
 

@@ -5,22 +5,35 @@ Beware: the answer must be the same on every rank of the group, so it looks at c
 never at values, memory or timing.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.ops.kinds import OF_TORCH
 from commfuse_megatron.plugin import arguments, compat
 from commfuse_megatron.plugin.stand_in import reason_in_class
 
-__all__ = ["SWITCHED_OFF", "unsupported_reason"]
+__all__ = ["NOTHING_MISSED", "SWITCHED_OFF", "judges", "reason_in_tensors", "unsupported_reason"]
 
-#: The only reason that was asked for; it is never an error.
+#: The only reason that was asked for.
 SWITCHED_OFF = "config.commfuse is False: switched off"
 
 _ONE_RANK = "the tensor-parallel group has one rank: there is nothing to hide"
+
+#: What is never an error, nor worth a warning. Under context parallelism alone the groups of all linears have one rank.
+NOTHING_MISSED = frozenset({SWITCHED_OFF, _ONE_RANK})
+
 _GTP = "the weight is sharded over a weight-rematerialisation group (gtp_remat_size > 1)"
 _FLOAT64_ON_GPU = "the tensors are torch.float64 on a GPU: float64 is overlapped on the CPU only"
+
+_LINEARS_AND_EMBEDDING: tuple[type, ...] = (
+    compat.ColumnParallelLinear,
+    compat.RowParallelLinear,
+    *compat.TRANSFORMER_ENGINE_LINEARS,
+    compat.VocabParallelEmbedding,
+)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -33,6 +46,19 @@ _SETTINGS = {
     "symmetric_ar_type": "config.symmetric_ar_type is set: it replaces the all-reduce of linears",
     "cpu_offloading": "config.cpu_offloading is on: offloading tags activations inside Megatron's own forward",
 }
+
+#: Megatron's classes beside linears and the embedding -> what judges them.
+_JUDGES: dict[tuple[type, ...], Callable[[Any], str | None]] = {}
+
+
+def judges[F: Callable[..., str | None]](*stock: type) -> Callable[[F], F]:
+    """Decorates what says, of built modules of these classes of Megatron's, why they take Megatron's own path."""
+
+    def decorate(judge: F) -> F:
+        _JUDGES[stock] = judge
+        return judge
+
+    return decorate
 
 
 def unsupported_reason(
@@ -47,12 +73,21 @@ def unsupported_reason(
     While a CUDA graph is captured there is one more reason, see `capture`.
 
     Args:
-        layer: a column- or row-parallel linear, or a vocabulary-parallel embedding.
+        layer: a column- or row-parallel linear, a vocabulary-parallel embedding, a self-attention (whether its queries
+            are split; its linears are asked for themselves) or a core attention (the exchange of context parallelism).
         input_: the input of a call; without it, only what the layer and its configuration say is judged.
         weight: the weight of that call; without it, the one that the layer holds. One that is computed at every access
             (a parametrization) is not computed for the question.
         grad_output_buffer: what Megatron passes for a deferred weight gradient.
+
+    Raises ConfigError for a module of another kind, of which it knows nothing.
     """
+    if not isinstance(layer, _LINEARS_AND_EMBEDDING):
+        answer = next((judge for stock, judge in _JUDGES.items() if isinstance(layer, stock)), None)
+        if answer is None:
+            known = ", ".join(each.__name__ for each in (*_LINEARS_AND_EMBEDDING, *sum(_JUDGES, ())))
+            raise ConfigError(f"unsupported_reason knows nothing of a {type(layer).__name__}; it answers for {known}")
+        return answer(layer)
     weight = _held_by(layer, "weight") if weight is None else weight
     if isinstance(layer, compat.VocabParallelEmbedding):
         return _reason_in_embedding(layer, input_, weight)
@@ -173,18 +208,27 @@ def _reason_in_transformer_engine_layer(layer: Any, weight: Any) -> str | None:
     return compat.reason_in_precision()
 
 
+def reason_in_tensors(**inputs: torch.Tensor) -> str | None:
+    """Why activations of such a kind are left to Megatron, by the name of the first that is."""
+    for name, tensor in inputs.items():
+        reason = _reason_in_type(name, tensor)
+        if reason is not None:
+            return reason
+        if tensor.numel() == 0:
+            return f"the {name} is empty"
+        if tensor.dtype not in _DTYPES:
+            return f"the {name} is {tensor.dtype}: overlapped are {', '.join(map(str, _DTYPES))}"
+        if tensor.is_cuda and tensor.dtype == torch.float64:
+            return _FLOAT64_ON_GPU
+    return None
+
+
 def _reason_in_input(layer: Any, input_: torch.Tensor) -> str | None:
-    reason = _reason_in_type("input", input_)
+    if input_.dim() != 3 and type(input_) in OF_TORCH:
+        return f"the input has {input_.dim()} dimensions: only [sequence, batch, features] is overlapped"
+    reason = reason_in_tensors(input=input_)
     if reason is not None:
         return reason
-    if input_.dim() != 3:
-        return f"the input has {input_.dim()} dimensions: only [sequence, batch, features] is overlapped"
-    if input_.numel() == 0:
-        return "the input is empty"
-    if input_.dtype not in _DTYPES:
-        return f"the input is {input_.dtype}: overlapped are {', '.join(map(str, _DTYPES))}"
-    if input_.is_cuda and input_.dtype == torch.float64:
-        return _FLOAT64_ON_GPU
     group_size = compat.group_of(layer).size()
     if _is_row(layer) and input_.size(0) % group_size:
         return _not_divisible(input_.size(0), group_size)

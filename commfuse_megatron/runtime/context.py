@@ -43,7 +43,7 @@ from commfuse_megatron.runtime.shutdown import (
 from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.runtime.stored_plans import StoredPlans
 from commfuse_megatron.transport.driver import Driver
-from commfuse_megatron.transport.select import choose_nccl_settings
+from commfuse_megatron.transport.select import choose_nccl_settings, host_name
 
 __all__ = ["OverlapContext"]
 
@@ -159,6 +159,11 @@ class OverlapContext(PassContext):
     def is_usable(self) -> bool:
         """Whether the context is neither closed nor failed."""
         return not self.link.is_closed and self.link.failure is None
+
+    @functools.cached_property
+    def num_hosts(self) -> int:
+        """How many hosts the ranks are on; collective the first time."""
+        return len(set(self.consensus.exchange(host_name(), topic="the hosts of a context")))
 
     def report(self) -> list[OpRecord]:
         """One line per problem met, in the order of first calls."""

@@ -143,12 +143,13 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Reads "cuda" as "cpu" in torch calls; `tensor.type()` answers as a CUDA tensor would."""
+    """Reads "cuda" as "cpu" in torch calls and pins no memory; `tensor.type()` answers as a CUDA tensor would."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = dict(kwargs or {})
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):

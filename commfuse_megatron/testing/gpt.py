@@ -17,6 +17,7 @@ from torch import distributed as dist
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.plugin import apply_to_spec, convert_model
 from commfuse_megatron.plugin.compat import HAVE_TRANSFORMER_ENGINE, megatron_groups
+from commfuse_megatron.plugin.compat_training import rows_of_this_rank
 from commfuse_megatron.plugin.spec import block_spec, local_layer_spec, replace_in_spec
 
 __all__ = [
@@ -192,10 +193,14 @@ def losses_of(model: Any, tokens: torch.Tensor, *, with_mask: bool = True, **opt
     """Cross-entropies [batch, sequence] of predicting tokens[:, 1:] from tokens[:, :-1]; tokens [batch, sequence + 1].
 
     Of a pipeline stage before the last, what it passes on. Without a mask the attention makes its own, which is causal
-    in all our models. `options` go to the model.
+    in all our models; so it does under context parallelism, where a rank's tokens are those that Megatron deals it of
+    the given ones. `options` go to the model.
     """
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     length = inputs.size(1)
     positions = torch.arange(length, device=tokens.device).expand_as(inputs)
-    future = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1) if with_mask else None
-    return model(inputs, positions, future, labels=labels, **options)
+    batch = rows_of_this_rank({"inputs": inputs, "positions": positions, "labels": labels})
+    future = None
+    if with_mask and batch["inputs"].size(1) == length:
+        future = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1)
+    return model(batch["inputs"], batch["positions"], future, labels=batch["labels"], **options)

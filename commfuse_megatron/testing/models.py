@@ -2,8 +2,8 @@
 
 Megatron's local layers lack some parts that its Transformer Engine layers have, and without them there is no stock
 model to compare with. Both models get the same stand-ins: CommFuseNorm for norms that refuse sequence parallelism,
-`_LatentCoreAttention` for a core attention that knows no head sizes of its own, `_PackedCoreAttention` for one that
-takes no packed sequences.
+`_PackedCoreAttention` for a core attention that takes no packed sequences. `_LatentCoreAttention`, for one that knows
+no head sizes of its own, only the stock model needs.
 """
 
 import copy
@@ -83,7 +83,7 @@ def build_chunks(
 
 
 def _build_gpt(recipe: Recipe, config: Any, vp_stage: int | None, overlap: OverlapConfig | None) -> Any:
-    spec = _gpt_spec(config, vp_stage)
+    spec = _gpt_spec(config, vp_stage, is_stock=overlap is None)
     if recipe.is_packed:
         spec = replace_in_spec(spec, {DotProductAttention: _PackedCoreAttention})
     if recipe.is_fused:
@@ -127,12 +127,13 @@ def _common(recipe: Recipe, config: Any, vp_stage: int | None) -> dict[str, Any]
     }
 
 
-def _gpt_spec(config: Any, vp_stage: int | None) -> Any:
+def _gpt_spec(config: Any, vp_stage: int | None, *, is_stock: bool) -> Any:
     if config.multi_latent_attention:
         layer = get_gpt_layer_local_spec(
             multi_latent_attention=True, normalization=config.normalization, qk_layernorm=config.qk_layernorm
         )
-        layer = replace_in_spec(layer, {DotProductAttention: _LatentCoreAttention})
+        if is_stock:  # ours, which `apply_to_spec` puts there, takes the sizes of its heads itself
+            layer = replace_in_spec(layer, {DotProductAttention: _LatentCoreAttention})
         return _with_norms(block_spec(layer, config, vp_stage, with_torch_norm=True))
     options = {"normalization": config.normalization, "vp_stage": vp_stage}
     return _with_norms(get_gpt_decoder_block_spec(config, use_transformer_engine=False, **options))

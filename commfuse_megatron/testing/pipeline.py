@@ -105,7 +105,11 @@ def _forward_step(
 
 
 def _mean(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    mean = losses.mean()
+    from megatron.core import parallel_state
+
+    # As Megatron's scripts give it: this rank's part of the mean over context-parallel ranks. Its schedules multiply it
+    # by their number, in place.
+    mean = losses.mean() / parallel_state.get_context_parallel_world_size()
     return mean, {"loss": mean.detach()}
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "choose_nccl_settings",
     "create_transport",
     "device_of_backend",
+    "host_name",
 ]
 
 logger = logging.getLogger(__name__)
@@ -145,7 +146,7 @@ def _forbidden() -> str:
 def _everyone(exchange: Callable[[str], list[str]]) -> list[tuple[str, str | None]]:
     """Host and GPU of every rank; None: it has none."""
     gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if torch.cuda.is_available() else None
-    ranks = [json.loads(text) for text in exchange(json.dumps({"host": _host(), "gpu": gpu}))]
+    ranks = [json.loads(text) for text in exchange(json.dumps({"host": host_name(), "gpu": gpu}))]
     return [(rank["host"], rank["gpu"]) for rank in ranks]
 
 
@@ -194,7 +195,7 @@ def _find_obstacle(hosts: list[str], gpus: list[str | None], here: str | None) -
     return f"device {me} cannot address the memory of device {unreached[0]}" if unreached else ""
 
 
-def _host() -> str:
+def host_name() -> str:
     """Differs between hosts, and between containers that do not share a kernel."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

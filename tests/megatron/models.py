@@ -57,10 +57,10 @@ def _describe_checkpoint(entries: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def tensor_parallel_size(size: int) -> Iterator[None]:
+def tensor_parallel_size(size: int, **other_sizes: int) -> Iterator[None]:
     """Other groups inside the with-block, those of all ranks again after it."""
     parallel_state.destroy_model_parallel()
-    with tensor_parallel(size):
+    with tensor_parallel(size, **other_sizes):
         yield
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
 

@@ -131,18 +131,18 @@ def _train(
 ) -> list[Any]:
     from megatron.training.arguments import parse_and_validate_args
 
-    from commfuse_megatron.plugin import compat
+    from commfuse_megatron.plugin import compat_training
     from commfuse_megatron.plugin.pretraining import ScalarLog
 
     arguments = parse_and_validate_args(extra_arguments, args_defaults={"tokenizer_type": "NullTokenizer"})
     writer = ScalarLog(log)
-    compat.set_scalar_writer(writer if arguments.rank == arguments.world_size - 1 else None)
-    compat.let_wheel_start()
+    compat_training.set_scalar_writer(writer if arguments.rank == arguments.world_size - 1 else None)
+    compat_training.let_wheel_start()
     example.datasets.is_distributed = True
-    config = compat.model_config_from_arguments(arguments)
+    config = compat_training.model_config_from_arguments(arguments)
     change(config.transformer)
     chunks: list[Any] = []
     config.pre_wrap_hooks.append(lambda models: chunks.extend(models) or models)
-    compat.pretrain(arguments, config, example.datasets, example.forward_step)
+    compat_training.pretrain(arguments, config, example.datasets, example.forward_step)
     writer.close()
     return chunks

@@ -23,6 +23,7 @@ from commfuse_megatron.config import FallbackConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.plugin import (
     CommFuseTEColumnParallelLinear,
+    CommFuseTEDotProductAttention,
     CommFuseTELayerNormColumnParallelLinear,
     CommFuseTERowParallelLinear,
     apply_to_spec,
@@ -96,7 +97,7 @@ def check_specs_name_our_classes(_: int) -> None:
     stock_spec = get_gpt_layer_with_transformer_engine_spec()
     attention = apply_to_spec(stock_spec).submodules.self_attention.submodules
     assert attention.linear_qkv is CommFuseTELayerNormColumnParallelLinear
-    assert attention.core_attention is te.TEDotProductAttention
+    assert attention.core_attention is CommFuseTEDotProductAttention
     assert stock_spec.submodules.self_attention.submodules.linear_qkv is te.TELayerNormColumnParallelLinear
 
 

@@ -12,15 +12,23 @@ from torch.nn.modules import module as of_all_modules
 
 from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.config import AttentionConfig, FallbackConfig
-from commfuse_megatron.errors import UnsupportedError
+from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.plugin import (
     CommFuseMLASelfAttention,
     CommFuseSelfAttention,
     convert_model,
     model_report,
+    unsupported_reason,
 )
 from commfuse_megatron.plugin.attention import _given, _QuerySplit, attention_unsupported_reason
-from commfuse_megatron.plugin.compat import MLASelfAttention, SelfAttention
+from commfuse_megatron.plugin.compat import (
+    ColumnParallelLinear,
+    DotProductAttention,
+    MLASelfAttention,
+    RowParallelLinear,
+    SelfAttention,
+    VocabParallelEmbedding,
+)
 from commfuse_megatron.plugin.decision import state_of
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, transformer_config
 from tests.megatron import layers
@@ -104,6 +112,23 @@ def check_without_overlap_nothing_is_split(group_size: int) -> None:
     model.config.commfuse = False
     assert_equal(run(model), run(build(group_size, False)))
     assert model_report(model).attentions[0].reasons == ("config.commfuse is False: switched off",)
+
+
+def check_unsupported_reason_answers_for_every_module(group_size: int) -> None:
+    """Fails without: an AttributeError of attentions, and of whatever else is no linear."""
+    linears = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+    for model in (build(group_size), build(group_size, False)):
+        for module in model.modules():
+            if isinstance(module, linears):
+                assert unsupported_reason(module) is None
+            elif isinstance(module, DotProductAttention):
+                assert "there is nothing to exchange" in unsupported_reason(module)
+            elif isinstance(module, SelfAttention):
+                assert unsupported_reason(module) == attention_unsupported_reason(module)
+            else:
+                name = type(module).__name__
+                with pytest.raises(ConfigError, match=f"knows nothing of a {name}; it answers for Column"):
+                    unsupported_reason(module)
 
 
 def check_flags_that_say_no(group_size: int) -> None:
@@ -243,7 +268,7 @@ def check_hooks_of_both_modules_run(group_size: int) -> None:
     for module in (attention.core_attention, attention.linear_proj):
         module.register_forward_pre_hook(hook)
     run(model)
-    assert called == ["DotProductAttention", "CommFuseRowParallelLinear"]
+    assert called == ["CommFuseDotProductAttention", "CommFuseRowParallelLinear"]
     assert state_of(attention).overlapped_calls == 1
 
 

@@ -94,11 +94,11 @@ def test_transformer_engines(attributes: dict, kind: str, expected: CoreAttentio
 
 @pytest.mark.parametrize(("kernel", "capability", "backend", "words"), [
     ("cudnn", (9, 0), "auto", None), ("cudnn", (9, 0), "fused", None),
-    ("cudnn", (9, 0), "flash", "asks for flash, and query splits would run cudnn"),
+    ("cudnn", (9, 0), "flash", "asks for flash, and ours would run cudnn"),
     ("cudnn", (8, 0), "unfused", "asks for unfused"), ("flash", (8, 0), "flash", None),
     ("flash", (8, 6), "auto", None),
     ("flash", (9, 0), "flash", r"half of cuDNN's speed.*faster \(it is not installed\)"),
-    ("flash", (8, 0), "fused", "asks for fused, and query splits would run flash"),
+    ("flash", (8, 0), "fused", "asks for fused, and ours would run flash"),
     ("math", (8, 0), "auto", "only the plain kernel"),
 ])  # fmt: skip
 def test_where_auto_leaves_attention_to_megatron(kernel, capability, backend, words):

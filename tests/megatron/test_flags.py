@@ -10,7 +10,7 @@ import pytest
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.config import CONFIG_VARIABLE
 from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.plugin import add_arguments, arguments, compat
+from commfuse_megatron.plugin import add_arguments, arguments, compat_training
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -55,7 +55,7 @@ def test_help_is_printed_though_other_texts_hold_a_lone_percent() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--share", default=7, help="a share (50%) of %(default)s%, not 5%% of it")
     assert "a share (50%) of 7%, not 5% of it" in add_arguments(parser).format_help()
-    compat.make_help_printable(parser)
+    compat_training.make_help_printable(parser)
     assert "a share (50%) of 7%, not 5% of it" in parser.format_help(), "correcting it again changes nothing"
 
 
@@ -95,4 +95,4 @@ def test_the_environment_is_read_in_one_file_of_the_plugin() -> None:
 
 
 def test_no_training_arguments_outside_megatron_training() -> None:
-    assert compat.training_arguments() is None
+    assert compat_training.training_arguments() is None

@@ -17,6 +17,9 @@ HYBRID_SPEC = [*HYBRID, "--spec", "commfuse_megatron.plugin.hybrid_spec"]
 # Not with the distributed optimizer, whose state Megatron cannot load where Apex and Transformer Engine are missing.
 SAVE = ["--train-iters=4", "--save-interval=2"]
 DATA_PARALLEL = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+# The vocabulary is padded as with two tensor-parallel ranks; without them Megatron leaves out sequence parallelism.
+CONTEXT_PARALLEL = ["--tensor-model-parallel-size=1", "--context-parallel-size=2", "--cp-comm-type", "a2a",
+    "--no-create-attention-mask-in-dataloader", "--make-vocab-size-divisible-by=4"]  # fmt: skip
 
 # Losses and norms in float32 of two right programs. With two ranks the sum of two partials has one value, so a step is
 # off by nothing; gradients are summed in another order only inside Megatron's own optimizer. Four units of a float32.
@@ -67,6 +70,7 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
             flags=[*HYBRID_SPEC, "hybrid_stack_spec_local"], variable=variable, script="unmodified_script"
         ),
         "hybrid_off": Run(flags=[*HYBRID_SPEC, "hybrid_stack_spec_local", "--no-commfuse"]),
+        "context_parallel": Run(flags=["--commfuse", *CONTEXT_PARALLEL]),
         "plugin_after_stock": Run(flags=["--commfuse", *SAVE, f"--load={folder}/stock", "--ckpt-step=2"]),
         "stock_after_plugin": Run(flags=[*SAVE, f"--load={folder}/flag", "--ckpt-step=2"]),
     }
@@ -115,6 +119,20 @@ def test_a_way_to_switch_on(runs: dict, name: str, chunks: int, reaches_all: boo
     assert {(op["path"], op["chunks_per_shard"]) for op in linears} == {("sliced", chunks)}
     assert sum(op["calls"] for op in run["ops"]) == 2 * calls * len(layers), "forward and backward"
     assert_same_steps(run["steps"], runs["hybrid_stock" if "hybrid" in name else "stock"]["steps"])
+
+
+@pytest.mark.timeout(300)
+def test_context_parallel_by_the_flag(runs: dict) -> None:
+    """Local layers, which Megatron does not build so itself. Sums over rows are cut in two, all through the network."""
+    calls = NUM_STEPS * MICRO_BATCHES
+    cores = [layer for layer in runs["context_parallel"]["layers"] if layer["name"].endswith("core_attention")]
+    assert [(core["path"], core["overlapped_calls"], core["reasons"]) for core in cores] == [
+        ("overlapped", calls, ())
+    ] * 2
+    assert len(runs["context_parallel"]["layers"]) == LAYERS + len(cores)
+    for mine, stock in zip(runs["context_parallel"]["steps"], runs["stock"]["steps"], strict=False):
+        for name in ("lm loss", "grad-norm"):
+            assert abs(mine[name] - stock[name]) <= 1e-5 * stock[name], f"step {mine['step']}: {name}"
 
 
 @pytest.mark.timeout(300)

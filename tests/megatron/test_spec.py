@@ -19,6 +19,7 @@ from commfuse_megatron import OverlapConfig
 from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.plugin import (
     CommFuseColumnParallelLinear,
+    CommFuseDotProductAttention,
     CommFuseLayerNormColumnParallelLinear,
     CommFuseNorm,
     CommFuseRowParallelLinear,
@@ -157,7 +158,8 @@ def test_provider() -> None:
     assert provider.column_parallel_linear() is CommFuseColumnParallelLinear
     assert provider.row_parallel_linear() is CommFuseRowParallelLinear
     assert provider.layer_norm(rms_norm=False, for_qk=True) is CommFuseNorm
-    assert provider.core_attention() is LocalSpecProvider().core_attention()
+    assert provider.core_attention() is CommFuseDotProductAttention
+    assert provider.fuse_layernorm_and_linear() is LocalSpecProvider().fuse_layernorm_and_linear()
     mlp = leaves(get_mlp_module_spec_for_backend(backend=provider))
     assert mlp == [CommFuseColumnParallelLinear, CommFuseRowParallelLinear]
     with pytest.raises(AttributeError):

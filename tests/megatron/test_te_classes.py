@@ -1,4 +1,4 @@
-"""Transformer Engine's linears in specs and models, where Transformer Engine is installed; no GPU is needed."""
+"""Transformer Engine's layers in specs and models, where Transformer Engine is installed; no GPU is needed."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from commfuse_megatron.plugin.decision import biases_of
 from tests.harness.checks import make_test
 from tests.megatron.harness import checks_of_module, on_the_cpu
 
-TE_CHECKS = checks_of_module("tests.megatron.te_checks", 2)
+TE_CHECKS = checks_of_module("tests.megatron.te_checks", 2) | checks_of_module("tests.megatron.te_exchange_checks", 2)
 
 
 def with_transformer_engine(group: dist.ProcessGroup, device: torch.device, checks: Any) -> Any:

@@ -53,7 +53,7 @@ def test_what_a_refusal_advises_is_not_refused(backend, gpus, hosts, has_nccl, m
     monkeypatch.setattr(select.torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"{index}"))
     monkeypatch.setattr(select.dist, "is_nccl_available", lambda: has_nccl)
     monkeypatch.setattr(select, "why_memory_cannot_be_shared", lambda group, device: mapping)
-    monkeypatch.setattr(select, "_host", lambda: hosts[0])
+    monkeypatch.setattr(select, "host_name", lambda: hosts[0])
 
     def exchange(text):
         if text.startswith("{"):

@@ -133,7 +133,8 @@ def _abilities(gpus: tuple[Gpu, ...], links: tuple[GpuLink, ...]) -> tuple[Abili
         ),
         Ability(
             name="query-split attention (cuDNN)",
-            needs="self-attention split by queries; else Megatron's own, or flash kernels where they serve",
+            needs="self-attention split by queries, and the exchange of context parallelism (a2a) around it; else"
+            " Megatron's own, or flash kernels where they serve",
             missing=_why_no_cudnn_attention(gpus),
         ),
         Ability(name="Megatron-Core plugin", needs="layers, specs, the demo", missing=megatron),

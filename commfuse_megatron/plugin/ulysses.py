@@ -1,0 +1,280 @@
+"""Megatron's core attentions under context parallelism, with the exchanges of Ulysses hidden under attention.
+
+Each context-parallel rank has some rows of every sequence. `cp_comm_type` "a2a" exchanges them for whole sequences of
+some heads, attends, and exchanges back; here `ops.ulysses_attention` does that. What surrounds it (projections, norms
+of queries and keys, rotary positions, recompute) works on the rank's own rows and stays Megatron's. Rows are dealt as
+Megatron's `get_batch_on_this_cp_rank` does: of 2R chunks rank r holds r and 2R-1-r.
+
+Transformer Engine's class has a path of its own for what is not overlapped. Megatron's local one has none: it refuses
+context parallelism when it is built, so ours is built as if there were none, and what it cannot do is an error.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from commfuse_megatron import OverlapConfig, OverlapContext
+from commfuse_megatron.errors import UnsupportedError
+from commfuse_megatron.ops.ulysses_attention import ulysses_attention
+from commfuse_megatron.plugin import arguments, capture, compat
+from commfuse_megatron.plugin.attention import reason_to_keep_megatrons
+from commfuse_megatron.plugin.core_attention import CoreAttention, describe_core_attention
+from commfuse_megatron.plugin.decision import context_of, context_unless, count_call, state_of
+from commfuse_megatron.plugin.linear import remember
+from commfuse_megatron.plugin.stand_in import reason_in_class, stands_for
+from commfuse_megatron.plugin.support import SWITCHED_OFF, judges, reason_in_tensors
+from commfuse_megatron.problem import AttentionProblem
+
+_ADVICE = (
+    "Megatron's local core attention has no context parallelism of its own to fall back to: change that, or take"
+    " Transformer Engine's layers (transformer_impl transformer_engine)."
+)
+
+__all__ = ["CommFuseDotProductAttention", "CommFuseTEDotProductAttention", "exchange_unsupported_reason"]
+
+
+@stands_for(compat.DotProductAttention)
+class CommFuseDotProductAttention(compat.DotProductAttention):
+    """`DotProductAttention` that context parallelism works with, for `cp_comm_type` "a2a".
+
+    | pass  | computes, for this rank's heads          | communicates meanwhile                                |
+    |-------|------------------------------------------|-------------------------------------------------------|
+    | fprop | attention of whole sequences             | q, k, v [S/R, B, heads, D] there, output back         |
+    | dgrad | the gradients of q, k, v                 | the output's gradient there, those of q, k, v back    |
+
+    Args (beyond Megatron's):
+        k_channels, v_channels: features of a head of keys and of values, which latent attention names; None: those of
+            the configuration.
+        overlap_config: the OverlapConfig of this layer; None reads the flags.
+
+    Raises ConfigError for a configuration file with mistakes, unless switched off. A call raises UnsupportedError where
+    context parallelism is on and the exchange is not overlapped.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        overlap_config: OverlapConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs.get("pg_collection") is None:
+            kwargs["pg_collection"] = compat.attention_groups()
+        if k_channels is not None and kwargs.get("softmax_scale") is None:
+            kwargs["softmax_scale"] = k_channels**-0.5
+        super().__init__(_without_context_parallelism(config), *args, **kwargs)
+        self.config = config
+        self.cp_comm_type = kwargs.get("cp_comm_type")
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+        remember(self, config, overlap_config, {"name": "core_attention"})
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Attention of this rank's rows [S/R, B, H, D] over whole sequences: [S/R, B, H * D]."""
+        if compat.context_parallel_group(self) is None:
+            return super().forward(*args, **kwargs)
+        return _attend(self, None, *args, **kwargs)
+
+
+def _without_context_parallelism(config: Any) -> Any:
+    if config.context_parallel_size == 1:
+        return config
+    alone = copy.copy(config)
+    alone.context_parallel_size = 1
+    return alone
+
+
+_TransformerEngines: Any = compat.transformer_engine_class("TEDotProductAttention")
+
+if _TransformerEngines is not None:
+
+    @stands_for(_TransformerEngines)
+    class CommFuseTEDotProductAttention(_TransformerEngines):
+        """`TEDotProductAttention` whose "a2a" is hidden under attention: see CommFuseDotProductAttention.
+
+        Args (beyond Megatron's):
+            overlap_config: the OverlapConfig of this layer; None reads the flags.
+        """
+
+        def __init__(self, config: Any, *args: Any, overlap_config: OverlapConfig | None = None, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            remember(self, config, overlap_config, {"name": "core_attention"})
+
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            """Attention of this rank's rows [S/R, B, H, D] over whole sequences: [S/R, B, H * D]."""
+            if compat.context_parallel_group(self) is None:
+                return super().forward(*args, **kwargs)
+            return _attend(self, super().forward, *args, **kwargs)
+
+else:
+    CommFuseTEDotProductAttention = None  # type: ignore[assignment,misc]
+
+
+@torch.compiler.disable  # what is decided and counted per call is Python, not a graph
+def _attend(
+    core: Any,
+    stock: Callable[..., torch.Tensor] | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    attn_mask_type: Any = None,
+    **others: Any,
+) -> torch.Tensor:
+    found = _judge(core, query, key, value, attention_mask, attn_mask_type=attn_mask_type, **others)
+    reason = found if isinstance(found, str) else None
+    context = context_unless(core, query, reason, without_stock="" if stock is not None else _ADVICE)
+    if context is None or isinstance(found, str):
+        assert stock is not None
+        return stock(query, key, value, attention_mask, attn_mask_type=attn_mask_type, **others)
+    attended = ulysses_attention(
+        query,
+        key,
+        value,
+        causal=found.causal,
+        order="zigzag",
+        window=found.window,
+        scale=found.scale,
+        context=context,
+    )
+    count_call(core, context)
+    return attended
+
+
+@judges(*compat.CORE_ATTENTIONS)
+def exchange_unsupported_reason(core: Any) -> str | None:
+    """Why the exchanges of a core attention are Megatron's own, as far as that is known before it is called."""
+    config = core.config
+    if compat.context_parallel_group(core) is None:
+        return "context parallelism is off, or its group has one rank: there is nothing to exchange"
+    if not arguments.is_switched_on(config):
+        return SWITCHED_OFF
+    reason = reason_in_class(core)
+    if reason is not None:
+        return reason
+    if state_of(core).config(config).ulysses.path == "stock":
+        return "ulysses.path is stock: Megatron's own exchange was asked for"
+    comm_type = _comm_type(core)
+    if comm_type != "a2a":
+        return f"cp_comm_type is {comm_type}: only the exchange of a2a is overlapped"
+    if getattr(config, "fp8", None) and (config.fp8_dot_product_attention or config.fp8_multi_head_attention):
+        return "config.fp8_dot_product_attention or fp8_multi_head_attention is on: attention in fp8 is Megatron's own"
+    if getattr(config, "cpu_offloading", False):
+        return "config.cpu_offloading is on: offloading tags activations inside Megatron's own forward"
+    if getattr(config, "fine_grained_activation_offloading", False) and "core_attn" in config.offload_modules:
+        return "core attention's activations are offloaded (offload_modules has core_attn)"
+    return compat.reason_in_attention_precision()
+
+
+def _comm_type(core: Any) -> str:
+    """Of this layer: what it was built with, else what the configuration says now. Megatron's default is p2p."""
+    found = vars(core).get("cp_comm_type") or core.config.cp_comm_type
+    return (found[core.layer_number - 1] if isinstance(found, list) else found) or "p2p"
+
+
+def _judge(
+    core: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **others: Any,
+) -> CoreAttention | str:
+    """What the operation is to compute, or why this call is left to Megatron; the same on all ranks."""
+    reason = exchange_unsupported_reason(core) or reason_in_tensors(query=query, key=key, value=value)
+    if reason is not None:
+        return reason
+    if capture.is_capturing(query):
+        return "a CUDA graph is being captured: the exchange of context parallelism is not captured"
+    is_local = isinstance(core, compat.DotProductAttention)
+    if is_local and attention_mask is not None:
+        return (
+            f"a mask is given as a tensor, of shape {list(attention_mask.shape)}: pass none, and core attention makes"
+            f" its own, which is {core.attn_mask_type.name} (--no-create-attention-mask-in-dataloader)"
+        )
+    # Transformer Engine's looks at no mask of the types that are understood.
+    found = describe_core_attention(core, query, key, None, **others)
+    if isinstance(found, str):
+        return found
+    reason = _reason_in_sizes(core, query, key, value, found.dropout)
+    return reason or _reason_in_machine(core, query, key, value, found, is_local=is_local) or found
+
+
+def _reason_in_sizes(
+    core: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float
+) -> str | None:
+    if dropout:
+        return f"attention dropout is {dropout}: only attention without is overlapped"
+    if len({tensor.dtype for tensor in (query, key, value)}) > 1:
+        return f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: only one dtype is overlapped"
+    ranks, heads, kv_heads = compat.group_of(core).size(), query.size(2), key.size(2)
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        return (
+            f"{heads} heads of queries and {kv_heads} of keys are left to a tensor-parallel rank, which {ranks}"
+            " context-parallel ranks cannot share equally"
+        )
+    if query.size(0) % 2:
+        return f"a context-parallel rank has {query.size(0)} rows, an odd number: they are no two chunks of a sequence"
+    return None
+
+
+def _reason_in_machine(
+    core: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    found: CoreAttention,
+    *,
+    is_local: bool,
+) -> str | None:
+    """Why hosts, or the kernel that would compute it, speak against it; asked once while shapes stay the same."""
+    state, context = state_of(core), context_of(core)
+    call = (context, query.shape, key.shape, value.shape, query.dtype, found)
+    if state.judged is None or state.judged[0] != call:
+        reason = None
+        if context.num_hosts > 1:
+            reason = f"the context-parallel group spans {context.num_hosts} hosts: tested is one"
+        elif query.is_cuda and not is_local and context.config.ulysses.path == "auto":
+            reason = _reason_in_kernel(core, query, key, value, found, context)
+        state.judged = call, reason
+    return state.judged[1]
+
+
+def _reason_in_kernel(
+    core: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    found: CoreAttention,
+    context: OverlapContext,
+) -> str | None:
+    """Why Transformer Engine's own kernel may be faster than ours; the first reason that a rank has."""
+    left, right = (None if bound < 0 else bound for bound in found.window or (-1, -1))
+    ranks = context.group_size
+    problem = AttentionProblem(
+        pass_name="fprop",
+        rows=query.size(0) * ranks,
+        batch=query.size(1),
+        heads=query.size(2) // ranks,
+        kv_heads=max(1, key.size(2) // ranks),
+        head_dim=query.size(3),
+        value_dim=value.size(3),
+        N=1,
+        dtype=str(query.dtype).removeprefix("torch."),
+        group_size=1,
+        left=left,
+        right=0 if found.causal else right,
+    )
+    wanted, kernels = context.config.attention.kernel, context.attention_kernels
+    try:
+        name = kernels.choose(problem, wanted).name
+    except UnsupportedError as error:
+        reason: str | None = str(error)
+    else:
+        capability = torch.cuda.get_device_capability(query.device)
+        reason = reason_to_keep_megatrons(name, kernels.passed_over_reason(problem, wanted), capability, core.config)
+    return context.consensus.first_reason(("exchange's kernel", problem), reason)

@@ -1,0 +1,174 @@
+"""Checks of Transformer Engine's core attention under context parallelism, replaced in specs and built models.
+
+Both ranks of one spawn share sequences. What ours exchanges runs on the CPU; Transformer Engine's own attention does
+not, so where it is to be taken it is watched instead.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.extensions import transformer_engine as te
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer.spec_utils import build_module
+
+from commfuse_megatron import OverlapConfig
+from commfuse_megatron.plugin import (
+    CommFuseDotProductAttention,
+    CommFuseTEDotProductAttention,
+    apply_to_spec,
+    convert_model,
+    model_report,
+    reset_contexts,
+)
+from commfuse_megatron.plugin.compat import AttnMaskType
+from commfuse_megatron.plugin.decision import state_of
+from commfuse_megatron.plugin.spec import block_spec
+from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, transformer_config
+from tests.megatron import layers
+from tests.megatron.models import tensor_parallel_size
+from tests.megatron.te_checks import on_the_cpu
+
+ROWS, HEADS, SIZE = 4, 8, 8  # rows of a rank
+OVERLAPPED = OverlapConfig.from_dict({"ulysses": {"path": "overlapped"}})
+
+
+@contextmanager
+def sharing_sequences(ranks: int) -> Iterator[None]:
+    with tensor_parallel_size(1, context_parallel_size=ranks):
+        yield
+        reset_contexts()
+
+
+def build(leaf: Any, ranks: int, comm_type: str = "a2a", **options: Any) -> Any:
+    transformer = layers.config(1, context_parallel_size=ranks, cp_comm_type=comm_type, **options)
+    groups = SimpleNamespace(
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
+        hcp=None,
+    )
+    with on_the_cpu():
+        return build_module(
+            leaf,
+            config=transformer,
+            layer_number=1,
+            attn_mask_type=AttnMaskType.causal,
+            attention_type="self",
+            cp_comm_type=comm_type,
+            pg_collection=groups,
+        )
+
+
+def heads() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(parallel_state.get_context_parallel_rank())
+    shapes = [(ROWS, 2, number, SIZE) for number in (HEADS, 4, 4)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def attend(core: Any) -> list[torch.Tensor]:
+    """The output and the gradients of q, k and v."""
+    q, k, v = heads()
+    output = core(q, k, v, None, attn_mask_type=AttnMaskType.causal)
+    output.backward(torch.sin(torch.arange(output.numel(), dtype=torch.float64)).view_as(output))
+    return [output.detach(), q.grad, k.grad, v.grad]
+
+
+def check_both_classes_exchange_alike(ranks: int) -> None:
+    with sharing_sequences(ranks):
+        expected = attend(build(CommFuseDotProductAttention, ranks, num_query_groups=4))
+        converted = build(te.TEDotProductAttention, ranks, num_query_groups=4)
+        held = torch.nn.ModuleDict({"core_attention": converted})
+        (report,) = model_report(held).layers
+        assert (report.path, report.layer) == ("stock", "TEDotProductAttention")
+        assert "neither in the spec given to apply_to_spec nor converted" in report.reasons[0]
+        convert_model(held)
+        assert type(converted) is CommFuseTEDotProductAttention
+        assert type(converted).forward is te.TEDotProductAttention.forward
+        assert type(converted).__name__ == "TEDotProductAttention"
+        leaf = apply_to_spec(te.TEDotProductAttention, OVERLAPPED)
+        assert leaf.params == {"overlap_config": OVERLAPPED}
+        for core in (converted, build(leaf, ranks, num_query_groups=4)):
+            for one, other in zip(expected, attend(core), strict=True):
+                assert torch.equal(one, other)
+            layers.assert_overlapped(core)
+        (report,) = model_report(held).layers
+        assert (report.name, report.path, report.reasons) == ("core_attention", "overlapped", ())
+
+
+def check_what_is_not_exchanged_is_transformer_engines(ranks: int) -> None:
+    """Called as Megatron calls it, with its reason counted."""
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("cp_comm_type is p2p", {"comm_type": "p2p"}, {}),
+        ("cp_comm_type is all_gather", {"comm_type": "all_gather"}, {}),
+        ("attention dropout is 0.1", {"attention_dropout": 0.1}, {}),
+        ("the mask is of type padding", {}, {"attn_mask_type": AttnMaskType.padding}),
+        ("sequences are packed", {}, {"packed_seq_params": SimpleNamespace(cp_group=None, local_cp_size=None)}),
+        ("an attention bias", {}, {"attention_bias": torch.ones(1)}), ("num_splits", {}, {"num_splits": 2}),
+    ]  # fmt: skip
+    stock = te.TEDotProductAttention.__bases__[0]
+    with sharing_sequences(ranks):
+        for words, options, given in cases:
+            core, (q, k, v) = build(apply_to_spec(te.TEDotProductAttention), ranks, **options), heads()
+            if "packed_seq_params" in given:
+                core.kept_packed_seq_params = set()
+            with mock.patch.object(stock, "forward", return_value="theirs") as theirs:
+                found = core(q, k, v, None, **{"attn_mask_type": AttnMaskType.causal, **given})
+            assert found == "theirs"
+            assert all(mine is its for mine, its in zip((q, k, v), theirs.call_args.args, strict=False))
+            layers.assert_stock(core, words)
+        for change, words in (
+            ({"commfuse": False}, "switched off"), ({"fp8": "hybrid", "fp8_multi_head_attention": True}, "in fp8"),
+            ({"cpu_offloading": True}, "cpu_offloading"),
+        ):  # fmt: skip
+            core = build(apply_to_spec(te.TEDotProductAttention), ranks)
+            for name, value in change.items():
+                setattr(core.config, name, value)
+            assert words in model_report(torch.nn.ModuleList([core])).layers[0].reasons[0]
+        core, recipe = build(apply_to_spec(te.TEDotProductAttention), ranks), SimpleNamespace(fp8_dpa=True)
+        with (
+            mock.patch.object(te.FP8GlobalStateManager, "is_fp8_enabled", return_value=True),
+            mock.patch.object(te.FP8GlobalStateManager, "get_fp8_recipe", return_value=recipe),
+        ):
+            assert "computed in fp8" in model_report(torch.nn.ModuleList([core])).layers[0].reasons[0]
+            recipe.fp8_dpa = False
+            assert model_report(torch.nn.ModuleList([core])).layers[0].reasons == (), "fp8 linears around it are none"
+
+
+def check_one_group_and_several(ranks: int) -> None:
+    """What the instance says counts: Transformer Engine's class may be given another group, or several, later."""
+    with sharing_sequences(ranks):
+        core = build(apply_to_spec(te.TEDotProductAttention), ranks)
+        cp, alone = core.cp_group, parallel_state.get_tensor_model_parallel_group()
+        held = torch.nn.ModuleList([core])
+        for group, is_listed in ((cp, True), ([alone, cp], True), ([alone], False), (alone, False), (None, False)):
+            core.cp_group = group
+            assert len(model_report(held).layers) == is_listed
+        core.cp_group, core.cp_comm_type = [alone, cp], "a2a+p2p"
+        assert "cp_comm_type is a2a+p2p" in model_report(held).layers[0].reasons[0]
+        core.cp_group = None
+        with mock.patch.object(te.TEDotProductAttention.__bases__[0], "forward", return_value="theirs"):
+            assert core(*heads(), None, attn_mask_type=AttnMaskType.causal) == "theirs"
+        assert state_of(core).stock_calls == {}
+
+
+def check_a_whole_model_is_built(ranks: int) -> None:
+    gpt = SmallGPT(dtype=torch.float64)
+    with sharing_sequences(ranks), on_the_cpu():
+        options = {"context_parallel_size": ranks, "cp_comm_type": ["a2a", "p2p"]}
+        transformer = transformer_config(gpt, 1, transformer_impl="transformer_engine", **options)
+        spec = block_spec(get_gpt_layer_with_transformer_engine_spec(), transformer)
+        for overlap in (True, False):
+            built = build_gpt(gpt, transformer, overlap=overlap, spec=spec)
+            convert_model(built)
+            layers_of_it = model_report(built).layers
+            cores = {each.name: each.reasons for each in layers_of_it if each.name.endswith("core_attention")}
+            assert cores == {
+                "decoder.layers.0.self_attention.core_attention": (),
+                "decoder.layers.1.self_attention.core_attention": (
+                    "cp_comm_type is p2p: only the exchange of a2a is overlapped",
+                ),
+            }
