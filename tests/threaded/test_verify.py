@@ -95,7 +95,8 @@ def test_the_cases_cover_what_is_promised() -> None:
     }
     layouts = {case.call.layout for case in linears(cases)}
     assert layouts == {"contiguous", "x transposed", "x strided", "gradient expanded"}
-    assert {case.op for case in cases} == {*OPS, "embedding_reduce_scatter", "query_split_attention"}
+    others = {"embedding_reduce_scatter", "query_split_attention", "ulysses_attention"}
+    assert {case.op for case in cases} == {*OPS, *others}
     assert torch.float64 not in {case.call.dtype for case in make_cases(4, "cuda")}
 
 
@@ -234,6 +235,7 @@ def test_every_case_runs_in_every_mode_that_it_can_take(group_size: int, copy_en
     cases += emulated(group_size, dtype=torch.float32, chunks_per_shard=1, variant="even")
     cases += emulated(group_size, dtype=torch.float16, keep_gathered_input=True)
     cases += emulated(group_size, dtype=torch.float16, path="sequential")
+    cases += emulated(group_size, dtype=torch.float16, path="overlapped")
     found = results_of(group_size, cases)
     assert [(result.case, result.complaints) for result in found if not result.passed] == []
     for result in found:

@@ -7,6 +7,7 @@ import torch
 
 from commfuse_megatron.kernels import matmul_variant
 from commfuse_megatron.kernels.matmul_variant import Layout, Variant, choose_variant, compile_variant
+from commfuse_megatron.kernels.strided_copy import CopyKind, compile_copy
 from commfuse_megatron.kernels.sum_partials import _Kind, compile_sum
 from commfuse_megatron.kernels.tiles import TILES, choose_tile
 
@@ -14,6 +15,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from commfuse_megatron.kernels import matmul_kernel  # noqa: E402
+from commfuse_megatron.kernels.strided_copy_kernel import strided_copy_kernel  # noqa: E402
 from commfuse_megatron.kernels.sum_kernel import sum_partials_kernel  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -173,3 +175,13 @@ def test_sum_partials_compiles_for_hopper(
     assert list(compiled.src.signature) == sum_partials_kernel.arg_names, "launchers pass arguments by position"
     ptx = compiled.asm["ptx"]
     assert ("ld.global.v4" in ptx or "ld.global.v2.b64" in ptx) == is_aligned, "16-byte loads where they are legal"
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, torch.float64])
+@pytest.mark.parametrize(("runs", "width"), [(1, 2048), (8, 128), (3, 192)])
+@pytest.mark.parametrize("is_aligned", [True, False])
+def test_strided_copies_compile_for_hopper(dtype: torch.dtype, runs: int, width: int, is_aligned: bool) -> None:
+    compiled = compile_copy(CopyKind(dtype, runs, width, is_aligned), HOPPER)
+    assert list(compiled.src.signature) == strided_copy_kernel.arg_names, "launchers pass arguments by position"
+    # Loads of 16 bytes, of which a thread has several.
+    assert ("ld.global.v4.b32" in compiled.asm["ptx"] or "ld.global.v2.b64" in compiled.asm["ptx"]) == is_aligned

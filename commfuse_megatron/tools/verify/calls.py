@@ -16,7 +16,8 @@ from torch import distributed as dist
 
 from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.ops.attention_arguments import AttentionInputs, state_attention_problem
-from commfuse_megatron.problem import AttentionProblem, shard_range
+from commfuse_megatron.ops.ulysses_attention import UlyssesInputs, state_ulysses_problem
+from commfuse_megatron.problem import AttentionProblem, UlyssesProblem, shard_range
 
 #: The linears.
 OPS = ("all_gather_linear", "linear_reduce_scatter")
@@ -221,6 +222,14 @@ class UlyssesCall(_HeadsCall):
     has_bias: bool = False
     needs: tuple[str, ...] = ("x",)
     order: Literal["contiguous", "zigzag"] = "contiguous"
+
+    def problem(self, group_size: int) -> UlyssesProblem:
+        """The forward pass, as the operation states it."""
+        heads = self._heads(self.draw(0, group_size, torch.device("cpu")).x)
+        inputs = UlyssesInputs(
+            *heads, self.causal, self.order, self.window, scale=None, dropout=0.0, total_rows=self.rows
+        )
+        return state_ulysses_problem(inputs, group_size)
 
     def draw(self, rank: int, group_size: int, device: torch.device) -> Operands:
         """See `Call`."""

@@ -130,7 +130,7 @@ def modes_of(case: Case, pass_name: str, rows: int, transport: str, device: torc
         case EmbeddingCall():
             is_served = pass_name == "backward"  # PyTorch looks entries up; back, rows are only gathered
         case UlyssesCall():
-            is_served = False
+            is_served = _is_on_tape(case, call, pass_name, rows, device)
         case AttentionCall():
             # After a backward pass of the projection alone, attention may be anybody's.
             is_served = has_whole_rows and (path == "row_parallel" or _is_cudnns(case, call, rows, device))
@@ -146,6 +146,21 @@ def _is_cudnns(case: Case, call: AttentionCall, rows: int, device: torch.device)
     splits = [split for shard in shards for split in shard]
     has_one_key = any(split.size == problem.visible_keys(split).keys.size == 1 for split in splits)
     return not has_one_key and cudnn_attention_unavailable_reason(problem, device) is None
+
+
+def _is_on_tape(case: Case, call: UlyssesCall, pass_name: str, rows: int, device: torch.device) -> bool:
+    """Whether cuDNN computes everything: but one query that sees one key, and statistics of rows that kernels cannot
+    load; nor does a tape add up gradients of keys that several groups or ranks share."""
+    problem = dataclasses.replace(call, rows=rows).problem(case.group_size)
+    if rows == 1 or cudnn_attention_unavailable_reason(problem.attention(), device) is not None:
+        return False
+    if pass_name == "backward":
+        is_shared_by_groups = problem.own_kv_heads == 1 and len(problem.head_groups(case.chunks_per_shard)) > 1
+        return not is_shared_by_groups and problem.kv_heads % case.group_size == 0
+    runs = [run for rank in range(case.group_size) for run in problem.kept_rows(rank) if run.size]
+    seen = [problem.attention().visible_keys(run).keys.size for run in runs]
+    has_one_key = any(run.size == keys == 1 for run, keys in zip(runs, seen, strict=True))
+    return not has_one_key and not any(run.start % 4 for run in runs)
 
 
 def make_cases(
