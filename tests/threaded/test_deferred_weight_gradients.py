@@ -11,7 +11,7 @@ from commfuse_megatron.ops import DeferredWeightGrad, WeightGradQueue, WeightGra
 from commfuse_megatron.transport import tape_graphs
 from tests.harness import on_ranks, run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part, tapes_of
-from tests.harness.linear_cases import OPS, Case, draw, reference
+from tests.harness.linear_cases import OPS, Case, draw, drawn, reference
 from tests.threaded import test_query_split_attention as attention
 from tests.threaded.test_copy_engine_emulated import PATHS, config_for
 from tests.threaded.test_gathered_input import CONFIGS
@@ -144,8 +144,7 @@ def test_only_what_a_backward_pass_is_asked_for_is_queued(group, device, op):
     """As a schedule that sends dx on its way before it computes dw."""
     with OverlapContext(group) as context:
         case, queue = Case(op=op, rows=8), WeightGradQueue()
-        operands = draw(case, group.rank(), group.size(), device)
-        expected = reference(case, operands, group)
+        operands, expected = drawn(case, group, device)
         leaves = operands.copies()
         deferred = DeferredWeightGrad(queue)
         y = getattr(ops, op)(leaves.x, leaves.weight, leaves.bias, context=context, weight_grad=deferred)

@@ -13,9 +13,8 @@ from commfuse_megatron.problem import shard_range
 from commfuse_megatron.transport import tape_graphs
 from tests.harness import on_ranks, run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part, tapes_of
-from tests.harness.linear_cases import Case, assert_equal, draw
+from tests.harness.linear_cases import Case, assert_equal, draw, linear_config
 from tests.threaded.test_copy_engine_emulated import PATHS, config_for, number_of_graphs
-from tests.threaded.test_linears import linear_config
 
 CONFIGS = {
     "direct": linear_config(), "direct 2": linear_config(m=2), "ring": linear_config("ring"),
