@@ -15,6 +15,7 @@ from tests.harness.linear_cases import OPS, Case, draw, drawn, reference
 from tests.threaded import test_query_split_attention as attention
 from tests.threaded.test_copy_engine_emulated import PATHS, config_for
 from tests.threaded.test_gathered_input import CONFIGS
+from tests.threaded.test_partial_gradients import PATHS as PATHS_OF_ATTENTION
 
 MICRO_BATCHES = 4
 
@@ -92,16 +93,7 @@ def test_linears_over_the_copy_engine(op, group_size, path, algorithm, m, stepwi
     run_threads(group_size, body)
 
 
-ATTENTION = {
-    "query_split": attention.attention_config(),
-    "two splits": attention.attention_config(m=2),
-    "row_parallel after splits": attention.attention_config(backward="row_parallel"),
-    "row_parallel": attention.attention_config("row_parallel"),
-    "sequential": attention.attention_config("sequential"),
-}
-
-
-@pytest.mark.parametrize("config", ATTENTION.values(), ids=ATTENTION)
+@pytest.mark.parametrize("config", PATHS_OF_ATTENTION.values(), ids=PATHS_OF_ATTENTION)
 @pytest.mark.parametrize("over_copies", [False, True])
 def test_attention(config, over_copies, monkeypatch):
     if over_copies:
