@@ -60,7 +60,7 @@ def check(op, group, device, context, rows=9, N=6, K=5, *, has_target=True, froz
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_linears(op, group_size, config):
     if op == "linear_reduce_scatter" and config is CONFIGS["async"]:
-        pytest.skip("no way of a row-parallel linear")
+        pytest.skip("no path of a row-parallel linear")
 
     def body(group, device):
         with OverlapContext(group, config) as context:
