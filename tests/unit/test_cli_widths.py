@@ -195,6 +195,10 @@ def run_simulate(place: Path, put: Set) -> int:
     return cli.main(["simulate", *files, "--ranks", "4", "--models", "llama-70b", "--json", str(place / "out.json")])
 
 
+def run_simulate_step(place: Path, put: Set) -> int:
+    return cli.main(["simulate", "--step", "llama-70b", "--ranks", "2", "16", "--json", str(place / "out.json")])
+
+
 def run_doctor(place: Path, put: Set) -> int:
     gpus = [
         Gpu(index=n, name="NVIDIA H200", memory_gib=139.8, multiprocessors=132, compute_capability="9.0")
@@ -217,7 +221,8 @@ def run_doctor(place: Path, put: Set) -> int:
 COMMANDS = {
     "verify": (run_verify, 1), "verify --megatron": (run_verify_megatron, 0), "demo": (run_demo, 0),
     "trace": (run_trace, 0), "trace --attention": (run_trace_attention, 0), "trace --step": (run_trace_step, 0),
-    "bench": (run_bench, 0), "simulate": (run_simulate, 0), "doctor": (run_doctor, 0),
+    "bench": (run_bench, 0), "simulate": (run_simulate, 0), "simulate --step": (run_simulate_step, 0),
+    "doctor": (run_doctor, 0),
 }  # fmt: skip
 
 

@@ -7,7 +7,8 @@ A document says where a table belongs, and what it is made of:
 
 `render` puts the table between the two lines. The file is named as seen from the document; `key=value` keeps rows whose
 `key` is that value, several may be given with commas, and `*` stands for anything. A file has a list "rows", a list
-"runs" of such documents, or both; what a header says counts for all rows below it.
+"runs" of such documents, or both; what a header says counts for all rows below it. Lines of a "report", as contexts
+give it, are rows, too.
 """
 
 import argparse
@@ -100,7 +101,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def _rows_below(document: dict[str, Any], above: dict[str, Any]) -> Iterable[dict[str, Any]]:
     header = above | {key: value for key, value in document.items() if not isinstance(value, list | dict)}
-    for row in document.get("rows", ()):
+    for row in (*document.get("rows", ()), *document.get("report", ())):
         yield header | row
     for run in document.get("runs", ()):
         # A run says itself what it was made with.
@@ -359,6 +360,14 @@ _LOST = _plain(
     ("where", lambda row: f"{row['device']}, {row['commit']}"),
 )
 
+_TRIALS = _plain(
+    ("pass", lambda row: row["pass_name"].replace("fprop", "forward")),
+    ("tokens", lambda row: str(row["M"])),
+    ("features", lambda row: str(row["N"])),
+    ("planned", lambda row: row["path"]),
+    ("why", lambda row: row["reason"]),
+)
+
 _LINEARS = ("all_gather_linear", "linear_reduce_scatter")
 
 #: By the name in a document: the operations whose rows it takes, and what makes the table.
@@ -367,6 +376,7 @@ KINDS: dict[str, tuple[Sequence[str | None], Callable[[Sequence[dict[str, Any]]]
     "grid": (_LINEARS, _grid),
     "slower": (_LINEARS, _slower),
     "attention": (("query_split_attention",), _attention),
+    "embedding": (("embedding_reduce_scatter",), _TRIALS),
     "whole-step": (("whole_step",), _whole_step),
     "step-memory": (("whole_step",), _step_memory),
     "training": (("training",), _TRAINING),
