@@ -21,7 +21,7 @@ from commfuse_megatron.runtime import hardware, shutdown
 from commfuse_megatron.transport.gloo import GlooTransport
 from commfuse_megatron.transport.select import create_transport
 from tests.harness import make_groups, on_ranks, run_threads
-from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
+from tests.harness.linear_cases import OPS, Case, check_linear
 
 
 def quick(timeout_s=1.0, **others) -> OverlapConfig:
@@ -306,9 +306,7 @@ def test_ever_new_sizes_keep_a_bounded_number_of_programs(monkeypatch):
         with OverlapContext(group) as context:
             for _ in range(2):
                 for K in range(1, 16):
-                    case = Case(op=OPS[K % 2], rows=6, K=K, seed=K)
-                    operands = draw(case, group.rank(), group.size(), device)
-                    assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+                    check_linear(Case(op=OPS[K % 2], rows=6, K=K, seed=K), group, context)
             prepared = context._prepared.values()
             assert sum(bool(p._programs) for p in prepared) <= 10
             assert [record.calls for record in context.report()] == [2] * 30
@@ -341,10 +339,8 @@ def test_more_than_256_chunks(group, device):
     passes = PassConfig(path="sliced", chunks_per_shard=100)
     config = OverlapConfig(linear=LinearConfig(fprop=passes, dgrad=passes))
     for op in OPS:
-        case = Case(op=op, rows=320, batch=1)
-        operands = draw(case, group.rank(), group.size(), device)
         with OverlapContext(group, config) as context:
-            assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+            check_linear(Case(op=op, rows=320, batch=1), group, context)
 
 
 def test_sub_groups_make_their_contexts_alone():
@@ -360,10 +356,8 @@ def test_sub_groups_make_their_contexts_alone():
             if global_rank in members[1]:
                 assert first_done.wait(30)
             for op in OPS:
-                case = Case(op=op, rows=7, seed=global_rank % 2)
-                operands = draw(case, group.rank(), group.size(), torch.device("cpu"))
                 with OverlapContext(group) as context:
-                    assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+                    check_linear(Case(op=op, rows=7, seed=global_rank % 2), group, context)
             if global_rank == 0:
                 first_done.set()
         except BaseException as error:

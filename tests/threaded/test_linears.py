@@ -5,20 +5,19 @@ import itertools
 import pytest
 import torch
 
-from commfuse_megatron import OverlapConfig, OverlapContext, ops
-from commfuse_megatron.config import LinearConfig, PassConfig, WgradConfig
+from commfuse_megatron import OverlapContext, ops
 from tests.harness import on_ranks, run_threads
-from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference, run_op
-
-
-def linear_config(algorithm="direct", m=1, path="sliced", **wgrad) -> OverlapConfig:
-    chosen = PassConfig(path=path, algorithm=algorithm, chunks_per_shard=m)
-    return OverlapConfig(linear=LinearConfig(fprop=chosen, dgrad=chosen, wgrad=WgradConfig(**wgrad)))
-
-
-def check(case: Case, group, device, context: OverlapContext, **tolerance) -> None:
-    operands = draw(case, group.rank(), group.size(), device)
-    assert_equal(overlapped(case, operands, context), reference(case, operands, group), **tolerance)
+from tests.harness.linear_cases import (
+    OPS,
+    Case,
+    assert_equal,
+    check_linear,
+    draw,
+    linear_config,
+    overlapped,
+    reference,
+    run_op,
+)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -29,7 +28,7 @@ def test_every_result_is_exact_on_integers(op, algorithm, group_size, m):
     def body(group, device):
         with OverlapContext(group, linear_config(algorithm, m)) as context:
             for seed, rows in enumerate([4 * group_size * m, 4 * group_size + 1, group_size - 1, 1, 2 * group_size]):
-                check(Case(op=op, rows=rows, seed=seed), group, device, context)
+                check_linear(Case(op=op, rows=rows, seed=seed), group, context)
             return context.report()
 
     for records in run_threads(group_size, body):
@@ -142,8 +141,8 @@ def test_operands_without_a_unit_stride(group, device, op, config):
 def test_sizes_of_zero_and_one(group, device, op, group_size, config):
     with OverlapContext(group, config) as context:
         for sizes in ({"rows": 0}, {"rows": 3, "batch": 0}, {"rows": 3, "N": 0}, {"rows": 7, "K": 0}):
-            check(Case(op=op, **sizes), group, device, context)
-        check(Case(op=op, rows=3, batch=1, N=1, K=1), group, device, context)
+            check_linear(Case(op=op, **sizes), group, context)
+        check_linear(Case(op=op, rows=3, batch=1, N=1, K=1), group, context)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,15 @@ from commfuse_megatron.tools.bench.variant import Ready, link_name
 from commfuse_megatron.tools.common.cases import AttentionCase, attention_bound_ms
 
 
+@dataclass(slots=True)
 class Measured:
     """One variant's part of a case: what was built, timed and found out about it."""
 
-    def __init__(self, ready: Ready, max_error: float | None, gemm: str | None) -> None:
-        self.ready = ready
-        self.max_error = max_error
-        self.gemm = gemm
-        self.host_us: float | None = None
-        self.tail_ms: float | None = None
+    ready: Ready
+    max_error: float | None
+    gemm: str | None
+    host_us: float | None = None
+    tail_ms: float | None = None
 
 
 def make_rows(

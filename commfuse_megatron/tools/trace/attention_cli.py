@@ -211,7 +211,7 @@ def _to_dict(traced: dict[str, BlockTrace], rank: Rank, options: argparse.Namesp
                 "projection": None if trace.projection is None else dataclasses.asdict(trace.projection),
                 "config": options.configs[path].to_dict(),
                 "ranks": [
-                    {"rank": number, **summary.to_dict(), "attention_us": attention_us(trace.typical[number])}
+                    {"rank": number, **dataclasses.asdict(summary), "attention_us": attention_us(trace.typical[number])}
                     for number, summary in trace.summaries.items()
                 ],
             }

@@ -170,7 +170,7 @@ def _trace_on_rank(rank: Rank, options: argparse.Namespace) -> int:
             "case": options.case,
             "calls": options.calls,
             "source": "profiler" if options.profiler else "recorder",
-            "ranks": [{"rank": number, **summary.to_dict()} for number, summary in traced.summaries.items()],
+            "ranks": [{"rank": number, **dataclasses.asdict(summary)} for number, summary in traced.summaries.items()],
         }
         write_json(options.json, data | hardware(rank))
     _print(traced, rank, options)
