@@ -277,9 +277,10 @@ def _rehearse(problem: UlyssesProblem, context: PassContext) -> Callable[[Prepar
         call = UlyssesCall(p, problem.head_dim**-0.5, dropout)
         _, saved = ulysses_forward(call, heads)
         if problem.needs:
-            after = backward.setdefault(p.plan.name, context.make_pass(backward_problem, p.plan))
-            after.attention = kernel
-            ulysses_backward(after, call, saved, grad, heads)
+            if p.plan.name not in backward:
+                backward[p.plan.name] = context.make_pass(backward_problem, p.plan)
+                backward[p.plan.name].attention = kernel
+            ulysses_backward(backward[p.plan.name], call, saved, grad, heads)
 
     return run
 

@@ -204,6 +204,8 @@ class PreparedPass:
     @property
     def gemm_names(self) -> str:
         """What multiplied; before any call, what will on tensors."""
+        if isinstance(self.problem, UlyssesProblem):
+            return "none"
         names = [self.gemm.name] if self.modes["stepped"] or not any(self.modes.values()) else []
         return ", ".join([*names, *(["cuBLASLt"] if self.modes["tape"] or self.modes["graph"] else [])])
 
