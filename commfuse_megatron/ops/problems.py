@@ -10,10 +10,11 @@ import torch
 from commfuse_megatron.ops.arguments import state_problem
 from commfuse_megatron.ops.attention_arguments import AttentionInputs, state_attention_problem
 from commfuse_megatron.ops.embedding_reduce_scatter import state_look_up
+from commfuse_megatron.ops.ulysses_attention import UlyssesInputs, state_ulysses_problem
 from commfuse_megatron.problem import Problem
 from commfuse_megatron.runtime.context import OverlapContext
 
-__all__ = ["attention_problems", "embedding_problems", "linear_problems"]
+__all__ = ["attention_problems", "embedding_problems", "linear_problems", "ulysses_problems"]
 
 
 def linear_problems(op: str, x: torch.Tensor, weight: torch.Tensor, context: OverlapContext) -> tuple[Problem, ...]:
@@ -37,6 +38,13 @@ def attention_problems(inputs: AttentionInputs, context: OverlapContext) -> tupl
     if len(problems) == 2 and plan is not None and plan.backward_path is not None:
         problems += (dataclasses.replace(problem, pass_name="backward").projection,)
     return problems
+
+
+def ulysses_problems(inputs: UlyssesInputs, context: OverlapContext) -> tuple[Problem, ...]:
+    """Those of `ulysses_attention`."""
+    stated = state_ulysses_problem(inputs, context.group_size)
+    problem = dataclasses.replace(stated, dtype=_dtype_of(inputs.q, context))
+    return _both_passes(problem, problem.needs)
 
 
 def _both_passes(forward: Problem, needs: str) -> tuple[Problem, ...]:

@@ -101,8 +101,9 @@ def ulysses_attention(
     require_context("ulysses_attention", context)
     if isinstance(window, list):  # of a file, say: no key
         window = cast(tuple[int, int], tuple(window))
-    with context.guard("ulysses_attention"), torch.autocast(context.device.type, enabled=False):
+    with context.guard("ulysses_attention"):
         q, k, v = cast_for_autocast(context.device.type, q, k, v)
+    with context.guard("ulysses_attention"), torch.autocast(context.device.type, enabled=False):
         inputs = UlyssesInputs(q, k, v, causal, order, window, scale, dropout, total_rows)
         forward = _prepare(inputs, context)
         number = q.size(-1) ** -0.5 if scale is None else float(scale)
@@ -276,9 +277,10 @@ def _rehearse(problem: UlyssesProblem, context: PassContext) -> Callable[[Prepar
         call = UlyssesCall(p, problem.head_dim**-0.5, dropout)
         _, saved = ulysses_forward(call, heads)
         if problem.needs:
-            after = backward.setdefault(p.plan.name, context.make_pass(backward_problem, p.plan))
-            after.attention = kernel
-            ulysses_backward(after, call, saved, grad, heads)
+            if p.plan.name not in backward:
+                backward[p.plan.name] = context.make_pass(backward_problem, p.plan)
+                backward[p.plan.name].attention = kernel
+            ulysses_backward(backward[p.plan.name], call, saved, grad, heads)
 
     return run
 

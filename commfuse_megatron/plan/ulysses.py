@@ -86,7 +86,7 @@ def _predict_pass_us(problem: UlyssesProblem, plan: PassPlan, machine: MachineMo
     def transfer_us(sender: int, receiver: int, channel: Channel, rows: int) -> float:
         return machine.link.time_us(rows * unit_bytes)
 
-    policy = policy_of(problem, plan, machine.traits)
+    policy = dataclasses.replace(policy_of(problem, plan, machine.traits), lanes=1)
     asked = Asked(is_backward=is_backward, keeps_gathered=bool(problem.needs) and not is_backward)
     programs = [lower_pass(problem, plan, policy, asked, rank) for rank in range(problem.group_size)]
     return simulate(programs, Costs(work_us, transfer_us, machine.traits.overlaps)).total_us

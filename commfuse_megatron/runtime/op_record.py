@@ -15,8 +15,9 @@ class OpRecord:
     unless the configuration records, and of the group's collectives, which are not recorded. predicted_us,
     measured_us: what the planner knew of the path taken; None where it did not ask. attention: the kernel of an
     attention; None for a linear, and where Megatron's own attention runs. attention_reason: why that and no faster one.
-    gemm: what multiplied: "cuBLASLt" from tapes and graphs, the context's GEMM otherwise. modes: how many of the calls
-    that a schedule carried ran "stepped", from a "tape" or as a "graph"; trials are not counted.
+    gemm: what multiplied: "cuBLASLt" from tapes and graphs, the context's GEMM otherwise, "none" without a weight.
+    modes: how many of the calls that a schedule carried ran "stepped", from a "tape" or as a "graph"; trials are not
+    counted. Of attention over a split sequence N and K are features of all heads of the result and of queries.
     """
 
     op: str
@@ -42,6 +43,8 @@ class OpRecord:
 
     def __str__(self) -> str:
         how = self.path if self.path != "sliced" else f"sliced, {self.algorithm}, m={self.chunks_per_shard}"
+        if self.path == "overlapped":
+            how = f"overlapped, m={self.chunks_per_shard}"
         kernel = "" if self.attention is None else f", {self.attention} attention"
         modes = ": " + ", ".join(f"{number} {mode}" for mode, number in self.modes.items()) if self.modes else ""
         # An attention that Megatron then runs itself, for one.

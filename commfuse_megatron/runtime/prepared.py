@@ -96,6 +96,8 @@ class PreparedPass:
             return lower_transfers(self.gather, policy, asked)
         if isinstance(self.problem, AttentionProblem):
             policy = dataclasses.replace(policy, lanes=self.num_attention_lanes)
+        elif isinstance(self.problem, UlyssesProblem):
+            policy = dataclasses.replace(policy, lanes=1 if self.context.lanes.handles(1) else 0)
         return lower_pass(self.problem, self.plan, policy, asked, self.group_rank)
 
     def run_on_tensors(
@@ -202,6 +204,8 @@ class PreparedPass:
     @property
     def gemm_names(self) -> str:
         """What multiplied; before any call, what will on tensors."""
+        if isinstance(self.problem, UlyssesProblem):
+            return "none"
         names = [self.gemm.name] if self.modes["stepped"] or not any(self.modes.values()) else []
         return ", ".join([*names, *(["cuBLASLt"] if self.modes["tape"] or self.modes["graph"] else [])])
 

@@ -33,24 +33,22 @@ def lower_ulysses(
     """
     low = Lowering(policy, arriving, leaving, "all-to-all to the heads", "all-to-all from the heads")
     here = [_send_group(low, arriving, group) for group in range(arriving.num_groups)]
-    last = leaving.num_groups - 1
+    home, last = _Home(low, leaving), leaving.num_groups - 1
+    low.fork(min(1, policy.lanes))
     for group, batches in enumerate(here):
         low.wait(batches)
         if keeps_gathered and policy.has_windows:
             low.copy(arriving.all_tokens("kept", group), arriving.all_tokens("gathered", group), is_beside=True)
         if group == last and splits_last:
-            _attend_by_owner(low, arriving, leaving, group)
+            _attend_by_owner(low, arriving, home)
             continue
+        home.unpack_beside(group - 1, computed=group)
         target = leaving.all_tokens("a", group)
         if target.count:
             low.ops.append(Compute(ATTEND_GROUP, group, (arriving.all_tokens("gathered", group),), (target,)))
-        for index in leaving.steps_of(group):
-            _issue_home(low, leaving, index)
-    for group in range(leaving.num_groups):
-        low.wait((SCATTER, index) for index in leaving.steps_of(group))
-        own = tuple(leaving.piece("a", group, leaving.group_rank, run) for run in range(leaving.num_runs))
-        if any(rows.count for rows in own):
-            low.ops.append(Compute(UNPACK, group, (leaving.arrived_group(group), *own), ()))
+        home.send(leaving.steps_of(group))
+    low.join()
+    home.unpack(last + 1)
     return low.program()
 
 
@@ -73,18 +71,61 @@ def _send_group(low: Lowering, arriving: BoundExchange, group: int) -> list[Batc
     return [*((GATHER, index) for index in steps), *copies]
 
 
-def _attend_by_owner(low: Lowering, arriving: BoundExchange, leaving: BoundExchange, group: int) -> None:
+def _attend_by_owner(low: Lowering, arriving: BoundExchange, home: "_Home") -> None:
+    """The last group, the rows of one owner after the other."""
+    leaving, group = home.leaving, home.leaving.num_groups - 1
     me, size = leaving.group_rank, leaving.schedule.group_size
     for distance in (*range(1, size), 0):
         owner = (me + distance) % size
+        if not distance:
+            home.unpack_beside(group, computed=group)
         for run in range(leaving.num_runs):
             target = leaving.piece("a", group, owner, run)
             if target.count:
                 chunk = leaving.chunk(group, owner, run)
                 low.ops.append(Compute(ATTEND, chunk, (arriving.all_tokens("gathered", group),), (target,)))
-        for index in leaving.steps_of(group, distance) if distance else ():
-            _issue_home(low, leaving, index)
+        if distance:
+            home.send(leaving.steps_of(group, distance))
 
 
-def _issue_home(low: Lowering, leaving: BoundExchange, index: int) -> None:
-    low.issue(SCATTER, leaving, index, None if leaving.steps[index].send is None else leaving.sent(index))
+class _Home:
+    """What goes home, and what has come: unpacked on a lane beside attention, if there is one, else at the end.
+
+    With one hardware queue a lane's wait holds up the attention that is submitted behind it. So what is unpacked left
+    the peers before an attention that has been submitted here.
+    """
+
+    def __init__(self, low: Lowering, leaving: BoundExchange) -> None:
+        self._low, self.leaving = low, leaving
+        self._num_unpacked = self._num_followed = 0
+
+    def send(self, steps: range) -> None:
+        """Issue these steps, whose pieces are computed."""
+        for index in steps:
+            source = None if self.leaving.steps[index].send is None else self.leaving.sent(index)
+            self._low.issue(SCATTER, self.leaving, index, source)
+
+    def unpack_beside(self, stop: int, *, computed: int) -> None:
+        """Unpack all groups below `stop` beside what follows. computed: so many groups are, on the main lane."""
+        low = self._low
+        if low.num_lanes and self._num_unpacked < stop:
+            low.on(0)
+            if stop > self._num_followed:
+                low.after(None)  # where own rows are computed
+                self._num_followed = computed
+            for group in range(self._num_unpacked, stop):
+                self._unpack(group)
+            low.on(None)
+            self._num_unpacked = stop
+
+    def unpack(self, stop: int) -> None:
+        """Unpack all that are left."""
+        for group in range(self._num_unpacked, stop):
+            self._unpack(group)
+
+    def _unpack(self, group: int) -> None:
+        leaving = self.leaving
+        self._low.wait((SCATTER, index) for index in leaving.steps_of(group))
+        own = tuple(leaving.piece("a", group, leaving.group_rank, run) for run in range(leaving.num_runs))
+        if any(rows.count for rows in own):
+            self._low.ops.append(Compute(UNPACK, group, (leaving.arrived_group(group), *own), ()))

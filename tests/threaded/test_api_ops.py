@@ -23,13 +23,14 @@ def test_the_examples_run_and_shapes_are_those_that_are_written(capsys):
             "weight3": torch.randn(N, H // size * D),
             "ids": torch.randint(0, VOCABULARY, (B, S), generator=torch.Generator().manual_seed(0)),
             "vectors": torch.randn(VOCABULARY // size, N), **{name: torch.randn(S, B, H // size, D) for name in "qkv"},
+            **{f"{name}_rows": torch.randn(S // size, B, H, D) for name in "qkv"},
         }  # fmt: skip
         exec(program, names)
         torch.testing.assert_close(names["z"], names["expected"])
         torch.testing.assert_close(names["gradient"], names["main_grad"])
         assert names["main_grad"].any()
-        return [tuple(names[name].shape) for name in "yzwe"]
+        return [tuple(names[name].shape) for name in "yzweu"]
 
     rows = (S // 2, B, N)
-    assert run_threads(2, body) == [[(S, B, N // 2), rows, rows, rows]] * 2
+    assert run_threads(2, body) == [[(S, B, N // 2), rows, rows, rows, (S // 2, B, H * D)]] * 2
     assert "query_split_attention fprop, M " in capsys.readouterr().out

@@ -10,7 +10,13 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import LinearConfig, PassConfig, TransportConfig
 from commfuse_megatron.errors import ShapeError
 from commfuse_megatron.ops.attention_arguments import AttentionInputs
-from commfuse_megatron.ops.problems import attention_problems, embedding_problems, linear_problems
+from commfuse_megatron.ops.problems import (
+    attention_problems,
+    embedding_problems,
+    linear_problems,
+    ulysses_problems,
+)
+from commfuse_megatron.ops.ulysses_attention import UlyssesInputs
 from commfuse_megatron.transport.base import MOST_FLAGS
 from tests.harness import on_ranks, run_threads
 from tests.harness.emulated_gpu import on_copy_engine
@@ -74,6 +80,17 @@ def test_an_attention_states_the_problems_that_its_call_meets(group, device, att
         assert [problem.op for problem in known[2:]] == ["linear_reduce_scatter"] * ("backward" in attention)
         assert all(context.known_plan(problem) is not None for problem in known)
         assert all(map(context.has_run, known))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@on_ranks(2)
+def test_a_split_sequence_states_the_problems_that_it_meets(group, device, autocast):
+    with OverlapContext(group) as context, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        heads = [torch.randn(4, 1, 2, 8, requires_grad=True) for _ in range(3)]
+        problems = ulysses_problems(UlyssesInputs(*heads, True, "zigzag", None, None, 0.0, None), context)
+        ops.ulysses_attention(*heads, order="zigzag", context=context).sum().backward()
+        assert len(problems) == len(context.report()) == 2
+        assert all(map(context.has_run, problems))
 
 
 def test_what_ran_in_a_capture_alone_counts_as_new(monkeypatch):

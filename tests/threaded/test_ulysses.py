@@ -175,10 +175,16 @@ def test_gradients_that_are_asked_for_one_by_one(group, device):
             assert_close({name: found}, {name: expected[f"{name}.grad"]})
 
 
-@on_ranks(3)
-def test_calls_in_a_row_and_beside_another_operation(group, device):
-    """New data and sizes in windows that the other operation used, with both backward passes at the end."""
-    with OverlapContext(group, OverlapConfig()) as context:
+@pytest.mark.parametrize("is_emulated", [False, True], ids=["gloo", "copy engine"])
+def test_calls_in_a_row_and_beside_another_operation(is_emulated, monkeypatch):
+    if is_emulated:
+        emulate_copy_engine(monkeypatch)
+    run_threads(3, _calls_in_a_row)
+
+
+def _calls_in_a_row(group, device):
+    """New data and sizes in windows that the other operation used, with all backward passes at the end."""
+    with take_part(group), OverlapContext(group, OverlapConfig()) as context:
         pending = []
         for seed, rows in enumerate([24, 18, 30, 6, 24, 18]):
             case = Case(rows=rows, seed=seed, kv_heads=(1, 3, 12)[seed % 3])
@@ -320,7 +326,7 @@ def test_nothing_is_saved_where_no_gradient_can_be_asked_for():
 def test_the_copy_engine_gives_the_bits_that_gloo_gives(group_size, kv_heads, head_groups, order, monkeypatch):
     cases = [
         Case(rows=rows, kv_heads=kv_heads, seed=rows, keywords={"order": order}, dtype=torch.float32)
-        for rows in ((24, 48, 24) if order == "zigzag" else (24, 49, 7))
+        for rows in ((24, 48, 24) if order == "zigzag" else (24, 49, 7, 2, 1))
     ]
 
     def body(group, device):

@@ -70,6 +70,8 @@ CASES = {
     "attention backward": BACK, "attention backward on tensors": BACK_ON_TENSORS,
     "attention backward at once": AT_ONCE, "exchange": EXCHANGE, "exchange backward": EXCHANGE_BACK,
     "exchange, zigzag": Case("ulysses zigzag", TAPE, Asked(keeps_gathered=True), DIRECT, 2, 2, 4),
+    "exchange on lanes": Case("ulysses", LANES, Asked(keeps_gathered=True), DIRECT, 2, 3, 4),
+    "exchange backward on lanes": Case("ulysses backward", TENSOR_LANES, Asked(is_backward=True), DIRECT, 2, 4, 4),
     "exchange, kept": Case("ulysses", NCCL, Asked(keeps_gathered=True), DIRECT, 2, 1, 3),
     "exchange, dropout": Case("ulysses dropout", TAPE, Asked(keeps_gathered=True), DIRECT, 3, 1, 5),
 }  # fmt: skip

@@ -225,9 +225,9 @@ class UlyssesCall(_HeadsCall):
 
     def problem(self, group_size: int) -> UlyssesProblem:
         """The forward pass, as the operation states it."""
-        heads = self._heads(self.draw(0, group_size, torch.device("cpu")).x)
+        q, k, v = self._heads(self.draw(0, group_size, torch.device("cpu")).x)
         inputs = UlyssesInputs(
-            *heads, self.causal, self.order, self.window, scale=None, dropout=0.0, total_rows=self.rows
+            q, k, v, self.causal, self.order, self.window, scale=None, dropout=0.0, total_rows=self.rows
         )
         return state_ulysses_problem(inputs, group_size)
 
