@@ -11,11 +11,11 @@ import torch
 
 from commfuse_megatron import OpRecord
 from commfuse_megatron.plugin import compat
-from commfuse_megatron.plugin.arguments import checked_model
+from commfuse_megatron.plugin.arguments import checked_model, is_switched_on
 from commfuse_megatron.plugin.classes import ATTENTIONS, CORE_ATTENTIONS, LINEARS_AND_EMBEDDING
 from commfuse_megatron.plugin.decision import kept_reason_of, state_of
 from commfuse_megatron.plugin.stand_in import OURS, class_name, reason_in_class
-from commfuse_megatron.plugin.support import unsupported_reason
+from commfuse_megatron.plugin.support import SWITCHED_OFF, unsupported_reason
 
 __all__ = ["LayerReport", "ModelReport", "model_report"]
 
@@ -46,7 +46,7 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """Layers of a model in the order of its modules, records of the contexts they used, self-attentions.
+    """Layers of a model in the order of its modules, lines of the contexts they used, self-attentions.
 
     Layers are linears, embeddings and, under context parallelism, core attentions, which then exchange rows and heads.
 
@@ -139,9 +139,11 @@ def model_report(model: Any) -> ModelReport:
     for chunk in chunks:
         taken = _taken_by_fused_operations(chunk)
         for name, module in chunk.named_modules():
-            is_exchanging = isinstance(module, compat.CORE_ATTENTIONS) and compat.context_parallel_group(module)
-            is_linear = isinstance(module, _OURS_OR_MEGATRONS) or compat.is_transformer_engine_linear(module)
-            if is_exchanging or is_linear:
+            if isinstance(module, compat.CORE_ATTENTIONS):
+                is_listed = compat.context_parallel_group(module) is not None
+            else:
+                is_listed = isinstance(module, _OURS_OR_MEGATRONS) or compat.is_transformer_engine_linear(module)
+            if is_listed:
                 layers.append(_layer_report(name, module, taken.get(module)))
             if isinstance(module, compat.Attention) and module.attention_type == "self":
                 attentions.append(_attention_report(name, module))
@@ -184,7 +186,7 @@ def _attention_report(name: str, module: torch.nn.Module) -> LayerReport:
         layer, known = class_name(module), ", ".join(each.__name__ for each in ATTENTIONS)
         reason = f"{layer} is not among the attentions that are paired with their projection ({known})"
         if type(module) in ATTENTIONS:
-            reason = f"{layer} was neither in the spec given to apply_to_spec nor converted"
+            reason = _reason_to_be_stock(module, layer)
             if "forward" in vars(module):
                 reason = f"{layer} has a forward of its own in the instance, which ours would not be asked for"
         return _report_of_stock(name, module, reason)
@@ -216,5 +218,11 @@ def _reason_not_ours(module: torch.nn.Module) -> str:
     if "forward" in vars(module) and type(module) in CORE_ATTENTIONS:
         return f"{layer} has a forward of its own in the instance, which ours would not be asked for"
     if type(module) in known:
-        return f"{layer} is Megatron's own class: it was neither in the spec given to apply_to_spec nor converted"
+        return _reason_to_be_stock(module, f"{layer} is Megatron's own class: it")
     return f"{layer} is not among the classes that are replaced ({', '.join(c.__name__ for c in known)})"
+
+
+def _reason_to_be_stock(module: Any, what: str) -> str:
+    """Of what could be ours: nobody replaces it in a model that was built with the plugin switched off."""
+    on = is_switched_on(module.config)
+    return f"{what} was neither in the spec given to apply_to_spec nor converted" if on else SWITCHED_OFF

@@ -166,7 +166,7 @@ class OverlapContext(PassContext):
         return len(set(self.consensus.exchange(host_name(), topic="the hosts of a context")))
 
     def report(self) -> list[OpRecord]:
-        """One record per problem met, in the order of first calls."""
+        """One line per problem met, in the order of first calls."""
         exposed = self._exposed_by_problem()
         return [
             OpRecord(

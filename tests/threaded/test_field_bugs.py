@@ -100,15 +100,3 @@ def test_15_every_rank_gets_the_whole_input_gradient(group, device, op):
     expected = sum(per_rank) if op == "all_gather_linear" else per_rank[r]
     assert torch.equal(x.grad, torch.full_like(x, expected))
     assert torch.equal(weight.grad, torch.full_like(weight, 2.0 * R))
-
-
-def test_05_a_group_that_is_neither_the_world_nor_contiguous():
-    of_rank = make_groups([[0, 2], [1, 3], [3, 0, 1]])
-
-    def body(world, device):
-        for group in of_rank(world.rank()):
-            with OverlapContext(group, sliced()) as context:
-                for op in OPS:
-                    check(Case(op=op, rows=13), group, device, context)
-
-    run_threads(4, body)

@@ -161,48 +161,6 @@ def test_any_number_of_middle_dimensions(group, device, op, shape):
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("frozen", [("x",), ("weight",), ("bias",), ("x", "bias"), ("weight", "bias"), ("x", "weight")])
-@on_ranks(3)
-def test_frozen_operands_get_no_gradient_and_the_others_theirs(group, device, op, frozen):
-    case = Case(op=op, rows=9)
-    operands = draw(case, group.rank(), group.size(), device)
-    with OverlapContext(group) as context:
-        results = []
-        for call, where in (
-            (getattr(ops, op), {"context": context}),
-            (getattr(ops.reference, op), {"group": group}),
-        ):
-            leaves = operands.copies()
-            for name in frozen:
-                getattr(leaves, name).requires_grad_(False)
-            extra = {"total_rows": case.rows} if op == "all_gather_linear" else {}
-            call(leaves.x, leaves.weight, leaves.bias, **extra, **where).backward(operands.grad_y)
-            results.append({name: getattr(leaves, name).grad for name in ("x", "weight", "bias")})
-        assert_equal(results[0], results[1])
-        assert all(results[0][name] is None for name in frozen)
-
-
-@pytest.mark.parametrize("config", [linear_config(keep_gathered_input=True), linear_config(path="sequential")])
-@pytest.mark.parametrize("op", OPS)
-def test_kept_input_and_sequential_path(op, config):
-    def body(group, device):
-        with OverlapContext(group, config) as context:
-            for rows in (8, 7, 2, 12):
-                check(Case(op=op, rows=rows, seed=rows), group, device, context)
-            return {record.path for record in context.report()}
-
-    expected = config.linear.fprop.path
-    assert all(paths == {expected} for paths in run_threads(3, body))
-
-
-@on_ranks(2)
-def test_six_calls_in_a_row_with_new_data_and_sizes(group, device):
-    with OverlapContext(group, linear_config(m=2)) as context:
-        for seed, (rows, op) in enumerate(zip([512, 384, 500, 7, 512, 384], itertools.cycle(OPS), strict=False)):
-            check(Case(op=op, rows=rows, N=16, K=8, seed=seed), group, device, context)
-
-
 @on_ranks(3)
 def test_two_operations_interleaved_and_two_contexts_at_once(group, device):
     with OverlapContext(group) as first, OverlapContext(group, linear_config("ring", 2)) as second:
