@@ -139,9 +139,11 @@ def model_report(model: Any) -> ModelReport:
     for chunk in chunks:
         taken = _taken_by_fused_operations(chunk)
         for name, module in chunk.named_modules():
-            is_exchanging = isinstance(module, compat.CORE_ATTENTIONS) and compat.context_parallel_group(module)
-            is_linear = isinstance(module, _OURS_OR_MEGATRONS) or compat.is_transformer_engine_linear(module)
-            if is_exchanging or is_linear:
+            if isinstance(module, compat.CORE_ATTENTIONS):
+                is_listed = compat.context_parallel_group(module) is not None
+            else:
+                is_listed = isinstance(module, _OURS_OR_MEGATRONS) or compat.is_transformer_engine_linear(module)
+            if is_listed:
                 layers.append(_layer_report(name, module, taken.get(module)))
             if isinstance(module, compat.Attention) and module.attention_type == "self":
                 attentions.append(_attention_report(name, module))
