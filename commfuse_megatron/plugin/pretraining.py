@@ -38,8 +38,8 @@ def pretrain(arguments: Any, datasets: Any, forward_step: Any) -> list[Any]:
     file, is_asked_for = getattr(arguments, "commfuse_config", None), getattr(arguments, "commfuse", None)
     if file is not None and is_asked_for is None and arguments.spec is None:
         raise ConfigError(
-            f"--commfuse-config {file} is given, and nothing puts our layers in, so it would not be read: add --commfuse, "
-            "name one of our specs by --spec, or leave it out"
+            f"--commfuse-config {file} is given, and nothing puts our layers in, so it would not be read: add "
+            "--commfuse, name one of our specs by --spec, or leave it out"
         )
     compat_training.let_wheel_start()
     model_config = compat_training.model_config_from_arguments(arguments)
