@@ -23,6 +23,7 @@ from commfuse_megatron.errors import ConfigError
 __all__ = [
     "CONFIG_VARIABLE",
     "AttentionConfig",
+    "Backend",
     "FallbackConfig",
     "KernelConfig",
     "LinearConfig",
@@ -38,6 +39,9 @@ __all__ = [
 
 #: The only environment variable that this package reads for itself: a configuration file for unmodified scripts.
 CONFIG_VARIABLE = "COMMFUSE_CONFIG"
+
+#: The transports by name, also for what is to choose one.
+Backend = Literal["auto", "gloo", "nccl", "copy_engine"]
 
 
 def config_file_from_environment() -> str | None:
@@ -192,7 +196,7 @@ class TransportConfig(_Checked):
     32 layers, both passes, has some 430 of them, which is 130 to 640 MiB.
     """
 
-    backend: Literal["auto", "gloo", "nccl", "copy_engine"] = "auto"
+    backend: Backend = "auto"
     timeout_s: float = 600.0
     max_buffer_mib: int = 4096
     nccl_channels: int | None = None
@@ -244,6 +248,8 @@ class PlanConfig(_Checked):
     margin: predicted times of two paths closer than this fraction count as undecided.
     file: where plans are kept for later runs: what fits (device, link, ranks, versions, problem, what is forced) is
     taken from there, measured or not, and what is chosen anew is added. Group rank 0 alone reads and writes it.
+    To fill it for a model of your own, run one step of the job with it; `commfuse bench --write-plans` knows the
+    linears of a few published models.
     """
 
     measure: Literal["auto", "always", "never"] = "auto"

@@ -30,6 +30,9 @@ _FORMAT = 1
 _LOCK_S = 10.0
 # Of sequence lengths that vary from call to call: every plan is written with all others. Writing so many: not measured.
 _MOST_PLANS = 4096
+# Beside the plans, where all who share them take the lock. It stays: removed, it could be held by two where a network
+# file system still shows the old one. Git ignores it.
+_FOLDER = ".commfuse"
 
 
 def why_no_file(file: str) -> str:
@@ -112,8 +115,7 @@ class PlanStore:
         from filelock import FileLock  # with asyncio and more, which `commfuse --help` does without
 
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{self._path}.lock", timeout=_LOCK_S):
+            with FileLock(self._beside("lock"), timeout=_LOCK_S):
                 sections = read_sections(self._path)
                 plans = next((each["plans"] for each in sections if each["conditions"] == conditions), None)
                 if plans is None:
@@ -126,12 +128,19 @@ class PlanStore:
                     raise ValueError(f"{self._path} holds {_MOST_PLANS} plans, and takes no more")
                 stored = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
                 plans[str(problem)] = dataclasses.asdict(plan) | {"stored": stored}
-                whole = self._path.with_name(f"{self._path.name}.new")
+                whole = self._beside("new")
                 whole.write_text(json.dumps({"format": _FORMAT, "sections": sections}, indent=1) + "\n", "utf-8")
                 os.replace(whole, self._path)
         except (OSError, ValueError, NotImplementedError) as error:  # a lock that does not come is an OSError
             self._complain(f"plans are not stored: {error}")
         return plan
+
+    def _beside(self, suffix: str) -> Path:
+        folder = self._path.parent / _FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / ".gitignore").exists():
+            (folder / ".gitignore").write_text("*\n", "utf-8")
+        return folder / f"{self._path.name}.{suffix}"
 
     def _read(self) -> list[dict[str, Any]] | None:
         try:

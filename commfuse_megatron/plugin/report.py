@@ -12,12 +12,12 @@ import torch
 
 from commfuse_megatron import OpRecord
 from commfuse_megatron.plugin import compat
-from commfuse_megatron.plugin.arguments import checked_model
+from commfuse_megatron.plugin.arguments import checked_model, is_switched_on
 from commfuse_megatron.plugin.attention import attention_unsupported_reason
 from commfuse_megatron.plugin.classes import ATTENTIONS, LINEARS_AND_EMBEDDING
 from commfuse_megatron.plugin.decision import kept_reason_of, state_of
 from commfuse_megatron.plugin.stand_in import OURS, class_name, reason_in_class
-from commfuse_megatron.plugin.support import unsupported_reason
+from commfuse_megatron.plugin.support import SWITCHED_OFF, unsupported_reason
 
 __all__ = ["LayerReport", "ModelReport", "model_report"]
 
@@ -48,7 +48,7 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """Linears and embeddings of a model in the order of its modules, records of the contexts they used, attentions.
+    """Linears and embeddings of a model in the order of its modules, lines of the contexts they used, attentions.
 
     Printed, it lists all of them with their paths and reasons, and counts forward passes last.
 
@@ -182,7 +182,7 @@ def _attention_report(name: str, module: torch.nn.Module) -> LayerReport:
         layer, known = class_name(module), ", ".join(each.__name__ for each in ATTENTIONS)
         reason = f"{layer} is not among the attentions that are paired with their projection ({known})"
         if type(module) in ATTENTIONS:
-            reason = f"{layer} was neither in the spec given to apply_to_spec nor converted"
+            reason = _reason_to_be_stock(module, layer)
             if "forward" in vars(module):
                 reason = f"{layer} has a forward of its own in the instance, which ours would not be asked for"
         return _report_of_stock(name, module, reason)
@@ -214,5 +214,11 @@ def _reason_not_ours(module: torch.nn.Module) -> str:
         return kept_reason
     layer, known = type(module).__name__, LINEARS_AND_EMBEDDING
     if type(module) in known:
-        return f"{layer} is Megatron's own class: it was neither in the spec given to apply_to_spec nor converted"
+        return _reason_to_be_stock(module, f"{layer} is Megatron's own class: it")
     return f"{layer} is not among the classes that are replaced ({', '.join(c.__name__ for c in known)})"
+
+
+def _reason_to_be_stock(module: Any, what: str) -> str:
+    """Of what could be ours: nobody replaces it in a model that was built with the plugin switched off."""
+    on = is_switched_on(module.config)
+    return f"{what} was neither in the spec given to apply_to_spec nor converted" if on else SWITCHED_OFF

@@ -161,7 +161,7 @@ class OverlapContext(PassContext):
         return not self.link.is_closed and self.link.failure is None
 
     def report(self) -> list[OpRecord]:
-        """One record per problem met, in the order of first calls."""
+        """One line per problem met, in the order of first calls."""
         exposed = self._exposed_by_problem()
         return [
             OpRecord(

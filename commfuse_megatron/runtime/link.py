@@ -62,7 +62,7 @@ class _Run(Protocol):
 
 
 def name_of_batch(send_peer: int | None, receive_peer: int | None) -> str:
-    """What records call a batch {send, receive}."""
+    """What the recorder calls a batch {send, receive}."""
     ends = [f"to rank {send_peer}"] if send_peer is not None else []
     ends += [f"from rank {receive_peer}"] if receive_peer is not None else []
     return " ".join(ends)

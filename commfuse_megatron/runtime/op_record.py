@@ -47,8 +47,7 @@ class OpRecord:
             how = f"overlapped, m={self.chunks_per_shard}"
         kernel = "" if self.attention is None else f", {self.attention} attention"
         modes = ": " + ", ".join(f"{number} {mode}" for mode, number in self.modes.items()) if self.modes else ""
+        # An attention that Megatron then runs itself, for one.
+        calls = f"{self.calls} call{'' if self.calls == 1 else 's'}{modes}" if self.calls else "planned, never called"
         problem = f"{self.op} {self.pass_name}, M {self.M} N {self.N} K {self.K} {self.dtype}"
-        return (
-            f"{problem}: {how}, {self.transport}{kernel},"
-            f" {self.calls} call{'' if self.calls == 1 else 's'}{modes} ({self.reason})"
-        )
+        return f"{problem}: {how}, {self.transport}{kernel}, {calls} ({self.reason})"

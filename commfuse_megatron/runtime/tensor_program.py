@@ -63,7 +63,7 @@ class _Run:
 
 
 def name_of(op: prog.Computation) -> str:
-    """What records call a computation."""
+    """What the recorder calls a computation."""
     match op:
         case prog.Gemm():
             return f"multiply {op.chunk}" if op.chunk >= 0 else "multiply"

@@ -17,7 +17,7 @@ def closed_form_us(compute_us: float, transfer_us: float, group_size: int, chunk
     """
     if group_size < 1 or chunks_per_shard < 1 or compute_us < 0 or transfer_us < 0:
         raise ScheduleError(
-            f"no bound for compute_us={compute_us}, transfer_us={transfer_us}, group_size={group_size}, "
+            f"no lower bound for compute_us={compute_us}, transfer_us={transfer_us}, group_size={group_size}, "
             f"chunks_per_shard={chunks_per_shard}: sizes must be at least 1, times at least 0."
         )
     if group_size == 1:

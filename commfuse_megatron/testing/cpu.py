@@ -6,6 +6,7 @@ decided, so enter `cpu_megatron` before the first `import megatron` where Transf
 """
 
 import contextlib
+import functools
 import importlib.util
 import logging
 import sys
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -22,7 +24,9 @@ from commfuse_megatron.errors import ConfigError
 __all__ = ["SHIMS", "cpu_megatron"]
 
 _CPU = torch.device("cpu")
-_MISSING = object()
+
+#: Sets attributes of an owner within a with-block, and puts the old ones back.
+replaced = functools.partial(mock.patch.multiple, create=True)
 
 
 @contextmanager
@@ -48,26 +52,10 @@ def cpu_megatron(*, without: Collection[str] = ()) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of `owner` and put the old ones back."""
-    old = {name: owner.__dict__.get(name, _MISSING) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in old.items():
-            if value is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
-
-
-@contextmanager
 def _hide_transformer_engine() -> Iterator[None]:
     """Wall: with Transformer Engine importable, Megatron takes its CUDA-only optimizer kernels and modules."""
     name = "transformer_engine"
-    if sys.modules.get(name, _MISSING) is None or importlib.util.find_spec(name) is None:
+    if (name in sys.modules and sys.modules[name] is None) or importlib.util.find_spec(name) is None:
         yield
         return
     if "megatron.core" in sys.modules:
@@ -84,7 +72,7 @@ def _hide_transformer_engine() -> Iterator[None]:
 
 def _current_device() -> AbstractContextManager[None]:
     """Wall: buffers and weights are allocated on `torch.cuda.current_device()`."""
-    return _replaced(torch.cuda, current_device=lambda: _CPU)
+    return replaced(torch.cuda, current_device=lambda: _CPU)
 
 
 @contextmanager
@@ -133,7 +121,7 @@ class _Stream(_Event):
 def _streams() -> Iterator[None]:
     """Wall: streams, events, synchronisation and NVTX ranges are used without asking for a GPU."""
     with (
-        _replaced(
+        replaced(
             torch.cuda,
             Stream=_Stream,
             Event=_Event,
@@ -143,7 +131,7 @@ def _streams() -> Iterator[None]:
             synchronize=_nothing,
             empty_cache=_nothing,
         ),
-        _replaced(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing),
+        replaced(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing),
     ):
         yield
 
@@ -182,7 +170,7 @@ def _cuda_literals() -> Iterator[None]:
         with _CudaMeansCpu():
             return stock_run(*args, **kwargs)
 
-    with _replaced(torch.autograd, _engine_run_backward=run_backward), _CudaMeansCpu():
+    with replaced(torch.autograd, _engine_run_backward=run_backward), _CudaMeansCpu():
         yield
 
 
@@ -218,7 +206,7 @@ def _rng() -> Iterator[None]:
         torch.set_rng_state(state)
 
     with (
-        _replaced(
+        replaced(
             random,
             CudaRNGStatesTracker=CpuRNGStatesTracker,
             _get_cuda_rng_state=get_state,
@@ -226,7 +214,7 @@ def _rng() -> Iterator[None]:
             _CUDA_RNG_STATE_TRACKER=None,
             _CUDA_RNG_STATE_TRACKER_INITIALIZED=False,
         ),
-        _replaced(torch.cuda, get_rng_state=get_state, set_rng_state=set_state, manual_seed=torch.manual_seed),
+        replaced(torch.cuda, get_rng_state=get_state, set_rng_state=set_state, manual_seed=torch.manual_seed),
     ):
         yield
 
@@ -239,7 +227,7 @@ def _moe_split_sizes() -> Iterator[None]:
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    with _replaced(token_dispatcher, maybe_move_tensor_to_cpu=to_cpu):
+    with replaced(token_dispatcher, maybe_move_tensor_to_cpu=to_cpu):
         yield
 
 
@@ -253,7 +241,7 @@ def _recompute_fp8_flag() -> Iterator[None]:
     def init(self: Any, fp8: Any = False) -> None:
         stock_init(self, fp8 or None)
 
-    with _replaced(random.CheckpointWithoutOutput, __init__=init):
+    with replaced(random.CheckpointWithoutOutput, __init__=init):
         yield
 
 
@@ -270,7 +258,7 @@ def _recomputed_storage() -> Iterator[None]:
         target.untyped_storage().resize_(memory.nbytes())
         target.untyped_storage().copy_(memory)
 
-    with _replaced(random, _get_share_storage=lambda: copy_storage):
+    with replaced(random, _get_share_storage=lambda: copy_storage):
         yield
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from commfuse_megatron.testing.cpu import _nothing, _replaced, cpu_megatron
+from commfuse_megatron.testing.cpu import _nothing, cpu_megatron, replaced
 
 __all__ = ["CPU_FLAGS", "PRETRAINING_SHIMS", "cpu_pretraining"]
 
@@ -49,7 +49,7 @@ def cpu_pretraining() -> Iterator[None]:
 def _one_device() -> AbstractContextManager[None]:
     """Wall: Megatron sets up its groups only where it counts a GPU, and asks that GPU for its architecture."""
     properties = SimpleNamespace(major=9, minor=0, total_memory=1 << 36, name="cpu", multi_processor_count=1)
-    return _replaced(
+    return replaced(
         torch.cuda,
         device_count=lambda: 1,
         set_device=_nothing,
@@ -62,7 +62,7 @@ def _memory_statistics() -> AbstractContextManager[None]:
     """Wall: memory is reported after the first steps and before checkpoints."""
 
     sizes = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-    return _replaced(
+    return replaced(
         torch.cuda,
         **dict.fromkeys(sizes, lambda *_, **__: 0),
         memory_stats=lambda *_, **__: {},
@@ -76,7 +76,7 @@ def _cuda_is_required() -> Iterator[None]:
     """Wall: `initialize_megatron` asserts that there is a GPU."""
     from megatron.training import training
 
-    with _replaced(training, initialize_megatron=partial(training.initialize_megatron, allow_no_cuda=True)):
+    with replaced(training, initialize_megatron=partial(training.initialize_megatron, allow_no_cuda=True)):
         yield
 
 
@@ -85,7 +85,7 @@ def _warm_up_of_fusions() -> Iterator[None]:
     """Wall: functions that `CPU_FLAGS` leave unused are compiled at the start, for some 15 s."""
     from megatron.training import training
 
-    with _replaced(training, set_jit_fusion_options=_nothing):
+    with replaced(training, set_jit_fusion_options=_nothing):
         yield
 
 
@@ -98,7 +98,7 @@ def _norm_under_sequence_parallelism() -> Iterator[None]:
     def build(_: type, *args: Any, **kwargs: Any) -> torch.nn.Module:
         return CommFuseNorm(*args, **kwargs)
 
-    with _replaced(WrappedTorchNorm, __new__=staticmethod(build)):
+    with replaced(WrappedTorchNorm, __new__=staticmethod(build)):
         yield
 
 
@@ -109,7 +109,7 @@ def _hybrid_final_norm() -> Iterator[None]:
 
     from commfuse_megatron.plugin.norm import CommFuseNorm
 
-    with _replaced(hybrid_block, TENorm=CommFuseNorm):
+    with replaced(hybrid_block, TENorm=CommFuseNorm):
         yield
 
 

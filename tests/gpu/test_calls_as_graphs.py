@@ -18,7 +18,7 @@ from commfuse_megatron.transport.stream_memory import (
 )
 from tests.gpu.test_transports import linear_config
 from tests.harness import run_spawned
-from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
+from tests.harness.linear_cases import OPS, Case, assert_equal, draw, drawn, overlapped, reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu(2), pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -60,8 +60,7 @@ def test_calls_at_the_same_addresses_see_new_data(connections, monkeypatch):
 
 def _collect_garbage_during_captures(group, device):
     case = Case(op=OPS[0], rows=512, N=64, K=64, dtype=torch.bfloat16)
-    operands = draw(case, group.rank(), group.size(), device)
-    expected = reference(case, operands, group)
+    operands, expected = drawn(case, group, device)
     gc.collect()
     gc.freeze()  # collections look at what follows only, or take long
     thresholds = gc.get_threshold()

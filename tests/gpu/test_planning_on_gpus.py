@@ -6,7 +6,7 @@ import torch
 from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.config import PlanConfig, TransportConfig
 from tests.harness import run_spawned
-from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
+from tests.harness.linear_cases import OPS, Case, assert_equal, drawn, overlapped
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu(2), pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -18,8 +18,7 @@ def _planned(group, device, backend, measure):
         for op in OPS:
             for rows in (64, 65, 4096):
                 case = Case(op=op, rows=rows, N=64, K=64, dtype=torch.bfloat16, has_bias=rows != 65, seed=rows)
-                operands = draw(case, group.rank(), group.size(), device)
-                expected = reference(case, operands, group)
+                operands, expected = drawn(case, group, device)
                 for _ in range(2):
                     assert_equal(overlapped(case, operands, context), expected)
         assert torch.equal(torch.cuda.get_rng_state(), before)

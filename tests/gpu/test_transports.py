@@ -17,7 +17,7 @@ from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.nccl import NcclTransport
 from tests.harness import run_spawned
 from tests.harness.captures import CapturedStep
-from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
+from tests.harness.linear_cases import OPS, Case, assert_equal, check_linear, draw, drawn, overlapped, reference
 from tests.harness.transport_contract import run_contract
 
 BACKENDS = pytest.mark.parametrize("backend", ["nccl", "copy_engine"])
@@ -84,9 +84,9 @@ def _linears(group, device, backend):
             for op in OPS:
                 for rows, N, K in ((64, 48, 40), (65, 33, 17), (1, 8, 8), (640, 64, 64)):
                     for has_bias in (True, False):
-                        case = Case(op=op, rows=rows, N=N, K=K, dtype=dtype, seed=rows, has_bias=has_bias)
-                        operands = draw(case, group.rank(), group.size(), device)
-                        assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+                        check_linear(
+                            Case(op=op, rows=rows, N=N, K=K, dtype=dtype, seed=rows, has_bias=has_bias), group, context
+                        )
             assert {record.path for record in context.report()} == {"sliced", config.linear.dgrad.path}
             is_persistent = dtype is not torch.float32 and (backend == "nccl" or config.kernel.gemm == "persistent")
             expected = {"persistent" if is_persistent else "torch"}
@@ -184,8 +184,7 @@ def _delays(group, device, backend):
     gemm._REGAIN_FLOPS = 0
     nccl._LEAST_BYTES_TO_CUT = 16
     case = Case(op=OPS[1], rows=4096, N=64, K=64, dtype=torch.bfloat16)  # partials below 256: exact in bf16
-    operands = draw(case, group.rank(), group.size(), device)
-    expected = reference(case, operands, group)
+    operands, expected = drawn(case, group, device)
     two = TransportConfig(nccl_communicators=2, nccl_channels=4)
     with (
         OverlapContext(group, linear_config(backend, m=2)) as context,
@@ -243,8 +242,7 @@ def test_what_is_sent_may_be_freed_at_once():
 def _first_messages(group, device):
     """The default stream is late, on one rank or the other, when windows are made and first written to."""
     case = Case(op=OPS[1], rows=512, N=64, K=64, dtype=torch.bfloat16)
-    operands = draw(case, group.rank(), group.size(), device)
-    expected = reference(case, operands, group)
+    operands, expected = drawn(case, group, device)
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     for late in (0, 1, 0, 1):

@@ -2,13 +2,35 @@
 
 import torch
 
+from commfuse_megatron.config import LinearConfig, OverlapConfig, PassConfig, WgradConfig
+from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.tools.verify.calls import OPS, Operands, overlapped, reference
 from commfuse_megatron.tools.verify.calls import LinearCall as Case
 from commfuse_megatron.tools.verify.calls import run as run_op
 
-__all__ = ["OPS", "Case", "Operands", "assert_equal", "draw", "overlapped", "reference", "run_op"]
+__all__ = [
+    "OPS", "Case", "Operands", "assert_equal", "check_linear", "draw", "drawn", "linear_config", "overlapped",
+    "reference", "run_op",
+]  # fmt: skip
 
 draw = Case.draw
+
+
+def drawn(case: Case, group, device) -> tuple[Operands, dict]:
+    """This rank's operands, and what the reference makes of all."""
+    operands = draw(case, group.rank(), group.size(), device)
+    return operands, reference(case, operands, group)
+
+
+def linear_config(algorithm="direct", m=1, path="sliced", **wgrad) -> OverlapConfig:
+    chosen = PassConfig(path=path, algorithm=algorithm, chunks_per_shard=m)
+    return OverlapConfig(linear=LinearConfig(fprop=chosen, dgrad=chosen, wgrad=WgradConfig(**wgrad)))
+
+
+def check_linear(case: Case, group, context: OverlapContext) -> None:
+    """Forward and every gradient are the reference's to the bit."""
+    operands, expected = drawn(case, group, context.device)
+    assert_equal(overlapped(case, operands, context), expected)
 
 
 def assert_equal(found: dict, expected: dict, *, atol: float = 0.0, rtol: float = 0.0) -> None:

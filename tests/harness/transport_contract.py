@@ -37,7 +37,8 @@ class Box:
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self.transport = transport
         self._window = transport.window(_WINDOW_BYTES, device)
-        self._keys, self._granted = [], set()  # of the operation under way, over the copy engine
+        # Of the operation under way, over the copy engine: what was sent is kept, since copies read it later.
+        self._keys, self._granted, self._sent = [], set(), []
 
     def slot(self, tensor: torch.Tensor, number: int, slot_bytes: int = 0) -> tuple[torch.Tensor, Place]:
         offset = number * max(slot_bytes, -(-tensor.nbytes // 16) * 16)
@@ -58,7 +59,7 @@ class Box:
             release = self.transport.bind_release(keys, awaited)
             operation = BoundOperation((), keys, (), release, (), GraphTable())
             self.transport.replay(operation, (), is_capturing=False, may_launch=False)
-            self._keys, self._granted = [], set()
+            self._keys, self._granted, self._sent = [], set(), []
         self.transport.release(is_capturing=False)
 
     def _copy(self, send: Parcel | None, receive: Parcel | None) -> Transfer:
@@ -68,6 +69,7 @@ class Box:
             if send.peer not in self._granted:
                 self._granted.add(send.peer)
                 self._run(transport.bind_take(send.peer))
+            self._sent.append(send.tensor)
             source = Ref(0, send.tensor.data_ptr())
             self._run(transport.bind_push(send.peer, send.place, source, send.tensor.nbytes))
             key[2:] = send.peer, send.place.flag

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed as dist
 
@@ -93,6 +94,14 @@ def _run(folder: Path, name: str, run: Run) -> dict[str, Any]:
 def unmodified_script(example: ModuleType, log: Path) -> Any:
     """As Megatron's own scripts: it knows nothing of the plugin."""
     return _train(example, log, lambda config: None)
+
+
+def unmodified_script_that_refuses_the_last_flag(example: ModuleType, log: Path) -> Any:
+    """And trains without it."""
+    with pytest.raises(SystemExit, match="2"):
+        unmodified_script(example, log)
+    sys.argv.pop()
+    return unmodified_script(example, log)
 
 
 def script_with_our_flags(example: ModuleType, log: Path) -> Any:

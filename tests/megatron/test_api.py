@@ -1,4 +1,4 @@
-"""`docs/api.md` has every public name with its parameters, and its examples run."""
+"""`docs/api.md` has every public name with its parameters; its examples run, and how the guide switches layers off."""
 
 import inspect
 from pathlib import Path
@@ -8,7 +8,8 @@ import pytest
 from tests.harness.documents import code_of, section_of
 from tests.megatron.harness import run_megatron
 
-API = Path(__file__).parents[2] / "docs" / "api.md"
+DOCS = Path(__file__).parents[2] / "docs"
+API, GUIDE = DOCS / "api.md", DOCS / "guide.md"
 MODULES = ("commfuse_megatron", "commfuse_megatron.ops", "commfuse_megatron.plugin", "commfuse_megatron.testing")
 LAYERS = section_of(API, "### Classes of layers")
 
@@ -52,6 +53,34 @@ def run_examples(group_size: int) -> tuple[int, int, str | None]:
     assert names["norm"].weight.numel() == names["config"].hidden_size
     assert names["provider"].column_parallel_linear().__name__ == "ColumnParallelLinear"  # ours go by that name
     return report.overlapped_calls, len(report.layers), names["reason"]
+
+
+def switch_off(group_size: int) -> tuple[list[str], list[str]]:
+    """The layers that are switched off as the guide switches one off, and then all."""
+    import torch
+
+    from commfuse_megatron.plugin import model_report
+    from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, transformer_config
+
+    gpt, tokens = SmallGPT(), torch.arange(33)[None]
+    model = build_gpt(gpt, transformer_config(gpt, group_size), overlap=True)
+    exec(code_of(GUIDE, "## 8. When to switch it off"), {"layer": model.decoder.layers[0].mlp.linear_fc1})
+    loss_of(model, tokens).backward()
+    one = [layer.name for layer in model_report(model).layers if layer.stock_calls]
+    model = build_gpt(gpt, transformer_config(gpt, group_size), overlap=True)
+    assert "`model.config.commfuse = False`" in section_of(GUIDE, "## 8. When to switch it off")
+    model.config.commfuse = False
+    loss_of(model, tokens).backward()
+    report = model_report(model)
+    assert report.overlapped_calls == 0
+    return one, [layer.name for layer in report.layers if not layer.stock_calls]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_one_layer_is_switched_off_as_the_guide_says() -> None:
+    """Fails with `layer.config.commfuse = False` alone: the configuration is all layers'."""
+    assert run_megatron(2, switch_off) == [(["decoder.layers.0.mlp.linear_fc1"], [])] * 2
 
 
 @pytest.mark.slow

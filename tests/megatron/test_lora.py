@@ -20,8 +20,9 @@ from commfuse_megatron.testing.gpt import SmallGPT, loss_of, tensor_parallel
 from commfuse_megatron.testing.lora import add_lora
 from commfuse_megatron.testing.models import Recipe, build_chunks, make_config, name_with_separate_norm
 from commfuse_megatron.testing.training import Training
-from commfuse_megatron.tools.verify.lora_cases import OPTIONS, choose_lora, cover_pairs, lora_configurations, options_of
+from commfuse_megatron.tools.verify.lora_cases import OPTIONS, choose_lora, lora_configurations, options_of
 from commfuse_megatron.tools.verify.megatron_models import verify_models
+from tests.harness.pairs import cover_pairs
 from tests.megatron.harness import make_cpu_test
 from tests.megatron.models import assert_same, folders, save_entries, sharded
 from tests.megatron.test_models import assert_passed

@@ -79,4 +79,5 @@ def test_the_command_trains_with_every_linear_overlapped(tmp_path: Path) -> None
     variable, torchrun, *arguments = shlex.split(train)
     assert (variable, torchrun) == ("CUDA_DEVICE_MAX_CONNECTIONS=1", "torchrun")
     printed = run(["env", variable, *on_ranks(*arguments, *SMALL.split())], tmp_path)
+    assert len(re.findall(r"iteration +\d+/ +2 .*lm loss: \d", printed)) == 2, "a line for every step"
     assert re.search(r"10 layers \(0 of them stock\): [1-9]\d* forward passes overlapped, 0 sequential, 0 on", printed)

@@ -19,7 +19,6 @@ from commfuse_megatron import OverlapConfig
 from commfuse_megatron.errors import ConfigError, UnsupportedError
 from commfuse_megatron.plugin import (
     CommFuseColumnParallelLinear,
-    CommFuseLayerNormColumnParallelLinear,
     CommFuseNorm,
     CommFuseRowParallelLinear,
     CommFuseSpecProvider,
@@ -162,22 +161,6 @@ def test_provider() -> None:
     assert mlp == [CommFuseColumnParallelLinear, CommFuseRowParallelLinear]
     with pytest.raises(AttributeError):
         provider.does_not_exist()
-
-
-@pytest.mark.parametrize(("cls", "weight", "bias"), [
-    (CommFuseColumnParallelLinear, "column", "column"), (CommFuseLayerNormColumnParallelLinear, "column", "column"),
-    (CommFuseRowParallelLinear, "row", "replicated"),
-])  # fmt: skip
-def test_fsdp_sees_how_weights_are_split(cls: type, weight: str, bias: str) -> None:
-    from megatron.core.distributed import FullyShardedDataParallel
-
-    detect = FullyShardedDataParallel._detect_parallelism_type
-    layer = cls.__new__(cls)
-    stub = SimpleNamespace(_MODULE_TYPE_REGISTRY=FullyShardedDataParallel._MODULE_TYPE_REGISTRY)
-    assert detect(stub, "weight", layer) == weight
-    assert detect(stub, "bias", layer) == bias
-    if cls is CommFuseLayerNormColumnParallelLinear:
-        assert detect(stub, "layer_norm_weight", layer) == detect(stub, "layer_norm_bias", layer) == "replicated"
 
 
 def test_the_default_spec_says_transformer_engine_is_missing(monkeypatch):

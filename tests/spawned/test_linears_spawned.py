@@ -8,7 +8,7 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import TransportConfig
 from commfuse_megatron.errors import TransportTimeoutError
 from tests.harness import run_spawned
-from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
+from tests.harness.linear_cases import OPS, Case, check_linear, draw
 
 
 def _groups_within_the_world(world, device):
@@ -17,9 +17,7 @@ def _groups_within_the_world(world, device):
     with OverlapContext(world) as context_of_world, OverlapContext(mine) as context_of_mine:
         for seed, (group, context) in enumerate([(world, context_of_world), (mine, context_of_mine)] * 2):
             for op in OPS:
-                case = Case(op=op, rows=9 + seed, seed=seed)
-                operands = draw(case, group.rank(), group.size(), device)
-                assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+                check_linear(Case(op=op, rows=9 + seed, seed=seed), group, context)
         global_ranks = context_of_mine.link._peers.global_ranks
     assert global_ranks == ((0, 2) if world.rank() % 2 == 0 else (1, 3))
     config = OverlapConfig(transport=TransportConfig(timeout_s=1.0), check_agreement=False)

@@ -54,7 +54,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         metadata = Parser().parsestr(archive.read(f"{NAME}.dist-info/METADATA").decode())
         entry_points = archive.read(f"{NAME}.dist-info/entry_points.txt").decode()
     assert {name.split("/")[0] for name in names} == {"commfuse_megatron", f"{NAME}.dist-info"}
-    assert "commfuse_megatron/py.typed" in names
+    assert {"commfuse_megatron/py.typed", "commfuse_megatron/tools/simulate/measured_steps.json"} <= names
     assert any(name.endswith("/LICENSE") for name in names)
     modules = {name for name in names if name.endswith(".py")}
     package = ROOT / "commfuse_megatron"

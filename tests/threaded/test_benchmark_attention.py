@@ -17,14 +17,14 @@ from commfuse_megatron.tools.bench.operands import Pool, check_results
 from commfuse_megatron.tools.bench.run import Settings
 from commfuse_megatron.tools.bench.summary import summarize
 from commfuse_megatron.tools.bench.tables import attention_table
-from commfuse_megatron.tools.common.attention_cases import (
+from commfuse_megatron.tools.common.cases import (
     ATTENTION_CASE_NAMES,
+    HEADLINE_M,
     AttentionCase,
     attention_bound_ms,
     attention_case,
     attention_tokens,
 )
-from commfuse_megatron.tools.common.cases import HEADLINE_M
 from commfuse_megatron.transport import tape_graphs
 from tests.harness.emulated_cudnn import emulate_cudnn
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part

@@ -8,7 +8,7 @@ from commfuse_megatron.tools.bench import run as run_module
 from commfuse_megatron.tools.bench.bounds import Sequential
 from commfuse_megatron.tools.bench.emulate import EmulatedSliced, make_emulated_work
 from commfuse_megatron.tools.bench.operands import Pool, check_results, make_work
-from commfuse_megatron.tools.bench.ours import Ours, Way
+from commfuse_megatron.tools.bench.ours import Ours, PathOptions
 from commfuse_megatron.tools.bench.run import Settings, grid, run_grid
 from commfuse_megatron.tools.bench.slicing import DataSlicing
 from commfuse_megatron.tools.bench.timing import Timed, measure, measure_host_us
@@ -132,11 +132,11 @@ def test_larger_groups_are_emulated_on_two_ranks_only(group, device):
 @on_ranks(2)
 def test_a_forced_path_that_fell_back_is_an_error(group, device):
     work = make_work(linear_case("llama-8b.proj", 2048, 2, 64), "fprop", group, Pool(device, torch.float32, 0))
-    variant = Ours(Way(path="sliced", backend="gloo"))
+    variant = Ours(PathOptions(path="sliced", backend="gloo"))
     ready = variant.build(work)
     ready.results()
     variant.check_path(work, ready)
-    variant.way = Way(path="bulk", backend="gloo")
+    variant.options = PathOptions(path="bulk", backend="gloo")
     with pytest.raises(VerificationError, match="fell back to sliced"):
         variant.check_path(work, ready)
     variant.close()

@@ -28,7 +28,7 @@ from commfuse_megatron.transport import mapped_window, tape_graphs
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from tests.harness import run_threads
 from tests.harness.emulated_gpu import capture_call, emulate_copy_engine, on_copy_engine, take_part, tapes_of
-from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
+from tests.harness.linear_cases import OPS, Case, assert_equal, check_linear, draw, overlapped, reference
 from tests.harness.mixed_calls import MixedCalls, draw_cases
 from tests.harness.transport_contract import run_contract
 from tests.threaded.test_query_split_attention import Case as AttentionCase
@@ -71,9 +71,7 @@ def test_linears_with_new_data_at_every_call(group, device, group_size, path, al
                 (2, 8, 8, False),
             ):
                 for seed in range(3):
-                    case = Case(op=op, rows=rows, N=N, K=K, has_bias=has_bias, seed=seed)
-                    operands = draw(case, group.rank(), group.size(), device)
-                    assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+                    check_linear(Case(op=op, rows=rows, N=N, K=K, has_bias=has_bias, seed=seed), group, context)
         tapes = tapes_of(context)
         if group_size > 1:
             assert bool(tapes) == (algorithm == "direct")
@@ -131,9 +129,7 @@ def test_graphs_of_linears_are_right_in_every_order(group_size, path, m, monkeyp
         with take_part(group), OverlapContext(group, config_for(path, "direct", m)) as context:
             for op in OPS:
                 for seed, rows in itertools.product(range(6), (4 * group_size, 4 * group_size + 1, 2)):
-                    case = Case(op=op, rows=rows, N=16, K=8, has_bias=seed % 2 == 0, seed=seed)
-                    operands = draw(case, group.rank(), group.size(), device)
-                    assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+                    check_linear(Case(op=op, rows=rows, N=16, K=8, has_bias=seed % 2 == 0, seed=seed), group, context)
             return number_of_graphs(context)
 
     assert min(run_threads(group_size, body)) > 0
@@ -221,18 +217,14 @@ def test_without_features_or_batch(group, device, path):
     with OverlapContext(group, config_for(path, "direct", 1)) as context:
         for op in OPS:
             for N, K in ((0, 4), (4, 0), (0, 0), (8, 8)):
-                case = Case(op=op, rows=8, N=N, K=K, has_bias=False)
-                operands = draw(case, group.rank(), group.size(), device)
-                assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+                check_linear(Case(op=op, rows=8, N=N, K=K, has_bias=False), group, context)
 
 
 @on_copy_engine(2)
 def test_what_tapes_do_not_serve_goes_step_by_step(group, device):
     with OverlapContext(group, config_for("sliced", "direct", 2)) as context:
         for op in OPS:
-            case = Case(op=op, rows=8, N=6, K=5)  # rows of 20 and 24 bytes
-            operands = draw(case, group.rank(), group.size(), device)
-            assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+            check_linear(Case(op=op, rows=8, N=6, K=5), group, context)  # rows of 20 and 24 bytes
         assert all(record.modes == {"stepped": record.calls} for record in context.report())
         assert {record.gemm for record in context.report()} == {"torch"}
         tapes = tapes_of(context)
@@ -262,9 +254,7 @@ def test_windows_grow_and_tapes_are_recorded_again(group, device):
     with OverlapContext(group, config_for("sliced", "direct", 2)) as context:
         for rows in (8, 64, 8, 128, 64):
             for op in OPS:
-                case = Case(op=op, rows=rows, N=16, K=16, seed=rows)
-                operands = draw(case, group.rank(), group.size(), device)
-                assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+                check_linear(Case(op=op, rows=rows, N=16, K=16, seed=rows), group, context)
 
 
 def test_windows_that_were_outgrown_or_closed_are_freed_at_once(monkeypatch):

@@ -11,10 +11,11 @@ from commfuse_megatron.ops import DeferredWeightGrad, WeightGradQueue, WeightGra
 from commfuse_megatron.transport import tape_graphs
 from tests.harness import on_ranks, run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part, tapes_of
-from tests.harness.linear_cases import OPS, Case, draw, reference
+from tests.harness.linear_cases import OPS, Case, draw, drawn, reference
 from tests.threaded import test_query_split_attention as attention
 from tests.threaded.test_copy_engine_emulated import PATHS, config_for
 from tests.threaded.test_gathered_input import CONFIGS
+from tests.threaded.test_partial_gradients import PATHS as PATHS_OF_ATTENTION
 
 MICRO_BATCHES = 4
 
@@ -59,7 +60,7 @@ def check(op, group, device, context, rows=9, N=6, K=5, *, has_target=True, froz
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_linears(op, group_size, config):
     if op == "linear_reduce_scatter" and config is CONFIGS["async"]:
-        pytest.skip("no way of a row-parallel linear")
+        pytest.skip("no path of a row-parallel linear")
 
     def body(group, device):
         with OverlapContext(group, config) as context:
@@ -92,16 +93,7 @@ def test_linears_over_the_copy_engine(op, group_size, path, algorithm, m, stepwi
     run_threads(group_size, body)
 
 
-ATTENTION = {
-    "query_split": attention.attention_config(),
-    "two splits": attention.attention_config(m=2),
-    "row_parallel after splits": attention.attention_config(backward="row_parallel"),
-    "row_parallel": attention.attention_config("row_parallel"),
-    "sequential": attention.attention_config("sequential"),
-}
-
-
-@pytest.mark.parametrize("config", ATTENTION.values(), ids=ATTENTION)
+@pytest.mark.parametrize("config", PATHS_OF_ATTENTION.values(), ids=PATHS_OF_ATTENTION)
 @pytest.mark.parametrize("over_copies", [False, True])
 def test_attention(config, over_copies, monkeypatch):
     if over_copies:
@@ -144,8 +136,7 @@ def test_only_what_a_backward_pass_is_asked_for_is_queued(group, device, op):
     """As a schedule that sends dx on its way before it computes dw."""
     with OverlapContext(group) as context:
         case, queue = Case(op=op, rows=8), WeightGradQueue()
-        operands = draw(case, group.rank(), group.size(), device)
-        expected = reference(case, operands, group)
+        operands, expected = drawn(case, group, device)
         leaves = operands.copies()
         deferred = DeferredWeightGrad(queue)
         y = getattr(ops, op)(leaves.x, leaves.weight, leaves.bias, context=context, weight_grad=deferred)

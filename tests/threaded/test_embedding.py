@@ -3,17 +3,12 @@
 import pytest
 import torch
 
-from commfuse_megatron import OverlapConfig, OverlapContext, ops
-from commfuse_megatron.config import LinearConfig, PassConfig
+from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.errors import ShapeError
 from tests.harness import on_ranks, run_threads
+from tests.harness.linear_cases import linear_config
 
 V, N, B = 24, 10, 3
-
-
-def config(algorithm="direct", m=1, path="sliced", **others) -> OverlapConfig:
-    chosen = PassConfig(path=path, algorithm=algorithm, chunks_per_shard=m)
-    return OverlapConfig(linear=LinearConfig(fprop=chosen, dgrad=chosen), **others)
 
 
 def draw(group, rows: int, dtype: torch.dtype = torch.float64, seed: int = 0):
@@ -49,7 +44,7 @@ def check(group, context, rows, dtype=torch.float64, seed=0, **options):
 @pytest.mark.parametrize("m", [1, 2])
 def test_equals_the_reference_exactly(algorithm, group_size, m):
     def body(group, device):
-        with OverlapContext(group, config(algorithm, m)) as context:
+        with OverlapContext(group, linear_config(algorithm, m)) as context:
             for seed, rows in enumerate([4 * group_size * m, 4 * group_size + 1, group_size, 1, 2 * group_size]):
                 check(group, context, rows, seed=seed)
             return context.report()
@@ -64,7 +59,7 @@ def test_equals_the_reference_exactly(algorithm, group_size, m):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @on_ranks(2)
 def test_other_dtypes_and_options(group, device, dtype):
-    for chosen in (config(), config("ring", 2), config(path="sequential")):
+    for chosen in (linear_config(), linear_config("ring", 2), linear_config(path="sequential")):
         with OverlapContext(group, chosen) as context:
             check(group, context, 8, dtype)
             check(group, context, 8, dtype, seed=1, is_deterministic=True)
@@ -72,7 +67,7 @@ def test_other_dtypes_and_options(group, device, dtype):
 
 @on_ranks(2)
 def test_without_gradients_and_frozen(group, device):
-    with OverlapContext(group, config()) as context:
+    with OverlapContext(group, linear_config()) as context:
         ids, weight, first_id, _ = draw(group, 8)
         expected = ops.reference.embedding_reduce_scatter(ids, weight, first_id, group=group)
         y = ops.embedding_reduce_scatter(ids, weight, first_id, context=context)
@@ -86,7 +81,7 @@ def test_without_gradients_and_frozen(group, device):
 @on_ranks(2)
 def test_two_calls_in_flight_keep_their_own_values(group, device):
     # Both outputs, and a gradient, must survive what the next call puts into the shared buffers.
-    with OverlapContext(group, config()) as context:
+    with OverlapContext(group, linear_config()) as context:
         operands = [draw(group, 8, seed=seed) for seed in range(3)]
         weights = [weight.clone().requires_grad_() for _, weight, _, _ in operands]
         outputs = [
@@ -109,7 +104,7 @@ def test_two_calls_in_flight_keep_their_own_values(group, device):
 ])  # fmt: skip
 @on_ranks(2)
 def test_bad_arguments_raise_on_all_ranks(group, device, change, words):
-    with OverlapContext(group, config()) as context:
+    with OverlapContext(group, linear_config()) as context:
         ids, weight, first_id, _ = draw(group, 8)
         bad = change(ids, weight) if group.rank() == 1 else (ids, weight)
         with pytest.raises(ShapeError, match=words):

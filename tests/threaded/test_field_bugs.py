@@ -3,30 +3,19 @@
 import pytest
 import torch
 
-from commfuse_megatron import OverlapConfig, OverlapContext, ops
-from commfuse_megatron.config import LinearConfig, PassConfig
+from commfuse_megatron import OverlapContext, ops
 from tests.harness import on_ranks, run_threads
-from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
+from tests.harness.linear_cases import OPS, Case, assert_equal, check_linear, draw, linear_config, overlapped, reference
 from tests.harness.threads import make_groups
-
-
-def sliced(m: int = 1, algorithm: str = "direct") -> OverlapConfig:
-    chosen = PassConfig(path="sliced", algorithm=algorithm, chunks_per_shard=m)
-    return OverlapConfig(linear=LinearConfig(fprop=chosen, dgrad=chosen))
-
-
-def check(case: Case, group, device, context: OverlapContext) -> None:
-    operands = draw(case, group.rank(), group.size(), device)
-    assert_equal(overlapped(case, operands, context), reference(case, operands, group))
 
 
 @pytest.mark.parametrize("op", OPS)
 @on_ranks(3)
 def test_01_sequence_lengths_change_and_are_not_divisible(group, device, op):
-    with OverlapContext(group, sliced()) as context:
+    with OverlapContext(group, linear_config()) as context:
         for seed, rows in enumerate((512, 384, 500, 7, 512)):
             for batch in (1, 2):  # 1: packed tokens [t, 1, h]
-                check(Case(op=op, rows=rows, batch=batch, seed=seed), group, device, context)
+                check_linear(Case(op=op, rows=rows, batch=batch, seed=seed), group, context)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "direct"])
@@ -38,7 +27,7 @@ def test_02_two_ranks_do_not_cross_slices_of_equal_size(group, device, algorithm
     numbers = torch.arange(2 * rows, dtype=torch.float64).view(-1, 1, 1)
     own = slice(group.rank() * rows, (group.rank() + 1) * rows)
     weight = torch.ones(1, 1, dtype=torch.float64)
-    with OverlapContext(group, sliced(m, algorithm)) as context:
+    with OverlapContext(group, linear_config(algorithm, m)) as context:
         for _ in range(3):
             assert torch.equal(ops.all_gather_linear(numbers[own], weight, context=context), numbers)
             summed = ops.linear_reduce_scatter(numbers * (1 + group.rank()), weight, context=context)
@@ -54,7 +43,7 @@ def test_03_large_payloads_pass_beside_another_groups_collective(op):
         first, second = of_rank(group.rank())
         sizes = {"N": 8, "K": 512} if op == "all_gather_linear" else {"N": 512, "K": 8}
         case = Case(op=op, rows=3 * 2048, batch=1, **sizes)
-        with OverlapContext(first, sliced(2)) as context:
+        with OverlapContext(first, linear_config(m=2)) as context:
             operands = draw(case, group.rank(), 3, device)
             expected = reference(case, operands, first)
             for is_before in (True, False):
@@ -76,7 +65,7 @@ def test_03_large_payloads_pass_beside_another_groups_collective(op):
 def test_10_inputs_overwritten_after_the_call_reach_nobody(group, device, op):
     # A send that still reads its source after the call has returned would carry the NaNs.
     case = Case(op=op, rows=64 * group.size(), batch=2, N=32, K=32)
-    with OverlapContext(group, sliced(2)) as context, torch.no_grad():
+    with OverlapContext(group, linear_config(m=2)) as context, torch.no_grad():
         for seed in range(20):
             operands = draw(Case(**{**vars(case), "seed": seed}), group.rank(), group.size(), device)
             expected = getattr(ops.reference, op)(operands.x, operands.weight, operands.bias, group=group)
@@ -94,21 +83,9 @@ def test_15_every_rank_gets_the_whole_input_gradient(group, device, op):
     rows = 2 * R if op == "linear_reduce_scatter" else 2
     x = torch.ones(rows, 1, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.full((5, 3), 1.0 + r, dtype=torch.float64, requires_grad=True)
-    with OverlapContext(group, sliced()) as context:
+    with OverlapContext(group, linear_config()) as context:
         getattr(ops, op)(x, weight, context=context).sum().backward()
     per_rank = [5.0 * (1 + rank) for rank in range(R)]
     expected = sum(per_rank) if op == "all_gather_linear" else per_rank[r]
     assert torch.equal(x.grad, torch.full_like(x, expected))
     assert torch.equal(weight.grad, torch.full_like(weight, 2.0 * R))
-
-
-def test_05_a_group_that_is_neither_the_world_nor_contiguous():
-    of_rank = make_groups([[0, 2], [1, 3], [3, 0, 1]])
-
-    def body(world, device):
-        for group in of_rank(world.rank()):
-            with OverlapContext(group, sliced()) as context:
-                for op in OPS:
-                    check(Case(op=op, rows=13), group, device, context)
-
-    run_threads(4, body)

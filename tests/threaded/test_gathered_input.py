@@ -13,9 +13,8 @@ from commfuse_megatron.problem import shard_range
 from commfuse_megatron.transport import tape_graphs
 from tests.harness import on_ranks, run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part, tapes_of
-from tests.harness.linear_cases import Case, assert_equal, draw
+from tests.harness.linear_cases import Case, assert_equal, draw, linear_config
 from tests.threaded.test_copy_engine_emulated import PATHS, config_for, number_of_graphs
-from tests.threaded.test_linears import linear_config
 
 CONFIGS = {
     "direct": linear_config(), "direct 2": linear_config(m=2), "ring": linear_config("ring"),
@@ -53,16 +52,14 @@ def results(case, operands, grad_gathered, call, *, frozen=(), outputs=OUTPUTS[0
 def draw_gathered(case: Case, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(77 * case.seed + rank)
     shape = (case.rows, case.batch, case.K)
-    if case.exact:
-        return torch.randint(-2, 3, shape, generator=generator).to(case.dtype)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
+    return torch.randint(-2, 3, shape, generator=generator).to(case.dtype)
 
 
-def check(case, group, device, context, limit=0.0, **others) -> None:
+def check(case, group, device, context, **others) -> None:
     operands, grad = draw(case, group.rank(), group.size(), device), draw_gathered(case, group.rank())
     found = results(case, operands, grad, ops.all_gather_linear, context=context, **others)
     expected = results(case, operands, grad, ops.reference.all_gather_linear, group=group, **others)
-    assert_equal(found, expected, atol=limit, rtol=limit)
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
@@ -77,15 +74,6 @@ def test_every_result_is_exact_on_integers(group, device, group_size, config):
                     check(case, group, device, context, frozen=frozen, outputs=outputs)
         check(Case(op="all_gather_linear", rows=7, N=0), group, device, context)
         check(Case(op="all_gather_linear", rows=0), group, device, context)
-
-
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@on_ranks(3)
-def test_random_numbers_in_double_precision(group, device, config):
-    with OverlapContext(group, config) as context:
-        case = Case(op="all_gather_linear", rows=13, N=24, K=40, exact=False, dtype=torch.float64)
-        # Rounding is some 1e-15 of sums of about 100; a part that is left out errs by order 1.
-        check(case, group, device, context, limit=1e-12)
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])

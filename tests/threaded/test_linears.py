@@ -5,20 +5,19 @@ import itertools
 import pytest
 import torch
 
-from commfuse_megatron import OverlapConfig, OverlapContext, ops
-from commfuse_megatron.config import LinearConfig, PassConfig, WgradConfig
+from commfuse_megatron import OverlapContext, ops
 from tests.harness import on_ranks, run_threads
-from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference, run_op
-
-
-def linear_config(algorithm="direct", m=1, path="sliced", **wgrad) -> OverlapConfig:
-    chosen = PassConfig(path=path, algorithm=algorithm, chunks_per_shard=m)
-    return OverlapConfig(linear=LinearConfig(fprop=chosen, dgrad=chosen, wgrad=WgradConfig(**wgrad)))
-
-
-def check(case: Case, group, device, context: OverlapContext, **tolerance) -> None:
-    operands = draw(case, group.rank(), group.size(), device)
-    assert_equal(overlapped(case, operands, context), reference(case, operands, group), **tolerance)
+from tests.harness.linear_cases import (
+    OPS,
+    Case,
+    assert_equal,
+    check_linear,
+    draw,
+    linear_config,
+    overlapped,
+    reference,
+    run_op,
+)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -29,7 +28,7 @@ def test_every_result_is_exact_on_integers(op, algorithm, group_size, m):
     def body(group, device):
         with OverlapContext(group, linear_config(algorithm, m)) as context:
             for seed, rows in enumerate([4 * group_size * m, 4 * group_size + 1, group_size - 1, 1, 2 * group_size]):
-                check(Case(op=op, rows=rows, seed=seed), group, device, context)
+                check_linear(Case(op=op, rows=rows, seed=seed), group, context)
             return context.report()
 
     for records in run_threads(group_size, body):
@@ -142,8 +141,8 @@ def test_operands_without_a_unit_stride(group, device, op, config):
 def test_sizes_of_zero_and_one(group, device, op, group_size, config):
     with OverlapContext(group, config) as context:
         for sizes in ({"rows": 0}, {"rows": 3, "batch": 0}, {"rows": 3, "N": 0}, {"rows": 7, "K": 0}):
-            check(Case(op=op, **sizes), group, device, context)
-        check(Case(op=op, rows=3, batch=1, N=1, K=1), group, device, context)
+            check_linear(Case(op=op, **sizes), group, context)
+        check_linear(Case(op=op, rows=3, batch=1, N=1, K=1), group, context)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -159,48 +158,6 @@ def test_any_number_of_middle_dimensions(group, device, op, shape):
     assert found.shape == expected.shape
     assert found.size(0) == (rows if op == "all_gather_linear" else rows // group.size())
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("frozen", [("x",), ("weight",), ("bias",), ("x", "bias"), ("weight", "bias"), ("x", "weight")])
-@on_ranks(3)
-def test_frozen_operands_get_no_gradient_and_the_others_theirs(group, device, op, frozen):
-    case = Case(op=op, rows=9)
-    operands = draw(case, group.rank(), group.size(), device)
-    with OverlapContext(group) as context:
-        results = []
-        for call, where in (
-            (getattr(ops, op), {"context": context}),
-            (getattr(ops.reference, op), {"group": group}),
-        ):
-            leaves = operands.copies()
-            for name in frozen:
-                getattr(leaves, name).requires_grad_(False)
-            extra = {"total_rows": case.rows} if op == "all_gather_linear" else {}
-            call(leaves.x, leaves.weight, leaves.bias, **extra, **where).backward(operands.grad_y)
-            results.append({name: getattr(leaves, name).grad for name in ("x", "weight", "bias")})
-        assert_equal(results[0], results[1])
-        assert all(results[0][name] is None for name in frozen)
-
-
-@pytest.mark.parametrize("config", [linear_config(keep_gathered_input=True), linear_config(path="sequential")])
-@pytest.mark.parametrize("op", OPS)
-def test_kept_input_and_sequential_path(op, config):
-    def body(group, device):
-        with OverlapContext(group, config) as context:
-            for rows in (8, 7, 2, 12):
-                check(Case(op=op, rows=rows, seed=rows), group, device, context)
-            return {record.path for record in context.report()}
-
-    expected = config.linear.fprop.path
-    assert all(paths == {expected} for paths in run_threads(3, body))
-
-
-@on_ranks(2)
-def test_six_calls_in_a_row_with_new_data_and_sizes(group, device):
-    with OverlapContext(group, linear_config(m=2)) as context:
-        for seed, (rows, op) in enumerate(zip([512, 384, 500, 7, 512, 384], itertools.cycle(OPS), strict=False)):
-            check(Case(op=op, rows=rows, N=16, K=8, seed=seed), group, device, context)
 
 
 @on_ranks(3)

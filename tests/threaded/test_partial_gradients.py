@@ -7,9 +7,8 @@ from torch.utils.checkpoint import checkpoint
 from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.errors import ShapeError
 from tests.harness import on_ranks, run_threads
-from tests.harness.linear_cases import OPS, Case, draw, reference
+from tests.harness.linear_cases import OPS, Case, draw, drawn, linear_config
 from tests.threaded import test_query_split_attention as attention
-from tests.threaded.test_linears import linear_config
 
 CONFIGS = {
     "direct": linear_config(),
@@ -30,8 +29,7 @@ def backward_passes(context: OverlapContext) -> dict[str, int]:
 def test_a_weight_gradient_is_added_where_it_is_asked_for(group, device, op, config):
     """Fails without the question what the engine runs: `autograd.grad` of x added it too."""
     case = Case(op=op, rows=9)
-    operands = draw(case, group.rank(), group.size(), device)
-    expected = reference(case, operands, group)
+    operands, expected = drawn(case, group, device)
     with OverlapContext(group, config) as context:
         leaves = operands.copies()
         main_grad, results = torch.zeros(case.N, case.K), []
@@ -59,8 +57,7 @@ def test_every_choice_of_gradients_is_right_and_no_more_than_it(op):
     def body(group, device):
         case = Case(op=op, rows=7)
         extra = {"total_rows": case.rows} if op == "all_gather_linear" else {}
-        operands = draw(case, group.rank(), group.size(), device)
-        expected = reference(case, operands, group)
+        operands, expected = drawn(case, group, device)
         for names in choices:
             with OverlapContext(group) as context:
                 leaves = operands.copies()
@@ -81,8 +78,7 @@ def test_every_choice_of_gradients_is_right_and_no_more_than_it(op):
 def test_gradients_of_what_leaves_were_made_into(group, device, op):
     """As schedules that split a backward pass ask: by tensors between, or by edges of the graph."""
     case = Case(op=op, rows=8)
-    operands = draw(case, group.rank(), group.size(), device)
-    expected = reference(case, operands, group)
+    operands, expected = drawn(case, group, device)
     with OverlapContext(group) as context:
         leaves = operands.copies()
         between = leaves.x * 1
@@ -105,8 +101,7 @@ def test_gradients_of_what_leaves_were_made_into(group, device, op):
 @on_ranks(2)
 def test_checkpoints_and_tied_weights_get_everything(group, device, op, use_reentrant):
     case = Case(op=op, rows=8)
-    operands = draw(case, group.rank(), group.size(), device)
-    expected = reference(case, operands, group)
+    operands, expected = drawn(case, group, device)
     with OverlapContext(group) as context:
         leaves = operands.copies()
         main_grad = torch.zeros(case.N, case.K)
@@ -127,8 +122,7 @@ def test_checkpoints_and_tied_weights_get_everything(group, device, op, use_reen
 @on_ranks(2)
 def test_who_calls_the_backward_pass_by_himself_gets_everything(group, device, op):
     case = Case(op=op, rows=8)
-    operands = draw(case, group.rank(), group.size(), device)
-    expected = reference(case, operands, group)
+    operands, expected = drawn(case, group, device)
     with OverlapContext(group) as context:
         leaves = operands.copies()
         y = getattr(ops, op)(leaves.x, leaves.weight, leaves.bias, context=context)

@@ -18,7 +18,7 @@ from commfuse_megatron.runtime.calibrate import calibrate
 from commfuse_megatron.runtime.stopwatch import make_stopwatch
 from commfuse_megatron.schedule import Algorithm
 from tests.harness import run_threads
-from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
+from tests.harness.linear_cases import OPS, Case, assert_equal, check_linear, draw, overlapped, reference
 from tests.harness.problems import layer_problem
 
 TRIAL = "commfuse_megatron.ops.trial.make_stopwatch"
@@ -217,9 +217,7 @@ def test_without_a_measurement_the_assumed_machine_decides():
     def body(group, device):
         with OverlapContext(group, config(plan=PlanConfig(measure="never"))) as context:
             context.planner.default_reason = None
-            case = Case(op=OPS[0], rows=8)
-            operands = draw(case, group.rank(), group.size(), device)
-            assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+            check_linear(Case(op=OPS[0], rows=8), group, context)
             assert not context.planner.machines
             return context.report()
 
@@ -255,9 +253,7 @@ def test_a_rank_without_memory_for_a_trial_lets_the_model_decide(monkeypatch):
             if group.rank() == 1:
                 together = context.consensus.make_together
                 context.consensus.make_together = lambda make, topic: together(run_out_of_memory, topic)
-            case = Case(op=OPS[0], rows=8)
-            operands = draw(case, group.rank(), group.size(), device)
-            assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+            check_linear(Case(op=OPS[0], rows=8), group, context)
             return context.report()
 
     found = run_threads(2, body)
@@ -413,9 +409,7 @@ def test_a_context_that_plans_by_cost_calibrates_once():
         with OverlapContext(group, config()) as context:
             context.planner.default_reason = None
             for seed, op in enumerate(OPS):
-                case = Case(op=op, rows=8, seed=seed)
-                operands = draw(case, group.rank(), group.size(), device)
-                assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+                check_linear(Case(op=op, rows=8, seed=seed), group, context)
             assert list(context.planner.machines) == ["float32"]
             return context.report()
 

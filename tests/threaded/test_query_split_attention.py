@@ -224,13 +224,6 @@ def test_frozen_operands_get_no_gradient_and_the_others_theirs(group, device, fr
     assert all(results[0][name] is None for name in frozen)
 
 
-@on_ranks(2)
-def test_six_calls_in_a_row_with_new_data_and_sizes(group, device):
-    with OverlapContext(group, attention_config(m=2)) as context:
-        for seed, rows in enumerate([64, 48, 50, 7, 64, 48]):
-            check(Case(rows=rows, seed=seed), group, context)
-
-
 @on_ranks(3)
 def test_interleaved_with_a_linear_and_with_another_context(group, device):
     operands, grad_y = draw(Case(), group.rank(), group.size())

@@ -9,9 +9,8 @@ import torch
 
 from commfuse_megatron import OverlapContext, ops
 from tests.harness import on_ranks
-from tests.harness.linear_cases import OPS, Case, draw, reference
+from tests.harness.linear_cases import OPS, Case, drawn, linear_config
 from tests.threaded import test_query_split_attention as attention
-from tests.threaded.test_linears import linear_config
 
 CONFIGS = {
     "sliced": linear_config(),
@@ -47,8 +46,7 @@ def test_linears(group, device, op, config):
     Stock Megatron keeps x and the weight; of a frozen weight the weight alone.
     """
     case = Case(op=op, rows=8)
-    operands = draw(case, group.rank(), group.size(), device)
-    expected = reference(case, operands, group)
+    operands, expected = drawn(case, group, device)
     keeps = config.linear.wgrad.keep_gathered_input and op == "all_gather_linear"
     with OverlapContext(group, config) as context:
         for frozen_x, frozen_weight, bias in itertools.product((False, True), (False, True), ("due", "frozen", "")):
@@ -78,8 +76,7 @@ def test_linears(group, device, op, config):
 def test_the_input_of_a_frozen_weight_may_change_and_go(group, device, op):
     """Fails without the choice of what is saved, where autograd finds that x was changed in place."""
     case = Case(op=op, rows=8)
-    operands = draw(case, group.rank(), group.size(), device)
-    expected = reference(case, operands, group)
+    operands, expected = drawn(case, group, device)
     with OverlapContext(group) as context:
         leaves = operands.copies()
         leaves.weight.requires_grad_(False)

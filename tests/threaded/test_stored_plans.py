@@ -11,7 +11,7 @@ from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.config import AttentionConfig, OverlapConfig, PlanConfig, TransportConfig
 from commfuse_megatron.errors import ConfigError, ShapeError
 from tests.harness import make_groups, run_threads
-from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
+from tests.harness.linear_cases import OPS, Case, check_linear
 from tests.harness.problems import layer_problem
 from tests.threaded.test_attention_planning import planned
 from tests.threaded.test_planning import TRIAL, MadeUpTimes, config, plan_by_cost
@@ -24,9 +24,7 @@ def run_job(group, device, job_config, rows_of_calls, *, by_cost):
             plan_by_cost(context)
         for rows in rows_of_calls:
             for op in OPS:
-                case = Case(op=op, rows=rows)
-                operands = draw(case, group.rank(), group.size(), device)
-                assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+                check_linear(Case(op=op, rows=rows), group, context)
         assert (context.stored_plans.store is None) == (group.rank() > 0), "nodes share no disk"
         return {str(problem): prepared.plan for problem, prepared in context._prepared.items()}
 

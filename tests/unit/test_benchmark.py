@@ -12,10 +12,10 @@ from commfuse_megatron.runtime.recorder import Interval
 from commfuse_megatron.tools.bench.catalog import choose, make_emulated_variants, make_variants
 from commfuse_megatron.tools.bench.cli import configurations_without_rows
 from commfuse_megatron.tools.bench.figure import draw_rows
-from commfuse_megatron.tools.bench.ours import Way, forced_ways
+from commfuse_megatron.tools.bench.ours import PathOptions, forced_paths
 from commfuse_megatron.tools.bench.rows import Report, Row, load_report
 from commfuse_megatron.tools.bench.run import Settings, grid
-from commfuse_megatron.tools.bench.summary import check_bounds, parse_bounds, summarize
+from commfuse_megatron.tools.bench.summary import check_limits, parse_limits, summarize
 from commfuse_megatron.tools.bench.tables import overview_table, rows_table
 from commfuse_megatron.tools.bench.timing import _summary
 from commfuse_megatron.tools.bench.variant import link_name, require_own_link
@@ -98,16 +98,16 @@ def test_all_variants_at_two_sizes_and_the_basic_ones_elsewhere():
 
 
 def test_ways_of_ours_are_named_and_configured():
-    way = Way(path="sliced", backend="nccl", algorithm="ring", chunks_per_shard=4)
-    assert way.name == "sliced ring m=4 nccl"
-    config = way.config(record=True)
+    options = PathOptions(path="sliced", backend="nccl", algorithm="ring", chunks_per_shard=4)
+    assert options.name == "sliced ring m=4 nccl"
+    config = options.config(record=True)
     assert (config.linear.fprop.chunks_per_shard, config.linear.dgrad.algorithm) == (4, "ring")
     assert (config.transport.backend, config.record) == ("nccl", True)
-    assert Way(path="auto").name == "planned"
-    bulk = Way(path="bulk", backend="copy_engine").config()
+    assert PathOptions(path="auto").name == "planned"
+    bulk = PathOptions(path="bulk", backend="copy_engine").config()
     assert (bulk.linear.fprop.path, bulk.linear.dgrad.path) == ("sequential", "bulk")
-    assert any(way.algorithm == "ring" for way in forced_ways(CPU, 4, (1,)))
-    assert not any(way.algorithm == "ring" for way in forced_ways(CPU, 2, (1,)))
+    assert any(options.algorithm == "ring" for options in forced_paths(CPU, 4, (1,)))
+    assert not any(options.algorithm == "ring" for options in forced_paths(CPU, 2, (1,)))
 
 
 def test_what_follows_from_a_row():
@@ -254,17 +254,17 @@ def test_figures_of_a_whole_run():
     assert "vs_userbuffers" not in summary.metrics
     assert summary.metrics["never_slower"].value == pytest.approx(1.1)
     assert (summary.offenders[0][1].M, len(summary.offenders)) == (1024, 9 + 8)
-    assert check_bounds(summary, parse_bounds(["ideal=1.05", "vs_sequential=0.9"])) == []
-    missed = check_bounds(summary, parse_bounds(["never_slower=1.02", "vs_userbuffers=1"]))
+    assert check_limits(summary, parse_limits(["ideal=1.05", "vs_sequential=0.9"])) == []
+    missed = check_limits(summary, parse_limits(["never_slower=1.02", "vs_userbuffers=1"]))
     assert missed == ["never_slower: 1.1000 is more than 1.02", "vs_userbuffers: not measured"]
     partly = summarize([row for row in rows if row.case != "llama-8b.qkv"])  # of either link
-    assert check_bounds(partly, {"ideal": 2.0}) == ["ideal: measured in 7 of 8 cases only"]
+    assert check_limits(partly, {"ideal": 2.0}) == ["ideal: measured in 7 of 8 cases only"]
 
 
 @pytest.mark.parametrize("text", ["nonsense=1", "ideal", "ideal=fast", "ideal=nan", "ideal=inf"])
-def test_bounds_that_cannot_be_read(text):
+def test_limits_that_cannot_be_read(text):
     with pytest.raises(ConfigError, match=f"--check {text}"):
-        parse_bounds([text])
+        parse_limits([text])
 
 
 def test_tables_have_a_line_per_row_and_per_case():

@@ -26,8 +26,7 @@ from commfuse_megatron.tools.bench import cli as bench
 from commfuse_megatron.tools.bench.rows import Report, Row
 from commfuse_megatron.tools.bench.run import Outcome, Settings
 from commfuse_megatron.tools.common import output
-from commfuse_megatron.tools.common.attention_cases import attention_case
-from commfuse_megatron.tools.common.cases import FREE, PLANNED, STOCK, linear_case
+from commfuse_megatron.tools.common.cases import FREE, PLANNED, STOCK, attention_case, linear_case
 from commfuse_megatron.tools.common.ranks import Rank
 from commfuse_megatron.tools.demo import cli as demo
 from commfuse_megatron.tools.demo.training import Comparison, Run
@@ -183,7 +182,7 @@ def run_bench(place: Path, put: Set) -> int:
 
     put("commfuse_megatron.tools.bench.run.run_grid", grid)
     settings = Settings(models=("llama-8b",), commit="0123456")
-    options = argparse.Namespace(settings=settings, bounds={}, resume=False, figure=None, json=str(place / "out.json"))
+    options = argparse.Namespace(settings=settings, limits={}, resume=False, figure=None, json=str(place / "out.json"))
     return bench._bench_on_rank(FIRST, options)
 
 
@@ -194,6 +193,10 @@ def run_simulate(place: Path, put: Set) -> int:
     Report(place / "four.json", {}, [larger]).write()
     files = ("--rows", str(place / "rows.json"), "--against", str(place / "four.json"))
     return cli.main(["simulate", *files, "--ranks", "4", "--models", "llama-70b", "--json", str(place / "out.json")])
+
+
+def run_simulate_step(place: Path, put: Set) -> int:
+    return cli.main(["simulate", "--step", "llama-70b", "--ranks", "2", "16", "--json", str(place / "out.json")])
 
 
 def run_doctor(place: Path, put: Set) -> int:
@@ -218,7 +221,8 @@ def run_doctor(place: Path, put: Set) -> int:
 COMMANDS = {
     "verify": (run_verify, 1), "verify --megatron": (run_verify_megatron, 0), "demo": (run_demo, 0),
     "trace": (run_trace, 0), "trace --attention": (run_trace_attention, 0), "trace --step": (run_trace_step, 0),
-    "bench": (run_bench, 0), "simulate": (run_simulate, 0), "doctor": (run_doctor, 0),
+    "bench": (run_bench, 0), "simulate": (run_simulate, 0), "simulate --step": (run_simulate_step, 0),
+    "doctor": (run_doctor, 0),
 }  # fmt: skip
 
 
@@ -346,3 +350,9 @@ def test_results_are_in_the_file_before_any_is_printed(
 def test_all_commands_are_looked_at() -> None:
     (action,) = [a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
     assert {name.split()[0] for name in COMMANDS} == set(action.choices)
+
+
+def test_a_problem_that_was_only_planned_says_so() -> None:
+    """Fails with "0 calls": layers that had run seemed not to."""
+    assert str(a_record(calls=0)).endswith(" copy_engine, planned, never called (asked for)")
+    assert str(a_record(calls=1, modes={"tape": 1})).endswith(" copy_engine, 1 call: 1 tape (asked for)")

@@ -15,7 +15,7 @@ from commfuse_megatron.tools import main as cli
 from commfuse_megatron.tools.common.modes import Mode
 from commfuse_megatron.tools.common.text import batch_of, standard_library_text
 from commfuse_megatron.tools.demo import cli as demo
-from commfuse_megatron.tools.demo.training import Comparison, Run, bounds_of, complaints_of, gradient_limit, task_for
+from commfuse_megatron.tools.demo.training import Comparison, Run, complaints_of, gradient_limit, loss_limits, task_for
 
 STEPS = 20
 
@@ -38,7 +38,7 @@ def with_run(found: Comparison, mode: Mode = "stepped", **changes: object) -> Co
 
 
 def complaints(found: Comparison, dtype: torch.dtype = torch.float32, group_size: int = 2) -> list[str]:
-    return complaints_of(found, bounds_of(dtype, len(found.stock_loss), group_size), gradient_limit(dtype))
+    return complaints_of(found, loss_limits(dtype, len(found.stock_loss), group_size), gradient_limit(dtype))
 
 
 def test_equal_losses_and_counted_calls_pass() -> None:
@@ -87,8 +87,8 @@ def test_calls_that_did_not_run_in_their_mode_fail(mode: Mode, modes: dict[str, 
 
 @pytest.mark.parametrize("num_steps", [1, 3, 5, 6, 19, 20, 21, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_every_step_has_one_bound(num_steps: int, dtype: torch.dtype) -> None:
-    covered = [step for bound in bounds_of(dtype, num_steps, 2) for step in range(bound.first, bound.last + 1)]
+def test_every_step_has_one_limit(num_steps: int, dtype: torch.dtype) -> None:
+    covered = [step for limit in loss_limits(dtype, num_steps, 2) for step in range(limit.first, limit.last + 1)]
     assert covered == list(range(1, num_steps + 1))
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import subprocess
 import threading
 
 import pytest
@@ -145,13 +146,24 @@ def test_a_lock_that_does_not_come_is_waited_for_once(tmp_path, monkeypatch, cap
     monkeypatch.setattr(store_module, "_LOCK_S", 0.1)
     file = tmp_path / "plans.json"
     store = PlanStore(str(file))
-    with FileLock(f"{file}.lock"):
+    (tmp_path / ".commfuse").mkdir()
+    with FileLock(tmp_path / ".commfuse" / "plans.json.lock"):
         assert store.add(HERE, PROBLEM, POSSIBLE, PLAN) == PLAN
     monkeypatch.setattr("filelock.FileLock", None)  # not asked for again
     assert store.add(HERE, ATTENTION, POSSIBLE, SPLIT) == SPLIT
     assert not file.exists()
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("plans are not stored: ")
+
+
+def test_git_and_ls_show_the_plans_alone(tmp_path):
+    """Fails with the lock beside them: it stayed, and no `.gitignore` knew it."""
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True, timeout=30)
+    add(tmp_path / "plans.json")
+    command = ["git", "status", "--porcelain", "--untracked-files=all"]
+    shown = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=30).stdout
+    assert shown == "?? plans.json\n"
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["plans.json"]
 
 
 def test_a_file_does_not_grow_without_end(tmp_path, monkeypatch):

@@ -1,7 +1,10 @@
 """Predicted steps: what must hold of any, those that were measured, and the command."""
 
+import functools
+import importlib.util
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,40 +16,169 @@ from commfuse_megatron.problem import AttentionProblem
 from commfuse_megatron.tools import main as cli
 from commfuse_megatron.tools.bench.report import read_rows
 from commfuse_megatron.tools.common.cases import FREE, PLANNED, STEP_LAYERS, STOCK
-from commfuse_megatron.tools.simulate.predict_step import MeasuredStep, measured_steps, predict_step
+from commfuse_megatron.tools.simulate import predict_step as module
+from commfuse_megatron.tools.simulate.predict_step import (
+    SHIPPED,
+    VARIANTS,
+    MeasuredStep,
+    StepMachine,
+    StepPrediction,
+    StepSizes,
+    measured_steps,
+    predict_step,
+)
+from tests.harness.documents import section_of
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
-MACHINE = assumed_machine(Traits(transport="copy_engine", replays=True), "bfloat16")
-FILES = sorted(path.name for path in RESULTS.glob("whole_step*.json"))
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+RESULTS = DOCS / "results"
+STEPS = RESULTS / "whole_step_h200_202611.json"
+TRAITS = Traits(transport="copy_engine", adds_in_epilogue=True, replays=True)
+MACHINE = StepMachine(
+    "NVIDIA H200", "nvlink", lambda group_size: assumed_machine(TRAITS, "bfloat16", group_size=group_size)
+)
+
+# Whose steps of 8B and 32 layers the host times and the share of hidden transfers were fitted to.
+FITTED_TO = "e8c6fe5"
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_steps_that_were_measured_are_predicted_to_a_tenth(file):
-    steps = [step for step in measured_steps(RESULTS / file) if step.tokens >= 8192]
-    assert {step.variant for step in steps} == {STOCK, PLANNED, FREE}
+@functools.cache
+def predict(model: str, layers: int, tokens: int, group_size: int) -> StepPrediction:
+    return predict_step(StepSizes(model, layers, tokens, group_size), MACHINE)
+
+
+def steps_of(commit: str, folder: Path, **wanted: object) -> list[MeasuredStep]:
+    """The measured steps of one commit."""
+    runs = [run for run in json.loads(STEPS.read_text())["runs"] if run["commit"] == commit]
+    file = folder / f"{commit}.json"
+    file.write_text(json.dumps({"runs": runs}))
+    steps = measured_steps(file)
+    return [step for step in steps if all(getattr(step.sizes, name) == value for name, value in wanted.items())]
+
+
+# -- what was measured ------------------------------------------------------------------------------------------------
+
+
+def test_steps_that_come_along_are_the_newest_rows():
+    spec = importlib.util.spec_from_file_location("make_measured_steps", DOCS / "make_measured_steps.py")
+    make = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make)
+    assert SHIPPED.read_text(encoding="utf-8") == make.make(), "run `python docs/make_measured_steps.py`"
+    assert {(step.sizes.model, step.sizes.group_size) for step in measured_steps(SHIPPED)} == {
+        ("llama-8b", 2),
+        ("llama-70b", 2),
+    }
+
+
+@pytest.mark.parametrize("step", measured_steps(SHIPPED), ids=lambda step: f"{step.sizes.model}-{step.sizes.tokens}")
+def test_the_newest_steps_are_predicted_to_a_tenth(step):
+    """None of them was fitted to. Fails for the gain, and by half at S 2048, without what was fitted."""
+    prediction = predict_step(step.sizes, MACHINE)
+    assert set(step.step_ms) == set(VARIANTS)
+    assert prediction.step_ms == pytest.approx(step.step_ms, rel=0.1)
+    gain, measured_gain = (ms[PLANNED] / ms[STOCK] for ms in (prediction.step_ms, step.step_ms))
+    assert gain == pytest.approx(measured_gain, rel=0.1)
+    if step.sizes.tokens >= 8192:
+        assert not prediction.host_bound
+        assert prediction.step_ms == pytest.approx(step.step_ms, rel=0.03)
+        assert gain == pytest.approx(measured_gain, rel=0.02)
+    else:
+        assert prediction.host_bound == list(VARIANTS)
+
+
+def test_all_measured_steps_are_predicted_to_a_tenth():
+    steps = measured_steps(STEPS)
+    assert len(steps) == 8
     for step in steps:
-        prediction = predict_step(step.model, step.layers, step.tokens, step.group_size, MACHINE)
-        assert prediction.step_ms[step.variant] == pytest.approx(step.step_ms, rel=0.1), step
-        assert not prediction.is_host_bound
+        assert predict_step(step.sizes, MACHINE).step_ms == pytest.approx(step.step_ms, rel=0.1), step
+
+
+def test_host_times_are_those_of_the_step_they_name(tmp_path):
+    steps_of(FITTED_TO, tmp_path)
+    for row in read_rows(tmp_path / f"{FITTED_TO}.json"):
+        if row["sequence"] == 2048:
+            forward_us, backward_us = module._HOST_US_OF_A_LAYER[row["variant"]]
+            assert forward_us * row["layers"] == pytest.approx(row["forward_ms"] * 1e3, rel=1e-3)
+            assert (forward_us + backward_us) * row["layers"] == pytest.approx(row["step_ms"] * 1e3, rel=1e-3)
+
+
+def shown_by(step: MeasuredStep, monkeypatch: pytest.MonkeyPatch) -> float:
+    """The share of hidden transfers that this step shows."""
+
+    def gap_ms(ms: dict[str, float]) -> float:
+        return ms[PLANNED] - ms[FREE]
+
+    gaps = []
+    for share in (0.0, 0.2):
+        monkeypatch.setattr(module, "_SHOWN_OF_HIDDEN", share)
+        gaps.append(gap_ms(predict_step(step.sizes, MACHINE).step_ms))
+    return 0.2 * (gap_ms(step.step_ms) - gaps[0]) / (gaps[1] - gaps[0])
+
+
+def test_the_share_of_hidden_transfers_is_what_its_step_shows(tmp_path, monkeypatch):
+    (step,) = steps_of(FITTED_TO, tmp_path, model="llama-8b", tokens=8192)
+    share = module._SHOWN_OF_HIDDEN
+    assert shown_by(step, monkeypatch) == pytest.approx(share, abs=0.01)
+
+
+def test_any_step_would_give_a_share_that_suits_the_others(monkeypatch):
+    steps = [step for step in measured_steps(STEPS) if step.sizes.tokens >= 8192]
+    assert len(steps) == 6
+    for left_in in steps:
+        share = shown_by(left_in, monkeypatch)
+        assert 0.3 < share < 0.6
+        monkeypatch.setattr(module, "_SHOWN_OF_HIDDEN", share)
+        for step in steps:
+            assert predict_step(step.sizes, MACHINE).step_ms[PLANNED] == pytest.approx(
+                step.step_ms[PLANNED], rel=0.08
+            ), (left_in, step)
+
+
+# -- any step ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", STEP_LAYERS)
 def test_a_step_is_its_layers_and_its_ends(model):
-    one, two, five = (predict_step(model, layers, 8192, 2, MACHINE) for layers in (1, 2, 5))
-    for variant in (STOCK, PLANNED, FREE):
+    one, two, five = (predict(model, layers, 8192, 2) for layers in (1, 2, 5))
+    for variant in VARIANTS:
         layer_ms = two.step_ms[variant] - one.step_ms[variant]
         assert five.step_ms[variant] == pytest.approx(one.step_ms[variant] + 4 * layer_ms)
         assert 0 < five.forward_ms[variant] < five.step_ms[variant]
     assert five.step_ms[PLANNED] < five.step_ms[STOCK]
 
 
-def test_with_more_ranks_a_step_is_shorter_until_hosts_decide():
-    steps = [predict_step("llama-8b", 32, 8192, group_size, MACHINE) for group_size in (2, 4, 8)]
+GRID = [(model, tokens) for model in STEP_LAYERS for tokens in (2048, 8192, 32768)]
+
+
+@pytest.mark.parametrize(("model", "tokens"), GRID)
+def test_a_step_is_no_longer_with_more_ranks(model, tokens):
+    steps = [predict(model, STEP_LAYERS[model], tokens, group_size) for group_size in (2, 4, 8, 16)]
     for few, many in itertools.pairwise(steps):
-        assert all(many.step_ms[variant] < few.step_ms[variant] for variant in few.step_ms)
-    assert [step.is_host_bound for step in steps] == [False, True, True]
-    assert predict_step("llama-8b", 32, 2048, 2, MACHINE).is_host_bound
-    assert not predict_step("llama-70b", 80, 8192, 4, MACHINE).is_host_bound
+        assert all(many.step_ms[variant] <= few.step_ms[variant] for variant in VARIANTS)
+
+
+@pytest.mark.parametrize(("model", "tokens"), GRID)
+def test_the_plugin_gains_no_more_than_there_is_to_gain(model, tokens):
+    """Only where the host decides, for which it is less work. Failed at two ranks before hidden transfers cost time."""
+    for group_size in (2, 4, 8, 16):
+        step = predict(model, STEP_LAYERS[model], tokens, group_size)
+        assert step.step_ms[PLANNED] <= step.step_ms[STOCK]
+        if FREE not in step.host_bound:
+            assert step.step_ms[PLANNED] >= step.step_ms[FREE]
+
+
+def test_the_host_or_the_device_decides():
+    layers = 32
+    short, long = (predict("llama-8b", layers, tokens, 2) for tokens in (2048, 8192))
+    for variant, host_us in module._HOST_US_OF_A_LAYER.items():
+        assert short.step_ms[variant] * 1e3 == pytest.approx(layers * sum(host_us))
+        assert short.forward_ms[variant] * 1e3 == pytest.approx(layers * host_us[0])
+    assert (short.host_bound, long.host_bound) == (list(VARIANTS), [])
+    # The forward pass is the host's, so the backward pass begins late and is the device's.
+    mixed = predict("llama-8b", layers, 8192, 4)
+    host_us = module._HOST_US_OF_A_LAYER[PLANNED]
+    assert mixed.forward_ms[PLANNED] * 1e3 == pytest.approx(layers * host_us[0])
+    assert mixed.step_ms[PLANNED] * 1e3 > layers * sum(host_us)
+    assert PLANNED in mixed.host_bound
 
 
 def test_attention_takes_what_was_measured():
@@ -59,7 +191,7 @@ def test_attention_takes_what_was_measured():
             pass_name="fprop", rows=row["rows"], batch=row["batch"], heads=row["heads"], kv_heads=row["kv_heads"],
             head_dim=128, value_dim=128, N=4096, dtype="bfloat16", group_size=2, right=0,
         )  # fmt: skip
-        costs = AttentionCosts(problem, MACHINE)
+        costs = AttentionCosts(problem, MACHINE.of_group(2))
         for name, is_backward in (("forward", False), ("backward", True)):
             us = costs.at_once_us(is_backward=is_backward)
             errors.append(abs(us / row[f"{name}_top_left_us"] - 1))
@@ -67,23 +199,82 @@ def test_attention_takes_what_was_measured():
     assert sorted(errors)[len(errors) // 2] < 0.15
 
 
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
 def run(*options, expected=0):
     assert cli.main(["simulate", "--step", *map(str, options)]) == expected
 
 
+BAR = "\u2503"  # between the headings of a table
+
+
+def headings(out: str) -> list[list[str]]:
+    """Of the tables that were printed."""
+    return [[cell.strip() for cell in line.split(BAR)[1:-1]] for line in out.splitlines() if line.startswith(BAR)]
+
+
 def test_the_command_predicts_and_says_how_wrong_it_is(tmp_path, capsys):
     file = tmp_path / "out.json"
-    measured = RESULTS / "whole_step_h200_202611.json"
-    run("llama-70b", "--against", measured, "--json", file)
+    run("llama-70b", "--json", file)
     out = capsys.readouterr().out
-    assert "predicted, not measured: step of llama-70b, 80 layers" in out
-    assert "of 6 steps that are not host-bound: " in out
+    assert "predicted, not measured: step of llama-70b, 80 layers, ms, NVIDIA H200, link nvlink" in out
+    assert "the same model on steps measured on NVIDIA H200" in out
+    assert "median size of the error of 12 figures: " in out
+    assert "no step of more than 2 ranks was measured" in out
+    tables = headings(out)
+    assert len(tables) == 2
+    assert all(all(table) for table in tables)
     data = json.loads(file.read_text())
+    assert (data["device"], data["link"]) == ("NVIDIA H200", "nvlink")
     assert [each["group_size"] for each in data["predictions"]] == [2, 4, 8, 16]
-    assert {each["variant"] for each in data["against"]} == {STOCK, PLANNED, FREE}
-    assert all(each["predicted_ms"] / each["measured_ms"] - 1 == each["error"] for each in data["against"])
+    assert {each["what"] for each in data["against"]} == {*VARIANTS, "plugin / stock"}
+    assert {each["model"] for each in data["against"]} == set(STEP_LAYERS)
+    assert all(each["predicted"] / each["measured"] - 1 == each["error"] for each in data["against"])
+
+
+def test_the_guides_commands_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, file in {"rows.json": "linears_h200_202611.json", "step.json": STEPS.name}.items():
+        (tmp_path / name).symlink_to(RESULTS / file)
+    section = section_of(DOCS / "guide.md", "### What to expect before renting GPUs")
+    commands = re.findall(r"^ {4,}commfuse (simulate .*)$", section, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        assert cli.main(command.split()) == 0
+    assert capsys.readouterr().out.count("median size of the error of") == 2
+
+
+def test_a_step_that_waits_for_the_host_is_marked(capsys):
     run("llama-8b", "--layers", 4, "--tokens", 2048, "--ranks", 2)
-    assert "host-bound: the host is likely to take longer" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "host-bound: the host takes longer to submit the step" in " ".join(out.split())
+    assert "no step of more than" not in out
+    run("llama-8b", "--tokens", 8192, "--ranks", 2)
+    assert "a faster host" not in capsys.readouterr().out
+
+
+def test_against_takes_the_place_of_what_comes_along(capsys):
+    run("llama-8b", "--ranks", 2, "--against", STEPS)
+    out = capsys.readouterr().out
+    assert "llama-8b, 4 layers, S 8192" in out
+    assert "of 32 figures" in out
+
+
+def test_rows_are_another_machine_of_nearly_the_same_steps(tmp_path, capsys):
+    """Of rows that were measured on what is assumed, the answers are those without rows."""
+    told, assumed = tmp_path / "told.json", tmp_path / "assumed.json"
+    run("llama-8b", "--ranks", 2, "--rows", RESULTS / "linears_h200_202611.json", "--json", told)
+    run("llama-8b", "--ranks", 2, "--json", assumed)
+    first, second = (json.loads(file.read_text()) for file in (told, assumed))
+    assert first["predictions"][0]["step_ms"] == pytest.approx(second["predictions"][0]["step_ms"], rel=0.01)
+    assert len(first["against"]) == len(second["against"]) == 12
+    capsys.readouterr()
+
+
+def test_no_step_was_measured_through_host_memory(capsys):
+    run("llama-8b", "--link", "host", "--ranks", 2)
+    assert "no step was measured on NVIDIA H200, link host" in capsys.readouterr().out
 
 
 def test_other_rows_are_no_steps(tmp_path):
@@ -91,13 +282,16 @@ def test_other_rows_are_no_steps(tmp_path):
     rows = [{**row, "variant": "stock"}, {**row, "variant": "planned"}, {"op": "all_gather_linear", "variant": "x"}]
     rows.append({**row, "variant": "no_communication", "recipe": "delayed"})
     run_of = {"model": "llama-8b", "layers": 2, "sequence": 64, "batch": 1, "group_size": 2, "device": "NVIDIA H200"}
-    runs = [{**run_of, "rows": rows}, {**run_of, "device": "cpu", "rows": rows}, {**run_of, "batch": 2, "rows": rows}]
+    run_of["transport"] = "copy_engine"
+    others = [{"device": "cpu"}, {"batch": 2}, {"model": "demo"}]
+    runs = [{**run_of, **other, "rows": rows} for other in ({}, *others, {})]
     file = tmp_path / "steps.json"
     file.write_text(json.dumps({"runs": runs}))
-    sizes = ("llama-8b", 2, 64, 2)
-    assert measured_steps(file) == [MeasuredStep(*sizes, "stock", 3.0), MeasuredStep(*sizes, "planned", 3.0)]
+    times = {"stock": 3.0, "planned": 3.0}
+    step = MeasuredStep("NVIDIA H200", "copy_engine", StepSizes("llama-8b", 2, 64, 2), times)
+    assert measured_steps(file) == [step, step]
     file.write_text("{}")
-    with pytest.raises(ConfigError, match="has no steps that `commfuse trace --step --json` wrote"):
+    with pytest.raises(ConfigError, match="has no steps of llama-8b, llama-70b that `commfuse trace --step --json`"):
         measured_steps(file)
 
 
@@ -108,7 +302,7 @@ def test_other_rows_are_no_steps(tmp_path):
     (["llama-8b", "--layers", "0"], "--layers"), (["llama-8b", "--tokens", "0"], "--tokens must be at least 1"),
     (["llama-8b", "--link", "25"], "of a bandwidth only --rows tells the rest"),
     (["llama-8b", "--against", "{none}"], "none.json: no file of rows"),
-    (["llama-8b", "--against", "{steps}"], "it has no steps of llama-8b"),
+    (["llama-8b", "--against", "{steps}"], "it has no steps of NVIDIA H200 over nvlink; steps of other machines"),
 ])  # fmt: skip
 def test_what_cannot_be_predicted_is_refused(options, message, tmp_path, capsys):
     steps = tmp_path / "steps.json"

@@ -3,20 +3,20 @@
 import dataclasses
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
 
 from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.plan.cost_model import predict_parts_us, predict_us
+from commfuse_megatron.plan.cost_model import PassCosts, predict_parts_us, predict_us
 from commfuse_megatron.plan.machine import REPLAYED, Channel, MachineModel, Traits, assumed_machine
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.tools import main as cli
 from commfuse_megatron.tools.bench.report import read_rows
 from commfuse_megatron.tools.bench.rows import Report, Row, load_report
-from commfuse_megatron.tools.common.attention_cases import attention_case
-from commfuse_megatron.tools.common.cases import linear_case
+from commfuse_megatron.tools.common.cases import attention_case, linear_case
 from commfuse_megatron.tools.simulate.fit import SEQUENTIAL, fit_channel_to, fit_machines
 from commfuse_megatron.tools.simulate.predict import LIMITS, deviations, predict
 
@@ -123,6 +123,43 @@ def test_measured_rows_are_predicted_where_the_model_holds():
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 PUBLISHED = RESULTS / "linears_h200_202611.json"
+FOUR_GPUS = RESULTS / "four_gpus_h200_202611.json"
+
+
+@pytest.mark.parametrize(("file", "group_size", "channels"), [
+    (PUBLISHED, 2, ("link", "collective")), (FOUR_GPUS, 4, ("collective",)),
+])  # fmt: skip
+def test_assumed_channels_are_those_of_the_rows(file, group_size, channels):
+    rows = [row for row in load_report(file)[1] if row.is_comparable]
+    told = fit_machines(rows, device="NVIDIA H200", link="nvlink").by_transport["copy_engine"]
+    assumed = assumed_machine(told.traits, "bfloat16", group_size=group_size)
+    for name in channels:
+        for mib in (4, 64):
+            expected_us = getattr(told, name).time_us(mib << 20)
+            assert getattr(assumed, name).time_us(mib << 20) == pytest.approx(expected_us, rel=0.01)
+
+
+@pytest.mark.parametrize(("file", "group_size", "count"), [(PUBLISHED, 2, 22), (FOUR_GPUS, 4, 12)])
+def test_half_of_megatrons_backward_passes_hide_less(file, group_size, count):
+    """What the model says stock's asynchronous collectives leave unhidden is the median of what was measured."""
+    passes: dict[tuple[object, ...], dict[str, float]] = {}
+    for row in read_rows(file):
+        is_here = (row.get("op"), row.get("pass")) == ("all_gather_linear", "backward") and row.get("link") != "host"
+        if is_here and row["M"] >= 4096 and not row.get("emulated"):
+            key = (row["case"], row["M"], row["N"], row["K"], row["commit"])
+            passes.setdefault(key, {})[row["variant"]] = row["median_ms"]
+    shares = [
+        (ms["megatron"] - ms["compute_only"]) / ms["comm_only collective"]
+        for ms in passes.values()
+        if {"megatron", "compute_only", "comm_only collective"} <= ms.keys()
+    ]
+    assert len(shares) == count
+    problem = linear_case("llama-70b.fc1", 8192, group_size).problem("backward", "bfloat16")
+    plan = PassPlan("async", "", Algorithm.DIRECT, 1, keep_gathered_input=False)
+    collectives_us = 2 * TRUTH.collective.time_us((group_size - 1) * problem.shard_bytes)
+    gemms_us = PassCosts(problem, TRUTH).product_us(problem.M) + PassCosts(problem, TRUTH).weight_gradient_us()
+    unhidden = (predict_parts_us(problem, plan, TRUTH)[0] - gemms_us) / collectives_us
+    assert unhidden == pytest.approx(statistics.median(shares), abs=0.01)
 
 
 def test_slices_take_what_the_rate_of_whole_products_says():

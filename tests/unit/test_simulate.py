@@ -83,7 +83,7 @@ def test_bound_in_numbers():
     assert closed_form_us(100, 400, 4, 2) == 412.5
     assert closed_form_us(100, 400, 1, 2) == 100
     for wrong in [(-1.0, 1.0, 2, 1), (1.0, -1.0, 2, 1), (1.0, 1.0, 0, 1), (1.0, 1.0, 2, 0)]:
-        with pytest.raises(ScheduleError, match="no bound for"):
+        with pytest.raises(ScheduleError, match="no lower bound for"):
             closed_form_us(*wrong)
 
 

@@ -1,1 +1,1 @@
-"""`commfuse bench`: what the operations take, beside their bounds. Reports, never asserts."""
+"""`commfuse bench`: what the operations take, beside their lower bounds. Reports, never asserts."""

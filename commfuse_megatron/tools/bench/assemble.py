@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,24 @@ from commfuse_megatron.tools.bench.operands import Work
 from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
 from commfuse_megatron.tools.bench.timing import Sample
 from commfuse_megatron.tools.bench.variant import Ready, link_name
-from commfuse_megatron.tools.common.attention_cases import AttentionCase, attention_bound_ms
+from commfuse_megatron.tools.common.cases import AttentionCase, attention_bound_ms
 
 
+@dataclass(slots=True)
 class Measured:
     """One variant's part of a case: what was built, timed and found out about it."""
 
-    def __init__(self, ready: Ready, max_error: float | None, gemm: str | None) -> None:
-        self.ready = ready
-        self.max_error = max_error
-        self.gemm = gemm
-        self.host_us: float | None = None
-        self.tail_ms: float | None = None
+    ready: Ready
+    max_error: float | None
+    gemm: str | None
+    host_us: float | None = None
+    tail_ms: float | None = None
 
 
 def make_rows(
     work: Work, measured: Mapping[str, Measured], samples: Mapping[str, Sample], *, is_emulated: bool, commit: str
 ) -> list[Row]:
-    """One row per variant; what all share (bounds, sequential) comes from the same `measure`."""
+    """One row per variant; what all share (lower bounds, sequential) comes from the same `measure`."""
     case, device = work.case, work.pool.device
 
     def best(prefix: str) -> float | None:
@@ -48,27 +49,20 @@ def make_rows(
         ready = entry.ready
         chunks = ready.chunks_per_shard
         bound_ms = split_ms = None
+        own_comm = samples.get(f"comm_only {ready.transport}")
+        own_ms = comm_ms if own_comm is None else own_comm.median_ms
         if ready.path == "sliced" and chunks is not None:
             slices = samples.get(f"slices_only m={chunks} {entry.gemm}")
             split_ms = None if slices is None else slices.median_ms - compute_ms
             if work.pass_name == "fprop":
-                own_comm = samples.get(f"comm_only {ready.transport}")
-                own_ms = comm_ms if own_comm is None else own_comm.median_ms
                 bound_ms = closed_form_us(compute_ms, own_ms, case.group_size, chunks)
         if isinstance(case, AttentionCase) and work.pass_name == "fprop" and ready.path == "query_split":
-            own_comm = samples.get(f"comm_only {ready.transport}")
-            own_ms = comm_ms if own_comm is None else own_comm.median_ms
             bound_ms = attention_bound_ms(case, compute_ms, own_ms, chunks or 1)
         rows.append(
             Row(
-                case=case.name,
-                op=case.op,
+                **case.sizes,
                 pass_name=work.pass_name,
-                M=case.M,
-                N=case.N,
-                K=case.K,
                 dtype=work.dtype_name,
-                group_size=case.group_size,
                 emulated=is_emulated,
                 variant=name,
                 path=ready.path,

@@ -1,4 +1,4 @@
-"""Attention with its projection, one rank's heads: operands, bounds, the classic ways, and our operation.
+"""Attention with its projection, one rank's heads: operands, lower bounds, the classic variants, and our operation.
 
 compute_only             attention at once by the fastest kernel, then one GEMM: free of communication
 comm_only ...            as of a linear whose result is scattered
@@ -24,10 +24,9 @@ from commfuse_megatron.ops.split_attention import Heads, InputGradients, SplitAt
 from commfuse_megatron.problem import RowRange, chunk_ranges
 from commfuse_megatron.tools.bench.bounds import CommOnly, CommOnlyCollective
 from commfuse_megatron.tools.bench.operands import Pool, Work, draw
-from commfuse_megatron.tools.bench.ours import Ours, Way, attention_ways
+from commfuse_megatron.tools.bench.ours import Ours, PathOptions, attention_paths
 from commfuse_megatron.tools.bench.variant import Ready, Results, Variant, backends_of, collective_name
-from commfuse_megatron.tools.common.attention_cases import AttentionCase
-from commfuse_megatron.tools.common.cases import LinearCase
+from commfuse_megatron.tools.common.cases import AttentionCase, LinearCase
 
 PIECES = (2, 4)
 # So many that the plain kernel's scores fit on a GPU at the longest sequence: 16384 rows, 32 heads.
@@ -220,6 +219,6 @@ def attention_variants(device: torch.device, splits: tuple[int, ...]) -> list[Va
         CommOnlyCollective(),
         *(CommOnly(backend) for backend in backends_of(device)),
         *(AttentionSlicing(pieces) for pieces in PIECES),
-        *(Ours(way) for way in attention_ways(device, splits)),
-        Ours(Way(path="auto", is_attention=True)),
+        *(Ours(options) for options in attention_paths(device, splits)),
+        Ours(PathOptions(path="auto", is_attention=True)),
     ]

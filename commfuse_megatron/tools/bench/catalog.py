@@ -15,7 +15,7 @@ from commfuse_megatron.tools.bench.emulate import (
     EmulatedSliced,
     EmulatedTransfers,
 )
-from commfuse_megatron.tools.bench.ours import Ours, Way, forced_ways
+from commfuse_megatron.tools.bench.ours import Ours, PathOptions, forced_paths
 from commfuse_megatron.tools.bench.peers import AsyncTP, Megatron, Userbuffers
 from commfuse_megatron.tools.bench.rows import has_word_prefix
 from commfuse_megatron.tools.bench.slicing import DataSlicing
@@ -35,18 +35,18 @@ def make_variants(
     Raises ConfigError for a file with mistakes, or named like another variant.
     """
     gemms = _gemms(device)
-    files = [Ours(Way(path="auto"), OverlapConfig.from_file(file), Path(file).stem) for file in config_files]
+    files = [Ours(PathOptions(path="auto"), OverlapConfig.from_file(file), Path(file).stem) for file in config_files]
     variants: list[Variant] = [
         *(ComputeOnly(gemm) for gemm in gemms),
         CommOnlyCollective(),
         *(CommOnly(backend) for backend in backends_of(device)),
         Sequential(),
         Megatron(),
-        Ours(Way(path="auto")),
+        Ours(PathOptions(path="auto")),
         *files,
         *(SlicesOnly(m, gemm) for m in chunks for gemm in gemms),
         *(DataSlicing(pieces) for pieces in _PIECES),
-        *(Ours(way) for way in forced_ways(device, group_size, chunks)),
+        *(Ours(options) for options in forced_paths(device, group_size, chunks)),
         AsyncTP(),
         Userbuffers(),
     ]
@@ -75,7 +75,7 @@ def make_emulated_variants(device: torch.device) -> list[Variant]:
 def choose(
     variants: Iterable[Variant], op: str, pass_name: str, *, is_full: bool, prefixes: Sequence[str]
 ) -> list[Variant]:
-    """Those for one pass of one case of `op`. prefixes: only names that begin with these words; bounds always."""
+    """Those for one pass of one case of `op`. prefixes: only names that begin with these words; lower bounds always."""
 
     def is_asked_for(variant: Variant) -> bool:
         is_bound = any(has_word_prefix(variant.name, bound) for bound in ("comm_only", *BOUNDS))
@@ -86,7 +86,7 @@ def choose(
 
 def for_large(variants: Iterable[Variant]) -> list[Variant]:
     """Without those of ours that only differ in the number of chunks: every context keeps buffers of its own."""
-    return [v for v in variants if not isinstance(v, Ours) or v.way.is_attention or v.way.chunks_per_shard == 1]
+    return [v for v in variants if not isinstance(v, Ours) or v.options.is_attention or v.options.chunks_per_shard == 1]
 
 
 def _gemms(device: torch.device) -> tuple[Literal["torch", "persistent"], ...]:

@@ -1,10 +1,10 @@
-"""`commfuse bench`: our linears beside their bounds, the stock ones and the peers, as a table, rows and a picture."""
+"""`commfuse bench`: our linears beside their lower bounds, stock and the peers, as a table, rows and a picture."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from commfuse_megatron.tools.bench.rows import Row
     from commfuse_megatron.tools.bench.run import Outcome, Piece, Settings
 
-SUMMARY = "time the linears beside their bounds, the stock ones and the peers; on the CPU, check them only"
+SUMMARY = "time the linears beside their lower bounds, the stock ones and the peers; on the CPU, check them only"
 EXAMPLE = """commfuse bench --models llama-8b --tokens 1024
   torchrun --nproc-per-node 2 -m commfuse_megatron bench --device cuda --budget-s 300 --json rows.json
   torchrun --nproc-per-node 2 -m commfuse_megatron bench --device cuda --write-plans plans.json"""
@@ -35,8 +35,7 @@ MAX_OFFENDERS_SHOWN = 10
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `commfuse bench` takes besides ranks and device. Imports no torch."""
-    from commfuse_megatron.tools.common.attention_cases import ATTENTION_MODELS
-    from commfuse_megatron.tools.common.cases import FULL_M, LINEARS, MODELS, PASSES
+    from commfuse_megatron.tools.common.cases import ATTENTION_MODELS, FULL_M, LINEARS, MODELS, PASSES
 
     add_rank_options(parser)
     add = parser.add_argument
@@ -47,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS), metavar="L", help=f"of {', '.join(LINEARS)}")
     add("--tokens", nargs="+", type=int, metavar="M", help="of the whole sequence; the paper's cases have their own")
     add("--passes", nargs="+", choices=PASSES, default=list(PASSES), metavar="P", help="fprop, backward (default both)")
-    what = "only variants whose names begin with such words, and the bounds"
+    what = "only variants whose names begin with such words, and the lower bounds"
     add("--variants", nargs="+", default=[], metavar="NAME", help=what)
     what = (
         "chunks or splits per shard, forced, with all variants in every case (default 1 2 4; of linears at M"
@@ -65,17 +64,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="keep the rows of --json FILE and run what is not in there")
     add("--check", nargs="+", default=[], metavar="NAME=MOST", help="exit 1 if a figure is larger, e.g. ideal=1.1")
     what = (
-        "time nothing else: plan both passes of every case and keep the plans in FILE, for jobs with `plan.file`;"
-        " missing folders are made"
+        "time nothing else: plan both passes of every case of --models and keep the plans in FILE, for jobs with"
+        " `plan.file`; missing folders are made. A model of your own fills its file itself: run a job of it once with"
+        " `plan.file`"
     )
     add("--write-plans", metavar="FILE", help=what)
     what = "measure nothing: make the tables of these Markdown files anew, each from the file of rows that it names"
     add("--report", nargs="+", metavar="FILE", help=what)
-    add("--commit", help="recorded in the rows (default: asked from git)")
+    add("--commit", help="written into the rows (default: asked from git)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the grid. 0: all that ran was right; 1: a result was wrong, a path not taken, a bound missed; 2: none ran."""
+    """Run the grid. 0: all that ran was right; 1: a result was wrong, a path not taken, a limit missed; 2: none ran."""
     if arguments.report:
         from commfuse_megatron.tools.bench.report import run_report
 
@@ -85,39 +85,30 @@ def run(arguments: argparse.Namespace) -> int:
 
     from commfuse_megatron.tools.bench.rows import load_report
     from commfuse_megatron.tools.bench.run import Settings, require_work
-    from commfuse_megatron.tools.bench.summary import parse_bounds
-    from commfuse_megatron.tools.common.attention_cases import ATTENTION_MODELS, ATTENTION_TOKENS
-    from commfuse_megatron.tools.common.cases import MODELS, TOKENS
+    from commfuse_megatron.tools.bench.summary import parse_limits
+    from commfuse_megatron.tools.common.cases import ATTENTION_MODELS, ATTENTION_TOKENS, MODELS, TOKENS
 
     num_ranks = choose_num_ranks(arguments.ranks)
     if num_ranks < 2:
         raise UsageError("one rank has nothing to communicate; use --ranks 2 or more")
     _require_sense(arguments, num_ranks)
-    bounds = parse_bounds(arguments.check)
-    by_default = 1 if arguments.device == "cuda" else CPU_SHRINK
-    shrink = by_default if arguments.shrink is None else arguments.shrink
-    settings = Settings(
-        models=each_once(arguments.models or (ATTENTION_MODELS if arguments.attention else MODELS)),
-        linears=each_once(arguments.linears),
-        tokens=each_once(arguments.tokens or (ATTENTION_TOKENS if arguments.attention else TOKENS)),
-        passes=each_once(arguments.passes),
-        variants=each_once(arguments.variants),
-        chunks=each_once(arguments.chunks),
-        config_files=() if arguments.write_plans else each_once(_config_files(arguments)),
-        virtual_ranks=each_once(arguments.virtual_ranks),
-        rounds=arguments.rounds if arguments.device == "cuda" else 1,
-        case_s=arguments.case_s,
-        budget_s=arguments.budget_s,
-        shrink=shrink,
-        commit=arguments.commit,
-        attention=arguments.attention,
-    )
+    limits = parse_limits(arguments.check)
+    is_gpu = arguments.device == "cuda"
+    asked: dict[str, Any] = {name: each_once(v) if isinstance(v, list) else v for name, v in vars(arguments).items()}
+    asked |= {
+        "models": asked["models"] or (ATTENTION_MODELS if arguments.attention else MODELS),
+        "tokens": asked["tokens"] or (ATTENTION_TOKENS if arguments.attention else TOKENS),
+        "config_files": () if arguments.write_plans else each_once(_config_files(arguments)),
+        "rounds": arguments.rounds if is_gpu else 1,
+        "shrink": arguments.shrink or (1 if is_gpu else CPU_SHRINK),
+    }
+    settings = Settings(**{field.name: asked[field.name] for field in fields(Settings)})
     require_work(settings, torch.device(arguments.device), num_ranks)
     if arguments.write_plans:
         return run_write_plans(arguments, settings, num_ranks)
     if arguments.resume and is_speaker() and Path(arguments.json).exists():
         _require_same_columns(settings, load_report(Path(arguments.json))[0], arguments.json)
-    options = for_ranks(arguments, settings=settings, bounds=bounds)
+    options = for_ranks(arguments, settings=settings, limits=limits)
     return launch(_bench_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
 
 
@@ -169,8 +160,7 @@ def _require_emulated(arguments: argparse.Namespace) -> None:
 
 
 def _require_models(arguments: argparse.Namespace) -> None:
-    from commfuse_megatron.tools.common.attention_cases import ATTENTION_MODELS
-    from commfuse_megatron.tools.common.cases import LINEARS, MODELS
+    from commfuse_megatron.tools.common.cases import ATTENTION_MODELS, LINEARS, MODELS
 
     known = ATTENTION_MODELS if arguments.attention else MODELS
     unknown = [model for model in arguments.models or () if model not in known]
@@ -279,10 +269,10 @@ def configurations_without_rows(config_files: Iterable[str], rows: Iterable[Row]
 
 def _conclude(rows: list[Row], outcome: Outcome, options: argparse.Namespace, *, is_first: bool) -> int:
     from commfuse_megatron.tools.bench.figure import draw_rows
-    from commfuse_megatron.tools.bench.summary import check_bounds, summarize
+    from commfuse_megatron.tools.bench.summary import check_limits, summarize
 
     summary = summarize(rows)
-    complaints = check_bounds(summary, options.bounds)
+    complaints = check_limits(summary, options.limits)
     if is_first:
         _print(rows, outcome)
         for complaint in complaints:

@@ -6,7 +6,7 @@ large, through one link as wide as a rank of a switched group has.
 
 What is not: other ranks' delays, links that ranks share, and anything that many ranks do to each other. The collective
 of `sequential` moves the same bytes per rank between two ranks, not through V. On GPUs the programs are replayed from
-CUDA graphs (`graphs.as_graph`), so no host time is in them: with a real group it is in the way where it exceeds the
+CUDA graphs (`as_graph`), so no host time is in them: with a real group it is in the way where it exceeds the
 GPU's. So these are the costs of cutting work V ways; they are labelled as emulated everywhere.
 
 Both ranks play the one in the middle of V, so that its share of a causal mask is neither the least nor the most.
@@ -43,14 +43,37 @@ from commfuse_megatron.tools.bench.attention import (
     split_attention,
 )
 from commfuse_megatron.tools.bench.bounds import transfers_problem
-from commfuse_megatron.tools.bench.graphs import as_graph
 from commfuse_megatron.tools.bench.operands import Pool, Work, draw
 from commfuse_megatron.tools.bench.variant import Ready, Variant, WithContext, backends_of, collective_name
-from commfuse_megatron.tools.common.attention_cases import AttentionCase
-from commfuse_megatron.tools.common.cases import LinearCase
+from commfuse_megatron.tools.common.cases import AttentionCase, LinearCase
 
 #: On how many ranks larger groups are emulated.
 REAL_RANKS = 2
+_WARM_UPS = 3
+
+
+def as_graph[T](call: Callable[[], T], device: torch.device) -> Callable[[], T]:
+    """`call` captured as a CUDA graph, without the host time of its Python; every replay overwrites its results.
+
+    On the CPU `call` itself. Collective where `call` is.
+    """
+    if device.type != "cuda":
+        return call
+    current, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    aside.wait_stream(current)
+    with torch.cuda.stream(aside):
+        for _ in range(_WARM_UPS):
+            call()
+    current.wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=aside):  # libraries keep a handle for each stream, made at its first call
+        result = call()
+
+    def replay() -> T:
+        graph.replay()
+        return result
+
+    return replay
 
 
 def make_emulated_work(case: LinearCase, group: dist.ProcessGroup, pool: Pool) -> Work:

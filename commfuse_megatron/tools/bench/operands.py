@@ -7,8 +7,7 @@ from torch import distributed as dist
 
 from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.errors import VerificationError
-from commfuse_megatron.tools.common.attention_cases import AttentionCase
-from commfuse_megatron.tools.common.cases import LinearCase
+from commfuse_megatron.tools.common.cases import AttentionCase, LinearCase
 
 # Two results in 16 bits of fp32 sums differ by about 3e-3 (bf16); a crossed or missing partial by order 1.
 _TOLERANCE = 1e-2
@@ -39,8 +38,8 @@ class Operands:
     """What a rank brings to one case.
 
     x, weight, grad_y: arguments of the operation and the gradient of its result. x_full, grad_full: stand for the
-    gathered input and the complete gradient where a bound needs them. wire_shard, wire_full: to send from and receive
-    in, for bounds that compute nothing. k, v: of attention, whose queries are x [S, B, H * D].
+    gathered input and the complete gradient where a lower bound needs them. wire_shard, wire_full: to send from and
+    receive in, for lower bounds that compute nothing. k, v: of attention, whose queries are x [S, B, H * D].
     """
 
     x: torch.Tensor  # [S_r or S, B, K]

@@ -1,9 +1,8 @@
 """Our operations as variants: every path that can be forced, and the planned one.
 
-The contract that bites: a forced path that fell back raises, and never becomes a row.
+Beware: a forced path that fell back raises, and never becomes a row.
 """
 
-import typing
 from dataclasses import dataclass, replace
 from typing import override
 
@@ -16,10 +15,11 @@ from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.tools.bench.operands import Work, our_result
 from commfuse_megatron.tools.bench.variant import Ready, WithContext, backends_of, differentiable
 from commfuse_megatron.tools.common.cases import PLANNED
+from commfuse_megatron.tools.common.options import choices_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class PathOptions:
     """One configuration of ours, as far as the benchmark varies it.
 
     chunks_per_shard: of attention, the splits of a shard's queries.
@@ -42,7 +42,7 @@ class Way:
         return f"{self.path}{ring}{chunks}{backend}"
 
     def config(self, *, record: bool = False) -> OverlapConfig:
-        """The configuration that forces this way (or leaves it all to the planner)."""
+        """The configuration that forces this path (or leaves it all to the planner)."""
         settings: dict[str, object] = {"transport": {"backend": self.backend}, "record": record}
         sliced = {"path": "sliced", "algorithm": self.algorithm, "chunks_per_shard": self.chunks_per_shard}
         if self.is_attention:
@@ -59,53 +59,54 @@ class Way:
 
 
 _BACKWARD_PATHS = ("bulk", "async")
-# Not a way of ours to be forced: what the planner is for, and what `Sequential` measures.
-_NO_WAYS = ("auto", "sequential")
+# No paths of ours to be forced: what the planner is for, and what `Sequential` measures.
+_NOT_FORCED = ("auto", "sequential")
 
 
-def forced_ways(device: torch.device, group_size: int, chunks: tuple[int, ...]) -> list[Way]:
+def forced_paths(device: torch.device, group_size: int, chunks: tuple[int, ...]) -> list[PathOptions]:
     """Every path that a configuration can force, over every transport of the device."""
-    paths = typing.get_args(typing.get_type_hints(PassConfig)["path"])
-    ways = []
-    for path in (path for path in paths if path not in _NO_WAYS):
+    found = []
+    for path in (path for path in choices_of(PassConfig, "path") if path not in _NOT_FORCED):
         for backend in ("auto",) if path == "async" else backends_of(device):
-            way = Way(path=path, backend=backend)
-            ways += [replace(way, chunks_per_shard=m) for m in chunks] if path == "sliced" else [way]
+            options = PathOptions(path=path, backend=backend)
+            found += [replace(options, chunks_per_shard=m) for m in chunks] if path == "sliced" else [options]
             if path == "sliced" and group_size > 2:  # in a group of two, ring and direct send the same
-                ways.append(replace(way, algorithm="ring", chunks_per_shard=2))
-    return ways
+                found.append(replace(options, algorithm="ring", chunks_per_shard=2))
+    return found
 
 
-def attention_ways(device: torch.device, splits: tuple[int, ...]) -> list[Way]:
+def attention_paths(device: torch.device, splits: tuple[int, ...]) -> list[PathOptions]:
     """The same of attention. splits: of one shard's queries, for query_split."""
-    ways = [Way(path="sequential", is_attention=True)]
+    found = [PathOptions(path="sequential", is_attention=True)]
     for path in ("row_parallel", "query_split"):
         for backend in backends_of(device):
             counts = splits if path == "query_split" else (1,)
-            ways += [Way(path=path, backend=backend, chunks_per_shard=m, is_attention=True) for m in counts]
-    return ways
+            found += [PathOptions(path=path, backend=backend, chunks_per_shard=m, is_attention=True) for m in counts]
+    return found
 
 
 class Ours(WithContext):
     """One of our operations under one configuration.
 
-    config: what to run instead of what `way` says, under another name: a user's file.
+    config: what to run instead of what `options` says, under another name: a user's file.
     """
 
-    def __init__(self, way: Way, config: OverlapConfig | None = None, name: str | None = None) -> None:
+    def __init__(self, options: PathOptions, config: OverlapConfig | None = None, name: str | None = None) -> None:
         # What is left to the planner may take any link, and so may what names none.
-        super().__init__(way.config() if config is None else config, "nccl" if way.backend == "auto" else way.backend)
-        self.way = way
-        self.name = way.name if name is None else name
-        self.is_basic = self.name == PLANNED or config is not None or way.is_attention
-        if way.path in _BACKWARD_PATHS:
+        super().__init__(
+            options.config() if config is None else config, "nccl" if options.backend == "auto" else options.backend
+        )
+        self.options = options
+        self.name = options.name if name is None else name
+        self.is_basic = self.name == PLANNED or config is not None or options.is_attention
+        if options.path in _BACKWARD_PATHS:
             self.passes = ("backward",)
-        self._is_free = config is not None or way.path == "auto"
+        self._is_free = config is not None or options.path == "auto"
 
     @override
     def serves(self, op: str, pass_name: str) -> bool:
         # A row's backward has no GEMM that its collective could run beside.
-        return super().serves(op, pass_name) and (self.way.path != "async" or op == "all_gather_linear")
+        return super().serves(op, pass_name) and (self.options.path != "async" or op == "all_gather_linear")
 
     @override
     def build(self, work: Work) -> Ready:
@@ -120,7 +121,7 @@ class Ours(WithContext):
         what = f"{work.case.name} {work.pass_name} M={work.case.M}, {self.name}"
         if record is None:
             raise VerificationError(f"{what}: the report does not list this call")
-        if not self._is_free and record.path != self.way.path:
+        if not self._is_free and record.path != self.options.path:
             raise VerificationError(f"{what}: fell back to {record.path}: {record.reason}")
         ready.path, ready.reason, ready.transport = record.path, record.reason, record.transport
         if record.attention:
@@ -131,7 +132,7 @@ class Ours(WithContext):
             ready.transport = (self._find_record(work, "linear_reduce_scatter") or record).transport
 
     def gemm_name(self, work: Work) -> str | None:
-        """The GEMM that computes this way's slices; None before the first call."""
+        """The GEMM that computes the slices; None before the first call."""
         record = self._find_record(work, work.case.op)
         return None if record is None else record.gemm
 

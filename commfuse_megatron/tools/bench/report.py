@@ -7,7 +7,8 @@ A document says where a table belongs, and what it is made of:
 
 `render` puts the table between the two lines. The file is named as seen from the document; `key=value` keeps rows whose
 `key` is that value, several may be given with commas, and `*` stands for anything. A file has a list "rows", a list
-"runs" of such documents, or both; what a header says counts for all rows below it.
+"runs" of such documents, or both; what a header says counts for all rows below it. Lines of a "report", as contexts
+give it, are rows, too.
 """
 
 import argparse
@@ -100,7 +101,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def _rows_below(document: dict[str, Any], above: dict[str, Any]) -> Iterable[dict[str, Any]]:
     header = above | {key: value for key, value in document.items() if not isinstance(value, list | dict)}
-    for row in document.get("rows", ()):
+    for row in (*document.get("rows", ()), *document.get("report", ())):
         yield header | row
     for run in document.get("runs", ()):
         # A run says itself what it was made with.
@@ -150,7 +151,7 @@ def _ours(variants: dict[str, Row]) -> Row | None:
     return variants.get(PLANNED) or min(own, key=lambda row: row.median_ms, default=None)
 
 
-def _way(row: Row) -> str:
+def _path(row: Row) -> str:
     chunks = f" m={row.chunks_per_shard}" if row.path in ("sliced", "query_split") else ""
     ring = " ring" if row.algorithm == "ring" else ""
     return f"{row.path}{ring}{chunks}"
@@ -170,7 +171,7 @@ def _label(row: Row, problems: Iterable[dict[str, Row]]) -> str:
 def _linears(rows: Sequence[dict[str, Any]]) -> str:
     """One line per linear and pass, in ms per call; the last: ours over each column, geometric mean."""
     problems = [variants for variants in _by_problem(rows) if _ours(variants)]
-    headings = ("linear", "GEMM", "transfers", *_PEERS.values(), "**ours**", "way", "/ sequential")
+    headings = ("linear", "GEMM", "transfers", *_PEERS.values(), "**ours**", "path", "/ sequential")
     lines, ratios = [], []
     for variants in problems:
         ours = _ours(variants)
@@ -180,7 +181,7 @@ def _linears(rows: Sequence[dict[str, Any]]) -> str:
         ratios.append([None if other is None else ours.median_ms / other for other in others])
         share = ours.median_ms / ours.sequential_ms
         label = _label(ours, problems)
-        lines.append((label, *map(_ms, others), f"**{_ms(ours.median_ms)}**", _way(ours), f"{share:.3f}"))
+        lines.append((label, *map(_ms, others), f"**{_ms(ours.median_ms)}**", _path(ours), f"{share:.3f}"))
     if len(lines) > 1:
         means = [_mean(column) if n != 1 else "" for n, column in enumerate(zip(*ratios, strict=True))]
         lines.append(("*ours / this, geometric mean*", *means, "", "", means[2]))
@@ -220,36 +221,43 @@ def _grid(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _slower(rows: Sequence[dict[str, Any]]) -> str:
-    """Passes in which the planned way took longer than the better of sequential and Megatron's own."""
+    """Passes in which the planned path took longer than the better of sequential and Megatron's own."""
     offenders = summarize([Row.from_json(row) for row in rows]).offenders
     slower = [(ratio, row) for ratio, row in offenders if ratio > 1]
     count = sum(ratio > 1.02 for ratio, _ in slower)
     lines = [
-        [row.case, str(row.M), row.pass_name.replace("fprop", "forward"), _ms(row.median_ms), _way(row), f"{ratio:.3f}"]
+        [
+            row.case,
+            str(row.M),
+            row.pass_name.replace("fprop", "forward"),
+            _ms(row.median_ms),
+            _path(row),
+            f"{ratio:.3f}",
+        ]
         for ratio, row in slower
     ]
     lines.append([f"*{len(slower)} of {len(offenders)} passes, {count} by more than 2 %*", *[""] * 5])
-    return _table(("linear", "M", "pass", "planned, ms", "way", "/ stock"), lines)
+    return _table(("linear", "M", "pass", "planned, ms", "path", "/ stock"), lines)
 
 
 def _attention(rows: Sequence[dict[str, Any]]) -> str:
     """One line per block and pass, in ms per call."""
     problems = [variants for variants in _by_problem(rows) if _ours(variants)]
-    ways = ("sequential", "slicing", "row_parallel", "query_split", PLANNED)
-    headings = ("block", "without communication", "transfers alone", *ways, "way", "/ without communication")
+    names = ("sequential", "slicing", "row_parallel", "query_split", PLANNED)
+    headings = ("block", "without communication", "transfers alone", *names, "path", "/ without communication")
     lines = []
     for variants in problems:
         ours = _ours(variants)
         assert ours is not None
         best = [
-            min((row.median_ms for name, row in variants.items() if has_word_prefix(name, way)), default=None)
-            for way in ways
+            min((row.median_ms for variant, row in variants.items() if has_word_prefix(variant, name)), default=None)
+            for name in names
         ]
         lines.append(
             (
                 _label(ours, problems).replace(".attention", ""),
                 *map(_ms, (ours.compute_only_ms, ours.comm_only_ms, *best)),
-                _way(ours),
+                _path(ours),
                 f"{ours.median_ms / ours.compute_only_ms:.3f}",
             )
         )
@@ -352,6 +360,14 @@ _LOST = _plain(
     ("where", lambda row: f"{row['device']}, {row['commit']}"),
 )
 
+_TRIALS = _plain(
+    ("pass", lambda row: row["pass_name"].replace("fprop", "forward")),
+    ("tokens", lambda row: str(row["M"])),
+    ("features", lambda row: str(row["N"])),
+    ("planned", lambda row: row["path"]),
+    ("why", lambda row: row["reason"]),
+)
+
 _LINEARS = ("all_gather_linear", "linear_reduce_scatter")
 
 #: By the name in a document: the operations whose rows it takes, and what makes the table.
@@ -360,6 +376,7 @@ KINDS: dict[str, tuple[Sequence[str | None], Callable[[Sequence[dict[str, Any]]]
     "grid": (_LINEARS, _grid),
     "slower": (_LINEARS, _slower),
     "attention": (("query_split_attention",), _attention),
+    "embedding": (("embedding_reduce_scatter",), _TRIALS),
     "whole-step": (("whole_step",), _whole_step),
     "step-memory": (("whole_step",), _step_memory),
     "training": (("training",), _TRAINING),

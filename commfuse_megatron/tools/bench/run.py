@@ -1,7 +1,7 @@
 """Runs a grid of cases: builds, checks and times the variants of each, and hands on its rows as they come.
 
-The contract that bites: every decision that could differ between ranks (what is left out, whether time is up, what was
-done before) is agreed on by all of them before anyone acts on it.
+Beware: every decision that could differ between ranks (what is left out, whether time is up, what was done before) is
+agreed on by all of them before anyone acts on it.
 """
 
 import itertools
@@ -30,19 +30,17 @@ from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
 from commfuse_megatron.tools.bench.tail import TailMeter
 from commfuse_megatron.tools.bench.timing import Timed, measure, measure_host_us
 from commfuse_megatron.tools.bench.variant import Ready, Variant
-from commfuse_megatron.tools.common.attention_cases import (
-    ATTENTION_CASE_NAMES,
-    AttentionCase,
-    attention_case,
-    attention_tokens,
-)
 from commfuse_megatron.tools.common.cases import (
+    ATTENTION_CASE_NAMES,
     CASE_NAMES,
     FULL_M,
     LINEARS,
     PASSES,
     TOKENS,
+    AttentionCase,
     LinearCase,
+    attention_case,
+    attention_tokens,
     linear_case,
     tokens_of,
 )

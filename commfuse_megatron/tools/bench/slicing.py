@@ -1,4 +1,4 @@
-"""Data slicing, the classic way: cut M, and run the collective of one piece beside the GEMM of another.
+"""Data slicing, the classic overlap: cut M, and run the collective of one piece beside the GEMM of another.
 
     AG + GEMM   collective  [piece 0][piece 1][piece 2]...
                 compute              [piece 0][piece 1][piece 2]     the first collective is exposed

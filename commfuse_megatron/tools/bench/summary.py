@@ -99,26 +99,26 @@ def stock_times(variants: dict[str, Row]) -> list[float]:
     return [variants[name].median_ms for name in ("sequential", "megatron") if name in variants]
 
 
-def parse_bounds(texts: Sequence[str]) -> dict[str, float]:
-    """ "ideal=1.1" ... -> bounds by metric. Raises ConfigError for what is neither."""
-    bounds = {}
+def parse_limits(texts: Sequence[str]) -> dict[str, float]:
+    """ "ideal=1.1" ... -> limits by metric. Raises ConfigError for what is neither."""
+    limits = {}
     for text in texts:
         name, _, value = text.partition("=")
         if name not in METRICS:
             raise ConfigError(f'--check {text}: unknown figure "{name}"; known are {", ".join(METRICS)}')
         try:
-            bounds[name] = float(value)
+            limits[name] = float(value)
         except ValueError:
-            bounds[name] = math.nan
-        if not math.isfinite(bounds[name]):
+            limits[name] = math.nan
+        if not math.isfinite(limits[name]):
             raise ConfigError(f"--check {text}: write NAME=LARGEST, such as ideal=1.10")
-    return bounds
+    return limits
 
 
-def check_bounds(summary: Summary, bounds: dict[str, float]) -> list[str]:
+def check_limits(summary: Summary, limits: dict[str, float]) -> list[str]:
     """What is missed, one sentence each; a figure that was not measured in full is missed too."""
     complaints = []
-    for name, largest in bounds.items():
+    for name, largest in limits.items():
         metric = summary.metrics.get(name)
         if metric is None:
             complaints.append(f"{name}: not measured")

@@ -6,8 +6,7 @@ from rich.table import Table
 
 from commfuse_megatron.tools.bench.rows import Row, by_problem
 from commfuse_megatron.tools.bench.summary import METRICS, Summary
-from commfuse_megatron.tools.common.attention_cases import PAPER_MS, attention_bound_ms, attention_case
-from commfuse_megatron.tools.common.cases import PLANNED
+from commfuse_megatron.tools.common.cases import PAPER_MS, PLANNED, attention_bound_ms, attention_case
 from commfuse_megatron.tools.common.output import make_table
 
 _SPLITS = (1, 2, 4, 8)
@@ -66,12 +65,13 @@ def overview_table(rows: Sequence[Row]) -> Table:
 
 
 def attention_table(rows: Sequence[Row]) -> Table:
-    """One line per block and pass: the best of every way, in ms, with the share of the communication that it hides.
+    """One line per block and pass: the best of every path, in ms, with the share of the communication that it hides.
 
-    bound: of the forward schedule, simulated from this line's compute and comm, at the best number of splits.
+    bound: the lower one, of the forward schedule, simulated from this line's compute and comm, at the best number of
+    splits.
     paper: what is published of it: no overlap / slicing / row-parallel / query-split, 4 ranks, ms.
     """
-    ways = ("slicing", "row_parallel", "query_split", PLANNED)
+    paths = ("slicing", "row_parallel", "query_split", PLANNED)
     lines = []
     for variants in by_problem(rows):
         row = next(iter(variants.values()))
@@ -88,14 +88,14 @@ def attention_table(rows: Sequence[Row]) -> Table:
                 f"{row.group_size} emulated" if row.emulated else str(row.group_size),
                 str(row.M),
                 *map(_number, (row.compute_only_ms, row.comm_only_ms, row.sequential_ms)),
-                *(_best(variants.values(), way) for way in ways),
+                *(_best(variants.values(), path) for path in paths),
                 *bound,
                 " / ".join("-" if ms is None else f"{ms:.1f}" for ms in paper),
             )
         )
     first = rows[0]
     title = f"{first.device}, link {first.link}: attention with its projection, ms (share of communication hidden)"
-    numbers = ("ranks", "M", "compute", "comm", "sequential", *ways, "bound", "splits", "paper")
+    numbers = ("ranks", "M", "compute", "comm", "sequential", *paths, "bound", "splits", "paper")
     return make_table(title, ("case", "pass", *(f">{name}" for name in numbers)), lines)
 
 
@@ -105,8 +105,8 @@ def _bound(row: Row) -> tuple[float, int]:
     return min((attention_bound_ms(case, row.compute_only_ms, row.comm_only_ms, m), m) for m in _SPLITS)
 
 
-def _best(variants: Iterable[Row], way: str) -> str:
-    row = min((v for v in variants if v.variant.split()[0] == way), key=lambda v: v.median_ms, default=None)
+def _best(variants: Iterable[Row], path: str) -> str:
+    row = min((v for v in variants if v.variant.split()[0] == path), key=lambda v: v.median_ms, default=None)
     if row is None:
         return ""
     hidden = row.overlap_efficiency

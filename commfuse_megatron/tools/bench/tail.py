@@ -2,7 +2,7 @@
 
 A context that records runs the path that a row names a few more times. These calls are not the timed ones: recording
 costs host time, and over the copy engine a recorded operation walks its schedule step by step where a timed one replays
-a bound list of calls. Where launches take longer than GEMMs, the tail is theirs.
+a tape. Where launches take longer than GEMMs, the tail is theirs.
 """
 
 import statistics
@@ -10,7 +10,7 @@ import statistics
 from commfuse_megatron import OverlapContext
 from commfuse_megatron.runtime.recorder import Interval
 from commfuse_megatron.tools.bench.operands import Work, our_result
-from commfuse_megatron.tools.bench.ours import Way
+from commfuse_megatron.tools.bench.ours import PathOptions
 from commfuse_megatron.tools.bench.variant import Ready, differentiable
 from commfuse_megatron.tools.common.turns import largest_of_ranks
 from commfuse_megatron.tools.trace.summary import tail_us
@@ -22,21 +22,21 @@ class TailMeter:
     """One recording context per path that was met."""
 
     def __init__(self) -> None:
-        self._contexts: dict[Way, OverlapContext] = {}
+        self._contexts: dict[PathOptions, OverlapContext] = {}
 
     def measure_ms(self, work: Work, ready: Ready) -> float | None:
         """Median over calls, maximum over ranks; None where nothing is scheduled. Collective."""
         if ready.path not in ("sliced", "bulk"):
             return None
-        way = Way(
+        options = PathOptions(
             path=ready.path,
             backend=ready.transport,
             algorithm=ready.algorithm or "direct",
             chunks_per_shard=ready.chunks_per_shard or 1,
         )
-        if way not in self._contexts:
-            self._contexts[way] = OverlapContext(work.group, way.config(record=True))
-        context = self._contexts[way]
+        if options not in self._contexts:
+            self._contexts[options] = OverlapContext(work.group, options.config(record=True))
+        context = self._contexts[options]
         recorded = differentiable(work, lambda: our_result(work.case, work.operands, context))
         recorder = context.recorder
         assert recorder is not None

@@ -1,8 +1,8 @@
 """What the benchmark asks of everything that it times, whoever wrote it.
 
 A variant is one way to run a pass. It keeps what outlives a case (contexts, buffers) and builds, for one piece of work,
-something `Ready` to be checked and timed. The contract that bites: building and calling are collective, so whatever
-makes a variant impossible must do so on all ranks alike, or before anything is sent.
+something `Ready` to be checked and timed. Beware: building and calling are collective, so whatever makes a variant
+impossible must do so on all ranks alike, or before anything is sent.
 """
 
 import os
@@ -26,7 +26,7 @@ class Ready:
 
     results: runs it once and returns what it computes, to be compared; None where there is nothing to compare.
     before_burst: see `Timed`. path .. reason: for the row. is_op: whether it does all that the pass is for, so that its
-    host time means something; bounds do not.
+    host time means something; lower bounds do not.
     """
 
     call: Callable[[], object]
@@ -53,7 +53,7 @@ class Variant(ABC):
     is_basic = False
 
     def serves(self, op: str, pass_name: str) -> bool:
-        """Whether there is such a way of running this pass of this operation."""
+        """Whether it runs this pass of this operation."""
         return pass_name in self.passes
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Runs a function on every rank: under torchrun in this process, else in local ranks that it starts itself.
 
-The contract that bites: a body that returns must return the same exit code on all ranks, or its caller sees the
-largest; a body that raises on one rank ends all ranks.
+Beware: a body that returns must return the same exit code on all ranks, or its caller sees the largest; a body that
+raises on one rank ends all ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Ranks that a command starts itself, on this machine: their start, their failures and their end.
 
-The contract that bites: a body that raises on one rank ends all ranks, and no process outlives the one that started it.
+Beware: a body that raises on one rank ends all ranks, and no process outlives the one that started it.
 """
 
 from __future__ import annotations

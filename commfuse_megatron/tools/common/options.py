@@ -1,10 +1,16 @@
 """What subcommands check of their options alike, and what they hand to the ranks. Imports no torch."""
 
 import argparse
+import typing
 from collections.abc import Sequence
 from typing import Any
 
 from commfuse_megatron.tools.common.ranks import UsageError
+
+
+def choices_of(part: type, key: str) -> tuple[str, ...]:
+    """What this key of the configuration may be."""
+    return typing.get_args(typing.get_type_hints(part)[key])
 
 
 def for_ranks(arguments: argparse.Namespace, **worked_out: Any) -> argparse.Namespace:

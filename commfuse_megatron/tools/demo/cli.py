@@ -81,7 +81,7 @@ def _demo_on_rank(rank: Rank, options: argparse.Namespace) -> int:
     import torch
     from torch import distributed as dist
 
-    from commfuse_megatron.tools.demo.training import bounds_of, complaints_of, gradient_limit, task_for, train_both
+    from commfuse_megatron.tools.demo.training import complaints_of, gradient_limit, loss_limits, task_for, train_both
     from commfuse_megatron.tools.trace.output import write_files
 
     # Under torchrun every rank has read its own file; the first one's counts.
@@ -92,8 +92,8 @@ def _demo_on_rank(rank: Rank, options: argparse.Namespace) -> int:
     with make_progress(is_shown=rank.is_first) as progress:
         bar = progress.add_task("training stock and overlapped", total=task.num_steps)
         comparison = train_both(task, on_step=lambda *_: progress.advance(bar))
-    bounds = bounds_of(dtype, task.num_steps, rank.world_size)
-    complaints = complaints_of(comparison, bounds, gradient_limit(dtype))
+    limits = loss_limits(dtype, task.num_steps, rank.world_size)
+    complaints = complaints_of(comparison, limits, gradient_limit(dtype))
     # The losses are equal on all ranks, but what each rank's layers did is its own.
     everyones: list[list[str]] = [[] for _ in range(rank.world_size)]
     dist.all_gather_object(everyones, complaints)
@@ -112,7 +112,7 @@ def _demo_on_rank(rank: Rank, options: argparse.Namespace) -> int:
 
 def _print(comparison: Comparison, task: Task, rank: Rank, complaints: list[str]) -> None:
     from commfuse_megatron.tools.common.modes import describe_modes
-    from commfuse_megatron.tools.demo.training import bounds_of, gradient_limit
+    from commfuse_megatron.tools.demo.training import gradient_limit, loss_limits
 
     console = results()
     console.print(
@@ -131,7 +131,8 @@ def _print(comparison: Comparison, task: Task, rank: Rank, complaints: list[str]
     columns = (">step", ">stock", *(name for label in labels for name in (f">{label}", ">difference")))
     console.print(make_table("loss before each step (difference 0: bit-equal)", columns, rows))
     limits = "; ".join(
-        f"steps {b.first}-{b.last} at most {b.limit:g}" for b in bounds_of(task.dtype, task.num_steps, rank.world_size)
+        f"steps {b.first}-{b.last} at most {b.limit:g}"
+        for b in loss_limits(task.dtype, task.num_steps, rank.world_size)
     )
     console.print(f"largest difference {comparison.max_loss_difference:.1e} (allowed: {limits})")
     for mode, run in comparison.runs.items():
@@ -169,10 +170,10 @@ def _grids(comparison: Comparison, group_size: int) -> list[str]:
 
 def _op_table(comparison: Comparison) -> Table:
     title = "operations of the recorded run, this rank; exposed: last step, per call"
-    sizes, way = ("M", "N", "K", "calls"), ("path", "algorithm", "chunks_per_shard", "transport", "gemm")
+    sizes, plan = ("M", "N", "K", "calls"), ("path", "algorithm", "chunks_per_shard", "transport", "gemm")
     columns = ("op", "pass", *(f">{size}" for size in sizes), "path", "algorithm", "chunks/shard", "transport", "GEMM")
     rows = [
-        [str(op[name]) for name in ("op", "pass_name", *sizes, *way)]
+        [str(op[name]) for name in ("op", "pass_name", *sizes, *plan)]
         + ["" if op["exposed_comm_us"] is None else f"{op['exposed_comm_us']:.0f}"]
         for op in comparison.recorded.ops
     ]

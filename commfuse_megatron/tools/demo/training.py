@@ -2,8 +2,8 @@
 
 All models start from the same weights and see the same batches, step by step in turn: the stock one, and an overlapped
 one for each mode that calls can run in. In the end all have the stock model's weights once more, and the gradients of
-one batch are compared. The contract that bites: equal losses prove nothing if the plugin was not at work, so
-`complaints_of` also counts the calls of every layer and op, and how they ran.
+one batch are compared. Beware: equal losses prove nothing if the plugin was not at work, so `complaints_of` also counts
+the calls of every layer and op, and how they ran.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def task_for(device_type: str, *, dtype: torch.dtype, num_steps: int, text: byte
     """A small Llama over bytes; sizes per device, since a GPU idles on a CPU's.
 
     At a rate of 1e-3 the loss of the wider model jumps between 3.9 and 8.3 in the first steps, which amplifies rounding
-    twice as much as the bounds allow (2 x H200, float32).
+    twice as much as the limits allow (2 x H200, float32).
     """
     sizes: dict[str, Any] = (
         {"hidden_size": 256, "ffn_hidden_size": 512, "sequence": 256, "batch": 4, "lr": 1e-3}
@@ -90,7 +90,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
+class LossLimit:
     """The losses of steps first..last (counted from 1) may differ by at most `limit`."""
 
     first: int
@@ -98,7 +98,7 @@ class Bound:
     limit: float
 
 
-def bounds_of(dtype: torch.dtype, num_steps: int, group_size: int) -> list[Bound]:
+def loss_limits(dtype: torch.dtype, num_steps: int, group_size: int) -> list[LossLimit]:
     """How far the losses may part. Both runs round differently, and training amplifies what rounding begins.
 
     Measured over 20 steps on the CPU, November 2026, largest difference in steps 1-5 / 6-20:
@@ -108,19 +108,19 @@ def bounds_of(dtype: torch.dtype, num_steps: int, group_size: int) -> list[Bound
     float32 and float64 are allowed 1e-6 / 1e-4 and 1e-10 for two ranks and as much again for every further rank, whose
     partial is one more to be rounded; bfloat16 some 15 times what was measured. A layer that drops or doubles a shard
     changes the first losses by more than any of these. After 20 steps rounding has grown too far to tell it from a
-    fault; there the bound only catches runs that fall apart.
+    fault; there the limit only catches runs that fall apart.
     """
     early, late = {
         torch.float32: (1e-6 * (group_size - 1), 1e-4 * (group_size - 1)),
         torch.float64: (1e-10 * (group_size - 1), 1e-10 * (group_size - 1)),
         torch.bfloat16: (5e-3, 1.5e-2),
     }[dtype]
-    bounds = [Bound(first=1, last=min(5, num_steps), limit=early)]
+    limits = [LossLimit(first=1, last=min(5, num_steps), limit=early)]
     if num_steps > 5:
-        bounds.append(Bound(first=6, last=min(20, num_steps), limit=late))
+        limits.append(LossLimit(first=6, last=min(20, num_steps), limit=late))
     if num_steps > 20:
-        bounds.append(Bound(first=21, last=num_steps, limit=0.2))
-    return bounds
+        limits.append(LossLimit(first=21, last=num_steps, limit=0.2))
+    return limits
 
 
 def gradient_limit(dtype: torch.dtype) -> float:
@@ -133,7 +133,7 @@ def gradient_limit(dtype: torch.dtype) -> float:
     return {torch.float32: 1e-4, torch.float64: 1e-12, torch.bfloat16: 0.25}[dtype]
 
 
-def complaints_of(comparison: Comparison, bounds: list[Bound], limit: float) -> list[str]:
+def complaints_of(comparison: Comparison, limits: list[LossLimit], limit: float) -> list[str]:
     """Everything that makes the comparison fail: losses and gradients too far apart, calls that were not overlapped or
     did not run in the mode that is the run's.
 
@@ -142,7 +142,7 @@ def complaints_of(comparison: Comparison, bounds: list[Bound], limit: float) -> 
     complaints = []
     for mode, run in comparison.runs.items():
         found = [
-            *_complaints_about_numbers(comparison.differences(mode), run, bounds, limit),
+            *_complaints_about_numbers(comparison.differences(mode), run, limits, limit),
             *_complaints_about_calls(run),
             *(_complaints_about_modes(run, mode) if len(comparison.runs) > 1 else ()),
         ]
@@ -151,12 +151,12 @@ def complaints_of(comparison: Comparison, bounds: list[Bound], limit: float) -> 
 
 
 def _complaints_about_numbers(
-    differences: tuple[float, ...], run: Run, bounds: list[Bound], limit: float
+    differences: tuple[float, ...], run: Run, limits: list[LossLimit], limit: float
 ) -> Iterator[str]:
-    for bound in bounds:
-        worst = max(differences[bound.first - 1 : bound.last], key=badness)
-        if not worst <= bound.limit:
-            yield f"losses of steps {bound.first}-{bound.last} differ by {worst:.3g}, allowed {bound.limit:g}"
+    for steps in limits:
+        worst = max(differences[steps.first - 1 : steps.last], key=badness)
+        if not worst <= steps.limit:
+            yield f"losses of steps {steps.first}-{steps.last} differ by {worst:.3g}, allowed {steps.limit:g}"
     if not run.gradient_error <= limit:
         yield f"the gradient of {run.gradient} differs by {run.gradient_error:.3g}, allowed {limit:g}"
 

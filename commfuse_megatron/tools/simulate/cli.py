@@ -1,7 +1,7 @@
 """`commfuse simulate`: what larger groups and slower links would take, from rows that `commfuse bench` measured.
 
 Needs no GPU and no ranks, only the file. No linear is predicted without measurements, and every prediction stands
-beside the error that the same model makes on the rows it can be checked with. Whole steps are `simulate_step`'s.
+beside the error that the same model makes on the rows it can be checked with. Whole steps are `step_cli`'s.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from commfuse_megatron.tools.common.output import each_once, make_progress, make
 from commfuse_megatron.tools.common.ranks import UsageError
 
 if TYPE_CHECKING:
-    from commfuse_megatron.plan.machine import Channel, HostTimes, MachineModel
+    from commfuse_megatron.plan.machine import Channel, HostTimes
     from commfuse_megatron.tools.bench.rows import Row
     from commfuse_megatron.tools.simulate.fit import Machines
     from commfuse_megatron.tools.simulate.predict import Comparison, Deviation, Prediction
+    from commfuse_megatron.tools.simulate.predict_step import StepMachine
 
 SUMMARY = "predict larger groups and slower links from measured rows, and say how wrong that is where measured"
-EXAMPLE = "commfuse simulate --rows rows.json --ranks 8 16 64 --link 25"
+EXAMPLE = """commfuse simulate --rows rows.json --ranks 8 16 64 --link 25
+  commfuse simulate --step llama-70b --ranks 2 4 8 --tokens 4096 8192"""
 
 RANKS_OF_A_NODE = 8
 _RANKS, _RANKS_OF_STEPS = (8, 16, 64), (2, 4, 8, 16)
@@ -45,8 +47,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
     models = list(dict.fromkeys(name.split(".")[0] for name in _selectable_linears()))
     add = parser.add_argument
-    add("--rows", metavar="FILE", help="rows that `commfuse bench --json FILE` measured on GPUs")
-    add("--against", metavar="FILE", help="rows of a larger group on such a machine: how wrong emulation and model are")
+    rows = (
+        "rows that `commfuse bench --json FILE` measured on GPUs; with --step, the machine that steps are predicted for"
+    )
+    add("--rows", metavar="FILE", help=f"{rows} (default: H200 and NVLink as the planner assumes them)")
+    against = "rows of a larger group on such a machine: how wrong emulation and model are; with --step, of steps that"
+    add("--against", metavar="FILE", help=f"{against} `commfuse trace --step --json FILE` measured (default: ours)")
     add(
         "--ranks",
         nargs="+",
@@ -64,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--step",
         choices=STEP_LAYERS,
         metavar="MODEL",
-        help=f"whole training steps of MODEL, of {step}; --rows may be left out",
+        help=f"whole training steps of MODEL, of {step}, and the error on those that were measured; needs no rows",
     )
     add("--layers", type=int, metavar="N", help="with --step: layers of the model (default: as published)")
 
@@ -137,20 +143,23 @@ def _check_sizes(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--tokens must be at least 1, got {min(arguments.tokens)}")
 
 
-def _step_machine(arguments: argparse.Namespace) -> MachineModel:
-    """The model that steps are predicted from: that of the rows, where there are some, else as the planner assumes."""
-    from commfuse_megatron.plan.machine import Traits, assumed_machine
+def _step_machine(arguments: argparse.Namespace) -> StepMachine:
+    """Where steps are predicted: on the machine of the rows, where there are some, else as the planner assumes it."""
+    from commfuse_megatron.plan.machine import ASSUMED_DEVICE, Traits, assumed_machine
+    from commfuse_megatron.tools.simulate.fit import DTYPE
+    from commfuse_megatron.tools.simulate.predict_step import StepMachine
 
     if arguments.rows is not None:
         machines, _ = _read_machines(Path(arguments.rows), arguments.link)
-        return machines.by_transport.get("copy_engine", machines.any)
-    bandwidth_gb_s = _bandwidth(arguments.link)
-    if bandwidth_gb_s is not None:
+        model = machines.by_transport.get("copy_engine", machines.any)
+        return StepMachine(machines.device, machines.link, lambda group_size: model)
+    if _bandwidth(arguments.link) is not None:
         raise UsageError(f"--link {arguments.link}: of a bandwidth only --rows tells the rest; name such a file")
-    if arguments.link == "host":
-        return assumed_machine(Traits(transport="nccl", transfer_sms=4), "bfloat16")
+    link = arguments.link or "nvlink"
     traits = Traits(transport="copy_engine", adds_in_epilogue=True, replays=True)
-    return assumed_machine(traits, "bfloat16")
+    if link == "host":
+        traits = Traits(transport="nccl", transfer_sms=4)
+    return StepMachine(ASSUMED_DEVICE, link, lambda group_size: assumed_machine(traits, DTYPE, group_size=group_size))
 
 
 def _read_machines(path: Path, link: str | None) -> tuple[Machines, list[Row]]:

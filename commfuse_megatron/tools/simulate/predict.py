@@ -108,13 +108,7 @@ def predict(case: LinearCase, machines: Machines) -> list[Prediction]:
     sequential_us = predict_us(problem, SEQUENTIAL, machines.any)
     found = [("sequential", "nccl", sequential_us, "nothing hidden")]
     for transport, machine in machines.by_transport.items():
-        candidates = list_candidates(
-            problem,
-            OverlapConfig(),
-            is_link_slow=is_link_slow(problem, machine),
-            with_rings=not machine.traits.replays,
-        )
-        for plan in candidates.plans:
+        for plan in candidates_on(problem, machine):
             if plan.path == "sliced":
                 us, limit = _predict_way(problem, plan, machine)
                 found.append((_sliced(plan.algorithm, plan.chunks_per_shard, transport), transport, us, limit))
@@ -126,12 +120,7 @@ def predict(case: LinearCase, machines: Machines) -> list[Prediction]:
     )
     return [
         Prediction(
-            case=case.name,
-            op=case.op,
-            M=case.M,
-            N=case.N,
-            K=case.K,
-            group_size=case.group_size,
+            **case.sizes,
             link=machines.link,
             variant=variant,
             transport=transport,
@@ -143,6 +132,12 @@ def predict(case: LinearCase, machines: Machines) -> list[Prediction]:
         )
         for variant, transport, us, limit in sorted(found, key=lambda entry: entry[2])
     ]
+
+
+def candidates_on(problem: GemmProblem, machine: MachineModel) -> tuple[PassPlan, ...]:
+    """All plans that the planner would consider there, unless configured."""
+    slow, with_rings = is_link_slow(problem, machine), not machine.traits.replays
+    return list_candidates(problem, OverlapConfig(), is_link_slow=slow, with_rings=with_rings).plans
 
 
 def _predict_way(problem: GemmProblem, plan: PassPlan, machine: MachineModel) -> tuple[float, str]:

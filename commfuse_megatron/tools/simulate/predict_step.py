@@ -1,28 +1,36 @@
 """Whole steps of a Megatron GPT as the planner's model has them: stock, with the plugin, without communication.
 
-Forward and backward of one batch, no optimizer, as `commfuse trace --step` times them. Linears, attention and the
-embedding are the planner's predictions; norms, activations, the loss and the rest move bytes. The device's time alone:
-a step with few tokens takes what its host does, which nobody predicts.
+Forward and backward of one batch, no optimizer, as `commfuse trace --step` times them. What the device takes: linears,
+attention and the embedding are the planner's predictions; norms, activations, the loss and the rest move bytes. What
+the host takes to submit it: so long for each layer, as measured. Each pass lasts until both are through.
 """
 
 import dataclasses
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plan.attention import AttentionCosts
 from commfuse_megatron.plan.candidates import list_candidates
-from commfuse_megatron.plan.cost_model import PassCosts, is_link_slow, predict_parts_us
+from commfuse_megatron.plan.cost_model import PassCosts, predict_parts_us
 from commfuse_megatron.plan.machine import Channel, MachineModel
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import AttentionProblem, GemmProblem
 from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.tools.bench.report import read_rows
-from commfuse_megatron.tools.common.cases import FREE, PLANNED, STOCK
+from commfuse_megatron.tools.common.cases import FREE, PLANNED, STEP_LAYERS, STOCK
 from commfuse_megatron.tools.common.models import MODELS
 from commfuse_megatron.tools.simulate.fit import DTYPE, SEQUENTIAL
+from commfuse_megatron.tools.simulate.predict import candidates_on
+
+#: The newest measured steps, by `docs/make_measured_steps.py`.
+SHIPPED = Path(__file__).with_name("measured_steps.json")
+
+#: Of a step: as users read them.
+VARIANTS = {STOCK: "stock", PLANNED: "with the plugin", FREE: "without communication"}
 
 _HEAD_DIM = 128
 _ITEMSIZE = 2
@@ -30,7 +38,9 @@ _ITEMSIZE = 2
 # What GEMMs of a step reach of what they do in a benchmark's bursts, whose clocks are higher: 680 (70B) and 720 (8B) of
 # 763 to 790 TFLOP/s, traced steps of S 8192 on 2 x H200, November 2026. Assumed figures are those of long runs.
 _SUSTAINED = 0.92
-# What element-wise kernels reach of memory's rate in a sum: 2.3 of 2.9 TB/s explain the steps of 8B and of 70B alike.
+# What element-wise kernels of a layer reach of memory's rate in a sum: 2.3 of 2.9 TB/s explain the steps of 8B and of
+# 70B alike. Those of the loss, which are plain ones, reach all of it: of traced steps of four layers they took 9.8 ms
+# (8B) to 12 (70B) where 9.4 are predicted (4c493ad, e8c6fe5).
 _OF_MEMORY = 0.8
 
 # Of rows [own, hidden] each layer's two norms and two residual sums read and write in all, forward and backward.
@@ -43,9 +53,16 @@ _PASSES_OF_SWIGLU = (3, 5)
 # it, the exponential, their sum, the quotient; backward the product with the gradient, and back to 16 bits.
 _BYTES_OF_A_LOGIT = (6 + 4 + 8 + 8 + 4 + 8, 8 + 6)
 
-# Below so long a forward pass of a layer the host decides: with stock layers it took 2.6 to 3.9 ms of a layer, with the
-# plugin's 2.9 (2 x H200, 8B, S 2048, November 2026).
-_HOST_US_OF_A_LAYER = 2600.0
+# What hidden transfers of the plugin cost a step nevertheless, as a share of their time: they slow the GEMMs beside
+# them, ranks wait for each other, CUDA graphs begin late. Linears alone show 0.08 to 0.19 (8B, 70B, M 8192, two runs).
+# Fitted: with it the plugin's step of one row (e8c6fe5: 8B, 32 layers, S 8192) is as much longer than the one without
+# communication as measured; any other row would give 0.33 to 0.55.
+_SHOWN_OF_HIDDEN = 0.45
+# What the host takes to submit a layer of Transformer Engine's, forward and backward, whatever its sizes: fitted to one
+# step that is host-bound (e8c6fe5: 8B, 32 layers, S 2048), its ends included. The rows of single linears (b40c86c) say
+# less, of stock's forward pass a quarter: the rest is Megatron's Python. On another machine stock's step took 182 ms,
+# not 227 (be15e82).
+_HOST_US_OF_A_LAYER = {STOCK: (3776.0, 3331.0), PLANNED: (2894.0, 1838.0), FREE: (3507.0, 2862.0)}
 
 
 class _Time(NamedTuple):
@@ -60,51 +77,71 @@ class _Time(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StepPrediction:
-    """A step of `model` with so many layers and tokens. forward_ms, step_ms: by variant. is_host_bound: likely."""
+class StepMachine:
+    """Where steps are predicted: GPUs, the link between them, and the planner's model for a group of some size."""
+
+    device: str
+    link: str
+    of_group: Callable[[int], MachineModel]
+
+
+class StepSizes(NamedTuple):
+    """A step of one sequence of so many tokens, of `model` with so many layers."""
 
     model: str
     layers: int
     tokens: int
     group_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrediction:
+    """forward_ms, step_ms: by variant. host_bound: the variants whose time is the host's."""
+
+    sizes: StepSizes
     forward_ms: dict[str, float]
     step_ms: dict[str, float]
-    is_host_bound: bool
+    host_bound: list[str]
 
     def as_json(self) -> dict[str, object]:
         """For the file; `predicted` tells it from a measured row."""
-        return {"predicted": True, **asdict(self)}
+        times = {name: getattr(self, name) for name in ("forward_ms", "step_ms", "host_bound")}
+        return {"predicted": True, **self.sizes._asdict(), **times}
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A variant of a step that `commfuse trace --step --json` wrote."""
+    """A step that `commfuse trace --step --json` wrote. step_ms: by variant."""
 
-    model: str
-    layers: int
-    tokens: int
-    group_size: int
-    variant: str
-    step_ms: float
+    device: str
+    transport: str
+    sizes: StepSizes
+    step_ms: dict[str, float]
+
+    def fits(self, machine: StepMachine) -> bool:
+        """Whether it ran on such GPUs, over such a link."""
+        here = machine.of_group(self.sizes.group_size).traits.transport
+        return (self.device, self.transport) == (machine.device, here)
 
 
-def predict_step(model: str, layers: int, tokens: int, group_size: int, machine: MachineModel) -> StepPrediction:
-    """One batch of one sequence of so many tokens. Raises ConfigError for sizes that the group does not divide."""
+def predict_step(sizes: StepSizes, on: StepMachine) -> StepPrediction:
+    """Forward and backward of one batch. Raises ConfigError for sizes that the group does not divide."""
+    machine, layers = on.of_group(sizes.group_size), sizes.layers
     if machine.source == "measured":
         rate = dataclasses.replace(machine.gemm, tflops=_SUSTAINED * machine.gemm.tflops)
         machine = dataclasses.replace(machine, gemm=rate)
-    step = _Step(model, tokens, group_size, machine)
-    layer = step.layers()
-    whole = {name: layer[name].times(layers) + step.ends()[name] for name in layer}
-    return StepPrediction(
-        model,
-        layers,
-        tokens,
-        group_size,
-        {name: time.forward_us / 1e3 for name, time in whole.items()},
-        {name: sum(time) / 1e3 for name, time in whole.items()},
-        layer[PLANNED].forward_us < _HOST_US_OF_A_LAYER,
-    )
+    step = _Step(sizes.model, sizes.tokens, sizes.group_size, machine)
+    layer, ends = step.layers(), step.ends()
+    forward_ms, step_ms, host_bound = {}, {}, []
+    for name, (host_forward_us, host_backward_us) in _HOST_US_OF_A_LAYER.items():
+        device = layer[name].times(layers) + ends[name]
+        forward_us = max(device.forward_us, layers * host_forward_us)
+        # The host goes on while the device is behind; the device cannot begin before the host.
+        step_us = max(forward_us + device.backward_us, layers * (host_forward_us + host_backward_us))
+        forward_ms[name], step_ms[name] = forward_us / 1e3, step_us / 1e3
+        if step_us > sum(device):
+            host_bound.append(name)
+    return StepPrediction(sizes, forward_ms, step_ms, host_bound)
 
 
 class _Step:
@@ -133,7 +170,8 @@ class _Step:
         found = {name: qkv[name] + proj[name] + fc1[name] + fc2[name] + at_once + rest for name in qkv}
         ways = list_candidates(attention.problem, OverlapConfig()).plans
         split = [plan for plan in ways if plan.path == "query_split"]
-        times = [_Time(attention.forward_us(p), attention.backward_us(p.for_backward)) for p in split]
+        shown = _Time(*map(self._shown_us, self._passes("linear_reduce_scatter", self.hidden, self.heads * _HEAD_DIM)))
+        times = [_Time(attention.forward_us(p), attention.backward_us(p.for_backward)) + shown for p in split]
         best = min([proj[PLANNED] + at_once, *times], key=sum)
         found[PLANNED] = qkv[PLANNED] + fc1[PLANNED] + fc2[PLANNED] + best + rest
         return found
@@ -145,7 +183,7 @@ class _Step:
         own = self.tokens // self.group_size * self.hidden * _ITEMSIZE
         # The embedding's gradient is written as a whole.
         table = _Time(0.0, self._moved_us((self.vocab + 2 * self.tokens) * self.hidden * _ITEMSIZE))
-        loss = _Time(*(self._moved_us(size * self.tokens * self.vocab) for size in _BYTES_OF_A_LOGIT))
+        loss = _Time(*(self.machine.gemm.pass_us(size * self.tokens * self.vocab) for size in _BYTES_OF_A_LOGIT))
         norm = _Time(self._moved_us(2 * own), self._moved_us(3 * own))
         return {name: output[name] + embedding[name] + table + loss + norm for name in output}
 
@@ -177,12 +215,15 @@ class _Step:
         )
         return AttentionCosts(problem, self.machine)
 
-    def _linear(self, op: str, N: int, K: int) -> dict[str, _Time]:
-        """A linear, or the embedding. Megatron's own backward pass of a column-parallel one is asynchronous."""
+    def _passes(self, op: str, N: int, K: int) -> tuple[GemmProblem, GemmProblem]:
+        """Forward and backward of a linear, or of the embedding."""
         forward = GemmProblem(op, "fprop", self.tokens, 1, N, K, DTYPE, self.group_size)
         needs = "weight" if op == "embedding_reduce_scatter" else "input+weight"
-        backward = dataclasses.replace(forward, pass_name="backward", needs=needs)
-        passes = (forward, backward)
+        return forward, dataclasses.replace(forward, pass_name="backward", needs=needs)
+
+    def _linear(self, op: str, N: int, K: int) -> dict[str, _Time]:
+        """A linear, or the embedding. Megatron's own backward pass of a column-parallel one is asynchronous."""
+        passes = self._passes(op, N, K)
         stock = [SEQUENTIAL, SEQUENTIAL]
         if op == "all_gather_linear":
             stock[1] = PassPlan("async", "", Algorithm.DIRECT, 1, keep_gathered_input=False)
@@ -193,13 +234,19 @@ class _Step:
         }
 
     def _planned_us(self, problem: GemmProblem) -> float:
-        plans = list_candidates(
-            problem,
-            OverlapConfig(),
-            is_link_slow=is_link_slow(problem, self.machine),
-            with_rings=not self.machine.traits.replays,
-        ).plans
-        return min(predict_parts_us(problem, plan, self.machine)[0] for plan in plans)
+        shown_us = self._shown_us(problem)
+        return min(
+            predict_parts_us(problem, plan, self.machine)[0] + plan.is_scheduled * shown_us
+            for plan in candidates_on(problem, self.machine)
+        )
+
+    def _shown_us(self, problem: GemmProblem) -> float:
+        """What a pass takes longer in the plugin's step than its dry-run, for the transfers that its GEMMs may hide."""
+        costs = PassCosts(problem, self.machine)
+        gathers, computes, scatters, has_weight = costs.parts(SEQUENTIAL)
+        one_us = (self.group_size - 1) * costs.transfer_us(self.tokens // self.group_size)
+        gemms_us = computes * costs.product_us(self.tokens) + has_weight * costs.weight_gradient_us()
+        return _SHOWN_OF_HIDDEN * min((gathers + scatters) * one_us, gemms_us)
 
     def _free_us(self, problem: GemmProblem) -> float:
         """The sequential program with local copies instead of collectives, as `trace.collectives` makes them."""
@@ -212,13 +259,21 @@ class _Step:
 
 
 def measured_steps(path: Path) -> list[MeasuredStep]:
-    """All steps of batch 1 in a file of rows, FP8's and the CPU's apart. Raises ConfigError where there is none."""
-    found = [
-        MeasuredStep(*(row[name] for name in ("model", "layers", "sequence", "group_size", "variant", "step_ms")))
-        for row in read_rows(path)
-        if row.get("op") == "whole_step" and row.get("recipe") is None and row.get("device") != "cpu"
-        if row["batch"] == 1 and row["variant"] in (STOCK, PLANNED, FREE)
-    ]
+    """All steps of a file of rows that can be predicted: of batch 1, without FP8, on GPUs. Raises ConfigError where
+    there is none."""
+    found: dict[tuple[Any, Any, Any, StepSizes], list[dict[str, float]]] = {}
+    for row in read_rows(path):
+        is_step = row.get("op") == "whole_step" and row.get("model") in STEP_LAYERS and row["batch"] == 1
+        if is_step and row.get("recipe") is None and row.get("device") != "cpu" and row["variant"] in VARIANTS:
+            sizes = StepSizes(*(row[name] for name in ("model", "layers", "sequence", "group_size")))
+            runs = found.setdefault((row.get("commit"), row.get("device"), row.get("transport"), sizes), [{}])
+            if row["variant"] in runs[-1]:  # measured again
+                runs.append({})
+            runs[-1][row["variant"]] = row["step_ms"]
     if not found:
-        raise ConfigError(f"{path} has no steps that `commfuse trace --step --json` wrote")
-    return found
+        raise ConfigError(f"{path} has no steps of {', '.join(STEP_LAYERS)} that `commfuse trace --step --json` wrote")
+    return [
+        MeasuredStep(device, transport, sizes, step_ms)
+        for (_, device, transport, sizes), runs in found.items()
+        for step_ms in runs
+    ]

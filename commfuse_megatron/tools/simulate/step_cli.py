@@ -1,118 +1,150 @@
 """`commfuse simulate --step`: whole training steps from the planner's model, and its error on those that were measured.
 
-Needs neither ranks nor rows: without rows the model is the planner's assumed machine. Of the device's time alone.
+Needs neither ranks nor rows: without rows the machine is the one that the planner assumes, and the measured steps come
+with the package.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from commfuse_megatron.tools.common.output import make_table, results, write_json
 from commfuse_megatron.tools.common.ranks import UsageError
 
 if TYPE_CHECKING:
-    from commfuse_megatron.plan.machine import MachineModel
-    from commfuse_megatron.tools.simulate.predict_step import MeasuredStep, StepPrediction
+    from commfuse_megatron.tools.simulate.predict_step import MeasuredStep, StepMachine, StepPrediction
+
+_HOST_BOUND = (
+    "host-bound: the host takes longer to submit the step than the device to run it. Host times are those of one "
+    "machine; a faster host shortens such steps. The plugin's can be shorter than the step without communication, since"
+    " its calls are CUDA graphs"
+)
 
 
-_HOST_BOUND = "host-bound: the host is likely to take longer than the device; by how much is not predicted"
+class _Error(NamedTuple):
+    """A figure of a measured step: `what` is a variant, or a quotient of two."""
+
+    step: MeasuredStep
+    what: str
+    predicted: float
+    measured: float
+    is_host_bound: bool
+
+    @property
+    def error(self) -> float:
+        """Relative, positive where the prediction is too long."""
+        return self.predicted / self.measured - 1
 
 
-def run_simulate_step(arguments: argparse.Namespace, machine: MachineModel) -> int:
+def run_simulate_step(arguments: argparse.Namespace, machine: StepMachine) -> int:
     """Predict, compare, print. 0: done."""
     from commfuse_megatron.tools.common.cases import STEP_LAYERS
-    from commfuse_megatron.tools.simulate.predict_step import measured_steps, predict_step
+    from commfuse_megatron.tools.simulate.predict_step import SHIPPED, StepSizes, measured_steps, predict_step
 
-    model, layers = arguments.step, arguments.layers or STEP_LAYERS[arguments.step]
+    layers = arguments.layers or STEP_LAYERS[arguments.step]
     sizes = [(tokens, group_size) for tokens in arguments.tokens for group_size in arguments.ranks]
-    predictions = [predict_step(model, layers, *each, machine) for each in sizes]
-    pairs: list[tuple[MeasuredStep, StepPrediction]] = []
-    if arguments.against is not None:
-        steps = [step for step in measured_steps(Path(arguments.against)) if step.model == model]
-        if not steps:
-            raise UsageError(f"--against {arguments.against}: it has no steps of {model}")
-        pairs = [(each, predict_step(model, each.layers, each.tokens, each.group_size, machine)) for each in steps]
+    predictions = [predict_step(StepSizes(arguments.step, layers, *each), machine) for each in sizes]
+    steps = [step for step in measured_steps(Path(arguments.against or SHIPPED)) if step.fits(machine)]
+    if arguments.against and not steps:
+        raise UsageError(
+            f"--against {arguments.against}: it has no steps of {machine.device} over {machine.link}; steps of other "
+            "machines are not compared"
+        )
+    errors = [error for step in steps for error in _errors(step, predict_step(step.sizes, machine))]
     if arguments.json:
         data = {
+            "device": machine.device,
+            "link": machine.link,
             "predictions": [prediction.as_json() for prediction in predictions],
-            "against": [_compared(*pair) for pair in pairs],
+            "against": [_as_json(error) for error in errors],
         }
         write_json(arguments.json, data)
     _print_predictions(predictions, machine)
-    if pairs:
-        _print_errors(pairs, arguments.against)
+    _print_errors(errors, machine, max(arguments.ranks))
     return 0
 
 
-def _compared(measured: MeasuredStep, prediction: StepPrediction) -> dict[str, object]:
-    predicted_ms = prediction.step_ms[measured.variant]
-    sizes = {"model": measured.model, "layers": measured.layers, "tokens": measured.tokens}
-    return {
-        **sizes,
-        "group_size": measured.group_size,
-        "variant": measured.variant,
-        "measured_ms": measured.step_ms,
-        "predicted_ms": predicted_ms,
-        "error": predicted_ms / measured.step_ms - 1,
-        "is_host_bound": prediction.is_host_bound,
-    }
+def _errors(step: MeasuredStep, prediction: StepPrediction) -> Iterator[_Error]:
+    from commfuse_megatron.tools.common.cases import PLANNED, STOCK
+
+    for name, measured_ms in step.step_ms.items():
+        yield _Error(step, name, prediction.step_ms[name], measured_ms, name in prediction.host_bound)
+    if {STOCK, PLANNED} <= step.step_ms.keys():
+        predicted, measured = (ms[PLANNED] / ms[STOCK] for ms in (prediction.step_ms, step.step_ms))
+        yield _Error(step, "plugin / stock", predicted, measured, bool({STOCK, PLANNED} & {*prediction.host_bound}))
 
 
-def _print_predictions(predictions: Sequence[StepPrediction], machine: MachineModel) -> None:
+def _as_json(error: _Error) -> dict[str, object]:
+    figures = {name: getattr(error, name) for name in ("what", "predicted", "measured", "error", "is_host_bound")}
+    return error.step.sizes._asdict() | figures
+
+
+def _print_predictions(predictions: Sequence[StepPrediction], machine: StepMachine) -> None:
     from commfuse_megatron.tools.common.cases import FREE, PLANNED, STOCK
+    from commfuse_megatron.tools.simulate.predict_step import VARIANTS
 
-    first = predictions[0]
-    title = f"predicted, not measured: step of {first.model}, {first.layers} layers, ms, machine as {machine.source}"
+    model, layers, *_ = predictions[0].sizes
+    title = f"predicted, not measured: step of {model}, {layers} layers, ms, {machine.device}, link {machine.link}"
     rows = [
         (
-            str(each.tokens),
-            str(each.group_size),
+            str(each.sizes.tokens),
+            str(each.sizes.group_size),
             *(f"{each.step_ms[name]:.1f}" for name in (STOCK, PLANNED)),
             f"{each.step_ms[PLANNED] / each.step_ms[STOCK]:.3f}",
             f"{each.step_ms[FREE]:.1f}",
             f"{each.forward_ms[PLANNED]:.1f}",
-            "host-bound" if each.is_host_bound else "",
+            _say_host_bound(each),
         )
         for each in predictions
     ]
-    numbers = ("tokens", "ranks", "stock", "with the plugin", "/ stock", "without communication", "forward, plugin")
+    stock, plugin, free = VARIANTS.values()
+    numbers = ("tokens", "ranks", stock, plugin, "/ stock", free, "forward, plugin")
     console = results()
-    console.print(make_table(title, (*(f">{name}" for name in numbers), ""), rows))
-    console.print("forward and backward of one sequence, no optimizer; the device's time, on one NVLink domain")
-    if any(each.is_host_bound for each in predictions):
+    console.print(make_table(title, (*(f">{name}" for name in numbers), "host-bound"), rows))
+    console.print("forward and backward of one sequence, no optimizer; all ranks on one host or NVLink domain")
+    if any(each.host_bound for each in predictions):
         console.print(_HOST_BOUND)
 
 
-def _print_errors(pairs: Sequence[tuple[MeasuredStep, StepPrediction]], path: str) -> None:
-    rows, errors = [], []
-    for measured, prediction in pairs:
-        predicted_ms = prediction.step_ms[measured.variant]
-        error = predicted_ms / measured.step_ms - 1
-        if not prediction.is_host_bound:
-            errors.append(error)
+def _say_host_bound(prediction: StepPrediction) -> str:
+    from commfuse_megatron.tools.simulate.predict_step import VARIANTS
+
+    if len(prediction.host_bound) == len(VARIANTS):
+        return "all"
+    return ", ".join(VARIANTS[name] for name in prediction.host_bound) or "none"
+
+
+def _print_errors(errors: Sequence[_Error], machine: StepMachine, most_ranks: int) -> None:
+    from commfuse_megatron.tools.simulate.predict_step import VARIANTS
+
+    console = results()
+    if not errors:
+        console.print(f"no step was measured on {machine.device}, link {machine.link}: trust these accordingly")
+        return
+    rows = []
+    for each in errors:
+        sizes, digits = each.step.sizes, 1 if each.what in VARIANTS else 3
         row = (
-            str(measured.layers),
-            str(measured.tokens),
-            str(measured.group_size),
-            measured.variant,
-            f"{measured.step_ms:.1f}",
-            f"{predicted_ms:.1f}",
-            f"{100 * error:+.1f} %",
-            "host-bound" if prediction.is_host_bound else "",
+            f"{sizes.model}, {sizes.layers} layers, S {sizes.tokens}",
+            str(sizes.group_size),
+            VARIANTS.get(each.what, each.what),
+            *(f"{value:.{digits}f}" for value in (each.predicted, each.measured)),
+            f"{100 * each.error:+.1f} %",
+            "yes" if each.is_host_bound else "no",
         )
         rows.append(row)
-    columns = (">layers", ">tokens", ">ranks", "variant", ">measured ms", ">predicted", ">error", "")
-    console = results()
-    console.print(make_table(f"measured steps of {path}: predicted / measured - 1", columns, rows))
-    if errors:
-        sizes = [abs(error) for error in errors]
-        console.print(
-            f"median size of the error of {len(sizes)} steps that are not host-bound: "
-            f"{100 * statistics.median(sizes):.1f} %; the largest: {100 * max(sizes):.1f} %"
-        )
-    if len(errors) < len(pairs):
-        console.print(_HOST_BOUND)
+    columns = ("step", ">ranks", "variant", ">predicted", ">measured", ">error", "host-bound")
+    title = f"the same model on steps measured on {machine.device}, ms: predicted / measured - 1"
+    console.print(make_table(title, columns, rows))
+    found = [abs(each.error) for each in errors]
+    console.print(
+        f"median size of the error of {len(found)} figures: {100 * statistics.median(found):.1f} %; "
+        f"the largest: {100 * max(found):.1f} %"
+    )
+    measured_ranks = max(each.step.sizes.group_size for each in errors)
+    if most_ranks > measured_ranks:
+        console.print(f"no step of more than {measured_ranks} ranks was measured: trust those accordingly")

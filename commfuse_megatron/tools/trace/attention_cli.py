@@ -1,4 +1,4 @@
-"""`commfuse trace --attention`: one attention block, way below way on one scale of time: picture, trace and table."""
+"""`commfuse trace --attention`: one attention block, path below path on one scale of time: picture, trace and table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_num_ra
 from commfuse_megatron.tools.trace.options import ATTENTION_PATHS, OF_STEPS, config_of, ready
 
 if TYPE_CHECKING:
-    from commfuse_megatron.tools.common.attention_cases import AttentionCase
+    from commfuse_megatron.tools.common.cases import AttentionCase
     from commfuse_megatron.tools.trace.operation import BlockTrace
 
 
@@ -30,7 +30,7 @@ _OF_PROJECTIONS = ("path", "algorithm", "chunks")
 
 
 def run_trace_attention(arguments: argparse.Namespace) -> int:
-    """Trace every way that is asked for. 0: done."""
+    """Trace every path that is asked for. 0: done."""
     num_ranks = choose_num_ranks(arguments.ranks)
     if num_ranks < 2:
         raise UsageError("one rank has nothing to communicate; use --ranks 2 or more")
@@ -56,7 +56,7 @@ def run_trace_attention(arguments: argparse.Namespace) -> int:
 
 
 def _case(arguments: argparse.Namespace, num_ranks: int) -> AttentionCase:
-    from commfuse_megatron.tools.common.attention_cases import attention_case, attention_tokens
+    from commfuse_megatron.tools.common.cases import attention_case, attention_tokens
 
     name = arguments.case or DEFAULT_CASE
     asked = arguments.seq or DEFAULT_ROWS
@@ -118,7 +118,7 @@ def _trace_on_rank(rank: Rank, options: argparse.Namespace) -> int:
 
     def draw(file: Path) -> Path:
         runs = {
-            f"{_way(path, trace)}: {trace.duration_us / 1e3:.2f} ms": shown_ranks(recordings[path])
+            f"{_with_options(path, trace)}: {trace.duration_us / 1e3:.2f} ms": shown_ranks(recordings[path])
             for path, trace in traced.items()
         }
         line = caption(rank, _transport(traced, rank), options.dtype)
@@ -155,10 +155,10 @@ def _print(traced: dict[str, BlockTrace], rank: Rank, options: argparse.Namespac
     columns = (">duration", ">shortest", ">longest", ">attention", ">GEMM", ">transfers", ">exposed", ">hidden")
     console.print(make_table(f"one attention block, {options.pass_name}", ("", *columns), rows))
     for path, trace in traced.items():
-        way = f"{_way(path, trace)}: {trace.record.reason}; kernel {trace.record.attention}"
+        said = f"{_with_options(path, trace)}: {trace.record.reason}; kernel {trace.record.attention}"
         if trace.projection is not None:
-            way += f"; projection: {trace.projection.reason}"
-        console.print(f"    {escape(way)}", soft_wrap=True)
+            said += f"; projection: {trace.projection.reason}"
+        console.print(f"    {escape(said)}", soft_wrap=True)
 
 
 def _what(options: argparse.Namespace) -> str:
@@ -171,11 +171,11 @@ def _what(options: argparse.Namespace) -> str:
 
 
 def _label(path: str, trace: BlockTrace) -> str:
-    """The way, and where a backward pass goes another one than its forward pass, that."""
+    """The path, and where a backward pass takes another one than its forward pass, that."""
     return path if trace.record.path == path else f"{path}, {trace.record.path} backward"
 
 
-def _way(path: str, trace: BlockTrace) -> str:
+def _with_options(path: str, trace: BlockTrace) -> str:
     record, projection = trace.record, trace.projection
     if record.path == "query_split":
         return f"{record.path}, {say_count(record.chunks_per_shard, 'split')} per shard"
@@ -187,7 +187,7 @@ def _way(path: str, trace: BlockTrace) -> str:
 
 
 def _transport(traced: dict[str, BlockTrace], rank: Rank) -> str:
-    """Those that carried something: the sequential way has the collective of PyTorch's."""
+    """Those that carried something: the sequential path has the collective of PyTorch's."""
     own = [trace.record.transport for path, trace in traced.items() if path != "sequential"]
     plain = "nccl" if rank.device_type == "cuda" else "gloo"
     return " and ".join(dict.fromkeys(own or [plain]))
@@ -211,7 +211,7 @@ def _to_dict(traced: dict[str, BlockTrace], rank: Rank, options: argparse.Namesp
                 "projection": None if trace.projection is None else dataclasses.asdict(trace.projection),
                 "config": options.configs[path].to_dict(),
                 "ranks": [
-                    {"rank": number, **summary.to_dict(), "attention_us": attention_us(trace.typical[number])}
+                    {"rank": number, **dataclasses.asdict(summary), "attention_us": attention_us(trace.typical[number])}
                     for number, summary in trace.summaries.items()
                 ],
             }

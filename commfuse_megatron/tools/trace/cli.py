@@ -10,8 +10,9 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from commfuse_megatron.config import PassConfig, TransportConfig
 from commfuse_megatron.tools.common.launch import launch
-from commfuse_megatron.tools.common.options import add_rank_options, refuse_given, require_positive
+from commfuse_megatron.tools.common.options import add_rank_options, choices_of, refuse_given, require_positive
 from commfuse_megatron.tools.common.output import (
     make_progress,
     make_table,
@@ -41,11 +42,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """What `commfuse trace` takes."""
     add_rank_options(parser)
     add = parser.add_argument
-    paths = ("auto", "sliced", "bulk", "async", "sequential")
-    add("--path", choices=paths, help="way of the traced linears (default: the configuration's)")
-    add("--algorithm", choices=("auto", "direct", "ring"), help="default: the configuration's")
+    add(
+        "--path",
+        choices=choices_of(PassConfig, "path"),
+        help="of the traced linears (default: the configuration's)",
+    )
+    add("--algorithm", choices=choices_of(PassConfig, "algorithm"), help="default: the configuration's")
     add("--chunks", type=int, metavar="m", help="chunks per shard")
-    add("--transport", choices=("auto", "gloo", "nccl", "copy_engine"), help="default auto")
+    add("--transport", choices=choices_of(TransportConfig, "backend"), help="default auto")
     add("--config", metavar="FILE", help="YAML that the options above change (default: $COMMFUSE_CONFIG)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default float32, cuda bfloat16")
     what = "where picture and trace go; made if missing (default trace_output)"
@@ -99,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.profiler and arguments.device != "cuda":
         raise UsageError("--profiler looks at GPU kernels; use it with --device cuda")
     if arguments.path in ("bulk", "async") and arguments.pass_name == "fprop":
-        raise UsageError(f"--path {arguments.path} is a way of the backward pass; add --pass backward")
+        raise UsageError(f"--path {arguments.path} is a path of the backward pass; add --pass backward")
     if arguments.attention:
         _require_path_of(OPS[1], arguments)  # the projection's
         return run_trace_attention(arguments)
@@ -118,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _require_path_of(op: str, arguments: argparse.Namespace) -> None:
     if arguments.path == "async" and op != OPS[0]:
-        raise UsageError(f"--path async is a way of {OPS[0]}'s backward pass, whose GEMMs need not wait; not of {op}")
+        raise UsageError(f"--path async is a path of {OPS[0]}'s backward pass, whose GEMMs need not wait; not of {op}")
 
 
 def _problem(arguments: argparse.Namespace, num_ranks: int) -> tuple[str, int, int, int]:
@@ -166,7 +170,7 @@ def _trace_on_rank(rank: Rank, options: argparse.Namespace) -> int:
             "case": options.case,
             "calls": options.calls,
             "source": "profiler" if options.profiler else "recorder",
-            "ranks": [{"rank": number, **summary.to_dict()} for number, summary in traced.summaries.items()],
+            "ranks": [{"rank": number, **dataclasses.asdict(summary)} for number, summary in traced.summaries.items()],
         }
         write_json(options.json, data | hardware(rank))
     _print(traced, rank, options)
@@ -210,8 +214,8 @@ def _print(traced: LinearTrace, rank: Rank, options: argparse.Namespace) -> None
 
 def _what(traced: LinearTrace, options: argparse.Namespace) -> str:
     record = traced.record
-    way = record.path
-    if record.path == "sliced":
-        way = f"{record.path}, {record.algorithm}, {record.chunks_per_shard} per shard"
+    path = record.path
+    if path == "sliced":
+        path = f"{record.path}, {record.algorithm}, {record.chunks_per_shard} per shard"
     what = options.case or options.op
-    return f"{what} {options.pass_name}, M {options.M}, N {options.N}, K {options.K}: {way}"
+    return f"{what} {options.pass_name}, M {options.M}, N {options.N}, K {options.K}: {path}"

@@ -1,8 +1,8 @@
 """Other functions in place of torch.distributed's collectives, for a while: to record them, or to do without them.
 
 Whoever looks the collectives up by name (`torch.distributed.all_gather_into_tensor(...)`) gets the replacement, and so
-do modules that keep them under a name of their own, as Megatron's and Transformer Engine's do. The contract that bites:
-replacements are visible to every thread of the process; only measurements make them.
+do modules that keep them under a name of their own, as Megatron's and Transformer Engine's do. Beware: replacements are
+visible to every thread of the process; only measurements make them.
 """
 
 from __future__ import annotations

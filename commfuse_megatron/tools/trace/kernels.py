@@ -5,7 +5,7 @@ into a peer's mapped memory may look) on a stream that runs no kernels or by the
 engine's are; everything else computes. A transfer kernel that waits for its peer counts as running: that is what the
 device's timeline shows.
 
-The contract that bites: work belongs to a call by when it ran, between two marks on the current stream,
+Beware: work belongs to a call by when it ran, between two marks on the current stream,
 
     current stream   [begin 1][ all that the call puts there ... waits for its other streams ][end 1][begin 2]...
     other streams             [ ordered after what the current stream held ]

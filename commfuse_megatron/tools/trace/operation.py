@@ -3,7 +3,7 @@
 Two sources: the recorder of the context, anywhere, or the profiler, on GPUs, which sees kernels instead of what the
 runtime asked for. Paths that call plain collectives are watched from outside, since they have no schedule to record.
 Before each call of a block the ranks meet, since a picture of one block should begin where the block does. Knows one
-context at a time; who compares ways asks once for each.
+context at a time; who compares paths asks once for each.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def trace_block(
     *,
     on_call: Callable[[], object] = lambda: None,
 ) -> BlockTrace:
-    """Trace `wanted` the way that `config.attention.path` names. Collective over `group`; all ranks get all intervals.
+    """Trace `wanted` on the path that `config.attention.path` names. Collective; all ranks get all intervals.
 
     Under the profiler calls of the copy engine are not launched as CUDA graphs: a stream tells its copies from others.
 
@@ -177,7 +177,7 @@ def trace_block(
         on_call: called after every recorded or warm-up call that was submitted.
 
     Raises:
-        UnsupportedError: the context took another way than asked for, of the block or of a projection that is forced,
+        UnsupportedError: the context took another path than asked for, of the block or of a projection that is forced,
             or nothing was seen to run in a call; on all ranks.
     """
     config = dataclasses.replace(config, record=not wanted.is_profiled)

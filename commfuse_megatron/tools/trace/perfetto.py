@@ -1,8 +1,8 @@
 """Recordings as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
 
 One process per rank (and run) with rows for compute, rows for transfers, by lane or stream and as many as run at once,
-and a row of arrivals, to each of which an arrow leads from the transfer at its sender. The contract that bites: viewers
-draw overlapping events of one row wrongly, hence the extra rows.
+and a row of arrivals, to each of which an arrow leads from the transfer at its sender. Beware: viewers draw overlapping
+events of one row wrongly, hence the extra rows.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     if rank == 0:
         trace.export(recording.by_rank, "trace_output")          # trace.json for ui.perfetto.dev, timeline.png
 
-Entering and leaving are collective over the group. The contract that bites: every rank has its own clock, so the ranks
-meet at the start and all times count from that meeting; what happened before it is forgotten.
+Entering and leaving are collective over the group. Beware: every rank has its own clock, so the ranks meet at the start
+and all times count from that meeting; what happened before it is forgotten.
 """
 
 from __future__ import annotations

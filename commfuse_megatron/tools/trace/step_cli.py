@@ -163,7 +163,7 @@ def _to_dict(traced: StepTrace, rank: Rank, options: argparse.Namespace) -> dict
                 "exposed_ms": None if name == FREE else traced.exposed_ms(name),
                 "peak_allocated_bytes": times.peak_allocated_bytes or None,
                 "device_bytes": times.device_bytes or None,
-                "traced": None if name == FREE else traced.summary(name).to_dict(),
+                "traced": None if name == FREE else dataclasses.asdict(traced.summary(name)),
             }
             for name, times in traced.times.items()
         ],

@@ -1,7 +1,7 @@
 """The memory that each variant of a step takes, though the models of others are there, too.
 
-Knows nothing of models. The contract that bites: from each variant is taken away what it found, but for what all of
-them use (NCCL's buffers, workspaces), which is there since the steps of the first one.
+Knows nothing of models. Beware: from each variant is taken away what it found, but for what all of them use (NCCL's
+buffers, workspaces), which is there since the steps of the first one.
 """
 
 from collections.abc import Callable

@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER, Overlap, measure_overlap, union_spans
 
@@ -31,10 +31,6 @@ class Summary:
     exposed_us: float
     tail_us: float
     hidden_fraction: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, for JSON."""
-        return dataclasses.asdict(self)
 
 
 def is_gemm(interval: Interval) -> bool:

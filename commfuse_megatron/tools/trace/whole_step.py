@@ -1,10 +1,10 @@
 """A whole Megatron step, forward and backward: stock, planned by the plugin, without communication; timed, traced.
 
 Without communication is the stock step with every all-gather and reduce-scatter replaced by a local copy
-(`trace.collectives.local_copies`): its results are wrong on purpose, its time is a lower bound. What a step takes
-more is its exposed communication. With Transformer Engine there is a fourth, Megatron's `tp_comm_overlap`, where it can
-run. The contract that bites: local layers, stock and overlapped, are one model switched by `config.commfuse`, so both
-have the same weights and the second costs no memory; with Transformer Engine each variant is a model of its own.
+(`trace.collectives.local_copies`): its results are wrong on purpose, its time is a lower bound. What a step takes more
+is its exposed communication. With Transformer Engine there is a fourth, Megatron's `tp_comm_overlap`, where it can run.
+Beware: local layers, stock and overlapped, are one model switched by `config.commfuse`, so both have the same weights
+and the second costs no memory; with Transformer Engine each variant is a model of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One call of an operation: its operands, what it gives forward and backward, and how far that may be off.
 
-What `commfuse verify` and the tests draw and compare with. The oracle is `ops.reference`. The contract that bites:
-every rank draws its own operands, from the call's seed and its rank, but ids, which all ranks share.
+What `commfuse verify` and the tests draw and compare with. The oracle is `ops.reference`. Beware: every rank draws its
+own operands, from the call's seed and its rank, but ids, which all ranks share.
 """
 
 from __future__ import annotations

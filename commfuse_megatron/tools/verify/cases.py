@@ -1,7 +1,6 @@
 """The cases of `commfuse verify`: sizes, dtypes, layouts and configurations under which the operations must be right.
 
-And in which modes their calls can run: see `modes_of`. The contract that bites: all ranks build the same list in the
-same order.
+And in which modes their calls can run: see `modes_of`. Beware: all ranks build the same list in the same order.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import torch
 
 from commfuse_megatron.config import (
     AttentionConfig,
+    Backend,
     LinearConfig,
     OverlapConfig,
     PassConfig,
@@ -27,8 +27,6 @@ from commfuse_megatron.kernels.attention_cudnn import cudnn_attention_unavailabl
 from commfuse_megatron.problem import chunk_ranges
 from commfuse_megatron.tools.common.modes import MODES, Mode
 from commfuse_megatron.tools.verify.calls import OPS, AttentionCall, Call, EmbeddingCall, LinearCall, UlyssesCall
-
-TransportName = Literal["auto", "gloo", "nccl", "copy_engine"]
 
 TIMEOUT_S = 60.0
 
@@ -51,7 +49,7 @@ class Case:
     algorithm: Literal["ring", "direct"] = "direct"
     chunks_per_shard: int = 1
     keep_gathered_input: bool = False
-    transport: TransportName = "auto"
+    transport: Backend = "auto"
     group_size: int
 
     @property
@@ -166,7 +164,7 @@ def _is_on_tape(case: Case, call: UlyssesCall, pass_name: str, rows: int, device
 
 
 def make_cases(
-    group_size: int, device_type: str, dtype: torch.dtype | None = None, transport: TransportName = "auto"
+    group_size: int, device_type: str, dtype: torch.dtype | None = None, transport: Backend = "auto"
 ) -> list[Case]:
     """All cases for a group (those of one dtype, if given) over `transport`, those of one configuration together.
 
@@ -193,21 +191,21 @@ def make_cases(
 
 def _linear_cases(group_size: int, device_type: str, dtype: torch.dtype) -> Iterator[Case]:
     variants = list(_linear_variants(group_size, device_type))
-    ways: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
+    paths: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
         ("", {"algorithm": algorithm, "chunks_per_shard": chunks}, variants)
         for algorithm, chunks in product(("ring", "direct"), (1, 2, 3))
     ]
-    ways += [
+    paths += [
         ("", {"backward_path": "bulk"}, variants),
         (", input kept", {"keep_gathered_input": True}, variants[:1]),
         (", sequential, asked for", {"path": "sequential", "backward_path": "sequential"}, variants[:1]),
     ]
-    for more, way, chosen in ways:
+    for more, options, chosen in paths:
         for op, given in product(OPS, chosen):
             special = dict(given)
             variant, other_rows = special.pop("variant") + more, special.pop("other_rows", (group_size,))
             call = LinearCall(op=op, dtype=dtype, **special)
-            yield Case(variant=variant, call=call, other_rows=other_rows, group_size=group_size, **way)
+            yield Case(variant=variant, call=call, other_rows=other_rows, group_size=group_size, **options)
 
 
 def _linear_variants(group_size: int, device_type: str) -> Iterator[dict[str, Any]]:
@@ -240,15 +238,15 @@ def _embedding_cases(group_size: int, dtype: torch.dtype) -> Iterator[Case]:
         ("uneven", {"rows": even + 1, "N": 16}),
         ("odd output features", {"rows": even, "N": 13}),
     )
-    ways: tuple[dict[str, Any], ...] = (
+    paths: tuple[dict[str, Any], ...] = (
         {},
         {"algorithm": "ring", "chunks_per_shard": 2},
         {"chunks_per_shard": 2},
         {"backward_path": "bulk"},
     )
-    for way, (variant, sizes) in product(ways, variants):
+    for options, (variant, sizes) in product(paths, variants):
         call = EmbeddingCall(dtype=dtype, **sizes)
-        yield Case(variant=variant, call=call, other_rows=(group_size,), group_size=group_size, **way)
+        yield Case(variant=variant, call=call, other_rows=(group_size,), group_size=group_size, **options)
 
 
 def _attention_cases(group_size: int, dtype: torch.dtype) -> Iterator[Case]:
@@ -265,19 +263,19 @@ def _attention_cases(group_size: int, dtype: torch.dtype) -> Iterator[Case]:
         {"variant": "one row", "rows": 1},
         {"variant": "S changes", "rows": even, "other_rows": (even + 1, *few, 2)},
     )
-    ways: tuple[dict[str, Any], ...] = (
+    paths: tuple[dict[str, Any], ...] = (
         {"chunks_per_shard": 1, "backward_path": "query_split"},
         {"chunks_per_shard": 2, "backward_path": "query_split"},
         {"chunks_per_shard": 2, "backward_path": "row_parallel"},
     )
-    for way in ways:
+    for options in paths:
         for number, given in enumerate(variants, start=1):
             special = dict(given)
             variant, other_rows = special.pop("variant"), special.pop("other_rows", few)
             # Sizes of their own, so that the report tells them apart.
             call = AttentionCall(dtype=dtype, N=8 * number, **special)
             yield Case(
-                variant=variant, call=call, other_rows=other_rows, path="query_split", group_size=group_size, **way
+                variant=variant, call=call, other_rows=other_rows, path="query_split", group_size=group_size, **options
             )
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
+from commfuse_megatron.config import TransportConfig
 from commfuse_megatron.tools.common.launch import launch
-from commfuse_megatron.tools.common.options import add_rank_options, for_ranks
+from commfuse_megatron.tools.common.options import add_rank_options, choices_of, for_ranks
 from commfuse_megatron.tools.common.output import make_progress, make_table, results, write_json
 from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_num_ranks
 
@@ -32,12 +33,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     dtypes = ("float32", "float64", "bfloat16", "float16")
     add("--dtype", choices=dtypes, help="only this one (default: all; float64 on the CPU only)")
-    add("--transport", choices=("auto", "gloo", "nccl", "copy_engine"), default="auto", help="default auto")
+    add("--transport", choices=choices_of(TransportConfig, "backend"), default="auto", help="default auto")
     what = "compare models instead: loss and every gradient against stock Megatron, float64, 2 or 4 CPU ranks"
     add("--megatron", action="store_true", help=what)
     what = (
         "with --megatron: the models with low-rank adapters at all linears, before and after conversion; all"
-        " combinations of the options take minutes"
+        " combinations of the options take ten minutes"
     )
     add("--lora", action="store_true", help=what)
     what = (

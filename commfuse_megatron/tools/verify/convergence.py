@@ -8,8 +8,8 @@ Five runs from the same weights on the same batches:
     stock after plugin   goes on from the plugin's, stock
 
 The measure is the mean distance of losses and gradient norms from the reference: what the dtype costs stock Megatron,
-the plugin may cost too, up to a factor. The contract that bites: equal numbers prove nothing if the plugin was not at
-work, so every layer's calls are counted.
+the plugin may cost too, up to a factor. Beware: equal numbers prove nothing if the plugin was not at work, so every
+layer's calls are counted.
 """
 
 from __future__ import annotations

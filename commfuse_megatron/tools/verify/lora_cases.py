@@ -1,14 +1,13 @@
 """The configurations of `commfuse verify --megatron --lora`: the same models with adapters, under every set of options.
 
-Data only: importing this imports no Megatron. The contract that bites: a configuration is named by its options, one
-word each, and no word belongs to two options, so that words alone choose.
+Data only: importing this imports no Megatron. Beware: a configuration is named by its options, one word each, and no
+word belongs to two options, so that words alone choose.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 from commfuse_megatron.errors import ConfigError
@@ -78,21 +77,6 @@ def choose_lora(num_ranks: int, words: list[str] | None = None) -> list[Configur
     if not chosen:
         reasons = " ".join(f"{' and '.join(words)}: {reason}." for words, reason in _IMPOSSIBLE.items())
         raise ConfigError(f"there is nothing for {' '.join(words or ())}. {reasons}")
-    return chosen
-
-
-def cover_pairs(candidates: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Some of the `candidates` (a word per option) that have every pair of words that any of them has.
-
-    Greedy: always the candidate with most pairs that are missing yet, the first of equals.
-    """
-    pairs = [set(itertools.combinations(enumerate(words), 2)) for words in candidates]
-    missing = set().union(*pairs)
-    chosen = []
-    while missing:
-        best = max(range(len(candidates)), key=lambda index: len(pairs[index] & missing))
-        chosen.append(candidates[best])
-        missing -= pairs[best]
     return chosen
 
 

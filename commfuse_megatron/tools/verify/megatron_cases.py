@@ -1,8 +1,8 @@
 """The configurations of `commfuse verify --megatron`: models, layouts and features that must equal stock Megatron.
 
-Data only: importing this imports no Megatron. The contract that bites: what is expected of the calls - how often a
-layer runs, which layers stay stock and why - stands here, beside the configuration, and is compared exactly; equal
-numbers alone would also be those of a plugin that is not at work.
+Data only: importing this imports no Megatron. Beware: what is expected of the calls - how often a layer runs, which
+layers stay stock and why - stands here, beside the configuration, and is compared exactly; equal numbers alone would
+also be those of a plugin that is not at work.
 """
 
 from __future__ import annotations

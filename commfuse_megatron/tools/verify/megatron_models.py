@@ -2,7 +2,7 @@
 
 Both start from one state dict and see the same micro-batches under the same random states, through Megatron's own
 schedules. The oracle is stock at the same layout, not one rank: what Megatron itself gets wrong there is not ours to
-change. The contract that bites: a configuration fails unless the calls of every layer are those that it expects.
+change. Beware: a configuration fails unless the calls of every layer are those that it expects.
 """
 
 from __future__ import annotations

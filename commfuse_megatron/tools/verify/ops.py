@@ -2,8 +2,8 @@
 
 The oracle is `ops.reference` on the same inputs widened to fp64. Exact inputs (small integers) must agree with no
 tolerance, random ones within `Call.allowed`. Over the copy engine a case runs in each mode that it can take (see
-`cases.modes_of`), in a context for each. The contract that bites: a case that took another path than it asked for, or
-did not run in a mode that it can take, fails, however right its numbers are.
+`cases.modes_of`), in a context for each. Beware: a case that took another path than it asked for, or did not run in a
+mode that it can take, fails, however right its numbers are.
 """
 
 from __future__ import annotations

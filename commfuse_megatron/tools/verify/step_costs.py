@@ -4,8 +4,8 @@
     peak    the most that is allocated in a step, beyond what was before it; GPUs only
     time    of a step with its optimizer, as the slowest rank took it: the median, variants in turns
 
-The contract that bites: in its first steps the plugin plans and makes its buffers, and the optimizer its state. So all
-models have run before anything is measured, and are there together.
+Beware: in its first steps the plugin plans and makes its buffers, and the optimizer its state. So all models have run
+before anything is measured, and are there together.
 """
 
 from __future__ import annotations
