@@ -99,20 +99,18 @@ class _Pass:
         self.arriving, self.leaving = p.gather, p.scatter
         #: Rows of every piece that goes to an owner, flat.
         self.runs = [run for rank in range(self.problem.group_size) for run in self.problem.kept_rows(rank)]
-        self.attention = self._attention_of_groups()
+        #: Of every group: split 0 is the whole sequence, the others are the runs.
+        self.attention: list[SplitAttention]
+        if call.dropout is None:
+            self.attention = p.remember(("attention", call.scale), self._attention_of_groups)
+        else:
+            self.attention = self._attention_of_groups()
 
     def _attention_of_groups(self) -> list[SplitAttention]:
-        """Of every group: split 0 is the whole sequence, the others are the runs."""
-        memo, key = self.p.memo, ("attention", self.call.scale)
-        if self.call.dropout is None and key in memo:
-            found: list[SplitAttention] = memo[key]
-            return found
         made = []
         for number, group in enumerate(self.groups):
             dropout = self.call.dropout and apart(self.call.dropout, number)
             made.append(_attention(self.call._replace(dropout=dropout), self.problem, group, self.runs))
-        if self.call.dropout is None:
-            memo[key] = made
         return made
 
     @property

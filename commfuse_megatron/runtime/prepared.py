@@ -39,6 +39,9 @@ from commfuse_megatron.transport.select import NcclSettings
 
 __all__ = ["PassContext", "PreparedPass", "TryOut"]
 
+# Scales that vary from call to call must not fill the memory; layers may have one each.
+_MOST_WORKED_OUT = 64
+
 # The guard of a group of one.
 _ALONE = nullcontext()
 
@@ -68,8 +71,7 @@ class PreparedPass:
         #: Why no kernel that would be rather taken.
         self.attention_reason = ""
         self.dtype: torch.dtype = getattr(torch, problem.dtype)
-        #: What an operation works out once for this pass.
-        self.memo: dict[Any, Any] = {}
+        self._worked_out: dict[Hashable, Any] = {}
         buffers = PassBuffers(context.slots, self.wire_features, self.dtype, gemm.own_dtype)
         self._means = Means(buffers, context.link, gemm, context.lanes, context.hardware)
         self._tapes = Tapes(lambda asked: self.lower(tape_policy(problem, plan), asked), self._means)
@@ -208,6 +210,15 @@ class PreparedPass:
             return "none"
         names = [self.gemm.name] if self.modes["stepped"] or not any(self.modes.values()) else []
         return ", ".join([*names, *(["cuBLASLt"] if self.modes["tape"] or self.modes["graph"] else [])])
+
+    def remember[T](self, key: Hashable, work_out: Callable[[], T]) -> T:
+        """What `work_out` gives, of each key once; of keys that vary from call to call the last ones are kept."""
+        found: T | None = self._worked_out.get(key)
+        if found is None:
+            if len(self._worked_out) >= _MOST_WORKED_OUT:
+                self._worked_out.clear()
+            found = self._worked_out[key] = work_out()
+        return found
 
     def forget_programs(self) -> None:
         """Free the programs; the next call makes them anew."""
