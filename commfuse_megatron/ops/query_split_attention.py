@@ -94,10 +94,10 @@ def query_split_attention(
     Gradients: q, k, v and out_weight get their own, complete; out_bias the sum over this rank's rows only.
 
     Args:
-        scale: of scores; None is 1 / sqrt(D).
-        dropout: probability of dropping an attention probability. The mask is drawn from a seed that the CPU's default
-            generator and the group rank give: what is computed again from the same state drops the same. A CUDA graph
-            would repeat one mask, so none is captured with it.
+        scale: of scores of this rank's heads, which no other rank attends; None is 1 / sqrt(D).
+        dropout: probability of dropping an attention probability of these heads; 0 on all ranks or on none. The mask is
+            drawn from a seed that the CPU's default generator and the group rank give: what is computed again from the
+            same state drops the same. A CUDA graph would repeat one mask, so none is captured with it.
         weight_grad: add the weight's gradient into a tensor instead of returning it, or compute it later.
 
     Raises:

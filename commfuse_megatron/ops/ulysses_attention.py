@@ -84,13 +84,13 @@ def ulysses_attention(
         order: "contiguous": rank r holds rows as `torch.tensor_split` deals them; "zigzag": of 2 R equal chunks of the
             sequence numbers r and 2 R - 1 - r, as Megatron's context parallelism does.
         window: (left, right): a query sees no key farther than that before or after it; -1 is unlimited.
-        scale: of scores; None is 1 / sqrt(D).
-        dropout: as in `query_split_attention`.
+        scale: of scores; None is 1 / sqrt(D). Equal on all ranks, to the last bit.
+        dropout: as in `query_split_attention`, but equal on all ranks.
 
     Raises:
         ConfigError: `context` is none.
         ShapeError: an argument is of a wrong kind, the tensors do not fit together, or the ranks bring different
-            problems; on all ranks that compare this call. Nothing was sent.
+            problems, scales or dropout; on all ranks that compare this call. Nothing was sent.
         UnsupportedError: `attention.kernel` asks for a kernel that cannot do this. Nothing was sent.
         TransportTimeoutError, TransportError: a peer did not come, here or in an earlier call of a failed context.
 
@@ -109,7 +109,7 @@ def ulysses_attention(
         number = q.size(-1) ** -0.5 if scale is None else float(scale)
         call = UlyssesCall(forward, number, draw_dropout(dropout, context))
         if not forward.problem.needs:
-            forward.begin()
+            forward.begin(call.numbers)
             return ulysses_forward(call, Heads(q, k, v))[0]
     with torch.autocast(context.device.type, enabled=False):
         return _UlyssesAttention.apply(q, k, v, call)
@@ -170,7 +170,7 @@ class _UlyssesAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: UlyssesCall) -> torch.Tensor:
         with call.forward.context.guard(call.forward.problem):
-            call.forward.begin()
+            call.forward.begin(call.numbers)
             y, saved = ulysses_forward(call, Heads(q, k, v))
         ctx.call = call
         ctx.like = Heads(*(torch.empty_like(each, device="meta") for each in (q, k, v)))

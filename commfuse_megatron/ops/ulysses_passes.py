@@ -14,7 +14,7 @@ from commfuse_megatron.ops.split_attention import Heads, SplitAttention, apart, 
 from commfuse_megatron.ops.ulysses_pieces import CopyPair, HeadPieces, Piece, pack_copy, sum_pieces, unpack_copies
 from commfuse_megatron.ops.ulysses_tapes import copy_kernel, ulysses_backward_kernel, ulysses_forward_kernels
 from commfuse_megatron.problem import HeadGroup, RowRange, UlyssesProblem
-from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.runtime.prepared import CallNumbers, PreparedPass
 from commfuse_megatron.schedule.exchange import BoundExchange
 from commfuse_megatron.schedule.lower_attention import ATTEND
 from commfuse_megatron.schedule.lower_linear import Asked
@@ -31,6 +31,11 @@ class UlyssesCall(NamedTuple):
     forward: PreparedPass
     scale: float
     dropout: Dropout | None
+
+    @property
+    def numbers(self) -> CallNumbers:
+        """What all ranks must bring alike, since each attends heads of all."""
+        return ("scale", self.scale), ("dropout", 0.0 if self.dropout is None else float(self.dropout.probability))
 
 
 class Saved(NamedTuple):

@@ -37,13 +37,18 @@ from commfuse_megatron.schedule.program import Program
 from commfuse_megatron.transport.copy_steps import BoundOperation
 from commfuse_megatron.transport.select import NcclSettings
 
-__all__ = ["PassContext", "PreparedPass", "TryOut"]
+__all__ = ["CallNumbers", "PassContext", "PreparedPass", "TryOut"]
 
 # Scales that vary from call to call must not fill the memory; layers may have one each.
 _MOST_WORKED_OUT = 64
 
+_MOST_AGREED = 1024
+
 # The guard of a group of one.
 _ALONE = nullcontext()
+
+#: By name, those of one call.
+CallNumbers = tuple[tuple[str, float], ...]
 
 #: Times some plans of one problem, collectively: microseconds by plan, equal on all ranks; or why there are none.
 TryOut = Callable[[Sequence[PassPlan]], Sequence[float] | str]
@@ -65,7 +70,8 @@ class PreparedPass:
         self.calls = 0
         #: How many calls were run on tensors, from a tape, or as a graph.
         self.modes = {"stepped": 0, "tape": 0, "graph": 0}
-        self.is_agreed = False
+        #: What differs between calls of this problem and was agreed on, call by call: see `begin`.
+        self.agreed: set[CallNumbers] = set()
         #: What computes attention, for a problem that has some: `ops` sets it.
         self.attention: AttentionKernel | None = None
         #: Why no kernel that would be rather taken.
@@ -225,12 +231,14 @@ class PreparedPass:
         self._programs.clear()
         self._tapes.forget()
 
-    def begin(self) -> None:
+    def begin(self, numbers: CallNumbers = ()) -> None:
         """Agree with the other ranks where due, and count the call; before anything is sent, and under a guard.
+
+        numbers: by name, those that calls of one problem need not share, but the ranks in one call must.
 
         Raises ShapeError on all ranks when they bring different problems, and what made the context fail, if it did.
         """
-        self.context.agree_on(self)
+        self.context.agree_on(self, numbers)
         self.context.latest_pass = self
         self.calls += 1
 
@@ -341,7 +349,7 @@ class PassContext:
         which make the same calls.
         """
         prepared = self._prepared.get(problem)
-        return prepared is not None and prepared.is_agreed and prepared.calls > 0
+        return prepared is not None and bool(prepared.agreed) and prepared.calls > 0
 
     def slice_gemm(self, dtype: torch.dtype) -> SliceGemm:
         """The GEMM that runs beside this context's transfers."""
@@ -358,16 +366,21 @@ class PassContext:
         for prepared in self._prepared.values():
             prepared.forget_programs()
 
-    def agree_on(self, prepared: PreparedPass) -> None:
-        """Compare a problem with the other ranks', if it is new or every call is to be compared."""
+    def agree_on(self, prepared: PreparedPass, numbers: CallNumbers) -> None:
+        """Compare a problem with the other ranks', if it, or its numbers, are new or every call is to be compared."""
         self.link.require_usable()
-        if (self.consensus.compares_every_call or not prepared.is_agreed) and self.group_size > 1:
+        is_known = numbers in prepared.agreed
+        if (self.consensus.compares_every_call or not is_known) and self.group_size > 1:
             if self.is_capturing:  # what is captured now is agreed on at the first call outside
                 return
             plan = prepared.plan
-            statement = f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}"
+            of_call = "".join(f", {name} {number!r}" for name, number in numbers)
+            statement = f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}{of_call}"
             self.consensus.agree(statement, topic=prepared.problem.call)
-        prepared.is_agreed = True
+        if not is_known:
+            if len(prepared.agreed) >= _MOST_AGREED:  # on all ranks at the same call
+                prepared.agreed.clear()
+            prepared.agreed.add(numbers)
 
     def guard(self, what: object) -> AbstractContextManager[None]:
         """For a with-block around what all ranks do; left by an exception, this rank would be out of step.

@@ -3,6 +3,8 @@
 import pytest
 
 from commfuse_megatron import OverlapContext, ops
+from commfuse_megatron.errors import ShapeError
+from commfuse_megatron.runtime import prepared
 from tests.harness import on_ranks, run_threads
 from tests.threaded import test_query_split_attention as query_split
 from tests.threaded.test_query_split_attention import attention_config
@@ -55,3 +57,55 @@ def test_a_scale_that_varies_does_not_fill_the_memory(group, device, op):
         assert all(again[at][key] is value for at, each in enumerate(first) for key, value in each.items())
         for number in range(150):
             assert all(0 < len(each) <= 65 for each in known(0.5 + number * 1e-4))
+
+
+@pytest.mark.parametrize("check_agreement", [None, False], ids=["every call", "new calls"])
+@pytest.mark.parametrize("is_known", [False, True], ids=["new problem", "known problem"])
+@pytest.mark.parametrize(("name", "numbers"), [("scale", (1.0, 3.0)), ("dropout", (1e-9, 0.9)), ("scale", (None, 3.0))])
+def test_numbers_that_differ_between_ranks_raise_on_all(name, numbers, is_known, check_agreement):
+    """Fails without the fix: each rank attended heads of all with a number of its own, and nothing said so."""
+
+    def body(group, device):
+        operands, _ = draw(Case(), group.rank(), 2)
+        context = OverlapContext(group, ulysses_config(check_agreement=check_agreement))
+        if is_known:
+            usual = {"dropout": 0.5} if name == "dropout" else {"scale": 0.5}
+            ops.ulysses_attention(*operands, **usual, context=context)
+        with pytest.raises(ShapeError, match=rf"{name} ") as caught:
+            ops.ulysses_attention(*operands, **{name: numbers[group.rank()]}, context=context)
+        assert "group rank 1" in str(caught.value)
+        assert not context.is_usable  # as after different problems: one rank may be a call ahead
+        with pytest.raises(ShapeError):
+            context.close()
+
+    run_threads(2, body)
+
+
+def test_numbers_seen_before_are_not_compared_again(monkeypatch):
+    """Those of layers, say; of numbers that vary without end few are kept."""
+    monkeypatch.setattr(prepared, "_MOST_AGREED", 4)
+
+    def body(group, device):
+        operands, _ = draw(Case(rows=2, batch=1), group.rank(), 2)
+        with OverlapContext(group, ulysses_config(check_agreement=False)) as context:
+            agree, stated = context.consensus.agree, []
+            context.consensus.agree = lambda statement, **more: (stated.append(statement), agree(statement, **more))
+            for scale in (1, 2, 3, 1, 2, 3.0, 4, 5, 1):
+                ops.ulysses_attention(*operands, scale=scale, context=context)
+            (p,) = context._prepared.values()
+            assert len(p.agreed) <= 4
+            assert context.has_run(p.problem)
+            return [statement.rpartition("scale ")[2] for statement in stated]
+
+    expected = [f"{scale}, dropout 0.0" for scale in (1.0, 2.0, 3.0, 4.0, 5.0, 1.0)]
+    assert run_threads(2, body) == [expected] * 2
+
+
+@on_ranks(2)
+def test_each_rank_of_query_split_attention_has_its_own_scale(group, device):
+    operands, grad_y = query_split.draw(query_split.Case(), group.rank(), 2)
+    with OverlapContext(group, attention_config()) as context:
+        where = {"scale": (0.5, 2.0)[group.rank()]}
+        found = query_split.run(operands, grad_y, ops.query_split_attention, context=context, **where)
+        expected = query_split.run(operands, grad_y, ops.reference.query_split_attention, group=group, **where)
+        query_split.assert_close(found, expected)
