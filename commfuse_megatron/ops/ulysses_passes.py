@@ -85,11 +85,12 @@ def ulysses_backward(p: PreparedPass, call: UlyssesCall, saved: Saved, grad: tor
 def _attend_alone(call: UlyssesCall, heads: Heads) -> tuple[torch.Tensor, Saved]:
     problem = _problem_of(call.forward)
     heads = operands_for_kernels(heads, is_kept=bool(problem.needs))
-    out = heads.q.new_empty(problem.rows, problem.batch, problem.N)  # not a view of what is saved
+    # Returned and saved as it is: a view in the place of either cannot be changed, or not be taken out again.
+    out = heads.q.new_empty(problem.rows, problem.batch, problem.N)
     attended = out.unflatten(-1, (problem.heads, problem.value_dim))
     with _Marked(call.forward, ATTEND_GROUP):
         state = _attention(call, problem, _whole(problem), []).forward(0, heads, attended)
-    return out, Saved(tuple(heads), attended, [state])
+    return out, Saved(tuple(heads), out, [state])
 
 
 class _Pass:

@@ -1,6 +1,7 @@
 """Calls of attention over a split sequence that look like others but are not: results, scales, gradients, modes."""
 
 import pytest
+import torch
 
 from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.errors import ShapeError
@@ -25,6 +26,7 @@ def test_the_result_is_no_view_and_may_be_changed_in_place(group_size, path):
                 assert not y._is_view()
                 assert y.is_contiguous()
                 assert y.untyped_storage().nbytes() == y.nbytes
+                y.backward(torch.ones_like(y))
                 y += 1
 
     run_threads(group_size, body)
