@@ -27,6 +27,7 @@ __all__ = [
     "complain_if_unusable",
     "find_target_complaint",
     "is_fitting_target",
+    "key_of_values",
     "unusable_reason",
     "join_needs",
     "needs_autograd",
@@ -177,6 +178,11 @@ def find_target_complaint(weight_grad: WeightGrad, weight: torch.Tensor) -> str 
     return f"{target.name} has elements that share memory: a gradient cannot be added to it"
 
 
+def key_of_values(*values: object) -> tuple[object, ...]:
+    """These values, in a key that tells equal ones of different types apart: checks may take 1, and refuse 1.0."""
+    return (*values, *map(type, values))
+
+
 def require_fitting(
     operation: Operation,
     given: Mapping[str, object],
@@ -224,7 +230,7 @@ def prepare(
             weight.dtype,
             weight.device,
             None if bias is None else (bias.shape, bias.dtype, bias.device, bias.layout),
-            *options.values(),
+            *key_of_values(*options.values()),
             x.layout,
             weight.layout,
             unusable_reason(x, weight, bias),

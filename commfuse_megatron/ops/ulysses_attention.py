@@ -21,6 +21,7 @@ from commfuse_megatron.ops.arguments import (
     Operation,
     cast_for_autocast,
     complain_if_unusable,
+    key_of_values,
     require_context,
     require_fitting,
     unusable_reason,
@@ -139,8 +140,8 @@ class UlyssesInputs(NamedTuple):
         """All that the checks and the problem depend on."""
         tensors = tuple((each.shape, each.dtype, each.device, each.layout) for each in (self.q, self.k, self.v))
         numbers = key_of_numbers(self.scale, self.dropout)
-        others = (self.causal, self.order, self.window, self.total_rows, self.needs)
-        return ("ulysses_attention", tensors, others, numbers, unusable_reason(self.q, self.k, self.v))
+        others = key_of_values(self.causal, self.order, self.total_rows, self.window, *(self.window or ()))
+        return ("ulysses_attention", tensors, others, numbers, self.needs, unusable_reason(self.q, self.k, self.v))
 
 
 def state_ulysses_problem(inputs: UlyssesInputs, group_size: int) -> UlyssesProblem:
