@@ -153,6 +153,7 @@ def is_fitting_target(weight_grad: WeightGrad, weight: torch.Tensor) -> bool:
         and (total.dtype is weight.dtype or total.dtype in _WIDE)
         and (total.is_contiguous() or not _overlaps_itself(total))
         and not total.is_inference()
+        and not total.is_neg()
         and not stands_for_others(total)
         and callable(target.result)
     )
@@ -175,6 +176,8 @@ def find_target_complaint(weight_grad: WeightGrad, weight: torch.Tensor) -> str 
         return f"{target.name} must be {weight.dtype}, as the weight is, or fp32 or fp64, got {found.dtype}"
     if found.is_inference():
         return f"{target.name} was made in inference mode: nothing can be added to it outside"
+    if found.is_neg():
+        return f"{target.name} is lazily negated: pass one that is not"
     return f"{target.name} has elements that share memory: a gradient cannot be added to it"
 
 

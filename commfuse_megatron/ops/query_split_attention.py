@@ -50,6 +50,7 @@ from commfuse_megatron.ops.weight_grad import WeightGrad
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import AttentionProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
+from commfuse_megatron.runtime.marks import without_marks
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 
 __all__ = ["find_attention_kernel", "plan_attention", "query_split_attention"]
@@ -174,7 +175,7 @@ class _QuerySplitAttention(torch.autograd.Function):
         attended, *for_heads = context.saved_tensors(ctx, what)
         with context.guard(what):
             call: AttentionCall = ctx.call
-            grad_shard = grad_y.contiguous().flatten(0, -2)
+            grad_shard = without_marks(grad_y).contiguous().flatten(0, -2)
             grads: Heads | None = None
             grad_weight = None
             *needs_heads, needs_weight, needs_bias = gradients_asked_for(ctx, 5)

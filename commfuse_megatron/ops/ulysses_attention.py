@@ -42,6 +42,7 @@ from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.ops.ulysses_passes import Saved, UlyssesCall, ulysses_backward, ulysses_forward
 from commfuse_megatron.problem import UlyssesProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
+from commfuse_megatron.runtime.marks import without_marks
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 
 __all__ = ["UlyssesInputs", "state_ulysses_problem", "ulysses_attention"]
@@ -193,7 +194,8 @@ class _UlyssesAttention(torch.autograd.Function):
             by_group = [tuple(next(states) for _ in range(size)) for size in ctx.state_sizes]
             p = _prepare_backward(call.forward)
             p.begin()
-            found = ulysses_backward(p, call, Saved(heads, attended, by_group), grad_y.contiguous(), ctx.like)
+            grad = without_marks(grad_y).contiguous()
+            found = ulysses_backward(p, call, Saved(heads, attended, by_group), grad, ctx.like)
             return *(each if is_due else None for each, is_due in zip(found, due, strict=True)), None
 
 

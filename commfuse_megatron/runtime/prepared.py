@@ -24,6 +24,7 @@ from commfuse_megatron.runtime.consensus import Consensus, Guard
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.lanes import choose_num_lanes
 from commfuse_megatron.runtime.link import Link
+from commfuse_megatron.runtime.marks import without_marks
 from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.runtime.stored_plans import StoredPlans
 from commfuse_megatron.runtime.tape_program import TapeKernel, Tapes
@@ -395,9 +396,9 @@ class PassContext:
         Where every call is compared, ranks find that out at the next one; else this rank's context fails.
         """
         if self.consensus.compares_every_call:
-            return tuple(ctx.saved_tensors)
+            return _unmarked(ctx.saved_tensors)
         with self.guard(what):
-            return tuple(ctx.saved_tensors)
+            return _unmarked(ctx.saved_tensors)
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -447,3 +448,7 @@ class PassContext:
             except UnsupportedError as error:  # alike on all ranks, before anything is sent
                 raise self.link.mark_raised_on_all_ranks(error) from None
         return self._gemms[key]
+
+
+def _unmarked(saved: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    return tuple([each if each is None else without_marks(each) for each in saved])

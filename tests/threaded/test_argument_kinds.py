@@ -221,6 +221,7 @@ GATHER, ATTENTION, EMBEDDING = "all_gather_linear", "query_split_attention", "em
     (GATHER, "weight_grad", target(dtype=torch.int64)), (GATHER, "weight_grad", target(dtype=torch.bfloat16)),
     (GATHER, "weight_grad", WeightGradTarget(torch.zeros(1, FEATURES).expand(FEATURES, FEATURES), lambda: None)),
     (GATHER, "weight_grad", WeightGradTarget(made_in_inference_mode(FEATURES, FEATURES), lambda: None)),
+    (GATHER, "weight_grad", WeightGradTarget(torch._neg_view(torch.zeros(FEATURES, FEATURES)), lambda: None)),
     (GATHER, "x", torch.zeros(TOKENS // 2, 1, FEATURES).to_sparse()),
     (GATHER, "weight", torch.zeros(FEATURES, FEATURES).to_sparse()),
     (ATTENTION, "weight_grad", WeightGradTarget(torch.zeros(3, FEATURES, dtype=torch.int64), lambda: None)),
