@@ -9,7 +9,7 @@ from commfuse_megatron.runtime import prepared
 from tests.harness import on_ranks, run_threads
 from tests.threaded import test_query_split_attention as query_split
 from tests.threaded.test_query_split_attention import attention_config
-from tests.threaded.test_ulysses import Case, draw, ulysses_config
+from tests.threaded.test_ulysses import Case, check, draw, ulysses_config
 
 
 @pytest.mark.parametrize("path", ["overlapped", "sequential"])
@@ -111,3 +111,17 @@ def test_each_rank_of_query_split_attention_has_its_own_scale(group, device):
         found = query_split.run(operands, grad_y, ops.query_split_attention, context=context, **where)
         expected = query_split.run(operands, grad_y, ops.reference.query_split_attention, group=group, **where)
         query_split.assert_close(found, expected)
+
+
+@on_ranks(4)
+def test_more_pieces_than_there_are_flags_are_not_sent_so(group, device):
+    """Fails without the fix: the call raised ConfigError, and the context had failed."""
+    config = ulysses_config("overlapped", 520)
+    sizes = {"heads": 2080, "kv_heads": 2080, "head_dim": 1, "value_dim": 1}
+    with OverlapContext(group, config) as context:
+        check(Case(rows=8, batch=1, keywords={"order": "zigzag"}, **sizes), group, context)
+        check(Case(), group, context)
+        many, _, few, _ = context.report()
+    assert many.path == "sequential"
+    assert "overlapped would send 4160 chunks, more than 4096: lower ulysses.head_groups" in many.reason
+    assert few.path == "overlapped"
