@@ -9,7 +9,7 @@ from commfuse_megatron.runtime import prepared
 from tests.harness import on_ranks, run_threads
 from tests.threaded import test_query_split_attention as query_split
 from tests.threaded.test_query_split_attention import attention_config
-from tests.threaded.test_ulysses import Case, check, draw, ulysses_config
+from tests.threaded.test_ulysses import Case, check, draw, run, ulysses_config
 
 
 @pytest.mark.parametrize("path", ["overlapped", "sequential"])
@@ -125,3 +125,36 @@ def test_more_pieces_than_there_are_flags_are_not_sent_so(group, device):
     assert many.path == "sequential"
     assert "overlapped would send 4160 chunks, more than 4096: lower ulysses.head_groups" in many.reason
     assert few.path == "overlapped"
+
+
+@pytest.mark.parametrize("path", ["overlapped", "sequential"])
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_autocast_rounds_operands_and_nothing_else(group_size, path):
+    """Fails with the cast inside `autocast(enabled=False)`, where there is none."""
+
+    def body(group, device):
+        case = Case(kv_heads=2, dtype=torch.float32, keywords={"scale": 2.0})
+        operands, grad_y = draw(case, group.rank(), group_size)
+        grad_y = grad_y.bfloat16()
+
+        def attend(*given, **where):
+            with torch.autocast("cpu", torch.bfloat16):
+                return ops.ulysses_attention(*given, **where)
+
+        with OverlapContext(group, ulysses_config(path)) as context:
+            rounded = [each.bfloat16() for each in operands]
+            expected = run(rounded, grad_y, ops.ulysses_attention, context=context, scale=2.0)
+            found = run(operands, grad_y, attend, context=context, scale=2.0)
+            leaves = [each.clone().requires_grad_() for each in operands]
+            y = attend(*leaves, context=context, scale=2.0)
+            with torch.autocast("cpu", torch.bfloat16):
+                y.backward(grad_y)
+            with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+                mixed = ops.ulysses_attention(operands[0], rounded[1], operands[2], context=context, scale=2.0)
+        assert found["y"].dtype == torch.bfloat16
+        assert torch.equal(mixed, expected["y"])
+        for (name, value), leaf in zip(expected.items(), (y, *leaves), strict=True):
+            assert torch.equal(found[name], value.to(found[name].dtype)), name
+            assert name == "y" or torch.equal(found[name], leaf.grad), name
+
+    run_threads(group_size, body)
