@@ -95,6 +95,8 @@ def ulysses_attention(
             problems, scales or dropout; on all ranks that compare this call. Nothing was sent.
         UnsupportedError: `attention.kernel` asks for a kernel that cannot do this. Nothing was sent.
         TransportTimeoutError, TransportError: a peer did not come, here or in an earlier call of a failed context.
+        RuntimeError: on the path "sequential" a peer did not come within the timeout of the group, whose own
+            collective raises it. The context has failed by it.
 
     Under torch.compile the call stays eager, between two graphs.
 

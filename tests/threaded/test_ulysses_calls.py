@@ -1,10 +1,12 @@
 """Calls of attention over a split sequence that look like others but are not: results, scales, gradients, modes."""
 
+import threading
+
 import pytest
 import torch
 
-from commfuse_megatron import OverlapContext, ops
-from commfuse_megatron.errors import ShapeError
+from commfuse_megatron import OverlapConfig, OverlapContext, ops
+from commfuse_megatron.errors import CommFuseError, ShapeError, TransportError
 from commfuse_megatron.runtime import prepared
 from tests.harness import on_ranks, run_threads
 from tests.threaded import test_query_split_attention as query_split
@@ -158,3 +160,27 @@ def test_autocast_rounds_operands_and_nothing_else(group_size, path):
             assert name == "y" or torch.equal(found[name], leaf.grad), name
 
     run_threads(group_size, body)
+
+
+@pytest.mark.parametrize("op", ["ulysses_attention", "linear_reduce_scatter"])
+def test_who_does_not_come_sequentially_ends_the_groups_timeout(op):
+    """As the docstrings of all operations say: that of the group, not `transport.timeout_s`."""
+    both = threading.Barrier(2)
+    config = OverlapConfig.from_dict({
+        "linear": {"fprop": {"path": "sequential"}}, "ulysses": {"path": "sequential"},
+        "transport": {"timeout_s": 30.0}, "check_agreement": False,
+    })  # fmt: skip
+
+    def body(group, device):
+        operands = draw(Case(), group.rank(), 2)[0] if op == "ulysses_attention" else [torch.ones(4, 4)] * 2
+        context = OverlapContext(group, config)
+        getattr(ops, op)(*operands, context=context)
+        if group.rank() == 0:
+            with pytest.raises(RuntimeError, match="Timed out") as caught:
+                getattr(ops, op)(*operands, context=context)
+            assert not isinstance(caught.value, CommFuseError)
+            with pytest.raises(TransportError, match="Timed out"):
+                getattr(ops, op)(*operands, context=context)
+        both.wait()
+
+    run_threads(2, body, timeout_s=2.0)
