@@ -93,6 +93,8 @@ def all_gather_linear(
         ShapeError: an argument is of a wrong kind, the tensors do not fit together, or the ranks bring different
             problems; on all ranks that compare this call. Nothing was sent.
         TransportTimeoutError, TransportError: a peer did not come, here or in an earlier call of a failed context.
+        RuntimeError: on the path "sequential" or "async" a peer did not come within the timeout of the group, whose own
+            collective raises it. The context has failed by it.
 
     Under torch.compile the call stays eager, between two graphs.
 

@@ -27,6 +27,7 @@ __all__ = [
     "complain_if_unusable",
     "find_target_complaint",
     "is_fitting_target",
+    "key_of_values",
     "unusable_reason",
     "join_needs",
     "needs_autograd",
@@ -152,6 +153,7 @@ def is_fitting_target(weight_grad: WeightGrad, weight: torch.Tensor) -> bool:
         and (total.dtype is weight.dtype or total.dtype in _WIDE)
         and (total.is_contiguous() or not _overlaps_itself(total))
         and not total.is_inference()
+        and not total.is_neg()
         and not stands_for_others(total)
         and callable(target.result)
     )
@@ -174,7 +176,14 @@ def find_target_complaint(weight_grad: WeightGrad, weight: torch.Tensor) -> str 
         return f"{target.name} must be {weight.dtype}, as the weight is, or fp32 or fp64, got {found.dtype}"
     if found.is_inference():
         return f"{target.name} was made in inference mode: nothing can be added to it outside"
+    if found.is_neg():
+        return f"{target.name} is lazily negated: pass one that is not"
     return f"{target.name} has elements that share memory: a gradient cannot be added to it"
+
+
+def key_of_values(*values: object) -> tuple[object, ...]:
+    """These values, in a key that tells equal ones of different types apart: checks may take 1, and refuse 1.0."""
+    return (*values, *map(type, values))
 
 
 def require_fitting(
@@ -224,7 +233,7 @@ def prepare(
             weight.dtype,
             weight.device,
             None if bias is None else (bias.shape, bias.dtype, bias.device, bias.layout),
-            *options.values(),
+            *key_of_values(*options.values()),
             x.layout,
             weight.layout,
             unusable_reason(x, weight, bias),

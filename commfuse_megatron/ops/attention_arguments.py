@@ -17,6 +17,7 @@ from commfuse_megatron.ops.arguments import (
     Operation,
     complain_if_unusable,
     join_needs,
+    key_of_values,
     remember,
     unusable_reason,
 )
@@ -70,9 +71,10 @@ class AttentionInputs(NamedTuple):
             None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.layout)
             for tensor in (self.q, self.k, self.v, self.out_weight, self.out_bias, self.mask)
         )
+        others = key_of_values(self.causal, self.window, *(self.window or ()))
         numbers = key_of_numbers(self.scale, self.dropout)
         reason = unusable_reason(self.q, self.k, self.v, self.out_weight, self.out_bias)
-        return ("query_split_attention", tensors, self.causal, self.window, numbers, self.needs, reason)
+        return ("query_split_attention", tensors, others, numbers, self.needs, reason)
 
 
 def key_of_numbers(scale: float | None, dropout: float) -> tuple:

@@ -124,9 +124,7 @@ class _Backward(NamedTuple):
     def split_from_tape(self) -> tuple[Heads, torch.Tensor | None] | None:
         """With split queries: see `_from_tape`."""
         p, attention, heads = self.p, self.attention, self.saved.heads
-        slabs = p.memo.get("slabs")
-        if slabs is None:
-            slabs = p.memo["slabs"] = GradientSlabs(_attention_of(p), attention.splits)
+        slabs = p.remember("slabs", lambda: GradientSlabs(_attention_of(p), attention.splits))
         more = {"slabs_k": slabs.new(heads.k), "slabs_v": slabs.new(heads.v)}
         return self._from_tape(p, attend_backward_kernels(p, attention.scale, slabs), more, attends=False)
 
@@ -302,10 +300,7 @@ def _split(p: PreparedPass, call: AttentionCall) -> SplitAttention:
     """The attention of `call` as `p`, its forward or backward pass, splits it."""
     if call.mask is not None or call.dropout is not None:
         return _make_split(p, call)
-    made = p.memo.get("split")
-    if made is None or made.scale != call.scale:
-        made = p.memo["split"] = _make_split(p, call)
-    return made
+    return p.remember(("split", call.scale), lambda: _make_split(p, call))
 
 
 def _make_split(p: PreparedPass, call: AttentionCall) -> SplitAttention:

@@ -27,6 +27,7 @@ from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
+from commfuse_megatron.runtime.marks import without_marks
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 from commfuse_megatron.schedule.lower_linear import LOOK_UP, Asked
 
@@ -97,7 +98,7 @@ class _EmbeddingReduceScatter(torch.autograd.Function):
         context, what = call.forward.context, "the backward pass of embedding_reduce_scatter"
         rows, is_foreign = context.saved_tensors(ctx, what)
         with context.guard(what):
-            grad_rows = grad_y.contiguous().flatten(0, -2)
+            grad_rows = without_marks(grad_y).contiguous().flatten(0, -2)
             p = prepare_backward(_OPERATION, call.forward, needs_input=False, needs_weight=True)
             p.begin()
             grad = _gather(p, grad_rows).masked_fill(is_foreign, 0)

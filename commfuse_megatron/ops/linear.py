@@ -21,6 +21,7 @@ from commfuse_megatron.ops.arguments import (
 from commfuse_megatron.ops.asked import gradients_asked_for
 from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, WeightGrad
 from commfuse_megatron.runtime.context import OverlapContext
+from commfuse_megatron.runtime.marks import without_marks
 from commfuse_megatron.runtime.prepared import PreparedPass
 
 __all__ = ["Linear", "LinearOperands", "call_linear"]
@@ -122,7 +123,7 @@ class _Linear(torch.autograd.Function):
                 assert grad_gathered is not None
                 grad = grad_gathered.new_zeros(forward.problem.M, forward.problem.N)
             else:
-                grad = grad_y.contiguous().flatten(0, -2)
+                grad = without_marks(grad_y).contiguous().flatten(0, -2)
             if needs_input or needs_weight:
                 p = prepare_backward(linear.operation, forward, needs_input=needs_input, needs_weight=needs_weight)
                 p.begin()
@@ -132,7 +133,7 @@ class _Linear(torch.autograd.Function):
                     with_unit_stride(weight) if needs_input else None,
                     ctx.x_shape,
                     kept.flatten(0, -2) if needs_weight and kept is not None else None,
-                    None if grad_gathered is None else grad_gathered.contiguous().flatten(0, -2),
+                    None if grad_gathered is None else without_marks(grad_gathered).contiguous().flatten(0, -2),
                 )
                 is_due = grad_y is not None or isinstance(call.weight_grad, DeferredWeightGrad)
                 grad_x, grad_weight = linear.backward(p, operands, call.weight_grad if is_due else None)

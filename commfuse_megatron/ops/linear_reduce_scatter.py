@@ -58,6 +58,8 @@ def linear_reduce_scatter(
         ShapeError: an argument is of a wrong kind, the tensors do not fit together, or the ranks bring different
             problems; on all ranks that compare this call. Nothing was sent.
         TransportTimeoutError, TransportError: a peer did not come, here or in an earlier call of a failed context.
+        RuntimeError: on the path "sequential" a peer did not come within the timeout of the group, whose own
+            collective raises it. The context has failed by it.
 
     Under torch.compile the call stays eager, between two graphs.
 

@@ -50,6 +50,7 @@ from commfuse_megatron.ops.weight_grad import WeightGrad
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import AttentionProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
+from commfuse_megatron.runtime.marks import without_marks
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 
 __all__ = ["find_attention_kernel", "plan_attention", "query_split_attention"]
@@ -94,10 +95,10 @@ def query_split_attention(
     Gradients: q, k, v and out_weight get their own, complete; out_bias the sum over this rank's rows only.
 
     Args:
-        scale: of scores; None is 1 / sqrt(D).
-        dropout: probability of dropping an attention probability. The mask is drawn from a seed that the CPU's default
-            generator and the group rank give: what is computed again from the same state drops the same. A CUDA graph
-            would repeat one mask, so none is captured with it.
+        scale: of scores of this rank's heads, which no other rank attends; None is 1 / sqrt(D).
+        dropout: probability of dropping an attention probability of these heads; 0 on all ranks or on none. The mask is
+            drawn from a seed that the CPU's default generator and the group rank give: what is computed again from the
+            same state drops the same. A CUDA graph would repeat one mask, so none is captured with it.
         weight_grad: add the weight's gradient into a tensor instead of returning it, or compute it later.
 
     Raises:
@@ -106,6 +107,8 @@ def query_split_attention(
             problems; on all ranks that compare this call. Nothing was sent.
         UnsupportedError: `attention.kernel` asks for a kernel that cannot do this. Nothing was sent.
         TransportTimeoutError, TransportError: a peer did not come, here or in an earlier call of a failed context.
+        RuntimeError: on the path "sequential", of attention or of its projection, a peer did not come within the
+            timeout of the group, whose own collective raises it. The context has failed by it.
 
     Under torch.compile the call stays eager, between two graphs.
 
@@ -174,7 +177,7 @@ class _QuerySplitAttention(torch.autograd.Function):
         attended, *for_heads = context.saved_tensors(ctx, what)
         with context.guard(what):
             call: AttentionCall = ctx.call
-            grad_shard = grad_y.contiguous().flatten(0, -2)
+            grad_shard = without_marks(grad_y).contiguous().flatten(0, -2)
             grads: Heads | None = None
             grad_weight = None
             *needs_heads, needs_weight, needs_bias = gradients_asked_for(ctx, 5)

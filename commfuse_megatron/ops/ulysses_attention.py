@@ -21,6 +21,7 @@ from commfuse_megatron.ops.arguments import (
     Operation,
     cast_for_autocast,
     complain_if_unusable,
+    key_of_values,
     require_context,
     require_fitting,
     unusable_reason,
@@ -41,6 +42,7 @@ from commfuse_megatron.ops.trial import Scratch
 from commfuse_megatron.ops.ulysses_passes import Saved, UlyssesCall, ulysses_backward, ulysses_forward
 from commfuse_megatron.problem import UlyssesProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
+from commfuse_megatron.runtime.marks import without_marks
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 
 __all__ = ["UlyssesInputs", "state_ulysses_problem", "ulysses_attention"]
@@ -84,15 +86,17 @@ def ulysses_attention(
         order: "contiguous": rank r holds rows as `torch.tensor_split` deals them; "zigzag": of 2 R equal chunks of the
             sequence numbers r and 2 R - 1 - r, as Megatron's context parallelism does.
         window: (left, right): a query sees no key farther than that before or after it; -1 is unlimited.
-        scale: of scores; None is 1 / sqrt(D).
-        dropout: as in `query_split_attention`.
+        scale: of scores; None is 1 / sqrt(D). Equal on all ranks, to the last bit.
+        dropout: as in `query_split_attention`, but equal on all ranks.
 
     Raises:
         ConfigError: `context` is none.
         ShapeError: an argument is of a wrong kind, the tensors do not fit together, or the ranks bring different
-            problems; on all ranks that compare this call. Nothing was sent.
+            problems, scales or dropout; on all ranks that compare this call. Nothing was sent.
         UnsupportedError: `attention.kernel` asks for a kernel that cannot do this. Nothing was sent.
         TransportTimeoutError, TransportError: a peer did not come, here or in an earlier call of a failed context.
+        RuntimeError: on the path "sequential" a peer did not come within the timeout of the group, whose own
+            collective raises it. The context has failed by it.
 
     Under torch.compile the call stays eager, between two graphs.
 
@@ -109,7 +113,7 @@ def ulysses_attention(
         number = q.size(-1) ** -0.5 if scale is None else float(scale)
         call = UlyssesCall(forward, number, draw_dropout(dropout, context))
         if not forward.problem.needs:
-            forward.begin()
+            forward.begin(call.numbers)
             return ulysses_forward(call, Heads(q, k, v))[0]
     with torch.autocast(context.device.type, enabled=False):
         return _UlyssesAttention.apply(q, k, v, call)
@@ -139,8 +143,8 @@ class UlyssesInputs(NamedTuple):
         """All that the checks and the problem depend on."""
         tensors = tuple((each.shape, each.dtype, each.device, each.layout) for each in (self.q, self.k, self.v))
         numbers = key_of_numbers(self.scale, self.dropout)
-        others = (self.causal, self.order, self.window, self.total_rows, self.needs)
-        return ("ulysses_attention", tensors, others, numbers, unusable_reason(self.q, self.k, self.v))
+        others = key_of_values(self.causal, self.order, self.total_rows, self.window, *(self.window or ()))
+        return ("ulysses_attention", tensors, others, numbers, self.needs, unusable_reason(self.q, self.k, self.v))
 
 
 def state_ulysses_problem(inputs: UlyssesInputs, group_size: int) -> UlyssesProblem:
@@ -170,7 +174,7 @@ class _UlyssesAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: UlyssesCall) -> torch.Tensor:
         with call.forward.context.guard(call.forward.problem):
-            call.forward.begin()
+            call.forward.begin(call.numbers)
             y, saved = ulysses_forward(call, Heads(q, k, v))
         ctx.call = call
         ctx.like = Heads(*(torch.empty_like(each, device="meta") for each in (q, k, v)))
@@ -192,7 +196,8 @@ class _UlyssesAttention(torch.autograd.Function):
             by_group = [tuple(next(states) for _ in range(size)) for size in ctx.state_sizes]
             p = _prepare_backward(call.forward)
             p.begin()
-            found = ulysses_backward(p, call, Saved(heads, attended, by_group), grad_y.contiguous(), ctx.like)
+            grad = without_marks(grad_y).contiguous()
+            found = ulysses_backward(p, call, Saved(heads, attended, by_group), grad, ctx.like)
             return *(each if is_due else None for each, is_due in zip(found, due, strict=True)), None
 
 

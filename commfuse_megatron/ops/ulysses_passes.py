@@ -14,7 +14,7 @@ from commfuse_megatron.ops.split_attention import Heads, SplitAttention, apart, 
 from commfuse_megatron.ops.ulysses_pieces import CopyPair, HeadPieces, Piece, pack_copy, sum_pieces, unpack_copies
 from commfuse_megatron.ops.ulysses_tapes import copy_kernel, ulysses_backward_kernel, ulysses_forward_kernels
 from commfuse_megatron.problem import HeadGroup, RowRange, UlyssesProblem
-from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.runtime.prepared import CallNumbers, PreparedPass
 from commfuse_megatron.schedule.exchange import BoundExchange
 from commfuse_megatron.schedule.lower_attention import ATTEND
 from commfuse_megatron.schedule.lower_linear import Asked
@@ -31,6 +31,11 @@ class UlyssesCall(NamedTuple):
     forward: PreparedPass
     scale: float
     dropout: Dropout | None
+
+    @property
+    def numbers(self) -> CallNumbers:
+        """What all ranks must bring alike, since each attends heads of all."""
+        return ("scale", self.scale), ("dropout", 0.0 if self.dropout is None else float(self.dropout.probability))
 
 
 class Saved(NamedTuple):
@@ -80,10 +85,12 @@ def ulysses_backward(p: PreparedPass, call: UlyssesCall, saved: Saved, grad: tor
 def _attend_alone(call: UlyssesCall, heads: Heads) -> tuple[torch.Tensor, Saved]:
     problem = _problem_of(call.forward)
     heads = operands_for_kernels(heads, is_kept=bool(problem.needs))
-    attended = heads.q.new_empty(problem.rows, problem.batch, problem.heads, problem.value_dim)
+    # Returned and saved as it is: a view in the place of either cannot be changed, or not be taken out again.
+    out = heads.q.new_empty(problem.rows, problem.batch, problem.N)
+    attended = out.unflatten(-1, (problem.heads, problem.value_dim))
     with _Marked(call.forward, ATTEND_GROUP):
         state = _attention(call, problem, _whole(problem), []).forward(0, heads, attended)
-    return attended.flatten(2), Saved(tuple(heads), attended, [state])
+    return out, Saved(tuple(heads), out, [state])
 
 
 class _Pass:
@@ -98,20 +105,18 @@ class _Pass:
         self.arriving, self.leaving = p.gather, p.scatter
         #: Rows of every piece that goes to an owner, flat.
         self.runs = [run for rank in range(self.problem.group_size) for run in self.problem.kept_rows(rank)]
-        self.attention = self._attention_of_groups()
+        #: Of every group: split 0 is the whole sequence, the others are the runs.
+        self.attention: list[SplitAttention]
+        if call.dropout is None:
+            self.attention = p.remember(("attention", call.scale), self._attention_of_groups)
+        else:
+            self.attention = self._attention_of_groups()
 
     def _attention_of_groups(self) -> list[SplitAttention]:
-        """Of every group: split 0 is the whole sequence, the others are the runs."""
-        memo, key = self.p.memo, ("attention", self.call.scale)
-        if self.call.dropout is None and key in memo:
-            found: list[SplitAttention] = memo[key]
-            return found
         made = []
         for number, group in enumerate(self.groups):
             dropout = self.call.dropout and apart(self.call.dropout, number)
             made.append(_attention(self.call._replace(dropout=dropout), self.problem, group, self.runs))
-        if self.call.dropout is None:
-            memo[key] = made
         return made
 
     @property

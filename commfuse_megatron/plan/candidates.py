@@ -13,6 +13,7 @@ from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.plan.ulysses import list_ulysses_plans, ulysses_buffer_needs
 from commfuse_megatron.problem import DTYPE_BYTES, AttentionProblem, GemmProblem, Problem, UlyssesProblem
 from commfuse_megatron.schedule import Algorithm
+from commfuse_megatron.transport.base import MOST_CHUNKS
 
 __all__ = ["Candidates", "buffer_needs", "list_candidates", "merge_needs"]
 
@@ -55,6 +56,7 @@ def list_candidates(
         plans, note = list_ulysses_plans(problem, config), ""
     else:
         plans, note = _list_linear_plans(problem, config, is_link_slow=is_link_slow, with_rings=with_rings)
+    plans, note = _without_too_many_chunks(problem, plans, note)
     limit = config.transport.max_buffer_mib * _MIB
     sizes = {plan: sum(merge_needs(held or {}, buffer_needs(problem, plan)).values()) for plan in plans}
     fitting = [plan for plan in plans if not buffer_needs(problem, plan) or sizes[plan] <= limit]
@@ -66,6 +68,19 @@ def list_candidates(
     if not fitting:
         fitting = [_plain("sequential", config)]
     return Candidates(tuple(fitting), note)
+
+
+def _without_too_many_chunks(problem: Problem, plans: list[PassPlan], note: str) -> tuple[list[PassPlan], str]:
+    if isinstance(problem, UlyssesProblem):
+        setting, per_shard = "ulysses.head_groups", len(problem.kept_rows(0))  # each group goes in so many runs of rows
+    else:
+        is_attention, per_shard = isinstance(problem, AttentionProblem), 1
+        setting = "attention.splits_per_shard" if is_attention else "chunks_per_shard"
+    numbers = {plan: problem.group_size * plan.chunks_per_shard * per_shard for plan in plans if plan.overlaps}
+    left_out = {plan.path: number for plan, number in numbers.items() if number > MOST_CHUNKS}
+    for path, number in left_out.items():
+        note = _join(note, f"{path} would send {number} chunks, more than {MOST_CHUNKS}: lower {setting}")
+    return [plan for plan in plans if numbers.get(plan, 0) <= MOST_CHUNKS], note
 
 
 def _list_linear_plans(

@@ -7,18 +7,17 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.kernels.blas import WORKSPACE_BYTES
 from commfuse_megatron.runtime.slots import Slots, ViewKeeper
 from commfuse_megatron.schedule.actions import Algorithm
 from commfuse_megatron.schedule.binding import BoundSchedule
 from commfuse_megatron.schedule.program import GATHER, Channel, Message, Program
-from commfuse_megatron.transport.base import MOST_FLAGS, Place, Window
+from commfuse_megatron.transport.base import MOST_CHUNKS, Place, Window
 
 __all__ = ["PassBuffers", "buffers_of"]
 
 # Flags of messages: a gather's are below, a scatter's from here on, so that one operation may run both.
-_FIRST_SCATTER_FLAG = MOST_FLAGS // 2
+_FIRST_SCATTER_FLAG = MOST_CHUNKS
 
 _ORDER = ("gathered", "arrived", "sent", "own")
 
@@ -54,14 +53,10 @@ class PassBuffers:
         """Make these buffers; until another one grows, all views are valid then.
 
         All ranks together ask for the same windows, "gathered" and "arrived", even where no message of a rank lies in
-        one. Raises ConfigError, on all ranks, for more chunks than there are flags.
+        one.
         """
-        for bound in bounds.values():
-            if len(bound.chunk_rows) > _FIRST_SCATTER_FLAG:
-                raise ConfigError(
-                    f"{len(bound.chunk_rows)} chunks are more than {_FIRST_SCATTER_FLAG}: lower chunks_per_shard, or"
-                    " attention's splits_per_shard"
-                )
+        # No candidate has more: flags would be shared.
+        assert all(len(bound.chunk_rows) <= MOST_CHUNKS for bound in bounds.values())
         generation = None
         while generation != self._slots.generation:  # what grows makes the views of the others void
             generation = self._slots.generation

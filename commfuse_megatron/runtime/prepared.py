@@ -24,6 +24,7 @@ from commfuse_megatron.runtime.consensus import Consensus, Guard
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.lanes import choose_num_lanes
 from commfuse_megatron.runtime.link import Link
+from commfuse_megatron.runtime.marks import without_marks
 from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.runtime.stored_plans import StoredPlans
 from commfuse_megatron.runtime.tape_program import TapeKernel, Tapes
@@ -37,10 +38,18 @@ from commfuse_megatron.schedule.program import Program
 from commfuse_megatron.transport.copy_steps import BoundOperation
 from commfuse_megatron.transport.select import NcclSettings
 
-__all__ = ["PassContext", "PreparedPass", "TryOut"]
+__all__ = ["CallNumbers", "PassContext", "PreparedPass", "TryOut"]
+
+# Scales that vary from call to call must not fill the memory; layers may have one each.
+_MOST_WORKED_OUT = 64
+
+_MOST_AGREED = 1024
 
 # The guard of a group of one.
 _ALONE = nullcontext()
+
+#: By name, those of one call.
+CallNumbers = tuple[tuple[str, float], ...]
 
 #: Times some plans of one problem, collectively: microseconds by plan, equal on all ranks; or why there are none.
 TryOut = Callable[[Sequence[PassPlan]], Sequence[float] | str]
@@ -62,14 +71,14 @@ class PreparedPass:
         self.calls = 0
         #: How many calls were run on tensors, from a tape, or as a graph.
         self.modes = {"stepped": 0, "tape": 0, "graph": 0}
-        self.is_agreed = False
+        #: What differs between calls of this problem and was agreed on, call by call: see `begin`.
+        self.agreed: set[CallNumbers] = set()
         #: What computes attention, for a problem that has some: `ops` sets it.
         self.attention: AttentionKernel | None = None
         #: Why no kernel that would be rather taken.
         self.attention_reason = ""
         self.dtype: torch.dtype = getattr(torch, problem.dtype)
-        #: What an operation works out once for this pass.
-        self.memo: dict[Any, Any] = {}
+        self._worked_out: dict[Hashable, Any] = {}
         buffers = PassBuffers(context.slots, self.wire_features, self.dtype, gemm.own_dtype)
         self._means = Means(buffers, context.link, gemm, context.lanes, context.hardware)
         self._tapes = Tapes(lambda asked: self.lower(tape_policy(problem, plan), asked), self._means)
@@ -209,17 +218,28 @@ class PreparedPass:
         names = [self.gemm.name] if self.modes["stepped"] or not any(self.modes.values()) else []
         return ", ".join([*names, *(["cuBLASLt"] if self.modes["tape"] or self.modes["graph"] else [])])
 
+    def remember[T](self, key: Hashable, work_out: Callable[[], T]) -> T:
+        """What `work_out` gives, of each key once; of keys that vary from call to call the last ones are kept."""
+        found: T | None = self._worked_out.get(key)
+        if found is None:
+            if len(self._worked_out) >= _MOST_WORKED_OUT:
+                self._worked_out.clear()
+            found = self._worked_out[key] = work_out()
+        return found
+
     def forget_programs(self) -> None:
         """Free the programs; the next call makes them anew."""
         self._programs.clear()
         self._tapes.forget()
 
-    def begin(self) -> None:
+    def begin(self, numbers: CallNumbers = ()) -> None:
         """Agree with the other ranks where due, and count the call; before anything is sent, and under a guard.
+
+        numbers: by name, those that calls of one problem need not share, but the ranks in one call must.
 
         Raises ShapeError on all ranks when they bring different problems, and what made the context fail, if it did.
         """
-        self.context.agree_on(self)
+        self.context.agree_on(self, numbers)
         self.context.latest_pass = self
         self.calls += 1
 
@@ -330,7 +350,7 @@ class PassContext:
         which make the same calls.
         """
         prepared = self._prepared.get(problem)
-        return prepared is not None and prepared.is_agreed and prepared.calls > 0
+        return prepared is not None and bool(prepared.agreed) and prepared.calls > 0
 
     def slice_gemm(self, dtype: torch.dtype) -> SliceGemm:
         """The GEMM that runs beside this context's transfers."""
@@ -347,16 +367,21 @@ class PassContext:
         for prepared in self._prepared.values():
             prepared.forget_programs()
 
-    def agree_on(self, prepared: PreparedPass) -> None:
-        """Compare a problem with the other ranks', if it is new or every call is to be compared."""
+    def agree_on(self, prepared: PreparedPass, numbers: CallNumbers) -> None:
+        """Compare a problem with the other ranks', if it, or its numbers, are new or every call is to be compared."""
         self.link.require_usable()
-        if (self.consensus.compares_every_call or not prepared.is_agreed) and self.group_size > 1:
+        is_known = numbers in prepared.agreed
+        if (self.consensus.compares_every_call or not is_known) and self.group_size > 1:
             if self.is_capturing:  # what is captured now is agreed on at the first call outside
                 return
             plan = prepared.plan
-            statement = f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}"
+            of_call = "".join(f", {name} {number!r}" for name, number in numbers)
+            statement = f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}{of_call}"
             self.consensus.agree(statement, topic=prepared.problem.call)
-        prepared.is_agreed = True
+        if not is_known:
+            if len(prepared.agreed) >= _MOST_AGREED:  # on all ranks at the same call
+                prepared.agreed.clear()
+            prepared.agreed.add(numbers)
 
     def guard(self, what: object) -> AbstractContextManager[None]:
         """For a with-block around what all ranks do; left by an exception, this rank would be out of step.
@@ -371,9 +396,9 @@ class PassContext:
         Where every call is compared, ranks find that out at the next one; else this rank's context fails.
         """
         if self.consensus.compares_every_call:
-            return tuple(ctx.saved_tensors)
+            return _unmarked(ctx.saved_tensors)
         with self.guard(what):
-            return tuple(ctx.saved_tensors)
+            return _unmarked(ctx.saved_tensors)
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -423,3 +448,7 @@ class PassContext:
             except UnsupportedError as error:  # alike on all ranks, before anything is sent
                 raise self.link.mark_raised_on_all_ranks(error) from None
         return self._gemms[key]
+
+
+def _unmarked(saved: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    return tuple([each if each is None else without_marks(each) for each in saved])

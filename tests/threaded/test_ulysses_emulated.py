@@ -12,6 +12,7 @@ from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.config import AttentionConfig, TransportConfig
 from commfuse_megatron.kernels import attention_choice
 from commfuse_megatron.kernels.strided_copy import merge_dimensions
+from commfuse_megatron.tools.common.modes import MODES, with_mode
 from commfuse_megatron.transport import tape_graphs
 from tests.harness import run_threads
 from tests.harness.emulated_cudnn import emulate_cudnn
@@ -53,6 +54,36 @@ def test_both_passes_equal_the_reference(group_size, kv_heads, head_groups, step
         assert "stepped" not in modes["fprop"]
         assert ("stepped" in modes["backward"]) == bool(is_summed)
         assert (graphs > 0) == (stepwise < 0)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(("group_size", "kv_heads", "head_groups"), [(2, 12, 2), (3, 6, 2), (4, 12, 3), (2, 1, 3)])
+def test_graphs_and_tapes_give_the_bits_of_steps(group_size, kv_heads, head_groups, order, monkeypatch):
+    emulate_copy_engine(monkeypatch)
+    config = ulysses_config("overlapped", head_groups, transport=TransportConfig(backend="copy_engine"))
+    rows = 8 * 2 * group_size  # runs begin where kernels can load statistics
+    case = dataclasses.replace(CASE, rows=rows, kv_heads=kv_heads, dtype=torch.float32, keywords={"order": order})
+
+    def body(group, device):
+        found, modes = {}, {}
+        for mode in MODES:
+            with take_part(group), OverlapContext(group, with_mode(config, mode)) as context:
+                found[mode] = []
+                for seed in range(3):
+                    operands, grad_y = draw(dataclasses.replace(case, seed=seed), group.rank(), group_size)
+                    found[mode].append(run(operands, grad_y, ops.ulysses_attention, context=context, **case.keywords))
+                modes[mode] = {record.pass_name: set(record.modes) for record in context.report()}
+        for stepped, taped, graphed in zip(*found.values(), strict=True):
+            for name, tensor in stepped.items():
+                assert torch.equal(tensor, taped[name]), name
+                assert torch.equal(tensor, graphed[name]), name
+        return modes
+
+    monkeypatch.setattr(tape_graphs, "_STEPWISE", -1)
+    for modes in run_threads(group_size, body):
+        assert all(modes[mode]["fprop"] == {mode} for mode in MODES)
+        backward = {"stepped"} if kv_heads == 1 else {"graph"}  # sums over groups or ranks are PyTorch's
+        assert modes["graph"]["backward"] == backward
 
 
 @pytest.mark.parametrize(("shape", "of", "sizes"), [

@@ -302,3 +302,20 @@ def test_a_mode_that_did_not_run_as_it_should_is_an_error(
     assert all(deviation.passed for deviation in result.deviations)
     assert not result.passed
     assert sum(complaint in each for each in result.complaints) == 2 * 2, "two passes, two ranks"
+
+
+@pytest.mark.parametrize(("fault", "complaint"), [
+    ("no graph", "the last call, whose addresses had come before, was no graph"), ("no tape", "ran stepped"),
+])  # fmt: skip
+def test_modes_of_a_split_sequence_must_run_too(fault: str, complaint: str, copy_engine: pytest.MonkeyPatch) -> None:
+    wanted = {"op": "ulysses_attention", "dtype": torch.bfloat16, "path": "overlapped", "chunks_per_shard": 2}
+    cases = emulated(2, **wanted, variant="causal")
+    assert [(result.complaints, set(result.modes)) for result in results_of(2, cases)] == [((), set(MODES))]
+    if fault == "no graph":
+        copy_engine.setattr(tape_graphs.TapeGraphs, "_capture", lambda *_: None)
+    else:
+        copy_engine.setattr(Tapes, "run", lambda *_: None)
+    (result,) = results_of(2, cases)
+    assert all(deviation.passed for deviation in result.deviations)
+    passes = {each.partition(",")[0] for each in result.complaints if complaint in each}
+    assert passes == {"fprop", "backward"}, result.complaints

@@ -39,6 +39,7 @@ def test_candidates():
     assert names(problem(rows=9, needs="")) == ["sequential", "row_parallel", "query_split m=1"]
     assert names(forward, config("query_split")) == ["query_split m=1", "query_split m=2", "query_split m=4"]
     assert names(forward, config("query_split", 5)) == ["query_split m=5"]
+    assert names(forward, config("query_split", 4097)) == ["sequential"]  # more chunks than there are flags
     for path in ("row_parallel", "sequential"):
         assert names(problem(), config(path)) == [path]
 

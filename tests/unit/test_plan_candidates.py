@@ -98,6 +98,16 @@ def test_what_exceeds_the_buffers_is_left_out_and_said():
     assert [plan.name for plan in forced.plans] == ["sequential"]
 
 
+def test_more_chunks_than_there_are_flags_are_left_out_and_said():
+    """Fails without the fix: the call raised ConfigError, and the context had failed."""
+    problem = layer_problem("70b.fc2", 8192, needs=BOTH)
+    assert names(problem, config("sliced", m=2048)) == ["sliced m=2048"]
+    found = list_candidates(problem, config("sliced", m=2049))
+    assert [plan.name for plan in found.plans] == ["sequential"]
+    assert found.note == "sliced would send 4098 chunks, more than 4096: lower chunks_per_shard"
+    assert names(problem, config(m=2049)) == ["sequential"]
+
+
 def test_buffers_that_are_there_already_count_once():
     problem = layer_problem("70b.fc2", 8192)
     plan = list_candidates(problem, config("sliced", m=1)).plans[0]

@@ -64,6 +64,17 @@ def test_what_does_not_fit_runs_sequentially():
     assert "overlapped would take" in list_candidates(problem(), config(max_buffer_mib=mib)).note
 
 
+@pytest.mark.parametrize(("order", "most"), [("contiguous", 1024), ("zigzag", 512)])
+def test_more_pieces_than_there_are_flags_are_left_out(order, most):
+    """Fails without the fix: the call raised ConfigError, and the context had failed."""
+    many = problem(4, rows=8, heads=8192, kv_heads=8192, head_dim=1, value_dim=1, order=order)
+    assert names(many, config("overlapped", most)) == [f"overlapped m={most}"]
+    found = list_candidates(many, config("overlapped", most + 1))
+    assert [plan.name for plan in found.plans] == ["sequential"]
+    number = (most + 1) * 4096 // most
+    assert found.note == f"overlapped would send {number} chunks, more than 4096: lower ulysses.head_groups"
+
+
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_groups_of_heads_pay_where_links_are_slow(ranks, order):
