@@ -29,11 +29,8 @@ def list_ulysses_plans(problem: UlyssesProblem, config: OverlapConfig) -> list[P
     asked = _GROUPS if chosen.head_groups is None else (chosen.head_groups,)
     numbers = dict.fromkeys(len(problem.head_groups(number)) for number in asked)
     plans = [("sequential", 1), *(("overlapped", number) for number in numbers)]
-    return [
-        PassPlan(path, "", Algorithm.DIRECT, number, keep_gathered_input=False)
-        for path, number in plans
-        if chosen.path in ("auto", path) or (chosen.path, path) == ("stock", "sequential")
-    ]
+    forced = [plan for plan in plans if plan[0] == chosen.path]
+    return [PassPlan(path, "", Algorithm.DIRECT, number, keep_gathered_input=False) for path, number in forced or plans]
 
 
 def ulysses_buffer_needs(problem: UlyssesProblem, plan: PassPlan) -> dict[str, int]:

@@ -60,7 +60,6 @@ class LayerState:
     kept_reason: why a layer that is none of ours was not replaced.
     overlapped_calls: forward passes whose transfers ran beside GEMMs. sequential_calls: those that the planner had run
     one after the other, by its reason. stock_calls: those that took Megatron's own path, by the reason.
-    judged: of a core attention, the latest kind of call that context and kernel were asked about, and their reason.
     wants_gathered, gathered: during a call, whether the gathered input is to be kept, and where.
     """
 
@@ -72,7 +71,6 @@ class LayerState:
     stock_calls: Counter[str] = field(default_factory=Counter)
     context: OverlapContext | None = None
     place: int | None = None
-    judged: tuple[tuple, str | None] | None = None
     wants_gathered: bool = False
     gathered: torch.Tensor | None = None
     _file: str | None = None

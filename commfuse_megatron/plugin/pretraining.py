@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plugin import arguments as flags
 from commfuse_megatron.plugin import compat_training
 from commfuse_megatron.plugin.convert import convert_model
@@ -31,11 +32,18 @@ def pretrain(arguments: Any, datasets: Any, forward_step: Any) -> list[Any]:
     Args:
         arguments: from Megatron's `parse_and_validate_args`.
         datasets, forward_step: what Megatron's `pretrain` takes under these names.
+
+    Raises ConfigError for `--commfuse-config` where neither `--commfuse` nor `--spec` is given.
     """
+    file, is_asked_for = getattr(arguments, "commfuse_config", None), getattr(arguments, "commfuse", None)
+    if file is not None and is_asked_for is None and arguments.spec is None:
+        raise ConfigError(
+            f"--commfuse-config {file} is given, and nothing puts our layers in, so it would not be read: add "
+            "--commfuse, name one of our specs by --spec, or leave it out"
+        )
     compat_training.let_wheel_start()
     model_config = compat_training.model_config_from_arguments(arguments)
     flags.set_flags(model_config.transformer, arguments)
-    is_asked_for = bool(getattr(arguments, "commfuse", None))
     if arguments.hybrid_layer_pattern is not None:
         if arguments.spec is None and is_asked_for:
             model_config.hybrid_stack_spec = hybrid_stack_spec

@@ -15,21 +15,24 @@ from typing import Any
 
 import torch
 
-from commfuse_megatron import OverlapConfig, OverlapContext
-from commfuse_megatron.errors import UnsupportedError
+from commfuse_megatron import OverlapConfig
 from commfuse_megatron.ops.ulysses_attention import ulysses_attention
 from commfuse_megatron.plugin import arguments, capture, compat
-from commfuse_megatron.plugin.attention import reason_to_keep_megatrons
 from commfuse_megatron.plugin.core_attention import CoreAttention, describe_core_attention
 from commfuse_megatron.plugin.decision import context_of, context_unless, count_call, state_of
 from commfuse_megatron.plugin.linear import remember
 from commfuse_megatron.plugin.stand_in import reason_in_class, stands_for
 from commfuse_megatron.plugin.support import SWITCHED_OFF, judges, reason_in_tensors
-from commfuse_megatron.problem import AttentionProblem
 
 _ADVICE = (
     "Megatron's local core attention has no context parallelism of its own to fall back to: change that, or take"
     " Transformer Engine's layers (transformer_impl transformer_engine)."
+)
+
+# Whole steps of ours are not measured beside it yet, and "auto" must never be slower.
+NOT_TIMED = (
+    "ulysses.path is auto: on GPUs our exchange is not timed beside Transformer Engine's own yet, which is kept;"
+    " overlapped asks for ours"
 )
 
 __all__ = ["CommFuseDotProductAttention", "CommFuseTEDotProductAttention", "exchange_unsupported_reason"]
@@ -201,7 +204,7 @@ def _judge(
     if isinstance(found, str):
         return found
     reason = _reason_in_sizes(core, query, key, value, found.dropout)
-    return reason or _reason_in_machine(core, query, key, value, found, is_local=is_local) or found
+    return reason or _reason_in_machine(core, query, is_local=is_local) or found
 
 
 def _reason_in_sizes(
@@ -222,59 +225,10 @@ def _reason_in_sizes(
     return None
 
 
-def _reason_in_machine(
-    core: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    found: CoreAttention,
-    *,
-    is_local: bool,
-) -> str | None:
-    """Why hosts, or the kernel that would compute it, speak against it; asked once while shapes stay the same."""
-    state, context = state_of(core), context_of(core)
-    call = (context, query.shape, key.shape, value.shape, query.dtype, found)
-    if state.judged is None or state.judged[0] != call:
-        reason = None
-        if context.num_hosts > 1:
-            reason = f"the context-parallel group spans {context.num_hosts} hosts: tested is one"
-        elif query.is_cuda and not is_local and context.config.ulysses.path == "auto":
-            reason = _reason_in_kernel(core, query, key, value, found, context)
-        state.judged = call, reason
-    return state.judged[1]
-
-
-def _reason_in_kernel(
-    core: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    found: CoreAttention,
-    context: OverlapContext,
-) -> str | None:
-    """Why Transformer Engine's own kernel may be faster than ours; the first reason that a rank has."""
-    left, right = (None if bound < 0 else bound for bound in found.window or (-1, -1))
-    ranks = context.group_size
-    problem = AttentionProblem(
-        pass_name="fprop",
-        rows=query.size(0) * ranks,
-        batch=query.size(1),
-        heads=query.size(2) // ranks,
-        kv_heads=max(1, key.size(2) // ranks),
-        head_dim=query.size(3),
-        value_dim=value.size(3),
-        N=1,
-        dtype=str(query.dtype).removeprefix("torch."),
-        group_size=1,
-        left=left,
-        right=0 if found.causal else right,
-    )
-    wanted, kernels = context.config.attention.kernel, context.attention_kernels
-    try:
-        name = kernels.choose(problem, wanted).name
-    except UnsupportedError as error:
-        reason: str | None = str(error)
-    else:
-        capability = torch.cuda.get_device_capability(query.device)
-        reason = reason_to_keep_megatrons(name, kernels.passed_over_reason(problem, wanted), capability, core.config)
-    return context.consensus.first_reason(("exchange's kernel", problem), reason)
+def _reason_in_machine(core: Any, query: torch.Tensor, *, is_local: bool) -> str | None:
+    context = context_of(core)
+    if context.num_hosts > 1:
+        return f"the context-parallel group spans {context.num_hosts} hosts: tested is one"
+    if query.is_cuda and not is_local and context.config.ulysses.path == "auto":
+        return NOT_TIMED
+    return None

@@ -25,7 +25,8 @@ PACK, ATTEND_GROUP, UNPACK = "pack", "attend group", "unpack"
 def lower_ulysses(
     arriving: BoundExchange, leaving: BoundExchange, policy: Policy, *, splits_last: bool, keeps_gathered: bool
 ) -> Program:
-    """One pass, forward or backward, of one rank.
+    """One pass, forward or backward, of one rank. Attention has a lane, where there are lanes: kernels keep a handle
+    for each stream, and a lane is the same stream in every call.
 
     splits_last: of the last group the rows of each owner are computed apart. keeps_gathered: what arrived is left to
     the caller, as "kept" where windows are the context's. Operands: packed, a; gathered or kept. "unpack" takes a
@@ -35,6 +36,7 @@ def lower_ulysses(
     here = [_send_group(low, arriving, group) for group in range(arriving.num_groups)]
     home, last = _Home(low, leaving), leaving.num_groups - 1
     low.fork(min(1, policy.lanes))
+    low.turn(0)
     for group, batches in enumerate(here):
         low.wait(batches)
         if keeps_gathered and policy.has_windows:
@@ -89,10 +91,10 @@ def _attend_by_owner(low: Lowering, arriving: BoundExchange, home: "_Home") -> N
 
 
 class _Home:
-    """What goes home, and what has come: unpacked on a lane beside attention, if there is one, else at the end.
+    """What goes home, and what has come: unpacked on the main lane beside attention, if that has one, else at the end.
 
-    With one hardware queue a lane's wait holds up the attention that is submitted behind it. So what is unpacked left
-    the peers before an attention that has been submitted here.
+    With one hardware queue a wait holds up the attention that is submitted behind it. So what is unpacked left the
+    peers before an attention that has been submitted here.
     """
 
     def __init__(self, low: Lowering, leaving: BoundExchange) -> None:
@@ -106,16 +108,16 @@ class _Home:
             self._low.issue(SCATTER, self.leaving, index, source)
 
     def unpack_beside(self, stop: int, *, computed: int) -> None:
-        """Unpack all groups below `stop` beside what follows. computed: so many groups are, on the main lane."""
+        """Unpack all groups below `stop` beside what follows. computed: so many groups are, on the lane in use."""
         low = self._low
         if low.num_lanes and self._num_unpacked < stop:
-            low.on(0)
+            low.on(None)
             if stop > self._num_followed:
-                low.after(None)  # where own rows are computed
+                low.after(0)  # where own rows are computed
                 self._num_followed = computed
             for group in range(self._num_unpacked, stop):
                 self._unpack(group)
-            low.on(None)
+            low.on(0)
             self._num_unpacked = stop
 
     def unpack(self, stop: int) -> None:

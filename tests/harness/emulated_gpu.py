@@ -411,6 +411,7 @@ def _bind_through_scratch(
         ctypes.memset(scratch_at, 0xFF, starts[-1])  # NaN in every dtype
 
     def run(stream: int, scratch_at: int, *addresses: int) -> None:
+        assert stream in _LANES
         _submit(stream, functools.partial(leave, scratch_at, addresses))
         _submit(stream, functools.partial(store, scratch_at, addresses))
 

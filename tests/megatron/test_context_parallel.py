@@ -29,6 +29,9 @@ from tests.megatron.models import perturb
 
 TOKENS = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(12))
 TOLERANCE = 1e-12
+#: Without the loss of their balance, which is of each rank's own tokens.
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32,
+    "moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "none"}  # fmt: skip
 CORE_ATTENTION_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 
 
@@ -63,6 +66,7 @@ VARIANTS = {
     "recompute_core_attention": model(**CORE_ATTENTION_AGAIN, calls=2),
     "latent": model(**LATENT), "latent_yarn": model(**LATENT | {"rope_type": "yarn", "mscale": 0.7}),
     "latent_other_values": model(**LATENT | {"v_head_dim": 24}), "hybrid": model(pattern="*-*-"),
+    "experts": model(**EXPERTS),
 }  # fmt: skip
 
 
@@ -160,9 +164,15 @@ def _assert_all_overlapped(built: Any, tensor: int, calls: int, others: int = 10
     report = model_report(built)
     cores = [each for each in report.layers if each.name.endswith("core_attention")]
     assert [(each.path, each.overlapped_calls, each.reasons) for each in cores] == [(path, calls, ())] * 2
+    exchanges = [each for each in report.ops if each.op == "ulysses_attention"]
+    assert {each.pass_name for each in exchanges if each.calls} == ({"backward", "fprop"} if calls else set())
+    assert {each.path for each in exchanges} <= {"overlapped"}
     linears = [each for each in report.layers if each not in cores]
     assert len(linears) >= others
     for each in linears:
+        if "experts" in each.name:
+            assert "belongs to an expert" in each.reasons[0], each
+            continue
         assert each.path == (path if tensor > 1 or not calls else "stock"), each
         assert tensor > 1 or "the tensor-parallel group has one rank" in each.reasons[0], each
     assert all("context parallelism is on" in each.reasons[0] for each in report.attentions)
@@ -178,6 +188,8 @@ test_two_ranks = make_cpu_test(
 test_four_ranks = make_cpu_test(
     4,
     _checks(4, "causal", "one_query_group", "window", "latent", "recompute_full")
-    | _checks(2, "causal", "layer_norm_and_bias", "latent", "hybrid", "recompute_core_attention", "asked_for")
+    | _checks(
+        2, "causal", "layer_norm_and_bias", "latent", "hybrid", "experts", "recompute_core_attention", "asked_for"
+    )
     | {"pipeline": (0, __name__, a_pipeline_equals_stock_without.__name__, ())},
 )

@@ -11,6 +11,7 @@ from commfuse_megatron import OverlapConfig
 from commfuse_megatron.config import CONFIG_VARIABLE
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plugin import add_arguments, arguments, compat_training
+from commfuse_megatron.plugin.pretraining import pretrain
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -48,6 +49,15 @@ def test_a_file_that_cannot_be_used_is_a_usage_error(text, message, tmp_path: Pa
         parse("--commfuse-config", str(tmp_path / "a.yaml"))
     assert raised.value.code == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_file_that_nothing_would_read_is_an_error(tmp_path: Path) -> None:
+    """Fails without the check: the whole run was stock, and only the report at its end said so."""
+    (tmp_path / "a.yaml").touch()
+    given = parse("--commfuse-config", str(tmp_path / "a.yaml"))
+    given.spec = None
+    with pytest.raises(ConfigError, match=r"--commfuse-config .*a\.yaml is given, .* add --commfuse"):
+        pretrain(given, None, None)
 
 
 def test_help_is_printed_though_other_texts_hold_a_lone_percent() -> None:
