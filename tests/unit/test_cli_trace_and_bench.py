@@ -106,6 +106,7 @@ OF_THE_CONFIGURATION = (
     (["--transport", "nccl"], "--transport nccl carries tensors of --device cuda only"),
     (["--attention", "--layers", "2", "--transformer-impl", "transformer_engine", "--tokens", "8"],
      "leave out --tokens, --layers, --transformer-impl"),
+    (["--ranks", "1"], "one rank has nothing to communicate"),
     (["--attention", "--ranks", "1"], "one rank has nothing to communicate"),
     (["--attention", "--profiler"], "--profiler looks at GPU kernels; use it with --device cuda"),
     (["--attention", "--path", "bulk"], "--path bulk is a path of the backward pass"),

@@ -21,7 +21,7 @@ from commfuse_megatron.tools.common.output import (
     say_count,
     write_json,
 )
-from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_num_ranks
+from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_several_ranks
 from commfuse_megatron.tools.trace.attention_cli import run_trace_attention
 from commfuse_megatron.tools.trace.options import ATTENTION_PATHS, OF_STEPS, ready
 from commfuse_megatron.tools.trace.step_cli import run_trace_step
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.attention:
         _require_path_of(OPS[1], arguments)  # the projection's
         return run_trace_attention(arguments)
-    num_ranks = choose_num_ranks(arguments.ranks)
+    num_ranks = choose_several_ranks(arguments.ranks)
     refuse_given(arguments, ("seq",), "of --attention and --step; one linear has --tokens: leave out")
     refuse_given(arguments, OF_STEPS, "of a whole step; add --step, or leave out")
     require_positive(arguments, ("calls", "tokens", "N", "K"))
