@@ -23,7 +23,7 @@ def main() -> None:
     silence_foreign_warnings()
     dist.init_process_group("gloo")
     with cpu_megatron():
-        from commfuse_megatron.plugin import convert_model, model_report
+        from commfuse_megatron.plugin import convert_model, model_report, reset_contexts
         from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, tensor_parallel, transformer_config
 
         group_size = dist.get_world_size()
@@ -40,6 +40,7 @@ def main() -> None:
             if dist.get_rank() == 0:
                 print(f"loss, stock {stock_loss:.6f}, overlapped {loss.item():.6f}")
                 print(report)
+            reset_contexts()  # while the group is there: below it is destroyed
     dist.destroy_process_group()
 
 

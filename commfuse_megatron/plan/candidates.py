@@ -51,11 +51,13 @@ def list_candidates(
         with_rings: whether rings are worth considering where the configuration leaves the algorithm open.
     """
     if isinstance(problem, AttentionProblem):
-        plans, note = list_attention_plans(problem, config), ""
+        plans = list_attention_plans(problem, config)
+        note = _say_empty_chunks(problem, plans, "splits_per_shard")
     elif isinstance(problem, UlyssesProblem):
         plans, note = list_ulysses_plans(problem, config), ""
     else:
         plans, note = _list_linear_plans(problem, config, is_link_slow=is_link_slow, with_rings=with_rings)
+        note = _join(note, _say_empty_chunks(problem, plans, "chunks_per_shard"))
     plans, note = _without_too_many_chunks(problem, plans, note)
     limit = config.transport.max_buffer_mib * _MIB
     sizes = {plan: sum(merge_needs(held or {}, buffer_needs(problem, plan)).values()) for plan in plans}
@@ -206,5 +208,13 @@ def _say_pass(problem: GemmProblem) -> str:
     return f"{problem.op} {problem.pass_name}{needs}"
 
 
+def _say_empty_chunks(problem: Problem, plans: list[PassPlan], option: str) -> str:
+    """That `option` asks for more chunks than a shard has rows, if it does; what is offered otherwise never does."""
+    most, shard_rows = max(plan.chunks_per_shard for plan in plans), -(-problem.rows // problem.group_size)
+    if most <= max(1, shard_rows):
+        return ""
+    return f"{option}: {most} chunks are more than the {shard_rows} rows of a shard, so some are empty"
+
+
 def _join(first: str, second: str) -> str:
-    return f"{first}; {second}" if first else second
+    return "; ".join(filter(None, (first, second)))

@@ -70,9 +70,10 @@ def open_contexts() -> list[OverlapContext]:
 def reset_contexts() -> None:
     """Close all contexts of Megatron's layers, failed or not; layers that are called again make new ones.
 
-    The way out after an exception in a layer's call (out of memory, Ctrl-C, a peer that did not come), and what a
-    program does at its end. Every rank must call it at the same point; it waits for transfers in flight, but sends
-    nothing. What was computed before has no backward pass afterwards, so begin with a forward pass:
+    The way out after an exception in a layer's call (out of memory, Ctrl-C, a peer that did not come), and what comes
+    before `destroy_process_group`; a process that just ends releases them by itself. Every rank must call it at the
+    same point; it waits for transfers in flight, but sends nothing. What was computed before has no backward pass
+    afterwards, so begin with a forward pass:
 
         try:
             loss = train_step(batch)

@@ -132,7 +132,7 @@ class Agreement:
         self.is_in_step = False
         self._post(post)
         found = self._collect(what)
-        self._require_awaited(found)
+        self._require_awaited(found, what)
         return found
 
     def _post(self, post: _Post) -> None:
@@ -171,12 +171,12 @@ class Agreement:
             "else."
         )
 
-    def _require_awaited(self, found: list[_Post]) -> None:
+    def _require_awaited(self, found: list[_Post], what: str) -> None:
         """Raise TransportTimeoutError where the others no longer waited for this rank, TransportError if one left."""
         late = [f"  {post.text}" for post in found if post.kind == _LATE]
         if late:
             raise TransportTimeoutError(
-                "\n".join([f"group rank {self._group_rank} came too late, the others have given up:", *late])
+                "\n".join([f"{what}: group rank {self._group_rank} came too late, the others have given up:", *late])
             )
         left = [f"  group rank {rank}: {post.text}" for rank, post in enumerate(found) if post.kind == _LEFT]
         if left:

@@ -299,7 +299,7 @@ class Link:
 
     def _overdue(self, watched: Watched | BoundOperation | int) -> None:
         error = self._with_reasons(self._overdue_error(watched))
-        logger.error("%s", error)
+        logger.error("%s\n%s", error, self.advice)
         self.fail(error)
 
     def _overdue_error(self, watched: Watched | BoundOperation | int) -> TransportTimeoutError:

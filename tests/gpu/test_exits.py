@@ -63,3 +63,34 @@ def test_a_rank_that_ends_alone_ends(backend, way, tmp_path):
     if way != "returns":
         assert done.returncode != 0
         assert "a fault of the program" in done.stderr
+
+
+ENDS = """
+import os
+import torch
+from torch import distributed as dist
+from commfuse_megatron import OverlapConfig, OverlapContext, ops
+from commfuse_megatron.config import TransportConfig
+
+device = torch.device("cuda", int(os.environ["RANK"]))
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", device_id=device)
+context = OverlapContext(dist.group.WORLD, OverlapConfig(transport=TransportConfig(backend=BACKEND)))
+x = torch.ones(512, 1, 256, device=device, dtype=torch.bfloat16)
+weight = torch.ones(256, 256, device=device, dtype=torch.bfloat16)
+for _ in range(5):
+    ops.all_gather_linear(x, weight, context=context)
+if DESTROYS:
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("destroys", [False, True])
+@pytest.mark.parametrize("backend", ["copy_engine", "nccl"])
+def test_a_program_that_closes_nothing_ends(backend, destroys, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(ENDS.replace("BACKEND", repr(backend)).replace("DESTROYS", repr(destroys)))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path[1:]])}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    assert done.returncode == 0, done.stderr

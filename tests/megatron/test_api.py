@@ -55,6 +55,23 @@ def run_examples(group_size: int) -> tuple[int, int, str | None]:
     return report.overlapped_calls, len(report.layers), names["reason"]
 
 
+def build_stock(group_size: int) -> tuple[float, float, int]:
+    """Losses of the guide's stock model before and after it is converted, and how many calls are overlapped then."""
+    import torch
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from commfuse_megatron.plugin import convert_model, model_report
+    from commfuse_megatron.testing.gpt import SmallGPT, loss_of, transformer_config
+
+    gpt, tokens = SmallGPT(), torch.arange(33)[None]
+    sizes = {"vocab_size": gpt.vocab_size, "max_sequence_length": 64, "position_embedding_type": "rope"}
+    names = {"GPTModel": GPTModel, "config": transformer_config(gpt, group_size), "sizes": sizes}
+    exec(code_of(GUIDE, "### Stock, to compare with"), names)
+    stock = loss_of(names["stock"], tokens).item()
+    assert not model_report(names["stock"]).overlapped_calls
+    return stock, loss_of(convert_model(names["stock"]), tokens).item(), model_report(names["stock"]).overlapped_calls
+
+
 def switch_off(group_size: int) -> tuple[list[str], list[str]]:
     """The layers that are switched off as the guide switches one off, and then all."""
     import torch
@@ -81,6 +98,14 @@ def switch_off(group_size: int) -> tuple[list[str], list[str]]:
 def test_one_layer_is_switched_off_as_the_guide_says() -> None:
     """Fails with `layer.config.commfuse = False` alone: the configuration is all layers'."""
     assert run_megatron(2, switch_off) == [(["decoder.layers.0.mlp.linear_fc1"], [])] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_guides_stock_model_is_built_and_converted() -> None:
+    for stock, converted, overlapped_calls in run_megatron(2, build_stock):
+        assert converted == pytest.approx(stock, rel=1e-5)
+        assert overlapped_calls == 10
 
 
 @pytest.mark.slow

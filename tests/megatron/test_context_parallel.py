@@ -164,6 +164,9 @@ def _assert_all_overlapped(built: Any, tensor: int, calls: int, others: int = 10
     report = model_report(built)
     cores = [each for each in report.layers if each.name.endswith("core_attention")]
     assert [(each.path, each.overlapped_calls, each.reasons) for each in cores] == [(path, calls, ())] * 2
+    exchanges = [each for each in report.ops if each.op == "ulysses_attention"]
+    assert {each.pass_name for each in exchanges if each.calls} == ({"backward", "fprop"} if calls else set())
+    assert {each.path for each in exchanges} <= {"overlapped"}
     linears = [each for each in report.layers if each not in cores]
     assert len(linears) >= others
     for each in linears:

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,13 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 ON_THE_CPU = {"torch.cuda.set_device(": "int(", '"nccl"': '"gloo"'}
 ENTER = "from commfuse_megatron.testing import cpu_megatron\nshims = cpu_megatron()\nshims.__enter__()\n"
 ONCE = "import builtins, os\nprint = builtins.print if os.environ['RANK'] == '0' else lambda *_: None\n"
+
+# Megatron's own, which starts a process of multiprocessing's.
+SAVE = """from megatron.core import dist_checkpointing
+os.makedirs("saved", exist_ok=True)
+dist_checkpointing.save(model.sharded_state_dict(), "saved")
+print("saved")
+"""
 
 # Sizes that a CPU trains at once; of a flag given twice the last counts.
 SMALL = (
@@ -60,14 +68,16 @@ def test_it_is_short() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_script_builds_a_model_and_prints_what_is_shown(tmp_path: Path) -> None:
+    """With a checkpoint below: hangs without the guard, since the writer's process ran the script again."""
     typed, shown = session()
     script = block_with("import apply_to_spec")
     for words, instead in ON_THE_CPU.items():
         assert script.count(words) == 1
         script = script.replace(words, instead)
-    (tmp_path / "script.py").write_text(f"{ENTER}{ONCE}{script}{typed}\n")
+    below = textwrap.indent(f"{typed}\n{SAVE}", "    ")
+    (tmp_path / "script.py").write_text(f"{ENTER}{ONCE}{script}{below}")
     printed = run(on_ranks("--nproc-per-node", "2", "script.py"), tmp_path)
-    assert printed.strip().endswith(shown)
+    assert printed.strip().endswith(f"{shown}\nsaved")
 
 
 @pytest.mark.slow

@@ -185,7 +185,8 @@ def test_after_giving_up_on_a_late_rank_its_call_is_not_met():
             assert "all ranks make a new OverlapContext" in advice
         else:
             assert gave_up.wait(10)
-            with pytest.raises(TransportTimeoutError, match="came too late"):
+            late = r"all_gather_linear fprop .*: group rank 1 came too late, the others have given up"
+            with pytest.raises(TransportTimeoutError, match=late):  # fails without the operation's name
                 call(1)
 
     run_threads(2, body)

@@ -130,10 +130,11 @@ def test_a_transport_of_other_devices_is_refused_before_start(transport, device,
     (("--megatron", "--only", "sparse"), "no configuration is called sparse; there are dense, "),
     (("--megatron", "--only", "pipeline"), "needs 4 ranks, there are 2"),
     (("--only", "dense"), "--only names configurations of --megatron"),
+    (("--ranks", "1"), "one rank has nothing to communicate; use --ranks 2 or more"),
     (("--lora",), "--lora puts adapters into the models of --megatron: give that, too"),
     (("--megatron", "--lora", "--only", "sparse"), "no option of --lora has the word sparse. There are model: "),
 ])  # fmt: skip
-def test_models_that_cannot_be_verified_are_refused_before_start(words, complaint, capsys):
+def test_what_cannot_be_verified_is_refused_before_start(words, complaint, capsys):
     assert cli.main(["verify", *words]) == 2
     require_usage_error(capsys, "verify", complaint)
 
@@ -186,7 +187,9 @@ def test_exit_codes_of_the_doctor(
     out, err = capsys.readouterr()
     assert "x[y]" in out, "brackets are text, not markup"
     assert "buffers of one context" in out, "all is shown, whatever is wrong"
-    assert ("commfuse doctor: error: COMMFUSE_CONFIG is wrong: no such key" in err) == machine.settings[0].is_wrong
+    complaint = "COMMFUSE_CONFIG is wrong: no such key"
+    assert (f"commfuse doctor: error: {complaint}" in err) == machine.settings[0].is_wrong
+    assert out.startswith(complaint) == machine.settings[0].is_wrong, "before the tables, which take the defaults"
 
 
 def test_a_reader_that_leaves_changes_no_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:

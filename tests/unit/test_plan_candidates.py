@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commfuse_megatron import OverlapConfig
-from commfuse_megatron.config import LinearConfig, PassConfig, TransportConfig
+from commfuse_megatron.config import AttentionConfig, LinearConfig, PassConfig, TransportConfig
 from commfuse_megatron.plan.candidates import buffer_needs, list_candidates, merge_needs
-from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem
+from commfuse_megatron.plan.choose import choose_only
+from commfuse_megatron.problem import DTYPE_BYTES, AttentionProblem, GemmProblem
 from commfuse_megatron.schedule import Algorithm, Collective
 from commfuse_megatron.schedule.binding import bind
 from tests.harness.problems import layer_problem
@@ -86,6 +87,33 @@ def test_a_path_that_makes_no_sense_is_replaced_and_said():
         found = list_candidates(problem, config("async"))
         assert [plan.name for plan in found.plans] == ["sequential"]
         assert '"async" finds no GEMM' in found.note
+
+
+@pytest.mark.parametrize(("m", "note"), [
+    (64, "chunks_per_shard: 64 chunks are more than the 32 rows of a shard, so some are empty"), (32, ""), (1, ""),
+])  # fmt: skip
+def test_more_chunks_than_rows_are_said(m, note):
+    """Fails without the note: 64 chunks of 32 rows ran as any other number, and nothing said so."""
+    found = list_candidates(layer_problem("70b.qkv", 64), config("sliced", m=m))
+    assert [plan.name for plan in found.plans] == [f"sliced m={m}"]
+    assert found.note == note
+    assert choose_only(found).reason == "forced by the configuration" + (f" ({note})" if note else "")
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_what_is_offered_is_never_more_than_the_rows(rows):
+    assert not list_candidates(layer_problem("70b.qkv", rows, 4), config("sliced", m=1)).note
+    assert not list_candidates(layer_problem("70b.qkv", rows), OverlapConfig()).note
+
+
+def test_more_splits_than_rows_are_said():
+    problem = AttentionProblem(
+        pass_name="fprop", rows=8, batch=1, heads=2, kv_heads=2, head_dim=8, value_dim=8, N=16, dtype="bfloat16",
+        group_size=2,
+    )  # fmt: skip
+    for m, note in ((4, ""), (5, "splits_per_shard: 5 chunks are more than the 4 rows of a shard, so some are empty")):
+        attention = AttentionConfig(path="query_split", splits_per_shard=m)
+        assert list_candidates(problem, OverlapConfig(attention=attention)).note == note
 
 
 def test_what_exceeds_the_buffers_is_left_out_and_said():

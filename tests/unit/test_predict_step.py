@@ -37,6 +37,8 @@ MACHINE = StepMachine(
     "NVIDIA H200", "nvlink", lambda group_size: assumed_machine(TRAITS, "bfloat16", group_size=group_size)
 )
 
+BOTH_PASSES = ("forward", "backward")
+
 # Whose steps of 8B and 32 layers the host times and the share of hidden transfers were fitted to.
 FITTED_TO = "e8c6fe5"
 
@@ -82,7 +84,7 @@ def test_the_newest_steps_are_predicted_to_a_tenth(step):
         assert prediction.step_ms == pytest.approx(step.step_ms, rel=0.03)
         assert gain == pytest.approx(measured_gain, rel=0.02)
     else:
-        assert prediction.host_bound == list(VARIANTS)
+        assert prediction.host_bound == dict.fromkeys(VARIANTS, BOTH_PASSES)
 
 
 def test_all_measured_steps_are_predicted_to_a_tenth():
@@ -172,13 +174,13 @@ def test_the_host_or_the_device_decides():
     for variant, host_us in module._HOST_US_OF_A_LAYER.items():
         assert short.step_ms[variant] * 1e3 == pytest.approx(layers * sum(host_us))
         assert short.forward_ms[variant] * 1e3 == pytest.approx(layers * host_us[0])
-    assert (short.host_bound, long.host_bound) == (list(VARIANTS), [])
+    assert (short.host_bound, long.host_bound) == (dict.fromkeys(VARIANTS, BOTH_PASSES), {})
     # The forward pass is the host's, so the backward pass begins late and is the device's.
     mixed = predict("llama-8b", layers, 8192, 4)
     host_us = module._HOST_US_OF_A_LAYER[PLANNED]
     assert mixed.forward_ms[PLANNED] * 1e3 == pytest.approx(layers * host_us[0])
     assert mixed.step_ms[PLANNED] * 1e3 > layers * sum(host_us)
-    assert PLANNED in mixed.host_bound
+    assert mixed.host_bound[PLANNED] == ("forward",)
 
 
 def test_attention_takes_what_was_measured():
@@ -248,10 +250,20 @@ def test_the_guides_commands_run(tmp_path, monkeypatch, capsys):
 def test_a_step_that_waits_for_the_host_is_marked(capsys):
     run("llama-8b", "--layers", 4, "--tokens", 2048, "--ranks", 2)
     out = capsys.readouterr().out
-    assert "host-bound: the host takes longer to submit the step" in " ".join(out.split())
+    assert "host-bound: the passes in which the device waits for the host" in " ".join(out.split())
     assert "no step of more than" not in out
     run("llama-8b", "--tokens", 8192, "--ranks", 2)
     assert "a faster host" not in capsys.readouterr().out
+
+
+def test_where_the_forward_pass_alone_waits_it_says_so(capsys):
+    """Fails without the passes: such steps, whose backward pass is the device's, were marked "all"."""
+    run("llama-8b", "--tokens", 8192, "--ranks", 4, 8)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "forward: all" in out
+    assert "both: stock, without communication; forward: with the plugin" in out
+    assert "no step of more than 2 ranks was measured: expect at least these errors" in out
+    assert "errors, of host-bound ones -8.1 to +6.5 %, and that more ranks wait for the host sooner" in out
 
 
 def test_against_takes_the_place_of_what_comes_along(capsys):

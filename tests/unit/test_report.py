@@ -8,7 +8,8 @@ import pytest
 
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.tools import main as cli
-from commfuse_megatron.tools.bench.report import KINDS, count_tables, read_rows, render
+from commfuse_megatron.tools.bench.document_tables import KINDS
+from commfuse_megatron.tools.bench.report import count_tables, read_rows, render
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

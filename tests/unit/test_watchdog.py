@@ -2,11 +2,13 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from commfuse_megatron.errors import TransportError
+from commfuse_megatron.runtime.link import Link, Peers
 from commfuse_megatron.runtime.watchdog import Watchdog
 from commfuse_megatron.transport.base import Transfer
 
@@ -24,6 +26,17 @@ def _modes_asked_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     watchdog = Watchdog(1.0, lambda entry: None, pytest.fail)
     watchdog.stop()
     return asked
+
+
+def test_who_is_late_is_logged_with_the_way_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Fails without the advice: the log is the first that is seen of it, and named no way on."""
+    transport = SimpleNamespace(needs_watchdog=False, abort=lambda: None)
+    board = SimpleNamespace(reasons_of_leaving=lambda wait_s: {})
+    link = Link(transport, Peers(0, (4, 6)), 2.0, None, board)  # type: ignore[arg-type]
+    link._overdue(1)
+    (said,) = caplog.messages
+    assert said.startswith("group rank 0 (global rank 4) waited 2.0 s for group rank 1 (global rank 6)")
+    assert said.endswith(link.advice)
 
 
 def test_it_may_ask_for_events_whatever_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

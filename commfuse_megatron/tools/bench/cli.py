@@ -16,7 +16,7 @@ from commfuse_megatron.tools.common.cases import CPU_SHRINK
 from commfuse_megatron.tools.common.launch import launch
 from commfuse_megatron.tools.common.options import add_rank_options, for_ranks
 from commfuse_megatron.tools.common.output import each_once, make_progress, results, say_count
-from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_num_ranks, is_speaker
+from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_several_ranks, is_speaker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -95,9 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     from commfuse_megatron.tools.common.cases import ATTENTION_TOKENS, TOKENS
     from commfuse_megatron.tools.common.ulysses_cases import ULYSSES_TOKENS
 
-    num_ranks = choose_num_ranks(arguments.ranks)
-    if num_ranks < 2:
-        raise UsageError("one rank has nothing to communicate; use --ranks 2 or more")
+    num_ranks = choose_several_ranks(arguments.ranks)
     _require_sense(arguments, num_ranks)
     limits = parse_limits(arguments.check)
     is_gpu, kind = arguments.device == "cuda", _kind_of(arguments)

@@ -142,6 +142,14 @@ def require_megatron() -> None:
         raise CannotRunError("Megatron-Core is not installed: pip install megatron-core")
 
 
+def choose_several_ranks(requested: int | None) -> int:
+    """The same, of commands that look at what ranks send each other: raises UsageError for one rank, too."""
+    num_ranks = choose_num_ranks(requested)
+    if num_ranks < 2:
+        raise UsageError("one rank has nothing to communicate; use --ranks 2 or more")
+    return num_ranks
+
+
 def choose_num_ranks(requested: int | None) -> int:
     """The number of ranks that a command will run on.
 

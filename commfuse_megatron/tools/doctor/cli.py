@@ -34,17 +34,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the tables. 0: overlapped operations can run here; 2: no transport can.
 
-    Raises ConfigError, when all is printed and written, if a setting is wrong: every other command would refuse it.
+    A wrong setting, which every other command would refuse, is said before the tables, and when all is printed and
+    written raises ConfigError.
     """
     from commfuse_megatron.tools.doctor.machine import inspect_machine
 
     with status("looking at this machine"):
         machine = inspect_machine()
+    wrong = [f"{setting.name} is wrong: {setting.meaning}" for setting in machine.settings if setting.is_wrong]
     if is_speaker():
         if arguments.json:
             write_json(arguments.json, machine.to_dict() | {"buffers": _buffers(_group_size(machine))})
+        for each in wrong:
+            results().print(f"[red]{escape(each)}[/]\n")
         _print(machine)
-    wrong = [f"{setting.name} is wrong: {setting.meaning}" for setting in machine.settings if setting.is_wrong]
     if wrong:
         raise ConfigError("; ".join(wrong))
     transports = [ability for ability in machine.abilities if ability.name.endswith("transport")]

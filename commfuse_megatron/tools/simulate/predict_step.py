@@ -96,12 +96,12 @@ class StepSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPrediction:
-    """forward_ms, step_ms: by variant. host_bound: the variants whose time is the host's."""
+    """forward_ms, step_ms: by variant. host_bound: the passes that wait for the host, by variant that has any."""
 
     sizes: StepSizes
     forward_ms: dict[str, float]
     step_ms: dict[str, float]
-    host_bound: list[str]
+    host_bound: dict[str, tuple[str, ...]]
 
     def as_json(self) -> dict[str, object]:
         """For the file; `predicted` tells it from a measured row."""
@@ -132,15 +132,17 @@ def predict_step(sizes: StepSizes, on: StepMachine) -> StepPrediction:
         machine = dataclasses.replace(machine, gemm=rate)
     step = _Step(sizes.model, sizes.tokens, sizes.group_size, machine)
     layer, ends = step.layers(), step.ends()
-    forward_ms, step_ms, host_bound = {}, {}, []
+    forward_ms, step_ms, host_bound = {}, {}, {}
     for name, (host_forward_us, host_backward_us) in _HOST_US_OF_A_LAYER.items():
         device = layer[name].times(layers) + ends[name]
         forward_us = max(device.forward_us, layers * host_forward_us)
         # The host goes on while the device is behind; the device cannot begin before the host.
-        step_us = max(forward_us + device.backward_us, layers * (host_forward_us + host_backward_us))
+        device_us = forward_us + device.backward_us
+        step_us = max(device_us, layers * (host_forward_us + host_backward_us))
         forward_ms[name], step_ms[name] = forward_us / 1e3, step_us / 1e3
-        if step_us > sum(device):
-            host_bound.append(name)
+        waits = {"forward": forward_us > device.forward_us, "backward": step_us > device_us}
+        if any(waits.values()):
+            host_bound[name] = tuple(pass_name for pass_name, does_wait in waits.items() if does_wait)
     return StepPrediction(sizes, forward_ms, step_ms, host_bound)
 
 

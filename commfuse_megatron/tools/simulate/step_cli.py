@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from commfuse_megatron.tools.simulate.predict_step import MeasuredStep, StepMachine, StepPrediction
 
 _HOST_BOUND = (
-    "host-bound: the host takes longer to submit the step than the device to run it. Host times are those of one "
-    "machine; a faster host shortens such steps. The plugin's can be shorter than the step without communication, since"
-    " its calls are CUDA graphs"
+    "host-bound: the passes in which the device waits for the host, and of which variant; where that is forward alone, "
+    "the backward pass begins late and takes the device's time. Host times are those of one machine; a faster host "
+    "shortens such steps. The plugin's can be shorter than the step without communication, since its calls are CUDA "
+    "graphs"
 )
 
 
@@ -113,9 +114,16 @@ def _print_predictions(predictions: Sequence[StepPrediction], machine: StepMachi
 def _say_host_bound(prediction: StepPrediction) -> str:
     from commfuse_megatron.tools.simulate.predict_step import VARIANTS
 
-    if len(prediction.host_bound) == len(VARIANTS):
-        return "all"
-    return ", ".join(VARIANTS[name] for name in prediction.host_bound) or "none"
+    variants: dict[tuple[str, ...], list[str]] = {}
+    for name, passes in prediction.host_bound.items():
+        variants.setdefault(passes, []).append(VARIANTS[name])
+    return (
+        "; ".join(
+            f"{passes[0] if len(passes) == 1 else 'both'}: {'all' if len(names) == len(VARIANTS) else ', '.join(names)}"
+            for passes, names in variants.items()
+        )
+        or "none"
+    )
 
 
 def _print_errors(errors: Sequence[_Error], machine: StepMachine, most_ranks: int) -> None:
@@ -147,4 +155,9 @@ def _print_errors(errors: Sequence[_Error], machine: StepMachine, most_ranks: in
     )
     measured_ranks = max(each.step.sizes.group_size for each in errors)
     if most_ranks > measured_ranks:
-        console.print(f"no step of more than {measured_ranks} ranks was measured: trust those accordingly")
+        bound = [100 * each.error for each in errors if each.is_host_bound]
+        of_hosts = f", of host-bound ones {min(bound):+.1f} to {max(bound):+.1f} %" if bound else ""
+        console.print(
+            f"no step of more than {measured_ranks} ranks was measured: expect at least these errors{of_hosts}, and "
+            "that more ranks wait for the host sooner"
+        )

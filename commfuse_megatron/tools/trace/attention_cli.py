@@ -14,7 +14,7 @@ from commfuse_megatron.tools.common.cases import CPU_SHRINK
 from commfuse_megatron.tools.common.launch import launch
 from commfuse_megatron.tools.common.options import refuse_given, require_positive
 from commfuse_megatron.tools.common.output import make_progress, make_table, results, say_count, write_json
-from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_num_ranks
+from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_several_ranks
 from commfuse_megatron.tools.trace.options import ATTENTION_PATHS, OF_STEPS, config_of, ready
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ _OF_PROJECTIONS = ("path", "algorithm", "chunks")
 
 def run_trace_attention(arguments: argparse.Namespace) -> int:
     """Trace every path that is asked for. 0: done."""
-    num_ranks = choose_num_ranks(arguments.ranks)
-    if num_ranks < 2:
-        raise UsageError("one rank has nothing to communicate; use --ranks 2 or more")
+    num_ranks = choose_several_ranks(arguments.ranks)
     refuse_given(arguments, (*_OF_LINEARS, *OF_STEPS), "--attention traces one attention block; leave out")
     require_positive(arguments, ("calls", "seq", "splits", "shrink"))
     paths = arguments.paths or ATTENTION_PATHS

@@ -12,7 +12,7 @@ from commfuse_megatron.config import TransportConfig
 from commfuse_megatron.tools.common.launch import launch
 from commfuse_megatron.tools.common.options import add_rank_options, choices_of, for_ranks
 from commfuse_megatron.tools.common.output import make_progress, make_table, results, write_json
-from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_num_ranks
+from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_several_ranks
 
 if TYPE_CHECKING:
     from commfuse_megatron.tools.verify.ops import CaseResult
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.transport != "auto" and (arguments.transport == "gloo") != (arguments.device == "cpu"):
         other = "cpu" if arguments.transport == "gloo" else "cuda"
         raise UsageError(f"--transport {arguments.transport} carries tensors of --device {other} only")
-    num_ranks = choose_num_ranks(arguments.ranks)
+    num_ranks = choose_several_ranks(arguments.ranks)
     return launch(_verify_on_rank, for_ranks(arguments), num_ranks=num_ranks, device_type=arguments.device)
 
 
@@ -127,8 +127,6 @@ def _print(found: list[CaseResult], failed: list[CaseResult], rank: Rank) -> Non
             console.print(f"    {escape(complaint)}")
     if len(failed) > MAX_FAILURES_SHOWN:
         console.print(f"... and {len(failed) - MAX_FAILURES_SHOWN} more (all are in --json FILE)")
-    if rank.world_size == 1:
-        console.print("one rank: nothing was sent, and no transport tested")
     modes = describe_modes(_total_modes(found))
     console.print(f"{len(found) - len(failed)} passed, {len(failed)} failed; passes of the first rank by mode: {modes}")
 

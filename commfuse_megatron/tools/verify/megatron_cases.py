@@ -42,7 +42,9 @@ class Configuration:
 
     variant, sizes, options: of the model; the options are Megatron's. hybrid_pattern: makes it a HybridModel.
     tensor, layout: the largest tensor-parallel size, and other sizes for Megatron's parallel state; further ranks are
-    data-parallel. way: "spec" maps specs before the model is built, "convert" converts the built one.
+    data-parallel. context: ranks that share every sequence, by the exchange of `cp_comm_type` a2a; stock, whose local
+    layers have none, runs whole sequences on each of them. way: "spec" maps specs before the model is built, "convert"
+    converts the built one.
     micro_batches: their lengths. packed: lengths of the sequences that each one is packed of.
     is_repeatable: a second run must give the same bits.
     recomputed, repeated: parts of the names of layers that run twice per micro-batch, because the backward pass runs
@@ -59,6 +61,7 @@ class Configuration:
     hybrid_pattern: str | None = None
     virtual_stages: int | None = None
     tensor: int = 4
+    context: int = 1
     least_ranks: int = 2
     layout: dict[str, Any] = field(default_factory=dict)
     way: Literal["spec", "convert"] = "spec"
@@ -80,14 +83,15 @@ class Configuration:
 
     def tensor_size(self, num_ranks: int) -> int:
         """The tensor-parallel size on `num_ranks` ranks."""
-        return min(self.tensor, num_ranks)
+        return min(self.tensor, num_ranks // self.context)
 
     def describe_layout(self, num_ranks: int) -> str:
         """E.g. "TP2 x PP2"."""
         tensor = self.tensor_size(num_ranks)
         pipeline = self.layout.get("pipeline_model_parallel_size", 1)
-        data = num_ranks // (tensor * pipeline)
-        sizes = {"TP": tensor, "PP": pipeline, "DP": data, "EP": self.layout.get("expert_model_parallel_size", 1)}
+        data = num_ranks // (tensor * pipeline * self.context)
+        sizes = {"TP": tensor, "CP": self.context, "PP": pipeline, "DP": data}
+        sizes["EP"] = self.layout.get("expert_model_parallel_size", 1)
         return " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "TP")
 
 
@@ -112,6 +116,7 @@ LATENT = {
     "v_head_dim": 16,
     "rope_type": "rope",
 }
+_ONE_RANK = ("the tensor-parallel group has one rank",)
 _EXPERT_REASON = ("belongs to an expert",)
 _PIPELINE = {"pipeline_model_parallel_size": 2}
 _LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -173,6 +178,17 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
         layout={"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
         stock=_EXPERT_REASON,
     ),
+    Configuration(name="context_parallel", tensor=1, context=2, stock=_ONE_RANK),
+    Configuration(name="context_parallel_mla", tensor=1, context=2, options=LATENT, stock=_ONE_RANK),
+    Configuration(
+        name="context_parallel_recompute",
+        tensor=1,
+        context=2,
+        options=FULL,
+        recomputed=("core_attention",),
+        stock=_ONE_RANK,
+    ),
+    Configuration(name="tensor_and_context_parallel", tensor=2, context=2, least_ranks=4),
     Configuration(
         name="pipeline", tensor=2, least_ranks=4, layout=_PIPELINE, options=_PIPELINE, micro_batches=(16,) * 4
     ),
