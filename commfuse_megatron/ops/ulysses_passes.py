@@ -56,7 +56,7 @@ def ulysses_forward(call: UlyssesCall, heads: Heads) -> tuple[torch.Tensor, Save
     with p:
         if not problem.M:
             out = heads.q.new_empty(heads.q.size(0), problem.batch, problem.N)
-            return out, Saved((), out, [])
+            return out, Saved((), out.new_empty(0), [])
         if problem.group_size == 1:
             return _attend_alone(call, heads)
         run = _Forward(call, heads)
@@ -85,12 +85,12 @@ def ulysses_backward(p: PreparedPass, call: UlyssesCall, saved: Saved, grad: tor
 def _attend_alone(call: UlyssesCall, heads: Heads) -> tuple[torch.Tensor, Saved]:
     problem = _problem_of(call.forward)
     heads = operands_for_kernels(heads, is_kept=bool(problem.needs))
-    # Returned and saved as it is: a view in the place of either cannot be changed, or not be taken out again.
-    out = heads.q.new_empty(problem.rows, problem.batch, problem.N)
-    attended = out.unflatten(-1, (problem.heads, problem.value_dim))
+    flat = heads.q.new_empty(problem.rows, problem.batch, problem.N)
+    attended = flat.unflatten(-1, (problem.heads, problem.value_dim))
     with _Marked(call.forward, ATTEND_GROUP):
         state = _attention(call, problem, _whole(problem), []).forward(0, heads, attended)
-    return out, Saved(tuple(heads), out, [state])
+    # The result may be changed in place, as of more ranks; what is saved may not.
+    return flat.clone() if problem.needs else flat, Saved(tuple(heads), flat, [state])
 
 
 class _Pass:

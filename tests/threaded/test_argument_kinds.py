@@ -33,6 +33,7 @@ OPS = {
         ops.linear_reduce_scatter,
         ops.query_split_attention,
         ops.embedding_reduce_scatter,
+        ops.ulysses_attention,
     )
 }
 
@@ -70,6 +71,7 @@ WRONG: dict[Any, list[Any]] = {
     torch.Tensor | None: [5, "b", [1], ARRAY, object()], int: [None, float(FEATURES), "7", [7], TENSOR],
     int | None: [float(TOKENS), "7", [7], TENSOR], bool: [None, 2, "yes", [True], TENSOR],
     float: [None, "a", 1j, [0.5], TENSOR], float | None: ["a", 1j, [0.5], TENSOR],
+    str: [None, 5, ["zigzag"], TENSOR],
     tuple[int, int] | None: [5, "ab", {1, 2}, {1: 2}, TENSOR],
     WeightGrad: [TENSOR, 5, WeightGradTarget(None, lambda: None), WeightGradTarget(ARRAY, lambda: None),
      WeightGradTarget(FOREIGN[1], lambda: None), DeferredWeightGrad([]), DeferredWeightGrad(WeightGradQueue(),
@@ -89,6 +91,9 @@ def good(op: str, group_rank: int, group_size: int) -> dict[str, Any]:
     if op == "query_split_attention":
         heads = torch.ones(TOKENS, 1, 2, FEATURES // 2)
         return {"q": heads, "k": heads, "v": heads, "out_weight": torch.ones(3, FEATURES), "out_bias": torch.ones(3)}
+    if op == "ulysses_attention":
+        heads = torch.ones(TOKENS // group_size, 1, 2 * group_size, FEATURES)
+        return {"q": heads, "k": heads, "v": heads}
     rows = TOKENS if op == "linear_reduce_scatter" else TOKENS // group_size
     return {"x": torch.ones(rows, 1, FEATURES), "weight": torch.ones(FEATURES, FEATURES), "bias": torch.ones(FEATURES)}
 
@@ -284,7 +289,7 @@ def test_numbers_of_any_kind_that_mean_something_are_taken(group, device) -> Non
 @pytest.mark.parametrize("op", OPS)
 @on_ranks(2)
 def test_a_lazily_negated_operand_is_refused(group, device, op: str) -> None:
-    name = "out_weight" if op == ATTENTION else "weight"
+    name = {ATTENTION: "out_weight", "ulysses_attention": "v"}.get(op, "weight")
     arguments = good(op, group.rank(), group.size())
     negated = {**arguments, name: torch._neg_view(arguments[name])}
     with OverlapContext(group, config()) as context:

@@ -17,7 +17,7 @@ from tests.threaded.test_ulysses import Case, check, draw, run, ulysses_config
 @pytest.mark.parametrize("path", ["overlapped", "sequential"])
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_the_result_is_no_view_and_may_be_changed_in_place(group_size, path):
-    """Fails without the fix: of one rank it was a view of what is saved."""
+    """Fails without the fix: of one rank it was a view of what is saved. Backward follows all the same."""
 
     def body(group, device):
         operands, _ = draw(Case(), group.rank(), group_size)
@@ -28,8 +28,12 @@ def test_the_result_is_no_view_and_may_be_changed_in_place(group_size, path):
                 assert not y._is_view()
                 assert y.is_contiguous()
                 assert y.untyped_storage().nbytes() == y.nbytes
-                y.backward(torch.ones_like(y))
+                (grad_v,) = torch.autograd.grad(y, leaves[2], torch.ones_like(y), retain_graph=True)
                 y += 1
+                y.backward(torch.ones_like(y))
+                assert torch.equal(leaves[2].grad, grad_v)
+                with torch.no_grad():
+                    assert not ops.ulysses_attention(*leaves, context=context)._is_view()
 
     run_threads(group_size, body)
 
