@@ -21,23 +21,24 @@ from tests.megatron.harness import make_cpu_test
 NAMES = {
     2: [configuration.name for configuration in choose_configurations(2)],
     4: ["dense", "layer_norm_and_bias", "one_query_group", "mla", "hybrid_moe", "moe_expert_parallel", "pipeline",
-        "pipeline_interleaved", "pipeline_variable_lengths", "distributed_optimizer"],
+        "pipeline_interleaved", "pipeline_variable_lengths", "distributed_optimizer", "tensor_and_context_parallel"],
 }  # fmt: skip
 
 
-def assert_passed(result: ModelResult) -> None:
+def assert_passed(result: ModelResult, largest_loss_error: float = 1e-13) -> None:
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, result)
     assert all(each == result for each in everyones), "all ranks come to the same verdict"
     assert result.passed, "\n".join(result.complaints)
-    assert result.loss_error <= 1e-13
+    assert result.loss_error <= largest_loss_error
     assert result.gradient_error <= 1e-13
 
 
 def equals_stock(ranks: int, name: str) -> None:
     (configuration,) = choose_configurations(ranks, [name])
     (result,) = verify_models([configuration])
-    assert_passed(result)
+    # Megatron's cross-entropies are fp32, and means over parts of them are rounded where ranks share sequences.
+    assert_passed(result, 2.0**-22 if configuration.context > 1 else 1e-13)
     assert bool(result.overlapped) != configuration.is_all_stock
     assert bool(result.stock) == bool(configuration.stock)
 
