@@ -8,6 +8,7 @@ anything is sent.
 import dataclasses
 import difflib
 import json
+import math
 import os
 import types
 import typing
@@ -56,8 +57,17 @@ _LONGEST_TIMEOUT_S = 1e9
 _FORMER_KEYS = {"cuda_graphs": "graph_memory_mib", "nccl_lanes": "nccl_communicators"}
 
 
+def _within(default: Any, least: float, most: float, range_in_words: str) -> Any:
+    """A field whose value, unless None, is from `least` to `most`: it "must `range_in_words`"."""
+    return field(default=default, metadata={"within": (least, most, range_in_words)})
+
+
+def _at_least(least: int, default: int | None) -> Any:
+    return _within(default, least, math.inf, f"be at least {least}" if least else "not be negative")
+
+
 class _Checked:
-    """A part of the configuration whose values fit their annotations, however it was built."""
+    """A part of the configuration whose values fit their annotations and ranges, however it was built."""
 
     def __post_init__(self) -> None:
         for name, hint in typing.get_type_hints(type(self)).items():
@@ -67,6 +77,12 @@ class _Checked:
             elif not isinstance(value, typing.cast(type, hint)):
                 wanted = typing.cast(type, hint).__name__
                 raise ConfigError(f"{name} must be a {wanted}, got {value!r}; from_dict takes nested dicts")
+        for each in dataclasses.fields(typing.cast(Any, self)):
+            value = getattr(self, each.name)
+            if "within" in each.metadata and value is not None:
+                least, most, range_in_words = each.metadata["within"]
+                if not least <= value <= most:
+                    raise ConfigError(f"{each.name} must {range_in_words}, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +101,7 @@ class PassConfig(_Checked):
 
     path: Literal["auto", "sliced", "bulk", "async", "sequential"] = "auto"
     algorithm: Literal["auto", "ring", "direct"] = "auto"
-    chunks_per_shard: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.chunks_per_shard is not None and self.chunks_per_shard < 1:
-            raise ConfigError(f"chunks_per_shard must be at least 1, got {self.chunks_per_shard}")
+    chunks_per_shard: int | None = _at_least(1, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +143,7 @@ class AttentionConfig(_Checked):
     """
 
     path: Literal["auto", "query_split", "row_parallel", "sequential"] = "auto"
-    splits_per_shard: int | None = None
+    splits_per_shard: int | None = _at_least(1, None)
     backward: Literal["auto", "query_split", "row_parallel"] = "auto"
     kernel: Literal["auto", "cudnn", "flash", "math"] = "auto"
 
@@ -148,8 +159,6 @@ class AttentionConfig(_Checked):
                         f"{name} = {value} is about split queries, which path "
                         f'"{self.path}" does not have; set path to "query_split" or "auto"'
                     )
-        if self.splits_per_shard is not None and self.splits_per_shard < 1:
-            raise ConfigError(f"splits_per_shard must be at least 1, got {self.splits_per_shard}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,12 +176,10 @@ class UlyssesConfig(_Checked):
     """
 
     path: Literal["auto", "overlapped", "sequential", "stock"] = "auto"
-    head_groups: int | None = None
+    head_groups: int | None = _at_least(1, None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.head_groups is not None and self.head_groups < 1:
-            raise ConfigError(f"head_groups must be at least 1, got {self.head_groups}")
         if self.head_groups is not None and self.path == "sequential":
             raise ConfigError(
                 f'head_groups = {self.head_groups} is about groups that travel apart, which path "sequential" does not '
@@ -200,24 +207,13 @@ class TransportConfig(_Checked):
     """
 
     backend: Backend = "auto"
-    timeout_s: float = 600.0
-    max_buffer_mib: int = 4096
-    nccl_channels: int | None = None
-    nccl_communicators: int | None = None
-    graph_memory_mib: int = 768
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.timeout_s <= _LONGEST_TIMEOUT_S:
-            raise ConfigError(f"timeout_s must be positive and at most {_LONGEST_TIMEOUT_S:g}, got {self.timeout_s}")
-        if self.max_buffer_mib < 1:
-            raise ConfigError(f"max_buffer_mib must be at least 1, got {self.max_buffer_mib}")
-        if self.graph_memory_mib < 0:
-            raise ConfigError(f"graph_memory_mib must not be negative, got {self.graph_memory_mib}")
-        if self.nccl_channels is not None and not 1 <= self.nccl_channels <= 64:
-            raise ConfigError(f"nccl_channels must be between 1 and 64, got {self.nccl_channels}")
-        if self.nccl_communicators is not None and not 1 <= self.nccl_communicators <= 8:
-            raise ConfigError(f"nccl_communicators must be between 1 and 8, got {self.nccl_communicators}")
+    timeout_s: float = _within(
+        600.0, math.ulp(0.0), _LONGEST_TIMEOUT_S, f"be positive and at most {_LONGEST_TIMEOUT_S:g}"
+    )
+    max_buffer_mib: int = _at_least(1, 4096)
+    nccl_channels: int | None = _within(None, 1, 64, "be between 1 and 64")
+    nccl_communicators: int | None = _within(None, 1, 8, "be between 1 and 8")
+    graph_memory_mib: int = _at_least(0, 768)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,13 +228,8 @@ class KernelConfig(_Checked):
     """
 
     gemm: Literal["auto", "persistent", "torch"] = "auto"
-    reserved_sms: int | None = None
+    reserved_sms: int | None = _at_least(0, None)
     regain_sms: bool | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.reserved_sms is not None and self.reserved_sms < 0:
-            raise ConfigError(f"reserved_sms must not be negative, got {self.reserved_sms}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,13 +247,8 @@ class PlanConfig(_Checked):
     """
 
     measure: Literal["auto", "always", "never"] = "auto"
-    margin: float = 0.15
+    margin: float = _within(0.15, 0, 10, "be between 0 and 10")
     file: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.margin <= 10:
-            raise ConfigError(f"margin must be between 0 and 10, got {self.margin}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ Rows are positions of the sequence axis; one row of a [S, B, H] tensor is B * H 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 __all__ = [
     "DTYPE_BYTES",
@@ -59,8 +59,28 @@ def chunk_ranges(total_rows: int, group_size: int, chunks_per_shard: int) -> tup
     return tuple(split_range(shard, chunks_per_shard) for shard in split_range(RowRange(0, total_rows), group_size))
 
 
+class _Pass:
+    """One pass of one operation on S * B tokens."""
+
+    __slots__ = ()
+    op: str
+    pass_name: str
+    rows: int
+    batch: int
+
+    @property
+    def M(self) -> int:
+        """Tokens of the full sequence."""
+        return self.rows * self.batch
+
+    @property
+    def call(self) -> str:
+        """Which pass of which operation this is."""
+        return f"{self.op} {self.pass_name}"
+
+
 @dataclass(frozen=True, slots=True)
-class GemmProblem:
+class GemmProblem(_Pass):
     """One pass of one linear, as seen by a rank: equal on all ranks of the group.
 
     op: "all_gather_linear", "linear_reduce_scatter" or "embedding_reduce_scatter" (K is 1, the weight a vocabulary).
@@ -81,11 +101,6 @@ class GemmProblem:
     needs: str = ""
 
     @property
-    def M(self) -> int:
-        """Tokens of the full sequence."""
-        return self.rows * self.batch
-
-    @property
     def flops(self) -> int:
         """Floating-point operations of this rank's GEMMs in this pass."""
         gemms = 1 if self.pass_name == "fprop" else sum(kind in self.needs.split("+") for kind in ("input", "weight"))
@@ -98,17 +113,10 @@ class GemmProblem:
         largest_shard = -(-self.rows // self.group_size)
         return largest_shard * self.batch * features * DTYPE_BYTES[self.dtype]
 
-    @property
-    def call(self) -> str:
-        """Which pass of which operation this is."""
-        return f"{self.op} {self.pass_name}"
-
     def __str__(self) -> str:
         needs = f" needs {self.needs}" if self.needs else ""
-        return (
-            f"{self.op} {self.pass_name} S={self.rows} B={self.batch} N={self.N} K={self.K} {self.dtype} "
-            f"over {self.group_size} ranks{needs}"
-        )
+        sizes = f"S={self.rows} B={self.batch} N={self.N} K={self.K}"
+        return f"{self.call} {sizes} {self.dtype} over {self.group_size} ranks{needs}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +138,17 @@ class VisibleKeys:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionProblem:
-    """One pass of attention with its output projection, as seen by a rank: equal on all ranks of the group.
+class _AttentionPass(_Pass):
+    """What the two attentions share.
 
-    rows, batch: S and B of the full sequence, which every rank holds for its own heads. heads, kv_heads: of queries, of
-    keys and values (fewer: grouped queries). head_dim, value_dim: features per head of q and k, of v. N: output
-    features of the projection. left, right: how many keys before and after its own position a query sees, None: all.
-    has_mask: a mask is given as a tensor instead. has_dropout: of attention probabilities.
+    rows, batch: S and B of the full sequence. heads, kv_heads: of queries, of keys and values (fewer: grouped queries).
+    head_dim, value_dim: features per head of q and k, of v. left, right: how many keys before and after its own
+    position a query sees, None: all. has_dropout: of attention probabilities.
     needs: which gradients the backward pass must produce, in fprop as well, since both take the same path: "input" (q,
     k, v), "weight"; "" where no backward pass follows.
     """
 
+    op: str
     pass_name: str
     rows: int
     batch: int
@@ -148,20 +156,39 @@ class AttentionProblem:
     kv_heads: int
     head_dim: int
     value_dim: int
-    N: int
     dtype: str
     group_size: int
     left: int | None = None
     right: int | None = None
-    has_mask: bool = False
     has_dropout: bool = False
     needs: str = ""
-    op: str = "query_split_attention"
 
     @property
-    def M(self) -> int:
-        """Tokens of the full sequence."""
-        return self.rows * self.batch
+    def _features(self) -> str:
+        return f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}+{self.value_dim}"
+
+    @property
+    def _band(self) -> str:
+        left, right = ("all" if bound is None else bound for bound in (self.left, self.right))
+        return f"keys -{left}..+{right}"
+
+    @property
+    def _rest(self) -> str:
+        extra = (" dropout" if self.has_dropout else "") + (f" needs {self.needs}" if self.needs else "")
+        return f"{self.dtype} over {self.group_size} ranks{extra}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionProblem(_AttentionPass):
+    """One pass of attention with its output projection, as seen by a rank: equal on all ranks of the group.
+
+    Every rank holds the full sequence for its own heads. N: output features of the projection. has_mask: a mask is
+    given as a tensor, and no band. The rest as in `_AttentionPass`.
+    """
+
+    N: int
+    has_mask: bool = False
+    op: str = "query_split_attention"
 
     @property
     def K(self) -> int:
@@ -208,19 +235,12 @@ class AttentionProblem:
             total -= _sum_of_least(*hidden, self.rows) - _sum_of_least(*hidden, 0)
         return total
 
-    @property
-    def call(self) -> str:
-        """Which pass of which operation this is."""
-        return f"{self.op} {self.pass_name}"
-
     def __str__(self) -> str:
         kv = f"/{self.kv_heads}" if self.kv_heads != self.heads else ""
-        dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}+{self.value_dim}"
-        mask = "masked" if self.has_mask else f"keys -{_say(self.left)}..+{_say(self.right)}"
-        extra = (" dropout" if self.has_dropout else "") + (f" needs {self.needs}" if self.needs else "")
+        mask = "masked" if self.has_mask else self._band
         return (
-            f"{self.op} {self.pass_name} S={self.rows} B={self.batch} heads={self.heads}{kv} D={dims} N={self.N} "
-            f"{mask} {self.dtype} over {self.group_size} ranks{extra}"
+            f"{self.call} S={self.rows} B={self.batch} heads={self.heads}{kv} D={self._features} N={self.N} {mask} "
+            f"{self._rest}"
         )
 
 
@@ -228,10 +248,6 @@ def _sum_of_least(start: int, stop: int, most: int) -> int:
     """Sum of min(i, most) over i in range(start, stop)."""
     cut = min(max(most, start), stop)
     return (start + cut - 1) * (cut - start) // 2 + (stop - cut) * most
-
-
-def _say(bound: int | None) -> str:
-    return "all" if bound is None else str(bound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,34 +264,16 @@ class HeadGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UlyssesProblem:
+class UlyssesProblem(_AttentionPass):
     """One pass of attention over a sequence that is split over ranks: equal on all ranks of the group.
 
-    rows, batch: S and B of the full sequence. heads, kv_heads: of all ranks together, of which rank r attends the
-    r-th part; with fewer kv_heads than ranks, several ranks attend with the same one. order: "contiguous" or "zigzag"
-    (see `kept_rows`). The rest as in `AttentionProblem`; needs: "input", in fprop as well, or "".
+    heads, kv_heads: of all ranks together, of which rank r attends the r-th part; with fewer kv_heads than ranks,
+    several ranks attend with the same one. order: "contiguous" or "zigzag" (see `kept_rows`). The rest as in
+    `_AttentionPass`.
     """
 
-    pass_name: str
-    rows: int
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    dtype: str
-    group_size: int
     order: str = "contiguous"
-    left: int | None = None
-    right: int | None = None
-    has_dropout: bool = False
-    needs: str = ""
     op: str = "ulysses_attention"
-
-    @property
-    def M(self) -> int:
-        """Tokens of the full sequence."""
-        return self.rows * self.batch
 
     @property
     def N(self) -> int:
@@ -323,35 +321,16 @@ class UlyssesProblem:
 
     def attention(self, group: HeadGroup | None = None) -> AttentionProblem:
         """What a rank computes for a group of its heads, or for all of them, without a projection."""
-        return AttentionProblem(
-            pass_name=self.pass_name,
-            rows=self.rows,
-            batch=self.batch,
-            heads=self.own_heads if group is None else group.q.size,
-            kv_heads=self.own_kv_heads if group is None else group.kv.size,
-            head_dim=self.head_dim,
-            value_dim=self.value_dim,
-            N=0,
-            dtype=self.dtype,
-            group_size=self.group_size,
-            left=self.left,
-            right=self.right,
-            has_dropout=self.has_dropout,
-            needs=self.needs,
-            op=self.op,
-        )
-
-    @property
-    def call(self) -> str:
-        """Which pass of which operation this is."""
-        return f"{self.op} {self.pass_name}"
+        of_rank = {"heads": self.own_heads, "kv_heads": self.own_kv_heads}
+        if group is not None:
+            of_rank = {"heads": group.q.size, "kv_heads": group.kv.size}
+        shared = {field.name: getattr(self, field.name) for field in fields(_AttentionPass)}
+        return AttentionProblem(**shared | of_rank, N=0)
 
     def __str__(self) -> str:
-        dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}+{self.value_dim}"
-        extra = (" dropout" if self.has_dropout else "") + (f" needs {self.needs}" if self.needs else "")
         return (
-            f"{self.op} {self.pass_name} S={self.rows} {self.order} B={self.batch} heads={self.heads}/{self.kv_heads} "
-            f"D={dims} keys -{_say(self.left)}..+{_say(self.right)} {self.dtype} over {self.group_size} ranks{extra}"
+            f"{self.call} S={self.rows} {self.order} B={self.batch} heads={self.heads}/{self.kv_heads} "
+            f"D={self._features} {self._band} {self._rest}"
         )
 
 

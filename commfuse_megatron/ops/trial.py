@@ -25,7 +25,7 @@ from commfuse_megatron.errors import TransportError
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import Problem
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
-from commfuse_megatron.runtime.stopwatch import Stopwatch, make_stopwatch
+from commfuse_megatron.runtime.stopwatch import Stopwatch
 
 __all__ = ["Rehearse", "Scratch", "run_trial"]
 
@@ -58,7 +58,7 @@ def run_trial(
         if problem.pass_name == "backward":
             run = _through_autograd(run, context.device)
         calls = [functools.partial(run, context.make_pass(problem, plan)) for plan in plans]
-        bursts = _Bursts(calls, [_burst_length(plan) for plan in plans], make_stopwatch(context.device))
+        bursts = _Bursts(calls, [_burst_length(plan) for plan in plans], Stopwatch(context.device))
         fitting = [index for index, plan in enumerate(plans) if bursts.warm_up(index, plan, context)]
         if not fitting:
             return "every plan ran out of memory"

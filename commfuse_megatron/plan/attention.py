@@ -12,7 +12,7 @@ from commfuse_megatron.plan.machine import MachineModel
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.plan.passes import lower_pass, policy_of
 from commfuse_megatron.problem import DTYPE_BYTES, AttentionProblem, GemmProblem, RowRange, chunk_ranges
-from commfuse_megatron.schedule import Algorithm, Work, simulate
+from commfuse_megatron.schedule import Work, simulate
 from commfuse_megatron.schedule.lower_attention import ADD_GRADIENTS, ATTEND, ATTEND_BACKWARD
 from commfuse_megatron.schedule.lower_linear import Asked
 from commfuse_megatron.schedule.program import Compute
@@ -20,7 +20,6 @@ from commfuse_megatron.schedule.program import Compute
 __all__ = [
     "AttentionCosts",
     "attention_blocks",
-    "attention_buffer_needs",
     "choose_num_lanes",
     "list_attention_plans",
     "predict_attention_us",
@@ -60,19 +59,12 @@ def list_attention_plans(problem: AttentionProblem, config: OverlapConfig) -> li
     """All plans that `config` leaves open, the simplest first, with an empty reason."""
     chosen = config.attention
     paths = ("sequential", "row_parallel", "query_split") if chosen.path == "auto" else (chosen.path,)
-    plans = []
-    for path in paths:
-        splits: tuple[int, ...] = (1,)
-        if path == "query_split" and chosen.splits_per_shard is not None:
-            splits = (chosen.splits_per_shard,)
-        elif path == "query_split":
-            splits = tuple(m for m in _SPLITS if m == 1 or m <= problem.rows // problem.group_size)
-        backward_paths = _backward_paths(problem, chosen) if path == "query_split" else (None,)
-        plans += [
-            PassPlan(path, "", Algorithm.DIRECT, m, keep_gathered_input=False, backward_path=backward_path)
-            for m in splits
-            for backward_path in backward_paths
-        ]
+    plans = [PassPlan(path) for path in paths if path != "query_split"]
+    if "query_split" in paths:
+        splits = [m for m in _SPLITS if m == 1 or m <= problem.rows // problem.group_size]
+        for m in splits if chosen.splits_per_shard is None else [chosen.splits_per_shard]:
+            for backward_path in _backward_paths(problem, chosen):
+                plans.append(PassPlan("query_split", chunks_per_shard=m, backward_path=backward_path))
     return plans
 
 
@@ -81,27 +73,6 @@ def _backward_paths(problem: AttentionProblem, chosen: AttentionConfig) -> tuple
     if "input" not in problem.needs or problem.has_dropout or chosen.backward == "query_split":
         return (None,)
     return ("row_parallel",) if chosen.backward == "row_parallel" else (None, "row_parallel")
-
-
-def attention_buffer_needs(problem: AttentionProblem, plan: PassPlan) -> dict[str, int]:
-    """Bytes that a query-split plan needs of the context's buffers, forward and backward; see `buffer_needs`.
-
-    The other paths need what the projection's own plans do.
-    """
-    if plan.path != "query_split":
-        return {}
-    others, itemsize = problem.group_size - 1, DTYPE_BYTES[problem.dtype]
-    shard_rows = -(-problem.rows // problem.group_size)
-    chunk_rows = -(-shard_rows // plan.chunks_per_shard)
-    row_bytes = problem.batch * problem.N * itemsize
-    needs = {
-        "receive": others * plan.chunks_per_shard * chunk_rows * row_bytes,
-        "send": min(problem.rows, others * shard_rows) * row_bytes,
-        "own": shard_rows * row_bytes // itemsize * max(4, itemsize),
-    }
-    if problem.needs and plan.backward_path is None:
-        needs["gather"] = problem.rows * row_bytes
-    return needs
 
 
 def predict_attention_us(problem: AttentionProblem, plan: PassPlan, machine: MachineModel) -> float:
@@ -126,12 +97,10 @@ class AttentionCosts:
 
     def attention_us(self, queries: RowRange, *, is_backward: bool) -> tuple[float, float]:
         """Scores and values of `queries`: alone, and on the whole device."""
-        return self._attention_us(queries, _BACKWARD_WORK if is_backward else 1.0)
-
-    def _attention_us(self, queries: RowRange, work: float) -> tuple[float, float]:
         problem, gemm = self.problem, self.machine.gemm
         if not queries.size:
             return 0.0, 0.0
+        work = _BACKWARD_WORK if is_backward else 1.0
         scores = problem.count_scores(queries) * problem.heads * problem.batch
         flops = 2.0 * scores * (problem.head_dim + problem.value_dim) * work
         device_us = flops / (_ATTENTION_RATE * gemm.tflops * 1e6)
@@ -141,7 +110,7 @@ class AttentionCosts:
     def forward_us(self, plan: PassPlan) -> float:
         """Attention, projection and reduce-scatter."""
         if plan.path == "query_split":
-            return self._simulate(plan, Asked(), work=1.0)
+            return self._simulate(plan, Asked())
         return self.at_once_us(is_backward=False) + self._linear_us(self.problem.projection, plan)
 
     def backward_us(self, plan: PassPlan) -> float:
@@ -149,7 +118,7 @@ class AttentionCosts:
         problem = self.problem
         if plan.path == "query_split" and "input" in problem.needs:
             asked = Asked(is_backward=True, weight_grad="now" if "weight" in problem.needs else "none")
-            return self._simulate(plan, asked, _BACKWARD_WORK)
+            return self._simulate(plan, asked)
         attention_us = self.at_once_us(is_backward=True) if "input" in problem.needs else 0.0
         projection = dataclasses.replace(problem.projection, pass_name="backward", needs=problem.needs)
         return attention_us + self._linear_us(projection, plan)
@@ -157,12 +126,11 @@ class AttentionCosts:
     def _linear_us(self, projection: GemmProblem, plan: PassPlan) -> float:
         """The projection as a linear of its own."""
         paths = ("sequential",) if plan.path == "sequential" else ("sequential", "sliced")
-        plans = [PassPlan(path, "", Algorithm.DIRECT, 1, keep_gathered_input=False) for path in paths]
-        return min(predict_parts_us(projection, each, self.machine)[0] for each in plans)
+        return min(predict_parts_us(projection, PassPlan(each), self.machine)[0] for each in paths)
 
     # -- split queries ------------------------------------------------------------------------------------------------
 
-    def _simulate(self, plan: PassPlan, asked: Asked, work: float) -> float:
+    def _simulate(self, plan: PassPlan, asked: Asked) -> float:
         """All ranks: under a causal mask they take splits of other costs at other times."""
         problem = self.problem
         chunks = [
@@ -178,7 +146,7 @@ class AttentionCosts:
             if not isinstance(op, Compute):
                 return linear.work_us(rank, op, beside_us)
             if op.kind in (ATTEND, ATTEND_BACKWARD):
-                return self._attention_us(chunks[op.chunk], work)
+                return self.attention_us(chunks[op.chunk], is_backward=asked.is_backward)
             added = chunks[op.chunk : op.chunk + 1] if op.kind == ADD_GRADIENTS else chunks
             us = sum(map(self._add_us, added))
             return us, us

@@ -7,15 +7,15 @@ get the same list in the same order.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from commfuse_megatron.config import OverlapConfig, PassConfig
-from commfuse_megatron.plan.attention import attention_buffer_needs, list_attention_plans
-from commfuse_megatron.plan.pass_plan import PassPlan
+from commfuse_megatron.config import AttentionConfig, OverlapConfig, PassConfig, UlyssesConfig
+from commfuse_megatron.plan.attention import list_attention_plans
+from commfuse_megatron.plan.pass_plan import PassPlan, parts_of
 from commfuse_megatron.plan.ulysses import list_ulysses_plans, ulysses_buffer_needs
 from commfuse_megatron.problem import DTYPE_BYTES, AttentionProblem, GemmProblem, Problem, UlyssesProblem
 from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.transport.base import MOST_CHUNKS
 
-__all__ = ["Candidates", "buffer_needs", "list_candidates", "merge_needs"]
+__all__ = ["Candidates", "buffer_needs", "list_candidates", "merge_needs", "settings_of"]
 
 # Chunks per shard worth considering. Every further slice costs 35 us of host time (2 x H200, November 2026).
 _CHUNKS = (1, 2, 4)
@@ -33,6 +33,13 @@ class Candidates:
 
     plans: tuple[PassPlan, ...]
     note: str = ""
+
+
+def settings_of(problem: Problem, config: OverlapConfig) -> PassConfig | AttentionConfig | UlyssesConfig:
+    """What the configuration says of a pass of this kind."""
+    if isinstance(problem, GemmProblem):
+        return config.linear.fprop if problem.pass_name == "fprop" else config.linear.dgrad
+    return config.attention if isinstance(problem, AttentionProblem) else config.ulysses
 
 
 def list_candidates(
@@ -68,7 +75,7 @@ def list_candidates(
         left_out = dict.fromkeys(plan.path for plan in plans if plan not in fitting)
         note = _join(note, f"{' and '.join(left_out)} would take {mib}")
     if not fitting:
-        fitting = [_plain("sequential", config)]
+        fitting = [PassPlan("sequential", keep_gathered_input=config.linear.wgrad.keep_gathered_input)]
     return Candidates(tuple(fitting), note)
 
 
@@ -88,20 +95,14 @@ def _without_too_many_chunks(problem: Problem, plans: list[PassPlan], note: str)
 def _list_linear_plans(
     problem: GemmProblem, config: OverlapConfig, *, is_link_slow: bool, with_rings: bool
 ) -> tuple[list[PassPlan], str]:
-    chosen = config.linear.fprop if problem.pass_name == "fprop" else config.linear.dgrad
+    chosen, keeps = settings_of(problem, config), config.linear.wgrad.keep_gathered_input
+    assert isinstance(chosen, PassConfig)
     paths, note = _paths(problem, chosen)
-    plans: list[PassPlan] = []
-    for path in paths:
-        for algorithm, chunks in _variants(problem, chosen, path, is_link_slow=is_link_slow, with_rings=with_rings):
-            plans.append(
-                PassPlan(
-                    path=path,
-                    reason="",
-                    algorithm=algorithm,
-                    chunks_per_shard=chunks,
-                    keep_gathered_input=config.linear.wgrad.keep_gathered_input,
-                )
-            )
+    plans = [
+        PassPlan(path, "", algorithm, chunks, keeps)
+        for path in paths
+        for algorithm, chunks in _variants(problem, chosen, path, is_link_slow=is_link_slow, with_rings=with_rings)
+    ]
     return plans, note
 
 
@@ -109,22 +110,18 @@ def buffer_needs(problem: Problem, plan: PassPlan) -> dict[str, int]:
     """Bytes that `plan` needs of each of the context's buffers, at most and on any rank.
 
     gather: [M, features]; receive: the largest shard from every other rank; send: all partials for others; own: this
-    rank's partial before the sum, in fp32 where the GEMM keeps it un-rounded.
+    rank's partial before the sum, in fp32 where the GEMM keeps it un-rounded. Of an attention forward and backward;
+    its paths without split queries need what the projection's own plans do.
     """
-    if isinstance(problem, AttentionProblem):
-        return attention_buffer_needs(problem, plan)
     if isinstance(problem, UlyssesProblem):
         return ulysses_buffer_needs(problem, plan)
-    if plan.path not in ("sliced", "bulk"):
+    if plan.path not in ("sliced", "bulk", "query_split"):
         return {}
-    others = problem.group_size - 1
-    itemsize = DTYPE_BYTES[problem.dtype]
-    gathers_forward = problem.op == "all_gather_linear"
-    is_backward = problem.pass_name == "backward"
-    gathers = gathers_forward != is_backward or (
-        "weight" in problem.needs and is_backward and not plan.keep_gathered_input
-    )
-    scatters = gathers_forward == is_backward and (not is_backward or "input" in problem.needs)
+    if isinstance(problem, AttentionProblem):
+        gathers, scatters = bool(problem.needs) and plan.backward_path is None, True
+    else:
+        gathers, _, scatters, _ = parts_of(problem, plan)
+    others, itemsize = problem.group_size - 1, DTYPE_BYTES[problem.dtype]
     shard_rows = -(-problem.rows // problem.group_size)
     chunk_rows = -(-shard_rows // plan.chunks_per_shard)
     row_bytes = problem.shard_bytes // max(1, shard_rows)
@@ -197,10 +194,6 @@ def _variants(
             most = min(most, 2)
         chunks = tuple(m for m in offered if m == 1 or m <= most)
     return [(algorithm, m) for m in chunks for algorithm in algorithms]
-
-
-def _plain(path: str, config: OverlapConfig) -> PassPlan:
-    return PassPlan(path, "", Algorithm.DIRECT, 1, config.linear.wgrad.keep_gathered_input)
 
 
 def _say_pass(problem: GemmProblem) -> str:

@@ -4,9 +4,9 @@ Beware: the choice must be the same on every rank, so it may depend only on what
 configuration, and numbers that they have exchanged.
 """
 
-import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from commfuse_megatron.config import PlanConfig
 from commfuse_megatron.plan.attention import predict_attention_us
@@ -15,7 +15,7 @@ from commfuse_megatron.plan.cost_model import predict_us
 from commfuse_megatron.plan.machine import MachineModel
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.plan.ulysses import predict_ulysses_us
-from commfuse_megatron.problem import AttentionProblem, Problem, UlyssesProblem
+from commfuse_megatron.problem import AttentionProblem, GemmProblem, Problem, UlyssesProblem
 
 __all__ = [
     "PassPlan",
@@ -36,6 +36,12 @@ _UNSURE_US = 40.0
 
 # More than this many are never timed, the ones predicted best first.
 _MOST_TIMED = 10
+
+_PREDICTIONS: dict[type, Callable[..., float]] = {
+    GemmProblem: predict_us,
+    AttentionProblem: predict_attention_us,
+    UlyssesProblem: predict_ulysses_us,
+}
 
 
 def choose_only(candidates: Candidates) -> PassPlan:
@@ -60,15 +66,9 @@ def choose_by_default(candidates: Candidates, reason: str) -> PassPlan:
 
 def predict(problem: Problem, candidates: Candidates, machine: MachineModel) -> Candidates:
     """The same candidates, each with its predicted time."""
-
-    def predicted(plan: PassPlan) -> PassPlan:
-        if isinstance(problem, AttentionProblem):
-            return dataclasses.replace(plan, predicted_us=predict_attention_us(problem, plan, machine))
-        if isinstance(problem, UlyssesProblem):
-            return dataclasses.replace(plan, predicted_us=predict_ulysses_us(problem, plan, machine))
-        return dataclasses.replace(plan, predicted_us=predict_us(problem, plan, machine))
-
-    return dataclasses.replace(candidates, plans=tuple(map(predicted, candidates.plans)))
+    predict_plan_us = _PREDICTIONS[type(problem)]
+    plans = (replace(plan, predicted_us=predict_plan_us(problem, plan, machine)) for plan in candidates.plans)
+    return replace(candidates, plans=tuple(plans))
 
 
 def choose_predicted(candidates: Candidates, machine: MachineModel, remark: str = "") -> PassPlan:
@@ -104,7 +104,7 @@ def select_for_trial(candidates: Candidates, config: PlanConfig) -> tuple[PassPl
 def choose_measured(plans: Sequence[PassPlan], measured_us: Sequence[float], note: str = "") -> PassPlan:
     """The plan with the shortest measured time; `measured_us` are equal on all ranks, infinite without memory."""
     best = _fastest(measured_us)
-    plan = dataclasses.replace(plans[best], measured_us=measured_us[best])
+    plan = replace(plans[best], measured_us=measured_us[best])
     return _because(plan, f"measured: {_say_times(plans, measured_us)}", note)
 
 
@@ -142,4 +142,4 @@ def _predicted(plan: PassPlan) -> float:
 
 
 def _because(plan: PassPlan, reason: str, note: str = "") -> PassPlan:
-    return dataclasses.replace(plan, reason=f"{reason} ({note})" if note else reason)
+    return replace(plan, reason=f"{reason} ({note})" if note else reason)

@@ -5,7 +5,7 @@ A prediction is the longer of two times: what the GPU needs (the program that wo
 """
 
 from commfuse_megatron.plan.machine import HostTimes, MachineModel
-from commfuse_megatron.plan.pass_plan import PassPlan
+from commfuse_megatron.plan.pass_plan import PassPlan, parts_of
 from commfuse_megatron.plan.passes import is_replayed, lower_plan
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem
 from commfuse_megatron.schedule import Costs, Simulation, Work, simulate
@@ -62,10 +62,9 @@ class PassCosts:
         self.problem, self.machine = problem, machine
         self._itemsize = DTYPE_BYTES[problem.dtype]
         self._is_backward = problem.pass_name == "backward"
-        self._gathers_forward = problem.op == "all_gather_linear"
         self._is_look_up = problem.op == "embedding_reduce_scatter"
         self._features = (problem.K, problem.N) if self._is_backward else (problem.N, problem.K)
-        self._row_bytes = (problem.K if self._gathers_forward else problem.N) * self._itemsize
+        self._row_bytes = (problem.K if problem.op == "all_gather_linear" else problem.N) * self._itemsize
 
     def of_ops(self) -> Costs:
         """For `simulate`."""
@@ -128,7 +127,7 @@ class PassCosts:
     def collectives_us(self, plan: PassPlan) -> float:
         """Collectives before and after whole GEMMs ("sequential") or beside them ("async")."""
         problem = self.problem
-        gathers, computes, scatters, has_weight = self.parts(plan)
+        gathers, computes, scatters, has_weight = parts_of(problem, plan)
         collective_us = self.machine.collective.time_us((problem.group_size - 1) * problem.shard_bytes)
         product_us = self.product_us(problem.M) if computes else 0.0
         weight_us = self.weight_gradient_us() if has_weight else 0.0
@@ -139,25 +138,14 @@ class PassCosts:
         pairs = (gather_us, product_us), (scatter_us, weight_us)
         return sum(max(pair) + unhidden * min(pair) for pair in pairs)
 
-    def parts(self, plan: PassPlan) -> tuple[bool, bool, bool, bool]:
-        """Whether a pass gathers, multiplies, scatters, and must produce the weight's gradient."""
-        has_weight = self._is_backward and "weight" in self.problem.needs
-        computes = not self._is_backward or "input" in self.problem.needs
-        if self._gathers_forward != self._is_backward:
-            return True, computes, False, has_weight
-        return has_weight and not plan.keep_gathered_input, computes, computes, has_weight
-
     # -- the host -----------------------------------------------------------------------------------------------------
 
     def host_us_of_collectives(self, plan: PassPlan) -> float:
         """What issuing one call takes."""
-        gathers, computes, scatters, has_weight = self.parts(plan)
+        gathers, computes, scatters, has_weight = parts_of(self.problem, plan)
         host = self.machine.host
-        return (
-            self._host_us_of_call(host)
-            + (computes + has_weight) * host.gemm_us
-            + (gathers + scatters) * host.collective_us
-        )
+        gemms_us, collectives_us = (computes + has_weight) * host.gemm_us, (gathers + scatters) * host.collective_us
+        return self._host_us_of_call(host) + gemms_us + collectives_us
 
     def host_us(self, program: Program, plan: PassPlan) -> float:
         """The same of a program."""

@@ -2,10 +2,12 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from commfuse_megatron.problem import GemmProblem
 from commfuse_megatron.schedule import Algorithm
 
-__all__ = ["PassPlan"]
+__all__ = ["PassParts", "PassPlan", "parts_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +23,10 @@ class PassPlan:
     """
 
     path: str
-    reason: str
-    algorithm: Algorithm
-    chunks_per_shard: int
-    keep_gathered_input: bool
+    reason: str = ""
+    algorithm: Algorithm = Algorithm.DIRECT
+    chunks_per_shard: int = 1
+    keep_gathered_input: bool = False
     predicted_us: float | None = None
     measured_us: float | None = None
     backward_path: str | None = None
@@ -54,3 +56,22 @@ class PassPlan:
         if self.backward_path is None:
             return self
         return dataclasses.replace(self, path=self.backward_path, chunks_per_shard=1, backward_path=None)
+
+
+class PassParts(NamedTuple):
+    """What a pass of a linear, or of the embedding, consists of."""
+
+    gathers: bool
+    multiplies: bool
+    scatters: bool
+    has_weight_gradient: bool
+
+
+def parts_of(problem: GemmProblem, plan: PassPlan) -> PassParts:
+    """The parts of a pass under a plan."""
+    is_backward, gathers_forward = problem.pass_name == "backward", problem.op == "all_gather_linear"
+    has_weight = is_backward and "weight" in problem.needs
+    multiplies = not is_backward or "input" in problem.needs
+    if gathers_forward != is_backward:
+        return PassParts(True, multiplies, False, has_weight)
+    return PassParts(has_weight and not plan.keep_gathered_input, multiplies, multiplies, has_weight)

@@ -11,7 +11,7 @@ from commfuse_megatron.plan.machine import MachineModel
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.plan.passes import bind_exchange_plan, lower_pass, policy_of
 from commfuse_megatron.problem import DTYPE_BYTES, RowRange, UlyssesProblem
-from commfuse_megatron.schedule import Algorithm, Costs, Work, simulate
+from commfuse_megatron.schedule import Costs, Work, simulate
 from commfuse_megatron.schedule.lower_attention import ATTEND
 from commfuse_megatron.schedule.lower_linear import Asked
 from commfuse_megatron.schedule.lower_ulysses import ATTEND_GROUP
@@ -30,7 +30,7 @@ def list_ulysses_plans(problem: UlyssesProblem, config: OverlapConfig) -> list[P
     numbers = dict.fromkeys(len(problem.head_groups(number)) for number in asked)
     plans = [("sequential", 1), *(("overlapped", number) for number in numbers)]
     forced = [plan for plan in plans if plan[0] == chosen.path]
-    return [PassPlan(path, "", Algorithm.DIRECT, number, keep_gathered_input=False) for path, number in forced or plans]
+    return [PassPlan(path, chunks_per_shard=number) for path, number in forced or plans]
 
 
 def ulysses_buffer_needs(problem: UlyssesProblem, plan: PassPlan) -> dict[str, int]:

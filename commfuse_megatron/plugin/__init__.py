@@ -16,9 +16,8 @@ from commfuse_megatron.plugin.embedding import CommFuseVocabParallelEmbedding
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
 from commfuse_megatron.plugin.norm import CommFuseNorm
 from commfuse_megatron.plugin.norm_linear import CommFuseLayerNormColumnParallelLinear
-from commfuse_megatron.plugin.provider import CommFuseSpecProvider
 from commfuse_megatron.plugin.report import model_report
-from commfuse_megatron.plugin.spec import apply_to_spec
+from commfuse_megatron.plugin.spec import CommFuseSpecProvider, apply_to_spec
 from commfuse_megatron.plugin.support import unsupported_reason
 from commfuse_megatron.plugin.te_linear import (
     CommFuseTEColumnParallelLinear,

@@ -27,6 +27,7 @@ from commfuse_megatron.plugin.norm import CommFuseNorm
 
 __all__ = [
     "REPLACEMENTS",
+    "CommFuseSpecProvider",
     "apply_to_spec",
     "block_spec",
     "gpt_layer_spec",
@@ -89,6 +90,34 @@ def _require_spec(spec: Any, *, is_part: bool) -> None:
 def our_spec(spec: Any, config: OverlapConfig | None = None) -> Any:
     """The same of what may be no spec at all, such as the None of a backend that lacks a layer."""
     return _Mapping(REPLACEMENTS, config).map(spec)
+
+
+# What a backend is asked for by these names, ours takes the place of.
+_ASKED_OF_BACKENDS = (
+    "column_parallel_linear",
+    "row_parallel_linear",
+    "column_parallel_layer_norm_linear",
+    "core_attention",
+    "layer_norm",
+)
+
+
+class CommFuseSpecProvider:
+    """A backend for those who assemble specs with Megatron's own builders.
+
+        get_mlp_module_spec_for_backend(backend=CommFuseSpecProvider(LocalSpecProvider()))   # or TESpecProvider()
+
+    Answers like `fallback`, with our classes in place of Megatron's linears, core attention and torch norms.
+    """
+
+    def __init__(self, fallback: Any) -> None:
+        self._fallback = fallback
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        found = getattr(self._fallback, name)
+        return (lambda *args, **kwargs: our_spec(found(*args, **kwargs))) if name in _ASKED_OF_BACKENDS else found
 
 
 def replace_in_spec(spec: Any, replacements: dict[type, type]) -> Any:

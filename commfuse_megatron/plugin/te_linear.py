@@ -29,7 +29,10 @@ _Row: Any = compat.transformer_engine_class("TERowParallelLinear")
 
 
 class _OfTransformerEngine:
-    """What the three share."""
+    """What the three share, beyond Megatron's.
+
+    overlap_config: the OverlapConfig of this layer; None reads the flags.
+    """
 
     def __init__(self, *args: Any, config: Any, overlap_config: OverlapConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, config=config, **kwargs)  # type: ignore[call-arg]
@@ -40,11 +43,7 @@ if _Column is not None:
 
     @stands_for(_Column)
     class CommFuseTEColumnParallelLinear(_OfTransformerEngine, _Column):
-        """`TEColumnParallelLinear` whose all-gather hides under its GEMMs: see CommFuseColumnParallelLinear.
-
-        Args (beyond Megatron's):
-            overlap_config: the OverlapConfig of this layer; None reads the flags.
-        """
+        """`TEColumnParallelLinear` whose all-gather hides under its GEMMs: see CommFuseColumnParallelLinear."""
 
         @torch.compiler.disable
         @computing_weight_once
@@ -60,9 +59,6 @@ if _Column is not None:
         """`TELayerNormColumnParallelLinear` whose all-gather hides under its GEMMs; the norm runs before it.
 
         The norm's output is returned, of the own rows or gathered, where the instance says so.
-
-        Args (beyond Megatron's):
-            overlap_config: the OverlapConfig of this layer; None reads the flags.
         """
 
         @torch.compiler.disable
@@ -88,11 +84,7 @@ if _Column is not None:
 
     @stands_for(_Row)
     class CommFuseTERowParallelLinear(_OfTransformerEngine, _Row):
-        """`TERowParallelLinear` whose reduce-scatter hides under its GEMMs: see CommFuseRowParallelLinear.
-
-        Args (beyond Megatron's):
-            overlap_config: the OverlapConfig of this layer; None reads the flags.
-        """
+        """`TERowParallelLinear` whose reduce-scatter hides under its GEMMs: see CommFuseRowParallelLinear."""
 
         @torch.compiler.disable
         @computing_weight_once

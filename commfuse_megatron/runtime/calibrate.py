@@ -15,7 +15,6 @@ from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import GemmProblem
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 from commfuse_megatron.runtime.stopwatch import Stopwatch
-from commfuse_megatron.schedule import Algorithm
 
 __all__ = ["calibrate"]
 
@@ -112,7 +111,7 @@ class _Scratch:
             dtype=str(self._dtype).removeprefix("torch."),
             group_size=context.group_size,
         )
-        plan = PassPlan("sliced", "calibration", Algorithm.DIRECT, 1, keep_gathered_input=False)
+        plan = PassPlan("sliced", "calibration")
         prepared: PreparedPass = context.make_pass(problem, plan)
         shard = self._shard[:elements].view(1, elements)
 

@@ -42,8 +42,8 @@ from commfuse_megatron.runtime.shutdown import (
 )
 from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.runtime.stored_plans import StoredPlans
-from commfuse_megatron.transport.driver import Driver
 from commfuse_megatron.transport.select import choose_nccl_settings, host_name
+from commfuse_megatron.transport.stream_memory import Driver
 
 __all__ = ["OverlapContext"]
 
@@ -106,11 +106,6 @@ class OverlapContext(PassContext):
         try:
             exchange = functools.partial(agreement.exchange, topic="a transport")
             backend = machine.choose_backend(group, config.transport, exchange)
-        except ConfigError as error:
-            agreement.refuse(error, topic="a transport", wait=False)
-            raise
-        device = machine.device_of(backend)
-        try:
             private = dist.PrefixStore("transport", store)
             nccl = choose_nccl_settings(group, backend, config, exchange)
             transport = machine.create_transport(backend, group, private, config.transport, nccl, exchange)
@@ -123,6 +118,7 @@ class OverlapContext(PassContext):
         except CommFuseError as error:
             transport.abort()
             raise error if not isinstance(error, ShapeError) else TransportError(str(error)) from None
+        device = machine.device_of(backend)
         peers = Peers(group_rank, _global_ranks(group))
         link = Link(transport, peers, timeout_s, Recorder(device) if config.record else None, agreement)
         # Runs at garbage collection and at interpreter exit: an unclosed communicator would outlive what it needs.

@@ -6,8 +6,7 @@ The link of a context that failed (or was closed) refuses to start anything.
 import copy
 import logging
 import time
-from collections.abc import Hashable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Self
 
 from commfuse_megatron.errors import CommFuseError, TransportError, TransportTimeoutError
 from commfuse_megatron.runtime.agreement import Agreement
@@ -15,13 +14,13 @@ from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.runtime.watchdog import Watchdog
 from commfuse_megatron.schedule import render
 from commfuse_megatron.schedule.binding import BoundSchedule
-from commfuse_megatron.schedule.program import Batch
+from commfuse_megatron.schedule.program import Batch, Issue, Program
 from commfuse_megatron.transport.base import Message, PeerTimeoutError, Transfer, Transport, TwoSidedTransport
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.copy_steps import BoundOperation
 from commfuse_megatron.transport.stream_memory import StreamEvent, may_wait_for_device
 
-__all__ = ["Interruption", "Link", "Peers", "Watched", "name_of_batch"]
+__all__ = ["Interruption", "Link", "Peers", "Watched"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,28 +53,32 @@ class Interruption(NamedTuple):
     error_type: str
 
 
-class _Run(Protocol):
-    """One call of one schedule, as far as messages need it."""
-
-    label: str
-    bound: BoundSchedule
-
-
-def name_of_batch(send_peer: int | None, receive_peer: int | None) -> str:
-    """What the recorder calls a batch {send, receive}."""
-    ends = [f"to rank {send_peer}"] if send_peer is not None else []
-    ends += [f"from rank {receive_peer}"] if receive_peer is not None else []
-    return " ".join(ends)
-
-
 class Watched(NamedTuple):
-    """A batch, without the tensors it holds."""
+    """A batch {send, receive} of a program, without the tensors it holds. label: of its collective."""
 
     label: str
     bound: BoundSchedule
-    step: int
+    batch: Batch
     send_peer: int | None
     receive_peer: int | None
+
+    @classmethod
+    def of(cls, program: Program, op: Issue) -> Self:
+        """That of one op."""
+        peers = op.send and op.send.peer, op.receive and op.receive.peer
+        return cls(program.labels[op.channel], program.schedules[op.channel], (op.channel, op.step), *peers)
+
+    @property
+    def name(self) -> str:
+        """What the recorder calls it."""
+        ends = [f"to rank {self.send_peer}"] if self.send_peer is not None else []
+        ends += [f"from rank {self.receive_peer}"] if self.receive_peer is not None else []
+        return " ".join(ends)
+
+    @property
+    def place(self) -> str:
+        """Where in the schedule it stands, for errors."""
+        return f"{self.label}, step {self.batch[1]} of {len(self.bound.steps)}"
 
 
 class Link:
@@ -108,7 +111,7 @@ class Link:
         self.timeout_s = timeout_s
         self._next_tag = 0
         self._has_begun = False  # what all ranks begin: a rank may have nothing to send in it
-        self._open: dict[Hashable, object] = {}
+        self._open: dict[Batch, object] = {}
         self._watchdog = Watchdog(timeout_s, self._overdue, self._broken_device) if transport.needs_watchdog else None
 
     def next_tags(self, count: int) -> int:
@@ -118,22 +121,18 @@ class Link:
         self._next_tag += count
         return first
 
-    def start(self, run: _Run, index: int, send: Message | None, receive: Message | None) -> Transfer:
+    def start(self, watched: Watched, send: Message | None, receive: Message | None) -> Transfer:
         """Issue one batch."""
         transport = self.transport
         assert isinstance(transport, TwoSidedTransport)
         try:
-            transfer = transport.exchange(send, receive, index)
+            transfer = transport.exchange(send, receive, watched.batch[1])
         except TransportError as error:
-            raise self.fail(self._broken(run, index, error)) from error
-        send_peer = None if send is None else send.peer
-        receive_peer = None if receive is None else receive.peer
+            raise self.fail(self._broken(watched, error)) from error
         if self._watchdog is not None and not self.is_capturing:
-            self._watchdog.watch(transfer, Watched(run.label, run.bound, index, send_peer, receive_peer))
+            self._watchdog.watch(transfer, watched)
         if self.recorder is not None:
-            self._open[id(run), index] = self.recorder.open_transfer(
-                name_of_batch(send_peer, receive_peer), transfer, index
-            )
+            self._open[watched.batch] = self.recorder.open_transfer(watched.name, transfer, watched.batch[1])
         return transfer
 
     def replay(
@@ -159,17 +158,17 @@ class Link:
         self._has_begun = False
         return self.transport.release(is_capturing=self.is_capturing)
 
-    def finish(self, run: _Run, index: int, transfer: Transfer) -> None:
+    def finish(self, watched: Watched, transfer: Transfer) -> None:
         """Order what follows after the batch. Raises TransportTimeoutError or TransportError where that can be seen."""
         try:
             transfer.wait()
         except PeerTimeoutError as error:
-            late = self._timeout_error(run.label, run.bound, index, error.verb, error.peer)
+            late = self._timeout_error(watched, error.verb, error.peer)
             raise self.fail(self._with_reasons(late)) from error
         except TransportError as error:
-            raise self.fail(self._broken(run, index, error)) from error
+            raise self.fail(self._broken(watched, error)) from error
         if self.recorder is not None:
-            self.recorder.close_transfer(self._open.pop((id(run), index)))
+            self.note_arrival(watched.batch)
 
     def mark(self, stream: int | None = None) -> Any:
         """Start of a compute interval on a stream, None being the current one; None when nothing is recorded."""
@@ -180,13 +179,14 @@ class Link:
         if self.recorder is not None and mark is not None:
             self.recorder.add_compute(name, mark, step, stream)
 
-    def note_transfer(self, batch: Batch, name: str, mark: Any, transfer: Transfer, step: int) -> None:
+    def note_transfer(self, watched: Watched, mark: Any, transfer: Transfer) -> None:
         """A batch of a tape was issued whose interval began at `mark`."""
         if self.recorder is not None and mark is not None:
-            self._open[batch] = self.recorder.open_transfer(name, transfer, step, mark)
+            step = watched.batch[1]
+            self._open[watched.batch] = self.recorder.open_transfer(watched.name, transfer, step, mark)
 
     def note_arrival(self, batch: Batch) -> None:
-        """What follows on the stream in use comes after this batch of a tape."""
+        """What follows on the stream in use comes after this batch."""
         opened = self._open.pop(batch, None)
         if self.recorder is not None and opened is not None:
             self.recorder.close_transfer(opened)
@@ -312,7 +312,7 @@ class Link:
             verb, peer = "got nothing from", watched.receive_peer
         else:
             verb, peer = "could not deliver to", watched.send_peer if watched.send_peer is not None else -1
-        return self._timeout_error(watched.label, watched.bound, watched.step, verb, peer)
+        return self._timeout_error(watched, verb, peer)
 
     def _missing_error(self, operation: BoundOperation) -> TransportTimeoutError:
         transport = self.transport
@@ -331,9 +331,9 @@ class Link:
             "something else holds up its stream"
         )
 
-    def _broken(self, run: _Run, index: int, error: TransportError) -> TransportError:
+    def _broken(self, watched: Watched, error: TransportError) -> TransportError:
         me = self._peers.name(self._peers.group_rank)
-        broken = TransportError(f"{run.label}, step {index} of {len(run.bound.steps)}: {me}: {error}")
+        broken = TransportError(f"{watched.place}: {me}: {error}")
         if self.is_closed or self.failure is not None:  # in another thread: no peer is to blame
             return broken
         return self._with_reasons(broken, _REASON_S)
@@ -345,14 +345,12 @@ class Link:
             "must come to it: it has not, or the call before has not ended there"
         )
 
-    def _timeout_error(
-        self, label: str, bound: BoundSchedule, index: int, verb: str, peer: int
-    ) -> TransportTimeoutError:
+    def _timeout_error(self, watched: Watched, verb: str, peer: int) -> TransportTimeoutError:
         me = self._peers.group_rank
-        grid = render(bound.schedule, mark=(me, index), max_steps=_MAX_STEPS)
+        grid = render(watched.bound.schedule, mark=(me, watched.batch[1]), max_steps=_MAX_STEPS)
         return TransportTimeoutError(
-            f"{label}, step {index} of {len(bound.steps)}: {self._peers.name(me)} {verb} {self._peers.name(peer)} "
-            f"for {self.timeout_s} s. Schedule:\n{grid}"
+            f"{watched.place}: {self._peers.name(me)} {verb} {self._peers.name(peer)} for {self.timeout_s} s. "
+            f"Schedule:\n{grid}"
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from commfuse_megatron.config import OverlapConfig, PlanConfig
-from commfuse_megatron.plan.candidates import Candidates, buffer_needs, list_candidates, merge_needs
+from commfuse_megatron.plan.candidates import Candidates, buffer_needs, list_candidates, merge_needs, settings_of
 from commfuse_megatron.plan.choose import (
     choose_by_default,
     choose_measured,
@@ -26,11 +26,10 @@ from commfuse_megatron.plan.choose import (
 from commfuse_megatron.plan.cost_model import is_link_slow
 from commfuse_megatron.plan.machine import MachineModel, Traits, assumed_machine
 from commfuse_megatron.plan.pass_plan import PassPlan
-from commfuse_megatron.problem import AttentionProblem, GemmProblem, Problem, UlyssesProblem
+from commfuse_megatron.problem import GemmProblem, Problem, UlyssesProblem
 from commfuse_megatron.runtime.calibrate import calibrate
 from commfuse_megatron.runtime.prepared import PassContext, TryOut
-from commfuse_megatron.runtime.stopwatch import make_stopwatch
-from commfuse_megatron.schedule import Algorithm
+from commfuse_megatron.runtime.stopwatch import Stopwatch
 from commfuse_megatron.version import __version__
 
 __all__ = ["Planner"]
@@ -63,12 +62,11 @@ class Planner:
         Raises ShapeError on all ranks that meet different problems there, and what made the context fail.
         """
         config = self._context.config
+        keeps = config.linear.wgrad.keep_gathered_input
         if problem.group_size == 1:
-            reason = "the group has one rank: nothing to send"
-            return PassPlan("local", reason, Algorithm.DIRECT, 1, config.linear.wgrad.keep_gathered_input)
+            return PassPlan("local", "the group has one rank: nothing to send", keep_gathered_input=keeps)
         if problem.rows == 0:
-            reason = "the sequence has no rows"
-            return PassPlan("sequential", reason, Algorithm.DIRECT, 1, config.linear.wgrad.keep_gathered_input)
+            return PassPlan("sequential", "the sequence has no rows", keep_gathered_input=keeps)
         choose = functools.partial(self._choose, problem, try_out)
         stored = self._context.stored_plans
         if stored is None or self._context.is_capturing:
@@ -162,7 +160,7 @@ class Planner:
         if not may_measure:
             return assumed_machine(traits, problem.dtype)
         context.consensus.agree(f"measuring the machine for {problem}", topic=problem.call)
-        timings = calibrate(context, dtype, make_stopwatch(context.device))
+        timings = calibrate(context, dtype, Stopwatch(context.device))
         if isinstance(timings, str):
             logger.warning("the machine was not measured: %s", timings)
             machine = assumed_machine(traits, problem.dtype)
@@ -189,14 +187,12 @@ class Planner:
         if device.type == "cuda":
             found |= {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
             found |= {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-        parts: list[Any] = [config.kernel, config.plan]
+        parts: tuple[Any, ...] = (settings_of(problem, config), config.linear.wgrad)
         if not isinstance(problem, GemmProblem):
-            parts += [config.attention] if isinstance(problem, AttentionProblem) else [config.attention, config.ulysses]
-            attention = problem if isinstance(problem, AttentionProblem) else problem.attention()
+            parts = (config.attention, settings_of(problem, config))
+            attention = problem.attention() if isinstance(problem, UlyssesProblem) else problem
             found["computed_by"] = self._context.attention_kernels.choose(attention, config.attention.kernel).name
-        else:
-            parts += [config.linear.fprop if problem.pass_name == "fprop" else config.linear.dgrad, config.linear.wgrad]
-        for part in parts:
+        for part in (config.kernel, config.plan, *parts):
             found |= dataclasses.asdict(part)
         found |= {
             "max_buffer_mib": config.transport.max_buffer_mib,
@@ -229,9 +225,7 @@ class Planner:
 
 
 def _is_forced(problem: Problem, config: OverlapConfig) -> bool:
-    if not isinstance(problem, GemmProblem):
-        return (config.ulysses if isinstance(problem, UlyssesProblem) else config.attention).path != "auto"
-    return (config.linear.fprop if problem.pass_name == "fprop" else config.linear.dgrad).path != "auto"
+    return settings_of(problem, config).path != "auto"
 
 
 def _trial_config(problem: Problem, config: OverlapConfig) -> PlanConfig:

@@ -49,17 +49,17 @@ class Slots:
 
     def carve(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous [*shape] tensor at the start of buffer `name`, growing it if needed. Contents are undefined."""
-        size_bytes = math.prod(shape) * dtype.itemsize
-        self._reserve(name, size_bytes, is_window=False)
-        return self._buffers[name].tensor[:size_bytes].view(dtype).view(shape)
+        self._reserve(name, math.prod(shape) * dtype.itemsize, is_window=False)
+        return self._view(name, shape, dtype)
 
-    def carve_window(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, capacity: int
-    ) -> tuple[torch.Tensor, Window]:
+    def carve_window(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, capacity: int) -> torch.Tensor:
         """The same in memory that peers may write to. capacity: elements, equal on all ranks, that suffice for all."""
         self._reserve(name, capacity * dtype.itemsize, is_window=True)
-        window = self._buffers[name]
-        return window.tensor[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape), window
+        return self._view(name, shape, dtype)
+
+    def window(self, name: str) -> Window:
+        """What holds the buffer that was carved last under this name."""
+        return self._buffers[name]
 
     def note_views(self, keeper: ViewKeeper) -> None:
         """Remember that `keeper` keeps views; it is told to drop them when a buffer is freed."""
@@ -82,6 +82,9 @@ class Slots:
     def is_captured(self) -> bool:
         """Whether a CUDA graph uses these buffers, or did."""
         return self._is_captured
+
+    def _view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self._buffers[name].tensor[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def _reserve(self, name: str, size_bytes: int, *, is_window: bool) -> None:
         old = self._buffers.get(name)

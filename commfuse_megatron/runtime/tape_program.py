@@ -14,7 +14,7 @@ import torch
 from commfuse_megatron.kernels.attention import BoundAttention
 from commfuse_megatron.kernels.blas import Matrix, alignment_of
 from commfuse_megatron.runtime.buffers import buffers_of
-from commfuse_megatron.runtime.link import Link, Watched, name_of_batch
+from commfuse_megatron.runtime.link import Watched
 from commfuse_megatron.runtime.tensor_program import Means, name_of
 from commfuse_megatron.schedule import program as prog
 from commfuse_megatron.schedule.lower_linear import Asked
@@ -138,6 +138,7 @@ class TapeBinder:
         if alignment < 16 or not program.schedules:
             raise Unservable
         assert isinstance(link.transport, CopyEngineTransport)
+        self._transport = link.transport
         self.tensors = tensors
         self.dtype, self.device = buffers.dtype, buffers.device
         self.itemsize = self.dtype.itemsize
@@ -191,7 +192,7 @@ class TapeBinder:
         return Matrix((rows.count, features), (features, 1), self.dtype)
 
     def _features(self, name: str) -> int:
-        return self.operand(name).size(-1)
+        return self._buffers.features if name in self._bounds else self.tensors[name].size(-1)
 
     def _alignment_at(self, ref: Ref) -> int:
         alignment = min(self._alignment, alignment_of(ref.offset))
@@ -263,17 +264,16 @@ class TapeBinder:
     def _add_issue(self, op: prog.Issue) -> None:
         tape, batch = self.tape, (op.channel, op.step)
         keys: list[Key] = []
-        bound = self._program.schedules[op.channel]
+        watched = Watched.of(self._program, op)
         if op.receive is not None:
             place = self._buffers.place(op.channel, op.receive)
             key = (op.receive.peer, place.flag, -1, -1)
             self._arriving[batch] = self._unawaited[batch] = key
-            label = self._program.labels[op.channel]
-            tape.notes.append((key, Watched(label, bound, op.step, None, op.receive.peer)))
+            tape.notes.append((key, watched))
             keys.append(key)
-        marks = _TransferMarks(self._link, op, keys) if self._link.is_recorded else None
-        if marks is not None:
-            tape.beside(marks.begin)
+        begin, end = self._transfer_marks(watched, keys)
+        if self._link.is_recorded:
+            tape.beside(begin)
         if op.send is not None:
             self._order(op.send.rows)
             place = self._buffers.place(op.channel, op.send)
@@ -282,11 +282,22 @@ class TapeBinder:
             rows = op.send.rows
             size_bytes = rows.count * self._features(rows.operand) * self.itemsize
             tape.push(op.send.peer, place, self.rows(rows), size_bytes)
-        if marks is not None:
-            tape.beside(marks.end)
-        for key in keys:
-            tape.note(key)
+        if self._link.is_recorded:
+            tape.beside(end)
         tape.issued(keys)
+
+    def _transfer_marks(self, watched: Watched, keys: list[Key]) -> tuple[Step, Step]:
+        """Record a batch on the copy stream: from before its push until both of its ends are done."""
+        link, transport = self._link, self._transport
+        marks: list[Any] = [None]
+
+        def begin(at: tuple[int, ...], stream: int) -> None:
+            marks[0] = link.mark(transport.copies)
+
+        def end(at: tuple[int, ...], stream: int) -> None:
+            link.note_transfer(watched, marks[0], transport.batches(*keys))
+
+        return begin, end
 
     def _add_copy(self, op: prog.Copy) -> None:
         self._order(op.source)
@@ -454,27 +465,6 @@ class TapeBinder:
             link.note_compute(name, mark, None, stream)
 
         self.tape.compute(recorded)
-
-
-class _TransferMarks:
-    """Records one batch on the copy stream: from before its push until both of its ends are done."""
-
-    def __init__(self, link: Link, op: prog.Issue, keys: list[Key]) -> None:
-        self._link, self._op, self._keys = link, op, keys
-        self._mark: Any = None
-
-    def begin(self, at: tuple[int, ...], stream: int) -> None:
-        self._mark = self._link.mark(self._transport.copies)
-
-    def end(self, at: tuple[int, ...], stream: int) -> None:
-        op, transfer = self._op, self._transport.batches(*self._keys)
-        name = name_of_batch(op.send and op.send.peer, op.receive and op.receive.peer)
-        self._link.note_transfer((op.channel, op.step), name, self._mark, transfer, op.step)
-
-    @property
-    def _transport(self) -> CopyEngineTransport:
-        assert isinstance(self._link.transport, CopyEngineTransport)
-        return self._link.transport
 
 
 #: Puts what a `Compute` op says on the tape in the making, or raises Unservable.

@@ -7,7 +7,6 @@ goes through the list. On GPUs the waits are put into streams; on the CPU they b
 import itertools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,10 +15,9 @@ from commfuse_megatron.runtime.buffers import PassBuffers, buffers_of
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.hardware import Hardware
 from commfuse_megatron.runtime.lanes import Lanes
-from commfuse_megatron.runtime.link import Link
+from commfuse_megatron.runtime.link import Link, Watched
 from commfuse_megatron.schedule import program as prog
 from commfuse_megatron.schedule.actions import Algorithm
-from commfuse_megatron.schedule.binding import BoundSchedule
 from commfuse_megatron.transport import base
 from commfuse_megatron.transport.base import Transfer
 
@@ -54,14 +52,6 @@ class Frame:
 FrameStep = Callable[[Frame], None]
 
 
-@dataclass(slots=True)
-class _Run:
-    """One collective of a program, as far as messages need it."""
-
-    label: str
-    bound: BoundSchedule
-
-
 def name_of(op: prog.Computation) -> str:
     """What the recorder calls a computation."""
     match op:
@@ -91,7 +81,7 @@ class TensorKernels:
         self._bounds = buffers_of(program, brings)
         buffers.reserve(self._bounds)
         self.generation = buffers.generation
-        buffers.note_views(self)
+        buffers.slots.note_views(self)
 
     def drop_views(self) -> None:
         """Let go of all views of buffers: what is void is not run."""
@@ -228,15 +218,16 @@ class TensorProgram:
         self._link, self._gemm, self._lanes = means.link, means.gemm, means.lanes
         self._kernels = TensorKernels(program, means, frozenset(tensors))
         self.generation = self._kernels.generation
-        self._runs = {channel: _Run(program.labels[channel], bound) for channel, bound in program.schedules.items()}
-        self._open: dict[prog.Batch, None] = {}  # while steps are made: issued and not waited for
+        self._program = program
+        self._tags = {channel: len(bound.chunk_rows) for channel, bound in program.schedules.items()}
+        self._open: dict[prog.Batch, Watched] = {}  # while steps are made: issued and not waited for
         self._uses_lanes = any(isinstance(op, prog.Fork) for op in program.ops)
         self._steps = tuple(step for op in program.ops if (step := self._step(op)) is not None)
 
     def run(self, tensors: Mapping[str, torch.Tensor], kernels: Mapping[str, Kernel]) -> None:
         """Run one call: inside the pass's with-block. tensors, kernels: see `TensorKernels.frame`."""
         frame = self._kernels.frame(tensors, kernels)
-        frame.tags = {channel: self._link.next_tags(len(run.bound.chunk_rows)) for channel, run in self._runs.items()}
+        frame.tags = {channel: self._link.next_tags(count) for channel, count in self._tags.items()}
         with self._lanes.in_use() if self._uses_lanes else nullcontext():
             for step in self._steps:
                 step(frame)
@@ -257,11 +248,11 @@ class TensorProgram:
         return self._lane_step(op)
 
     def _issue_step(self, op: prog.Issue) -> FrameStep:
-        link, run, join, channel = self._link, self._runs[op.channel], self._gemm.join, op.channel
-        send, receive, step_number, batch = op.send, op.receive, op.step, (op.channel, op.step)
+        link, join, channel, batch = self._link, self._gemm.join, op.channel, (op.channel, op.step)
+        send, receive = op.send, op.receive
         sent = -1 if send is None else self._kernels.view(send.rows)
         received = -1 if receive is None else self._kernels.view(receive.rows)
-        self._open[batch] = None
+        watched = self._open[batch] = Watched.of(self._program, op)
 
         def step(frame: Frame) -> None:
             first = frame.tags[channel]
@@ -271,36 +262,34 @@ class TensorProgram:
                 outgoing = base.Message(frame.views[sent], send.peer, first + send.chunk)
             if receive is not None:
                 incoming = base.Message(frame.views[received], receive.peer, first + receive.chunk)
-            frame.transfers[batch] = link.start(run, step_number, outgoing, incoming)
+            frame.transfers[batch] = link.start(watched, outgoing, incoming)
 
         return step
 
     def _wait_step(self, op: prog.Wait) -> FrameStep | None:
         link = self._link
-        first = [batch for batch in op.batches if batch in self._open]
-        for batch in first:
-            del self._open[batch]
-        again = [batch for batch in op.batches if batch[0] in self._runs and batch not in first]
+        first = {batch: self._open.pop(batch) for batch in op.batches if batch in self._open}
+        again = [batch for batch in op.batches if batch[0] in self._tags and batch not in first]
         if not first and not again:  # copies of this stream
             return None
-        due = [(batch, self._runs[batch[0]]) for batch in first]
+        due = list(first.items())
 
         def step(frame: Frame) -> None:
             transfers = frame.transfers
-            for batch, run in due:
-                link.finish(run, batch[1], transfers[batch])
+            for batch, watched in due:
+                link.finish(watched, transfers[batch])
             for batch in again:  # another lane has waited
                 transfers[batch].wait()
 
         return step
 
     def _finish_step(self) -> FrameStep:
-        link, join, due = self._link, self._gemm.join, [(batch, self._runs[batch[0]]) for batch in self._open]
+        link, join, due = self._link, self._gemm.join, list(self._open.items())
 
         def step(frame: Frame) -> None:
             join()
-            for batch, run in due:
-                link.finish(run, batch[1], frame.transfers[batch])
+            for batch, watched in due:
+                link.finish(watched, frame.transfers[batch])
 
         return step
 

@@ -32,9 +32,15 @@ from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport.base import Place, Transfer, Transport, Window
 from commfuse_megatron.transport.copy_flags import NO_MESSAGE, CopyFlags, Key, bytes_of_flags, clear_flags
 from commfuse_megatron.transport.copy_steps import BoundOperation, Ref, Step
-from commfuse_megatron.transport.driver import CUDA, Driver
 from commfuse_megatron.transport.mapped_window import MappedWindow, leave_multicast_alone, map_window
-from commfuse_megatron.transport.stream_memory import Batch, OwnStream, StreamEvent, allow_calls_during_capture
+from commfuse_megatron.transport.stream_memory import (
+    CUDA,
+    Batch,
+    Driver,
+    OwnStream,
+    StreamEvent,
+    allow_calls_during_capture,
+)
 from commfuse_megatron.transport.tape_graphs import TapeGraphs
 
 __all__ = ["CopyEngineTransport"]

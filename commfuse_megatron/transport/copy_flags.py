@@ -10,7 +10,6 @@ A flag number stands for one message of an operation; the last one for all of th
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 
@@ -18,7 +17,7 @@ from commfuse_megatron.transport.base import MOST_FLAGS
 from commfuse_megatron.transport.mapped_window import MappedWindow
 from commfuse_megatron.transport.stream_memory import MemoryOp, StreamMemory
 
-__all__ = ["NO_MESSAGE", "CopyFlags", "Key", "NoMessage", "bytes_of_flags", "clear_flags"]
+__all__ = ["NO_MESSAGE", "CopyFlags", "Key", "bytes_of_flags", "clear_flags"]
 
 _FLAG_BYTES = 4
 _CLEAR, _SET = 0, 1
@@ -28,13 +27,6 @@ _FLAGS_PER_PEER = MOST_FLAGS + 1
 
 #: Both ends of a batch: (peer received from, its flag, peer sent to, flag there); -1 where there is none.
 Key = tuple[int, int, int, int]
-
-
-class NoMessage(NamedTuple):
-    """Of an operation: what tells the peers that get no message, and the flags of those from whom none comes."""
-
-    send_ops: list[MemoryOp]
-    wait_keys: tuple[Key, ...]
 
 
 def bytes_of_flags(group_size: int) -> int:
@@ -85,8 +77,8 @@ class CopyFlags:
         sources = sorted({key[0] for key in keys if key[0] >= 0})
         return [*clears, *(self._memory.write_value(self._free_at(source, self._rank), _SET) for source in sources)]
 
-    def no_message(self, keys: tuple[Key, ...]) -> NoMessage:
-        """For an operation of these batches."""
+    def no_message(self, keys: tuple[Key, ...]) -> tuple[list[MemoryOp], tuple[Key, ...]]:
+        """Of these batches: what tells the peers that get no message, and the flags of those from whom none comes."""
         senders, receivers = {key[0] for key in keys}, {key[2] for key in keys}
         peers = [peer for peer in range(self._size) if peer != self._rank]
         send_ops: list[MemoryOp] = []
@@ -94,7 +86,7 @@ class CopyFlags:
             if peer not in receivers:
                 send_ops += self.take(peer)
                 send_ops.append(self._memory.write_value(self._full_at(peer, self._rank, NO_MESSAGE), _SET))
-        return NoMessage(send_ops, tuple((peer, NO_MESSAGE, -1, -1) for peer in peers if peer not in senders))
+        return send_ops, tuple((peer, NO_MESSAGE, -1, -1) for peer in peers if peer not in senders)
 
     def are_set(self, key: Key, seen: torch.Tensor) -> bool:
         """Whether both ends of a batch are done in `seen`, a copy of `tensor`."""

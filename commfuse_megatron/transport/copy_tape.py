@@ -59,12 +59,15 @@ class CopyTape:
     def mark(self) -> Step:
         """Remember how far the stream in use has come, for `follow`."""
         mark, follow = self._transport.bind_mark()
-        self._add_between_lanes(mark)
+        self.follow(mark)
         return follow
 
     def follow(self, marked: Step) -> None:
         """What comes next on the stream in use comes after what was marked."""
-        self._add_between_lanes(marked)
+        step = self._on_lane(marked)
+        if self._lanes_when_stepped:
+            self.steps.append(step)
+        self._captured.append(step)
 
     def on(self, lane: int | None) -> None:
         """Put what comes next on that stream; None: on the current one."""
@@ -83,49 +86,52 @@ class CopyTape:
     def order(self) -> None:
         """What is pushed from here on was computed by what comes before."""
         mark, follow = self._transport.bind_order()
-        self._add(mark)
-        self._add_pending(follow)
+        self.then(mark)
+        self.beside(follow)
 
     def push(self, peer: int, place: Place, source: Ref, size_bytes: int) -> None:
         """Copy into the peer's window, beside the next kernel."""
         if peer not in self._granted:
             self._granted.add(peer)
-            self._add_pending(self._transport.bind_take(peer))
-        self._add_pending(self._transport.bind_push(peer, place, source, size_bytes))
+            self.beside(self._transport.bind_take(peer))
+        self.beside(self._transport.bind_push(peer, place, source, size_bytes))
 
     def issued(self, batch: Iterable[Key]) -> None:
-        """Tell of a batch {send, receive} after its push: to wait for it, it and all before it must be submitted."""
+        """Tell of a batch {send, receive} after its push: to wait for it, it and all before it must be submitted.
+
+        The end of the operation clears its flags.
+        """
         batch = tuple(batch)
+        self.keys += batch
         if self._pending:
             self._pending_keys.update(batch)
-            self._mark()
+            mark, self._last_pushed = self._transport.bind_copies_mark()
+            self._pending_captured.append(mark)
         if self._last_pushed is not None:
             self._pushed.update(dict.fromkeys(batch, self._last_pushed))
 
     def copy(self, target: Ref, source: Ref, size_bytes: int, flag: int) -> Key:
         """Copy within this device, beside the next kernel; returns what to wait for."""
-        self._add_pending(self._transport.bind_copy(target, source, size_bytes, flag))
+        self.beside(self._transport.bind_copy(target, source, size_bytes, flag))
         key = self._transport.key_of_copy(flag)
         self.issued((key,))
-        self.keys.append(key)
         return key
 
     def compute(self, step: Step) -> None:
         """A kernel."""
-        self._add(step)
+        self.then(step)
         self._submit()
 
     def beside(self, step: Step) -> None:
         """On the copy stream's side: goes where a push at this point goes."""
-        self._add_pending(step)
+        self._pending.append(step)
+        self._pending_captured.append(step)
 
     def then(self, step: Step) -> None:
         """On the side of the stream in use; no kernel."""
-        self._add(step)
-
-    def note(self, key: Key) -> None:
-        """Tell of a batch {send, receive}, so that the end of the operation clears its flags."""
-        self.keys.append(key)
+        on_lane = self._on_lane(step)
+        self.steps.append(on_lane if self._lanes_when_stepped else step)
+        self._captured.append(on_lane)
 
     def wait(self, *keys: Key) -> None:
         """What comes next needs these batches."""
@@ -134,7 +140,7 @@ class CopyTape:
                 self._submit()
             for pushed in dict.fromkeys(self._pushed[key] for key in keys if key in self._pushed):
                 self._captured.append(self._on_lane(pushed))
-            self._add(self._transport.bind_wait(keys))
+            self.then(self._transport.bind_wait(keys))
             if self.lane is None:
                 self._last_wait = (len(self.steps), keys)
 
@@ -161,25 +167,6 @@ class CopyTape:
             mark, follow = self._transport.bind_copies_mark()
             self._captured += [tell, mark, follow]
         return awaited
-
-    def _add(self, step: Step) -> None:
-        on_lane = self._on_lane(step)
-        self.steps.append(on_lane if self._lanes_when_stepped else step)
-        self._captured.append(on_lane)
-
-    def _add_between_lanes(self, step: Step) -> None:
-        step = self._on_lane(step)
-        if self._lanes_when_stepped:
-            self.steps.append(step)
-        self._captured.append(step)
-
-    def _add_pending(self, step: Step) -> None:
-        self._pending.append(step)
-        self._pending_captured.append(step)
-
-    def _mark(self) -> None:
-        mark, self._last_pushed = self._transport.bind_copies_mark()
-        self._pending_captured.append(mark)
 
     def _on_lane(self, step: Step) -> Step:
         lane = self.lane

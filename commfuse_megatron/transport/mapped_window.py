@@ -20,8 +20,7 @@ from torch import distributed as dist
 
 from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport.base import Window
-from commfuse_megatron.transport.driver import CUDA, Driver
-from commfuse_megatron.transport.stream_memory import captures_excluded, may_wait_for_device
+from commfuse_megatron.transport.stream_memory import CUDA, Driver, captures_excluded, may_wait_for_device
 
 __all__ = ["MappedWindow", "leave_multicast_alone", "map_window", "why_memory_cannot_be_shared"]
 

@@ -3,6 +3,8 @@
 Thin over the driver (cuda-bindings). Parameters are built once and replayed: building them costs more host time than
 the call. Beware: such a wait is invisible to CUDA, so nothing but the flag ends it, and what writes the flag must never
 be submitted behind the wait.
+
+`Driver` is all that the copy engine asks of the CUDA driver and of PyTorch, so that tests can stand in for it.
 """
 
 import gc
@@ -12,6 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
 from commfuse_megatron.errors import TransportError
 
@@ -309,3 +312,43 @@ class StreamGraph:
             driver.cuGraphExecDestroy(self._exec)
             if not status:  # else the driver has gone
                 driver.cuThreadExchangeStreamCaptureMode(mode)
+
+
+class Driver:
+    """Streams, events, flags and mapped memory of CUDA devices; streams are the driver's handles, as integers."""
+
+    memory, event, graph, flag_page, new_stream = StreamMemory, StreamEvent, StreamGraph, FlagPage, OwnStream
+    batch = staticmethod(batch)
+    borrow_stream = staticmethod(borrow_stream)
+    give_stream_back = staticmethod(give_stream_back)
+    free_memory_bytes = staticmethod(free_memory_bytes)
+
+    def current_stream(self, device: torch.device) -> int:
+        """PyTorch's current one."""
+        return torch._C._cuda_getCurrentRawStream(device.index)
+
+    def wait_for_current_stream(self, device: torch.device) -> None:
+        """Let the host wait until PyTorch's current stream has done what it was told."""
+        torch.cuda.current_stream(device).synchronize()
+
+    def is_capturing(self) -> bool:
+        """Whether somebody captures a CUDA graph on PyTorch's current stream."""
+        return bool(torch._C._cuda_isCurrentStreamCapturing())
+
+    def allocate_shared(self, size_bytes: int, device: torch.device) -> torch.Tensor:
+        """Memory that can be mapped; bytes."""
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        return symmetric_memory.empty(size_bytes, dtype=torch.uint8, device=device)
+
+    def share(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
+        """Map the memory of all ranks of `group`, which bring equally large tensors; collective.
+
+        Returns what holds the mapping; its `buffer_ptrs` are the addresses, by rank.
+        """
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        return symmetric_memory.rendezvous(tensor, group.group_name)
+
+
+CUDA = Driver()

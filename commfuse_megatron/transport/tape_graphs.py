@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from commfuse_megatron.transport.copy_steps import BoundOperation, GraphTable
-from commfuse_megatron.transport.driver import Driver
-from commfuse_megatron.transport.stream_memory import Batch, OwnStream, StreamGraph
+from commfuse_megatron.transport.stream_memory import Batch, Driver, OwnStream, StreamGraph
 
 __all__ = ["TapeGraphs"]
 

@@ -32,7 +32,7 @@ from commfuse_megatron.runtime.hardware import Hardware
 from commfuse_megatron.runtime.lanes import Lanes
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.copy_steps import BoundOperation
-from commfuse_megatron.transport.driver import Driver
+from commfuse_megatron.transport.stream_memory import Driver
 from tests.harness.threads import on_ranks
 
 __all__ = ["capture_call", "emulate_copy_engine", "on_copy_engine", "take_part", "tapes_of"]
@@ -97,105 +97,11 @@ def capture_call[T](call: Callable[[], T]) -> tuple[T, Callable[[], None]]:
     return results[0], lambda: graph.launch(_CURRENT)
 
 
-class _Driver(Driver):
-    def __init__(self) -> None:
-        self._spare: list[_Stream] = []
-
-    def memory(self) -> "_Memory":
-        return _Memory()
-
-    def batch(self, ops) -> tuple:
-        return tuple(ops)
-
-    def event(self) -> "_Event":
-        return _Event()
-
-    def new_stream(self, device: torch.device, *, is_high_priority: bool) -> "_Stream":
-        return _Stream()
-
-    def borrow_stream(self, device: torch.device) -> "_Stream":
-        with contextlib.suppress(IndexError):
-            return self._spare.pop()
-        return _Stream()
-
-    def give_stream_back(self, device: torch.device, stream: "_Stream") -> None:
-        self._spare.append(stream)
-
-    def graph(self, stream: "_Stream", tell: Callable[[], None]) -> "_Graph":
-        return _Graph(stream, tell)
-
-    def flag_page(self, flags: torch.Tensor) -> "_Page":
-        return _Page(flags)
-
-    def free_memory_bytes(self) -> int:
-        return 0  # which never changes
-
-    def current_stream(self, device: torch.device) -> int:
-        assert _capture() is None or self.is_capturing(), "a step of a graph asked for the current stream"
-        return _CURRENT
-
-    def wait_for_current_stream(self, device: torch.device) -> None:
-        pass
-
-    def is_capturing(self) -> bool:
-        capture = _capture()
-        return capture is not None and capture.origin == _CURRENT
-
-    def allocate_shared(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        return _aligned(size_bytes)
-
-    def share(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> "_Mapping":
-        return _Mapping(tensor)
-
-
-class _Lanes(Lanes):
-    def handles(self, num_lanes: int = 2) -> tuple[int, ...]:
-        return _LANES[:num_lanes]
-
-
-class _AttentionKernels(AttentionKernels):
-    def _make(self, name: str) -> AttentionKernel:
-        return _Attention() if name == "math" else super()._make(name)
-
-
-class _Hardware(Hardware):
-    def __init__(self) -> None:
-        self.driver = _Driver()
-        self.attention = _Attention  # the plain one, on addresses
-
-    def choose_backend(self, group, config, exchange) -> str:
-        return "copy_engine"
-
-    def device_of(self, backend: str) -> torch.device:
-        return _CPU
-
-    def create_transport(self, backend, group, store, config, nccl, exchange) -> CopyEngineTransport:
-        return CopyEngineTransport(group, _CPU, exchange, graph_memory_mib=config.graph_memory_mib, driver=self.driver)
-
-    def lanes(self, device: torch.device) -> Lanes:
-        return _Lanes(device)
-
-    def attention_kernels(self, device: torch.device) -> AttentionKernels:
-        return _AttentionKernels(device)
-
-    def tapes_unavailable_reason(self, device: torch.device, dtype: torch.dtype) -> None:
-        return None
-
-    def matmul(self, a: Matrix, b: Matrix, out: Matrix, *, has_addend: bool, has_bias: bool) -> "_Matmul":
-        return _Matmul(a, b, out, has_addend=has_addend, has_bias=has_bias)
-
-    def copy(self, target, source, *, device, is_aligned):
-        return _bind_copy(target, source)
-
-    def sum(self, own, partials, *, bias, out, device):
-        return _bind_sum(own, partials, bias=bias, out=out, device=device)
-
-
 # What windows that are being mapped lie in, by address.
 _unmapped: dict[int, bytearray] = {}
 
 
-def _aligned(size: int) -> torch.Tensor:
+def _aligned(size: int, device: torch.device = _CPU) -> torch.Tensor:
     memory = bytearray(size + 256)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % 256
@@ -207,7 +113,7 @@ def _aligned(size: int) -> torch.Tensor:
 class _Mapping:
     """Ranks are threads: every address is valid everywhere. A mapping keeps all ranks' memory, as the driver does."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, _: dist.ProcessGroup) -> None:
         group = _local.group
         addresses = [[torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]]
         group.allgather(addresses, [torch.tensor([tensor.data_ptr()])]).wait()
@@ -244,7 +150,7 @@ def _write_or_wait(kind: str, address: int, value: int) -> None:
 
 
 class _Stream:
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = _CPU, *, is_high_priority: bool = False) -> None:
         self.torch, self.handle = self, next(_handles)
 
     def query(self) -> bool:
@@ -346,11 +252,23 @@ class _Page:
         pass
 
 
-def _view(matrix: Matrix, address: int) -> torch.Tensor:
-    (rows, cols), strides = matrix.shape, matrix.strides
-    count = (rows - 1) * strides[0] + (cols - 1) * strides[1] + 1
-    memory = (ctypes.c_byte * (count * matrix.dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=matrix.dtype).as_strided((rows, cols), strides)
+#: Shape, strides and dtype.
+_Layout = tuple[Sequence[int], Sequence[int], torch.dtype]
+
+
+def _layout(tensor: torch.Tensor) -> _Layout:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _rows(*shape: int, dtype: torch.dtype) -> _Layout:
+    return _layout(torch.empty(shape, dtype=dtype, device="meta"))
+
+
+def _view(layout: _Layout, address: int) -> torch.Tensor:
+    shape, strides, dtype = layout
+    count = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+    memory = (ctypes.c_byte * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
 
 class _Matmul:
@@ -359,23 +277,23 @@ class _Matmul:
     workspace_bytes = WORKSPACE_BYTES
 
     def __init__(self, a: Matrix, b: Matrix, out: Matrix, *, has_addend: bool, has_bias: bool) -> None:
-        self._matrices = (a, b, out)
+        self._matrices = (a[:3], b[:3], out[:3])
         self._has_addend, self._has_bias = has_addend, has_bias
 
     def __call__(
         self, stream: int, workspace_at: int, a_at: int, b_at: int, out_at: int, addend_at: int, bias_at: int
     ) -> None:
         a, b, out = self._matrices
-        rows, cols = out.shape
-        product = Matrix((rows, cols), (cols, 1), torch.float64)
-        assert rows * cols * product.dtype.itemsize <= WORKSPACE_BYTES
+        (rows, cols), _, dtype = out
+        product = _rows(rows, cols, dtype=torch.float64)
+        assert rows * cols * torch.float64.itemsize <= WORKSPACE_BYTES
 
         def multiply() -> None:
             result = _view(a, a_at).double() @ _view(b, b_at).double()
             if self._has_addend:
                 result += _view(out, addend_at)
             if self._has_bias:
-                result += _view(Matrix((1, cols), (cols, 1), out.dtype), bias_at)
+                result += _view(_rows(1, cols, dtype=dtype), bias_at)
             _view(product, workspace_at).copy_(result)
 
         _submit(stream, multiply)
@@ -392,6 +310,7 @@ def _bind_through_scratch(
 
     results: its shapes and dtypes; all are contiguous, or have these strides at last.
     """
+    layouts = [_rows(*shape, dtype=dtype) for shape, dtype in results]
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in results]
     starts = list(itertools.accumulate(sizes, initial=0))
 
@@ -405,9 +324,8 @@ def _bind_through_scratch(
             if strides is None:
                 ctypes.memmove(at, scratch_at + start, size)
             else:
-                shape, dtype = results[number]
-                left = _like(shape, torch.empty(shape, device="meta").stride(), dtype, scratch_at + start)
-                _like(shape, strides[number], dtype, at).copy_(left)
+                shape, _, dtype = layouts[number]
+                _view((shape, strides[number], dtype), at).copy_(_view(layouts[number], scratch_at + start))
         ctypes.memset(scratch_at, 0xFF, starts[-1])  # NaN in every dtype
 
     def run(stream: int, scratch_at: int, *addresses: int) -> None:
@@ -431,12 +349,12 @@ class _Attention(MathAttention):
         self, operands: Operands, mask: SplitMask, scale: float, state_rows: int | None = None
     ) -> BoundAttention:
         *loaded, out = operands
-        likes = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in loaded]
+        layouts = [_layout(tensor) for tensor in loaded]
         assert out.is_contiguous()
 
         def attend(q_at: int, k_at: int, v_at: int, out_at: int, state_at: int) -> list[torch.Tensor]:
             ctypes.c_float.from_address(state_at).value = 1.0  # is memory
-            views = [_like(*like, at) for like, at in zip(likes, (q_at, k_at, v_at), strict=True)]
+            views = [_view(layout, at) for layout, at in zip(layouts, (q_at, k_at, v_at), strict=True)]
             result = torch.empty(out.shape, dtype=out.dtype)
             self.forward((*views, result), mask, scale, None)
             return [result]
@@ -451,12 +369,12 @@ class _Attention(MathAttention):
         scale: float,
         gradients: Sequence[torch.Tensor] | None = None,
     ) -> BoundAttention:
-        loaded = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (*operands, grad_out)]
+        layouts = [_layout(tensor) for tensor in (*operands, grad_out)]
 
         def attend(q_at, k_at, v_at, out_at, state_at, grad_out_at, *gradients_at: int) -> Sequence[torch.Tensor]:
             assert ctypes.c_float.from_address(state_at).value == 1.0  # what the forward pass left
             addresses = (q_at, k_at, v_at, out_at, grad_out_at)
-            *views, grad = [_like(*like, at) for like, at in zip(loaded, addresses, strict=True)]
+            *views, grad = [_view(layout, at) for layout, at in zip(layouts, addresses, strict=True)]
             return self.backward(grad, tuple(views), (), mask, scale, None)
 
         results = [(tensor.shape, tensor.dtype) for tensor in operands[:3]]
@@ -464,18 +382,11 @@ class _Attention(MathAttention):
         return _bind_through_scratch(results, 6, attend, strides)
 
 
-def _like(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, address: int) -> torch.Tensor:
-    count = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
-    memory = (ctypes.c_byte * (count * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
-
-
-def _bind_copy(target: torch.Tensor, source: torch.Tensor):
-    views = [(view.shape, view.stride(), view.dtype) for view in (target, source)]
+def _bind_copy(target: torch.Tensor, source: torch.Tensor, *, device: torch.device, is_aligned: bool):
+    to_layout, from_layout = _layout(target), _layout(source)
 
     def copy(target_at: int, source_at: int) -> None:
-        to_here, from_here = (_like(*like, at) for like, at in zip(views, (target_at, source_at), strict=True))
-        to_here.copy_(from_here)
+        _view(to_layout, target_at).copy_(_view(from_layout, source_at))
 
     return lambda stream, *addresses: _submit(stream, functools.partial(copy, *addresses))
 
@@ -488,20 +399,69 @@ def _bind_sum(
     out: torch.Tensor,
     device: torch.device | None = None,
 ):
-    rows = Matrix((own.size(0), own.size(1)), (own.size(1), 1), own.dtype)
-    row = Matrix((1, own.size(1)), (own.size(1), 1), own.dtype)
-
-    like = (partials.shape, partials.stride(), partials.dtype)
+    rows, row = _rows(*own.shape, dtype=own.dtype), _rows(own.size(1), dtype=own.dtype)
+    others = _layout(partials)
 
     def total(own_at: int, partials_at: int, bias_at: int | None, out_at: int) -> None:
         total = _view(rows, own_at).double()
-        if like[0][0]:
-            total += _like(*like, partials_at).double().sum(0)
+        if others[0][0]:
+            total += _view(others, partials_at).double().sum(0)
         if bias_at is not None:
             total += _view(row, bias_at)
         _view(rows, out_at).copy_(total)
 
-    def add(stream: int, *addresses) -> None:
-        _submit(stream, functools.partial(total, *addresses))
+    return lambda stream, *addresses: _submit(stream, functools.partial(total, *addresses))
 
-    return add
+
+class _Driver(Driver):
+    memory, batch, event, graph, flag_page, new_stream = _Memory, tuple, _Event, _Graph, _Page, _Stream
+    allocate_shared, share = staticmethod(_aligned), _Mapping
+
+    def __init__(self) -> None:
+        self._spare: list[_Stream] = []
+
+    def borrow_stream(self, device: torch.device) -> _Stream:
+        with contextlib.suppress(IndexError):
+            return self._spare.pop()
+        return _Stream()
+
+    def give_stream_back(self, device: torch.device, stream: _Stream) -> None:
+        self._spare.append(stream)
+
+    def free_memory_bytes(self) -> int:
+        return 0  # which never changes
+
+    def current_stream(self, device: torch.device) -> int:
+        assert _capture() is None or self.is_capturing(), "a step of a graph asked for the current stream"
+        return _CURRENT
+
+    def wait_for_current_stream(self, device: torch.device) -> None:
+        pass
+
+    def is_capturing(self) -> bool:
+        capture = _capture()
+        return capture is not None and capture.origin == _CURRENT
+
+
+class _Lanes(Lanes):
+    def handles(self, num_lanes: int = 2) -> tuple[int, ...]:
+        return _LANES[:num_lanes]
+
+
+class _AttentionKernels(AttentionKernels):
+    def _make(self, name: str) -> AttentionKernel:
+        return _Attention() if name == "math" else super()._make(name)
+
+
+class _Hardware(Hardware):
+    lanes, attention_kernels, matmul = _Lanes, _AttentionKernels, _Matmul
+    sum, copy = staticmethod(_bind_sum), staticmethod(_bind_copy)
+    choose_backend = staticmethod(lambda group, config, exchange: "copy_engine")
+    device_of = staticmethod(lambda backend: _CPU)
+    tapes_unavailable_reason = staticmethod(lambda device, dtype: None)
+
+    def __init__(self) -> None:
+        self.driver = _Driver()
+
+    def create_transport(self, backend, group, store, config, nccl, exchange) -> CopyEngineTransport:
+        return CopyEngineTransport(group, _CPU, exchange, graph_memory_mib=config.graph_memory_mib, driver=self.driver)

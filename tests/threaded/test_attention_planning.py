@@ -5,7 +5,7 @@ import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import AttentionConfig, PlanConfig
-from commfuse_megatron.plan.attention import attention_buffer_needs
+from commfuse_megatron.plan.candidates import buffer_needs
 from tests.harness import run_threads
 from tests.threaded.test_planning import TRIAL, MadeUpTimes, machine
 from tests.threaded.test_query_split_attention import Case, assert_close, attention_config, draw, run
@@ -97,7 +97,7 @@ def test_buffers_are_no_larger_than_the_plan_says(group_size, m):
             operands, grad_y = draw(Case(rows=13), group.rank(), group.size())
             run(operands, grad_y, ops.query_split_attention, context=context)
             (prepared, _) = context._prepared.values()
-            needs = attention_buffer_needs(prepared.problem, prepared.plan)
+            needs = buffer_needs(prepared.problem, prepared.plan)
             return context.buffer_bytes, sum(-(-size // 256) * 256 for size in needs.values())
 
     for held, promised in run_threads(group_size, body):

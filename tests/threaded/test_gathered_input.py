@@ -149,8 +149,8 @@ def test_nothing_else_is_sent_for_it(group, device):
     counts = []
     with OverlapContext(group) as context:
         start, sent = context.link.start, []
-        context.link.start = lambda run, index, send, receive: (
-            sent.append(0 if send is None else send.tensor.nbytes) or start(run, index, send, receive)
+        context.link.start = lambda watched, send, receive: (
+            sent.append(0 if send is None else send.tensor.nbytes) or start(watched, send, receive)
         )
         case = Case(op="all_gather_linear", rows=8)
         operands = draw(case, group.rank(), group.size(), device)

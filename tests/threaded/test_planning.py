@@ -15,13 +15,13 @@ from commfuse_megatron.plan.choose import choose_measured
 from commfuse_megatron.plan.machine import Channel, GemmRate, HostTimes, MachineModel, Traits
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.runtime.calibrate import calibrate
-from commfuse_megatron.runtime.stopwatch import make_stopwatch
+from commfuse_megatron.runtime.stopwatch import Stopwatch
 from commfuse_megatron.schedule import Algorithm
 from tests.harness import run_threads
 from tests.harness.linear_cases import OPS, Case, assert_equal, check_linear, draw, overlapped, reference
 from tests.harness.problems import layer_problem
 
-TRIAL = "commfuse_megatron.ops.trial.make_stopwatch"
+TRIAL = "commfuse_megatron.ops.trial.Stopwatch"
 
 
 def config(path="auto", algorithm="auto", m=None, *, keeps=False, **others) -> OverlapConfig:
@@ -392,7 +392,7 @@ def test_buffers_of_earlier_problems_count(monkeypatch):
 def test_calibration_gives_all_ranks_the_same_machine():
     def body(group, device):
         with OverlapContext(group, config()) as context:
-            timings = calibrate(context, torch.float32, make_stopwatch(device))
+            timings = calibrate(context, torch.float32, Stopwatch(device))
             assert not context.report()
             return timings
 

@@ -11,8 +11,8 @@ import torch
 from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport import copy_engine
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
-from commfuse_megatron.transport.driver import CUDA, Driver
 from commfuse_megatron.transport.mapped_window import map_window
+from commfuse_megatron.transport.stream_memory import CUDA, Driver
 
 symmetric_memory = pytest.importorskip("torch.distributed._symmetric_memory")
 

@@ -174,7 +174,7 @@ def test_in_a_graph_the_release_depends_on_what_was_told(tape, transport):
 
 def test_no_message_is_among_what_a_release_clears(tape, transport):
     transport.silent = (SILENT,)
-    tape.note(SENT)
+    tape.issued([SENT])
     assert tape.finish().keys == (SENT, SILENT)
 
 

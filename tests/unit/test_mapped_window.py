@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from commfuse_megatron.transport import mapped_window
-from commfuse_megatron.transport.driver import CUDA
 from commfuse_megatron.transport.mapped_window import map_window
-from commfuse_megatron.transport.stream_memory import captures_excluded
+from commfuse_megatron.transport.stream_memory import CUDA, captures_excluded
 
 symmetric_memory = pytest.importorskip("torch.distributed._symmetric_memory")
 

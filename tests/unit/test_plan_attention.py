@@ -6,8 +6,8 @@ import pytest
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.config import AttentionConfig, TransportConfig
-from commfuse_megatron.plan.attention import attention_buffer_needs, predict_attention_us
-from commfuse_megatron.plan.candidates import list_candidates
+from commfuse_megatron.plan.attention import predict_attention_us
+from commfuse_megatron.plan.candidates import buffer_needs, list_candidates
 from commfuse_megatron.plan.choose import choose_by_default, predict
 from commfuse_megatron.plan.machine import Traits, assumed_machine
 from commfuse_megatron.problem import AttentionProblem
@@ -74,10 +74,10 @@ def test_what_does_not_fit_is_left_out_with_its_size():
 
 def test_only_query_split_plans_need_buffers():
     for plan in list_candidates(problem(), config()).plans:
-        needs = attention_buffer_needs(problem(), plan)
+        needs = buffer_needs(problem(), plan)
         assert bool(needs) == (plan.path == "query_split")
         assert ("gather" in needs) == (plan.path == "query_split" and plan.backward_path is None)
-        assert "gather" not in attention_buffer_needs(problem(needs=""), plan)
+        assert "gather" not in buffer_needs(problem(needs=""), plan)
 
 
 @pytest.mark.parametrize("needs", ["", "input", "weight", "input+weight"])

@@ -8,7 +8,7 @@ import torch
 from commfuse_megatron.runtime import lanes
 from commfuse_megatron.transport import tape_graphs
 from commfuse_megatron.transport.copy_steps import BoundOperation, GraphTable
-from commfuse_megatron.transport.driver import Driver
+from commfuse_megatron.transport.stream_memory import Driver
 from commfuse_megatron.transport.tape_graphs import TapeGraphs
 
 HERE, THERE = (0, 16), (0, 32)

@@ -17,7 +17,7 @@ from commfuse_megatron.plan.attention import AttentionCosts
 from commfuse_megatron.plan.candidates import list_candidates
 from commfuse_megatron.plan.cost_model import PassCosts, predict_parts_us
 from commfuse_megatron.plan.machine import Channel, MachineModel
-from commfuse_megatron.plan.pass_plan import PassPlan
+from commfuse_megatron.plan.pass_plan import PassPlan, parts_of
 from commfuse_megatron.problem import AttentionProblem, GemmProblem
 from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.tools.bench.report import read_rows
@@ -245,7 +245,7 @@ class _Step:
     def _shown_us(self, problem: GemmProblem) -> float:
         """What a pass takes longer in the plugin's step than its dry-run, for the transfers that its GEMMs may hide."""
         costs = PassCosts(problem, self.machine)
-        gathers, computes, scatters, has_weight = costs.parts(SEQUENTIAL)
+        gathers, computes, scatters, has_weight = parts_of(costs.problem, SEQUENTIAL)
         one_us = (self.group_size - 1) * costs.transfer_us(self.tokens // self.group_size)
         gemms_us = computes * costs.product_us(self.tokens) + has_weight * costs.weight_gradient_us()
         return _SHOWN_OF_HIDDEN * min((gathers + scatters) * one_us, gemms_us)
@@ -254,7 +254,7 @@ class _Step:
         """The sequential program with local copies instead of collectives, as `trace.collectives` makes them."""
         free = Channel(latency_us=0.0, bandwidth_gb_s=float("inf"))
         costs = PassCosts(problem, dataclasses.replace(self.machine, collective=free))
-        gathers, _, scatters, _ = costs.parts(SEQUENTIAL)
+        gathers, _, scatters, _ = parts_of(costs.problem, SEQUENTIAL)
         own = self.tokens // self.group_size
         copies_us = gathers * costs.pass_us(own + self.tokens) + scatters * costs.pass_us(2 * own)
         return costs.collectives_us(SEQUENTIAL) + copies_us
