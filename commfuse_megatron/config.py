@@ -21,23 +21,6 @@ import yaml
 
 from commfuse_megatron.errors import ConfigError
 
-__all__ = [
-    "CONFIG_VARIABLE",
-    "AttentionConfig",
-    "Backend",
-    "FallbackConfig",
-    "KernelConfig",
-    "LinearConfig",
-    "OverlapConfig",
-    "PassConfig",
-    "PlanConfig",
-    "TransportConfig",
-    "UlyssesConfig",
-    "WgradConfig",
-    "config_file_from_environment",
-    "describe_differences",
-]
-
 #: The only environment variable that this package reads for itself: a configuration file for unmodified scripts.
 CONFIG_VARIABLE = "COMMFUSE_CONFIG"
 

@@ -7,20 +7,6 @@ Rows are positions of the sequence axis; one row of a [S, B, H] tensor is B * H 
 import math
 from dataclasses import dataclass, fields
 
-__all__ = [
-    "DTYPE_BYTES",
-    "AttentionProblem",
-    "GemmProblem",
-    "HeadGroup",
-    "Problem",
-    "RowRange",
-    "UlyssesProblem",
-    "VisibleKeys",
-    "chunk_ranges",
-    "shard_range",
-    "split_range",
-]
-
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -17,14 +17,6 @@ from commfuse_megatron.schedule.lower_attention import ADD_GRADIENTS, ATTEND, AT
 from commfuse_megatron.schedule.lower_linear import Asked
 from commfuse_megatron.schedule.program import Compute
 
-__all__ = [
-    "AttentionCosts",
-    "attention_blocks",
-    "choose_num_lanes",
-    "list_attention_plans",
-    "predict_attention_us",
-]
-
 # Splits of one owner's queries worth considering: each is one more attention kernel, and a smaller one.
 _SPLITS = (1, 2, 4)
 

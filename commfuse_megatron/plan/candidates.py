@@ -15,8 +15,6 @@ from commfuse_megatron.problem import DTYPE_BYTES, AttentionProblem, GemmProblem
 from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.transport.base import MOST_CHUNKS
 
-__all__ = ["Candidates", "buffer_needs", "list_candidates", "merge_needs", "settings_of"]
-
 # Chunks per shard worth considering. Every further slice costs 35 us of host time (2 x H200, November 2026).
 _CHUNKS = (1, 2, 4)
 # On slow links, where the first chunk is what cannot be hidden: m=8 won over m=4 through host memory by 0.2 ms of 2.8.

@@ -17,16 +17,6 @@ from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.plan.ulysses import predict_ulysses_us
 from commfuse_megatron.problem import AttentionProblem, GemmProblem, Problem, UlyssesProblem
 
-__all__ = [
-    "PassPlan",
-    "choose_by_default",
-    "choose_measured",
-    "choose_only",
-    "choose_predicted",
-    "predict",
-    "select_for_trial",
-]
-
 # Of two that differ by less than this, the simpler one is taken: timings repeat no better.
 _TIE = 0.01
 

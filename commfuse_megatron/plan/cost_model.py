@@ -11,8 +11,6 @@ from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem
 from commfuse_megatron.schedule import Costs, Simulation, Work, simulate
 from commfuse_megatron.schedule.program import Channel, Compute, Copy, Gemm, Issue, Program, Sum, WeightGrad
 
-__all__ = ["PassCosts", "is_link_slow", "predict_parts_us", "predict_us", "simulate_plan"]
-
 # How much of the shorter of a whole GEMM and a collective beside it is not hidden: a collective's kernel takes SMs that
 # cuBLAS counts on, so they run one after the other in part. Megatron's backward passes of column-parallel linears, from
 # M 4096: 0.06 to 0.75 in 22 of two ranks, 0.41 to 1.27 in 12 of four, here the medians (H200, November 2026).

@@ -8,19 +8,6 @@ from dataclasses import dataclass, fields
 
 from commfuse_megatron.kernels.tiles import TILES, choose_tile
 
-__all__ = [
-    "ASSUMED_DEVICE",
-    "Channel",
-    "GemmRate",
-    "REPLAYED",
-    "HostTimes",
-    "MachineModel",
-    "Timings",
-    "Traits",
-    "assumed_machine",
-    "fit_channel",
-]
-
 # From the end of one kernel of a stream to the start of the next: 2.2 to 2.4 in what fits 72 to 80 GEMMs of all sizes
 # (2 x H200, November 2026).
 _LAUNCH_US = 2.3

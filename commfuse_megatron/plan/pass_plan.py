@@ -7,8 +7,6 @@ from typing import NamedTuple
 from commfuse_megatron.problem import GemmProblem
 from commfuse_megatron.schedule import Algorithm
 
-__all__ = ["PassParts", "PassPlan", "parts_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class PassPlan:

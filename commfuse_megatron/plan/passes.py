@@ -25,8 +25,6 @@ from commfuse_megatron.schedule.lower_ulysses import lower_ulysses
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Program
 
-__all__ = ["bind_plan", "is_replayed", "lower_pass", "lower_plan", "policy_of", "tape_policy", "tensor_policy"]
-
 # Lanes for the GEMMs of a forward pass, of up to so many FLOP each. 2 x H200, two lanes against none, M 8192, over the
 # larger of GEMM and transfer: 8B qkv 1.051 (1.072), proj 1.260 (1.330), 70B proj 1.063 (1.076), fc1 1.038 (1.016).
 # Backward passes gained nothing, and pay for it in host time.

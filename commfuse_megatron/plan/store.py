@@ -18,8 +18,6 @@ from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import Problem
 from commfuse_megatron.schedule import Algorithm
 
-__all__ = ["STORED", "PlanStore", "plan_of", "read_sections", "why_no_file"]
-
 logger = logging.getLogger(__name__)
 
 #: How the reason of a plan from a file begins.

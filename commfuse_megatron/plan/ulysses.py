@@ -17,8 +17,6 @@ from commfuse_megatron.schedule.lower_linear import Asked
 from commfuse_megatron.schedule.lower_ulysses import ATTEND_GROUP
 from commfuse_megatron.schedule.program import Channel, Compute, rows_read, rows_written
 
-__all__ = ["list_ulysses_plans", "predict_ulysses_us", "ulysses_buffer_needs"]
-
 # Groups of heads worth considering: more of them begin earlier, and each attention kernel is smaller.
 _GROUPS = (1, 2, 4)
 

@@ -15,17 +15,6 @@ from commfuse_megatron.config import CONFIG_VARIABLE, OverlapConfig, config_file
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plugin import compat_training
 
-__all__ = [
-    "add_arguments",
-    "adopt_flags",
-    "checked_config",
-    "checked_model",
-    "config_file",
-    "is_switched_on",
-    "read_config",
-    "set_flags",
-]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add `--commfuse` / `--no-commfuse` and `--commfuse-config FILE`; usable as Megatron's `extra_args_provider`.

@@ -23,11 +23,7 @@ import torch
 
 from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.errors import UnsupportedError
-from commfuse_megatron.ops.attention_arguments import (
-    AttentionInputs,
-    find_attention_complaint,
-    state_attention_problem,
-)
+from commfuse_megatron.ops.attention_arguments import AttentionInputs, find_attention_complaint, state_attention_problem
 from commfuse_megatron.ops.problems import attention_problems
 from commfuse_megatron.ops.query_split_attention import find_attention_kernel, plan_attention
 from commfuse_megatron.plugin import capture
@@ -49,13 +45,6 @@ from commfuse_megatron.plugin.decision import (
 )
 from commfuse_megatron.plugin.stand_in import OURS
 from commfuse_megatron.plugin.support import SWITCHED_OFF, judges, unsupported_reason
-
-__all__ = [
-    "CommFuseFusedMLASelfAttention",
-    "CommFuseMLASelfAttention",
-    "CommFuseSelfAttention",
-    "attention_unsupported_reason",
-]
 
 logger = logging.getLogger(__name__)
 

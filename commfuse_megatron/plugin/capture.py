@@ -14,8 +14,6 @@ from torch.autograd.function import FunctionCtx
 from commfuse_megatron import OverlapContext
 from commfuse_megatron.problem import Problem
 
-__all__ = ["NO_CONTEXT", "OVER_NCCL", "REPEATED_DROPOUT", "announce_saved", "is_capturing", "reason_not_to_capture"]
-
 NO_CONTEXT = (
     "a CUDA graph is being captured and no layer of this group has been overlapped before: run it once outside first"
 )

@@ -3,6 +3,8 @@
 Classes are compared by identity: a subclass of somebody else keeps its behaviour.
 """
 
+from typing import Any
+
 import torch
 
 from commfuse_megatron.plugin import compat, te_linear
@@ -17,36 +19,24 @@ from commfuse_megatron.plugin.norm_linear import CommFuseLayerNormColumnParallel
 from commfuse_megatron.plugin.stand_in import OURS
 from commfuse_megatron.plugin.ulysses import CommFuseDotProductAttention, CommFuseTEDotProductAttention
 
-__all__ = [
-    "ATTENTIONS",
-    "CONFIGURED_BY_SPECS",
-    "CORE_ATTENTIONS",
-    "LINEARS_AND_EMBEDDING",
-    "is_ours",
-    "reason_to_keep",
-]
 
-#: Megatron's local linears, and its embedding; a built one can be given our class.
-LOCAL: dict[type, type[torch.nn.Module]] = {
-    compat.ColumnParallelLinear: CommFuseColumnParallelLinear,
-    compat.RowParallelLinear: CommFuseRowParallelLinear,
-    compat.VocabParallelEmbedding: CommFuseVocabParallelEmbedding,
-}
+def _by_stock(*ours: Any) -> dict[type, type[torch.nn.Module]]:
+    """Our classes by Megatron's; those that need Transformer Engine are None without."""
+    return {OURS[each]: each for each in ours if each is not None}
 
 
 #: Megatron's wrappers of Transformer Engine's linears, where that is installed.
-TRANSFORMER_ENGINE: dict[type, type[torch.nn.Module]] = {
-    OURS[ours]: ours
-    for ours in (
-        te_linear.CommFuseTELayerNormColumnParallelLinear,
-        te_linear.CommFuseTEColumnParallelLinear,
-        te_linear.CommFuseTERowParallelLinear,
-    )
-    if ours is not None
-}
+TRANSFORMER_ENGINE = _by_stock(
+    te_linear.CommFuseTELayerNormColumnParallelLinear,
+    te_linear.CommFuseTEColumnParallelLinear,
+    te_linear.CommFuseTERowParallelLinear,
+)
 
-#: Both: a built layer can be given our class.
-LINEARS_AND_EMBEDDING = LOCAL | TRANSFORMER_ENGINE
+#: These, Megatron's local linears, and its embedding: a built layer can be given our class.
+LINEARS_AND_EMBEDDING = (
+    _by_stock(CommFuseColumnParallelLinear, CommFuseRowParallelLinear, CommFuseVocabParallelEmbedding)
+    | TRANSFORMER_ENGINE
+)
 
 #: Attention, which is configured by its projection.
 ATTENTIONS: dict[type, type[torch.nn.Module]] = {
@@ -56,9 +46,7 @@ ATTENTIONS: dict[type, type[torch.nn.Module]] = {
 }
 
 #: What it calls; communicates under context parallelism only.
-CORE_ATTENTIONS: dict[type, type[torch.nn.Module]] = {
-    OURS[ours]: ours for ours in (CommFuseDotProductAttention, CommFuseTEDotProductAttention) if ours is not None
-}
+CORE_ATTENTIONS = _by_stock(CommFuseDotProductAttention, CommFuseTEDotProductAttention)
 
 #: What a spec may name, and is told its configuration by it; no spec names the embedding.
 CONFIGURED_BY_SPECS = (

@@ -3,6 +3,7 @@
 Read against 0.18.2 and 0.19.x; `compat_training` has what depends on `megatron.training`. The rest of the plugin
 imports Megatron's names from here where they moved between versions or may be missing. Knows nothing of our classes.
 """
+# ruff: noqa: F401  (some are for others only)
 
 import contextlib
 from collections.abc import Mapping
@@ -32,45 +33,6 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
-
-__all__ = [
-    "CORE_ATTENTIONS",
-    "HAVE_FUSED_WEIGHT_GRADIENT",
-    "HAVE_TRANSFORMER_ENGINE",
-    "Attention",
-    "AttnMaskType",
-    "ColumnParallelLinear",
-    "DotProductAttention",
-    "FusedMLASelfAttention",
-    "MLASelfAttention",
-    "ModelParallelConfig",
-    "ModuleSpec",
-    "ROW_PARALLEL_LINEARS",
-    "RowParallelLinear",
-    "SelfAttention",
-    "TRANSFORMER_ENGINE_LINEARS",
-    "TransformerBlockSubmodules",
-    "TransformerLayer",
-    "VocabParallelEmbedding",
-    "WrappedTorchNorm",
-    "attention_groups",
-    "context_parallel_group",
-    "ensure_metadata_has_dp_cp_group",
-    "final_norm_class",
-    "fuses_weight_gradient",
-    "gather_rows",
-    "get_gpt_layer_local_spec",
-    "get_gpt_layer_with_transformer_engine_spec",
-    "group_of",
-    "is_transformer_engine_linear",
-    "layers_of_stage",
-    "megatron_groups",
-    "reason_in_attention_precision",
-    "reason_in_core_attention",
-    "reason_in_functions",
-    "reason_in_precision",
-    "transformer_engine_class",
-]
 
 #: Without Transformer Engine its classes exist too, but cannot be built.
 HAVE_TRANSFORMER_ENGINE: bool = bool(_te.HAVE_TE)
@@ -194,10 +156,7 @@ def _transformer_engine_functions() -> _Watched:
 
 
 _TRANSFORMER_ENGINE_FUNCTIONS = _transformer_engine_functions()
-_CORE_ATTENTION_FUNCTIONS: _Watched = sum(
-    (_watch(cls, "forward", origins=("",)) for cls in CORE_ATTENTIONS),
-    (),
-)
+_CORE_ATTENTION_FUNCTIONS: _Watched = sum((_watch(cls, "forward", origins=("",)) for cls in CORE_ATTENTIONS), ())
 
 
 def reason_in_functions(layer: torch.nn.Module) -> str | None:
@@ -252,16 +211,6 @@ if HAVE_TRANSFORMER_ENGINE:
 def is_transformer_engine_linear(module: torch.nn.Module) -> bool:
     """Whether `module` is a linear of Transformer Engine, or one derived from it, grouped ones included."""
     return any("Linear" in cls.__name__ and cls.__module__ == _te.__name__ for cls in type(module).__mro__)
-
-
-def final_norm_class() -> type:
-    """The norm that Megatron puts after the last layer when a spec describes a layer only."""
-    return transformer_block.LayerNormImpl
-
-
-def layers_of_stage(transformer_config: Any, vp_stage: int | None) -> int:
-    """How many transformer layers this pipeline stage builds."""
-    return get_num_layers_to_build(transformer_config, vp_stage=vp_stage)
 
 
 def megatron_groups() -> tuple[dist.ProcessGroup, ...]:

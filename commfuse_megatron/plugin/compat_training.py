@@ -21,17 +21,6 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from commfuse_megatron.errors import UnsupportedError
 
-__all__ = [
-    "default_layer_spec",
-    "let_wheel_start",
-    "make_help_printable",
-    "model_config_from_arguments",
-    "pretrain",
-    "rows_of_this_rank",
-    "set_scalar_writer",
-    "training_arguments",
-]
-
 #: A list of model chunks -> the same list; called after construction, before the data-parallel wrapper.
 ModelHook = Callable[[list[Any]], list[Any]]
 

@@ -16,9 +16,6 @@ import torch.distributed as dist
 from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.plugin import compat
 
-__all__ = ["reset_contexts", "context_for", "existing_context", "open_contexts"]
-
-
 logger = logging.getLogger(__name__)
 
 _ADVICE = (

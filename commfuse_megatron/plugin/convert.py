@@ -23,8 +23,6 @@ from commfuse_megatron.plugin.classes import ATTENTIONS, CORE_ATTENTIONS, LINEAR
 from commfuse_megatron.plugin.compat import group_of
 from commfuse_megatron.plugin.decision import LayerState, state_of
 
-__all__ = ["convert_model"]
-
 logger = logging.getLogger(__name__)
 
 

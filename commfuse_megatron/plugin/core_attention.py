@@ -12,8 +12,6 @@ import torch
 from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin.stand_in import OURS
 
-__all__ = ["CoreAttention", "describe_core_attention"]
-
 
 class CoreAttention(NamedTuple):
     """Keywords of the operations."""

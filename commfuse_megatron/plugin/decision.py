@@ -28,23 +28,6 @@ from commfuse_megatron.plugin.stand_in import class_name
 from commfuse_megatron.plugin.support import NOTHING_MISSED, unsupported_reason
 from commfuse_megatron.problem import Problem
 
-__all__ = [
-    "LayerState",
-    "biases_of",
-    "computing_weight_once",
-    "context_of",
-    "context_unless",
-    "count_call",
-    "dtype_of_operation",
-    "existing_context_of",
-    "kept_reason_of",
-    "label_of",
-    "overlap_context",
-    "run_operation",
-    "run_with_own_bias",
-    "state_of",
-]
-
 logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_commfuse_state"

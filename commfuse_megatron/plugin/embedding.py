@@ -12,8 +12,6 @@ from commfuse_megatron.plugin.compat import VocabParallelEmbedding
 from commfuse_megatron.plugin.decision import computing_weight_once, count_call, overlap_context
 from commfuse_megatron.plugin.stand_in import stands_for
 
-__all__ = ["CommFuseVocabParallelEmbedding"]
-
 
 @stands_for(VocabParallelEmbedding)
 class CommFuseVocabParallelEmbedding(VocabParallelEmbedding):

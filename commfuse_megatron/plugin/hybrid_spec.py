@@ -36,14 +36,6 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="Only transformer-engine")
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as _stock_te
 
-__all__ = [
-    "hybrid_stack_spec",
-    "hybrid_stack_spec_local",
-    "hybrid_stack_spec_te",
-    "local_stack_spec",
-    "stock_stack_spec_local",
-]
-
 
 def hybrid_stack_spec(config: Any) -> Any:
     """The hybrid stack that `config.transformer.transformer_impl` asks for, with our layers.

@@ -27,8 +27,6 @@ from commfuse_megatron.plugin.decision import (
 from commfuse_megatron.plugin.main_grad import into_main_grad
 from commfuse_megatron.plugin.stand_in import stands_for
 
-__all__ = ["CommFuseColumnParallelLinear", "CommFuseRowParallelLinear", "linear_context", "remember"]
-
 
 class _Local:
     """What both do beside their GEMMs."""

@@ -17,8 +17,6 @@ import torch
 from commfuse_megatron.ops import WeightGradQueue, WeightGradTarget
 from commfuse_megatron.plugin import compat
 
-__all__ = ["DelayedWeightGrads", "into_main_grad", "main_grad_target"]
-
 
 def main_grad_target(weight: Any, name: str = "main_grad") -> WeightGradTarget:
     """Where one call's weight gradient goes: into `weight.main_grad`, which errors call `name`.

@@ -13,8 +13,6 @@ import torch
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.plugin.capture import announce_saved
 
-__all__ = ["CommFuseNorm"]
-
 
 class _LayerNorm(torch.nn.LayerNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:

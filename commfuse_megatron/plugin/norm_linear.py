@@ -19,8 +19,6 @@ from commfuse_megatron.plugin.decision import dtype_of_operation, state_of
 from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear
 from commfuse_megatron.plugin.stand_in import stands_for
 
-__all__ = ["CommFuseLayerNormColumnParallelLinear", "normalized", "with_norm_output"]
-
 _NORMS = ("LayerNorm", "RMSNorm")
 
 

@@ -19,8 +19,6 @@ from commfuse_megatron.plugin.convert import convert_model
 from commfuse_megatron.plugin.hybrid_spec import hybrid_stack_spec
 from commfuse_megatron.plugin.spec import gpt_layer_spec
 
-__all__ = ["ScalarLog", "pretrain"]
-
 
 def pretrain(arguments: Any, datasets: Any, forward_step: Any) -> list[Any]:
     """Train as the command line says; the model's chunks on this rank, for `model_report`.

@@ -17,8 +17,6 @@ from commfuse_megatron.plugin.decision import kept_reason_of, state_of
 from commfuse_megatron.plugin.stand_in import OURS, class_name, reason_in_class
 from commfuse_megatron.plugin.support import SWITCHED_OFF, unsupported_reason
 
-__all__ = ["LayerReport", "ModelReport", "model_report"]
-
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
@@ -144,9 +142,9 @@ def model_report(model: Any) -> ModelReport:
             else:
                 is_listed = isinstance(module, _OURS_OR_MEGATRONS) or compat.is_transformer_engine_linear(module)
             if is_listed:
-                layers.append(_layer_report(name, module, taken.get(module)))
+                layers.append(_report(name, module, taken.get(module) or _reason_not_ours(module)))
             if isinstance(module, compat.Attention) and module.attention_type == "self":
-                attentions.append(_attention_report(name, module))
+                attentions.append(_report(name, module, _reason_not_paired(module)))
             if _counts_calls(module) and (context := state_of(module).context) is not None:
                 contexts[id(context)] = context
     ops = tuple(record for context in contexts.values() for record in context.report())
@@ -171,29 +169,10 @@ def _counts_calls(module: torch.nn.Module) -> bool:
 _OURS_OR_MEGATRONS = (compat.ColumnParallelLinear, compat.RowParallelLinear, compat.VocabParallelEmbedding)
 
 
-def _layer_report(name: str, module: torch.nn.Module, why_not_called: str | None) -> LayerReport:
-    if why_not_called is None and _counts_calls(module):
-        return _report_of_ours(name, module)
-    return _report_of_stock(name, module, why_not_called or _reason_not_ours(module))
-
-
-def _report_of_stock(name: str, module: torch.nn.Module, reason: str) -> LayerReport:
-    return LayerReport(name, class_name(module), "stock", 0, 0, (reason,))
-
-
-def _attention_report(name: str, module: torch.nn.Module) -> LayerReport:
-    if type(module) not in ATTENTIONS.values():
-        layer, known = class_name(module), ", ".join(each.__name__ for each in ATTENTIONS)
-        reason = f"{layer} is not among the attentions that are paired with their projection ({known})"
-        if type(module) in ATTENTIONS:
-            reason = _reason_to_be_stock(module, layer)
-            if "forward" in vars(module):
-                reason = f"{layer} has a forward of its own in the instance, which ours would not be asked for"
-        return _report_of_stock(name, module, reason)
-    return _report_of_ours(name, module)
-
-
-def _report_of_ours(name: str, module: torch.nn.Module) -> LayerReport:
+def _report(name: str, module: torch.nn.Module, why_stock: str | None) -> LayerReport:
+    """why_stock: of what is none of ours, which counts no calls."""
+    if why_stock is not None:
+        return LayerReport(name, class_name(module), "stock", 0, 0, (why_stock,))
     state = state_of(module)
     overlapped, sequential, stock = state.overlapped_calls, state.sequential_calls, state.stock_calls
     calls = {"overlapped": overlapped, "sequential": sequential.total(), "stock": stock.total()}
@@ -210,19 +189,27 @@ def _report_of_ours(name: str, module: torch.nn.Module) -> LayerReport:
     return LayerReport(name, layer, path, overlapped, stock.total(), reasons, sequential.total(), why_sequential)
 
 
-def _reason_not_ours(module: torch.nn.Module) -> str:
-    kept_reason = kept_reason_of(module)
-    if kept_reason is not None:
-        return kept_reason
-    layer, known = type(module).__name__, LINEARS_AND_EMBEDDING | CORE_ATTENTIONS
-    if "forward" in vars(module) and type(module) in CORE_ATTENTIONS:
+def _reason_not_ours(module: torch.nn.Module) -> str | None:
+    if _counts_calls(module):
+        return None
+    known = LINEARS_AND_EMBEDDING | CORE_ATTENTIONS
+    which = "classes that are replaced"
+    return kept_reason_of(module) or _reason_to_be_stock(module, known, which, " is Megatron's own class: it")
+
+
+def _reason_not_paired(module: torch.nn.Module) -> str | None:
+    if type(module) in ATTENTIONS.values():
+        return None
+    return _reason_to_be_stock(module, ATTENTIONS, "attentions that are paired with their projection")
+
+
+def _reason_to_be_stock(module: Any, known: dict[type, Any], which: str, remark: str = "") -> str:
+    """which: what those `known` are. Nobody replaces one in a model that was built with the plugin switched off."""
+    layer = class_name(module)
+    if type(module) not in known:
+        return f"{layer} is not among the {which} ({', '.join(each.__name__ for each in known)})"
+    if "forward" in vars(module) and type(module) not in LINEARS_AND_EMBEDDING:
         return f"{layer} has a forward of its own in the instance, which ours would not be asked for"
-    if type(module) in known:
-        return _reason_to_be_stock(module, f"{layer} is Megatron's own class: it")
-    return f"{layer} is not among the classes that are replaced ({', '.join(c.__name__ for c in known)})"
-
-
-def _reason_to_be_stock(module: Any, what: str) -> str:
-    """Of what could be ours: nobody replaces it in a model that was built with the plugin switched off."""
-    on = is_switched_on(module.config)
-    return f"{what} was neither in the spec given to apply_to_spec nor converted" if on else SWITCHED_OFF
+    if not is_switched_on(module.config):
+        return SWITCHED_OFF
+    return f"{layer}{remark} was neither in the spec given to apply_to_spec nor converted"

@@ -25,20 +25,6 @@ from commfuse_megatron.plugin import arguments, compat, compat_training
 from commfuse_megatron.plugin.classes import ATTENTIONS, CONFIGURED_BY_SPECS, CORE_ATTENTIONS, LINEARS_AND_EMBEDDING
 from commfuse_megatron.plugin.norm import CommFuseNorm
 
-__all__ = [
-    "REPLACEMENTS",
-    "CommFuseSpecProvider",
-    "apply_to_spec",
-    "block_spec",
-    "gpt_layer_spec",
-    "gpt_layer_spec_local",
-    "gpt_layer_spec_te",
-    "local_layer_spec",
-    "our_spec",
-    "replace_in_spec",
-    "require_buildable",
-]
-
 logger = logging.getLogger(__name__)
 
 #: Megatron's class -> ours. Classes are compared by identity: a subclass of somebody else keeps its behaviour.
@@ -194,9 +180,9 @@ def block_spec(
     From the bare spec of a layer, Megatron picks the final norm itself: without Apex and Transformer Engine one that
     refuses sequence parallelism. Here it is CommFuseNorm then, and always `with_torch_norm`.
     """
-    norm = CommFuseNorm if with_torch_norm else compat.final_norm_class()
+    norm = CommFuseNorm if with_torch_norm else compat.transformer_block.LayerNormImpl
     return compat.TransformerBlockSubmodules(
-        layer_specs=[layer_spec] * compat.layers_of_stage(transformer_config, vp_stage),
+        layer_specs=[layer_spec] * compat.get_num_layers_to_build(transformer_config, vp_stage=vp_stage),
         layer_norm=REPLACEMENTS.get(norm, norm),
     )
 

@@ -19,8 +19,6 @@ from torch.nn.utils import parametrize
 
 from commfuse_megatron.plugin import compat
 
-__all__ = ["OURS", "class_name", "reason_in_class", "stands_for"]
-
 #: Our class -> Megatron's, or Transformer Engine's, that it stands for.
 OURS: dict[type, type] = {}
 _FORWARDS: dict[type, object] = {}

@@ -15,8 +15,6 @@ from commfuse_megatron.ops.kinds import OF_TORCH
 from commfuse_megatron.plugin import arguments, compat
 from commfuse_megatron.plugin.stand_in import reason_in_class
 
-__all__ = ["NOTHING_MISSED", "SWITCHED_OFF", "judges", "reason_in_tensors", "unsupported_reason"]
-
 #: The only reason that was asked for.
 SWITCHED_OFF = "config.commfuse is False: switched off"
 

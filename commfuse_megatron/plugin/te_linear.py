@@ -21,8 +21,6 @@ from commfuse_megatron.plugin.norm_linear import normalized, with_norm_output
 from commfuse_megatron.plugin.stand_in import stands_for
 from commfuse_megatron.plugin.te_norm import te_normalized
 
-__all__ = ["CommFuseTEColumnParallelLinear", "CommFuseTELayerNormColumnParallelLinear", "CommFuseTERowParallelLinear"]
-
 _Column: Any = compat.transformer_engine_class("TEColumnParallelLinear")
 _LayerNormColumn: Any = compat.transformer_engine_class("TELayerNormColumnParallelLinear")
 _Row: Any = compat.transformer_engine_class("TERowParallelLinear")

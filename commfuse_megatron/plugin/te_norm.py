@@ -10,8 +10,6 @@ from typing import Any, NamedTuple, override
 import torch
 from torch.autograd.function import once_differentiable
 
-__all__ = ["te_normalized"]
-
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

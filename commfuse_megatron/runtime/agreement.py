@@ -15,8 +15,6 @@ from torch import distributed as dist
 
 from commfuse_megatron.errors import ShapeError, TransportError, TransportTimeoutError
 
-__all__ = ["Agreement"]
-
 # Ranks that are at different things must not take each other's words for answers: what a rank posts says what it is,
 # and of which call or question.
 _STATEMENT, _ANSWER, _ERROR, _LATE, _LEFT = "statement", "answer", "error", "too late", "left"
@@ -47,12 +45,11 @@ class Agreement:
     said that it cannot go on with it. Where ranks state different things, one may be a call ahead of another.
     """
 
-    def __init__(self, store: dist.Store, group_rank: int, group_size: int, timeout_s: float) -> None:
+    def __init__(self, store: dist.Store, group: dist.ProcessGroup, timeout_s: float) -> None:
         self.is_in_step = True
-        self._store = store
-        self._group_rank = group_rank
-        self._group_size = group_size
-        self._timeout_s = timeout_s
+        self._store, self._timeout_s = store, timeout_s
+        self.group_rank: int = group.rank()
+        self.group_size: int = group.size()
         self._round = 0
         self._posted_round = -1
 
@@ -103,9 +100,9 @@ class Agreement:
         """Tell the other ranks why this one goes no further, where they wait for it. No further round may follow."""
 
         def tell() -> None:
-            self._store.set(self._reason_key(self._group_rank), why)
+            self._store.set(self._reason_key(self.group_rank), why)
             if self._posted_round != self._round:
-                self._store.set(self._key(self._round, self._group_rank), _SEPARATOR.join(_Post(_LEFT, "", why)))
+                self._store.set(self._key(self._round, self.group_rank), _SEPARATOR.join(_Post(_LEFT, "", why)))
 
         _ask_briefly(tell)
 
@@ -116,9 +113,9 @@ class Agreement:
 
         def ask() -> None:
             while True:
-                for rank in range(self._group_size):
+                for rank in range(self.group_size):
                     key = self._reason_key(rank)
-                    if rank != self._group_rank and self._store.check([key]):
+                    if rank != self.group_rank and self._store.check([key]):
                         found[rank] = self._store.get(key).decode()
                 if found or time.monotonic() >= deadline:
                     return
@@ -138,12 +135,12 @@ class Agreement:
     def _post(self, post: _Post) -> None:
         self._posted_round = self._round
         try:
-            self._store.set(self._key(self._round, self._group_rank), _SEPARATOR.join(post))
+            self._store.set(self._key(self._round, self.group_rank), _SEPARATOR.join(post))
         except RuntimeError as error:
             raise self._unreachable(error) from error
 
     def _collect(self, statement: str) -> list[_Post]:
-        keys = [self._key(self._round, rank) for rank in range(self._group_size)]
+        keys = [self._key(self._round, rank) for rank in range(self.group_size)]
         try:
             self._store.wait(keys, timedelta(seconds=self._timeout_s))
         except RuntimeError as error:  # DistStoreError and, with some stores, a plain RuntimeError
@@ -152,7 +149,7 @@ class Agreement:
             found = [_Post(*self._store.get(key).decode().split(_SEPARATOR, 2)) for key in keys]
             # All ranks have entered this round, so all have read the one before: nobody needs its key any more.
             if self._round > 0:
-                self._store.delete_key(self._key(self._round - 1, self._group_rank))
+                self._store.delete_key(self._key(self._round - 1, self.group_rank))
         except RuntimeError as error:
             raise self._unreachable(error) from error
         self._round += 1
@@ -163,7 +160,7 @@ class Agreement:
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         except RuntimeError as error:
             return self._unreachable(error)
-        complaint = f"group rank {self._group_rank} waited {self._timeout_s} s for group ranks {missing}"
+        complaint = f"group rank {self.group_rank} waited {self._timeout_s} s for group ranks {missing}"
         # Who comes late must not take this rank's word for being there still.
         self._post(_Post(_LATE, "", complaint))
         return TransportTimeoutError(
@@ -176,7 +173,7 @@ class Agreement:
         late = [f"  {post.text}" for post in found if post.kind == _LATE]
         if late:
             raise TransportTimeoutError(
-                "\n".join([f"{what}: group rank {self._group_rank} came too late, the others have given up:", *late])
+                "\n".join([f"{what}: group rank {self.group_rank} came too late, the others have given up:", *late])
             )
         left = [f"  group rank {rank}: {post.text}" for rank, post in enumerate(found) if post.kind == _LEFT]
         if left:
@@ -184,7 +181,7 @@ class Agreement:
 
     def _unreachable(self, error: Exception) -> TransportError:
         return TransportError(
-            f"group rank {self._group_rank} cannot reach the group's store: its host, mostly global rank 0, has ended "
+            f"group rank {self.group_rank} cannot reach the group's store: its host, mostly global rank 0, has ended "
             f"({error})"
         )
 

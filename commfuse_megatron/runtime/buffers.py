@@ -14,8 +14,6 @@ from commfuse_megatron.schedule.binding import BoundSchedule
 from commfuse_megatron.schedule.program import GATHER, Channel, Message, Program
 from commfuse_megatron.transport.base import MOST_CHUNKS, Place
 
-__all__ = ["PassBuffers", "buffers_of"]
-
 # Flags of messages: a gather's are below, a scatter's from here on, so that one operation may run both.
 _FIRST_SCATTER_FLAG = MOST_CHUNKS
 

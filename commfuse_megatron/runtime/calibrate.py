@@ -16,8 +16,6 @@ from commfuse_megatron.problem import GemmProblem
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 from commfuse_megatron.runtime.stopwatch import Stopwatch
 
-__all__ = ["calibrate"]
-
 _CALLS, _ROUNDS = 8, 3
 
 

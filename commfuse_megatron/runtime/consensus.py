@@ -11,8 +11,6 @@ import torch
 from commfuse_megatron.runtime.agreement import Agreement
 from commfuse_megatron.runtime.link import Link
 
-__all__ = ["Consensus", "Guard"]
-
 # Sequence lengths that vary from call to call must not fill the memory.
 _MOST_REASONS = 1024
 
@@ -30,16 +28,12 @@ class Consensus:
         self,
         agreement: Agreement,
         link: Link,
-        group_rank: int,
-        group_size: int,
         *,
         compares_every_call: bool,
         is_capturing: Callable[[], bool],
     ) -> None:
         self.compares_every_call = compares_every_call
-        self._agreement = agreement
-        self._link = link
-        self._group_rank, self._group_size = group_rank, group_size
+        self._agreement, self._link = agreement, link
         self.is_capturing = is_capturing
         self._first_reasons: dict[Hashable, str] = {}
         self._num_places = 0
@@ -67,7 +61,7 @@ class Consensus:
             if len(self._first_reasons) >= _MOST_REASONS:
                 self._first_reasons.clear()
             everyone = enumerate(self.exchange(reason or "", topic=f"the reason for {key}"))
-            found = next(((rank, text) for rank, text in everyone if text), (self._group_rank, ""))
+            found = next(((rank, text) for rank, text in everyone if text), (self._agreement.group_rank, ""))
             elsewhere = f"group rank {found[0]}: " if found[1] and not reason else ""
             known = self._first_reasons[key] = elsewhere + found[1]
         return known or None
@@ -79,7 +73,7 @@ class Consensus:
         try:
             made = make()
         except torch.OutOfMemoryError as error:
-            complaint = f"group rank {self._group_rank}: {str(error).partition('.')[0]}"
+            complaint = f"group rank {self._agreement.group_rank}: {str(error).partition('.')[0]}"
         except Exception as error:
             self.refuse(error, topic=topic)
         complaints = [text for text in self.exchange(complaint, topic=topic) if text]
@@ -100,7 +94,7 @@ class Consensus:
         topic: the call, or the question, that this rank cannot go on with.
         """
         self._link.require_usable()
-        if self._group_size == 1:
+        if self._agreement.group_size == 1:
             raise self._link.mark_raised_on_all_ranks(error)
         self._in_step(f"{error}", lambda: self._agreement.refuse(error, topic=topic, wait=self.compares_every_call))
 

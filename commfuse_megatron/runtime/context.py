@@ -15,13 +15,7 @@ import torch
 from torch import distributed as dist
 
 from commfuse_megatron.config import OverlapConfig, describe_differences
-from commfuse_megatron.errors import (
-    CommFuseError,
-    ConfigError,
-    ShapeError,
-    TransportError,
-    TransportTimeoutError,
-)
+from commfuse_megatron.errors import CommFuseError, ConfigError, ShapeError, TransportError, TransportTimeoutError
 from commfuse_megatron.problem import Problem
 from commfuse_megatron.runtime import hardware
 from commfuse_megatron.runtime.agreement import Agreement
@@ -44,9 +38,6 @@ from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.runtime.stored_plans import StoredPlans
 from commfuse_megatron.transport.select import choose_nccl_settings, host_name
 from commfuse_megatron.transport.stream_memory import Driver
-
-__all__ = ["OverlapContext"]
-
 
 # The guard of a group of one.
 _ALONE = nullcontext()
@@ -87,11 +78,10 @@ class OverlapContext(PassContext):
                 "torch.distributed.group.WORLD is None before init_process_group."
             )
         config = OverlapConfig() if config is None else config
-        group_rank, group_size = group.rank(), group.size()
         timeout_s = config.transport.timeout_s
         self._place = MeetingPlace.of_next_context(group) if _place is None else _place
         store = self._place.store
-        agreement = Agreement(store, group_rank, group_size, timeout_s)
+        agreement = Agreement(store, group, timeout_s)
         brought = agreement.exchange(json.dumps(config.to_dict()), topic="a context")
         differences = describe_differences([json.loads(text) for text in brought])
         if differences:
@@ -102,7 +92,7 @@ class OverlapContext(PassContext):
         machine = hardware.current
         if config.plan.file is not None:
             exchange = functools.partial(agreement.exchange, topic="the file of stored plans")
-            self.stored_plans = StoredPlans(config.plan.file, group_rank, exchange)
+            self.stored_plans = StoredPlans(config.plan.file, group.rank(), exchange)
         try:
             exchange = functools.partial(agreement.exchange, topic="a transport")
             backend = machine.choose_backend(group, config.transport, exchange)
@@ -119,7 +109,7 @@ class OverlapContext(PassContext):
             transport.abort()
             raise error if not isinstance(error, ShapeError) else TransportError(str(error)) from None
         device = machine.device_of(backend)
-        peers = Peers(group_rank, _global_ranks(group))
+        peers = Peers(group.rank(), _global_ranks(group))
         link = Link(transport, peers, timeout_s, Recorder(device) if config.record else None, agreement)
         # Runs at garbage collection and at interpreter exit: an unclosed communicator would outlive what it needs.
         track_until_exit(link)
@@ -127,8 +117,6 @@ class OverlapContext(PassContext):
         consensus = Consensus(
             agreement,
             link,
-            group_rank,
-            group_size,
             compares_every_call=backend == "gloo" if check is None else check,
             is_capturing=functools.partial(_is_capturing, device),
         )

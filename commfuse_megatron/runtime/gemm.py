@@ -19,8 +19,6 @@ from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels import TileShare, persistent_matmul, persistent_matmul_unavailable_reason, sum_partials
 from commfuse_megatron.transport.base import Transfer
 
-__all__ = ["SliceGemm"]
-
 # Work below which a second launch costs more host time than the regained SMs can win: about 0.1 ms on 132 SMs of an
 # H100 at 700 TFLOP/s, of which a transfer's SMs are a seventh. Not measured.
 _REGAIN_FLOPS = 7e10

@@ -7,8 +7,6 @@ apart (2 x H200).
 import torch
 from torch import distributed as dist
 
-__all__ = ["start_together"]
-
 # A little more than a GPU's clock has in a microsecond.
 _CYCLES_PER_US = 2000
 

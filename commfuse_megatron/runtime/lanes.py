@@ -21,8 +21,6 @@ import torch
 from commfuse_megatron.plan import attention
 from commfuse_megatron.transport.stream_memory import OwnStream, borrow_stream, give_stream_back
 
-__all__ = ["Lanes", "choose_num_lanes"]
-
 _FEWEST = 2
 _ASSUMED_SMS = 132
 

@@ -20,8 +20,6 @@ from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.copy_steps import BoundOperation
 from commfuse_megatron.transport.stream_memory import StreamEvent, may_wait_for_device
 
-__all__ = ["Interruption", "Link", "Peers", "Watched"]
-
 logger = logging.getLogger(__name__)
 
 # Of a schedule, in a message: enough for a group of four with four chunks per shard.
@@ -44,13 +42,6 @@ class Peers(NamedTuple):
     def name(self, group_rank: int) -> str:
         """Both ranks of a member, for messages."""
         return f"group rank {group_rank} (global rank {self.global_ranks[group_rank]})"
-
-
-class Interruption(NamedTuple):
-    """What an exception of the program ended, when all transfers of the operations before were complete."""
-
-    what: str
-    error_type: str
 
 
 class Watched(NamedTuple):
@@ -92,8 +83,8 @@ class Link:
         #: Whether there is a recorder; `recorder` is None meanwhile where calls are not the user's.
         self.is_recorded = recorder is not None
         self.failure: Exception | None = None
-        #: Set where the failure is an exception of the program, and nothing else was lost by it.
-        self.interruption: Interruption | None = None
+        #: What an exception of the program ended, and its type, when all transfers of operations before were complete.
+        self.interruption: tuple[str, str] | None = None
         #: Whether the failure is another rank's.
         self.is_left_by_peer = False
         #: What to do once the context has failed or is closed.
@@ -224,7 +215,7 @@ class Link:
         try:
             if isinstance(error, Exception) and not is_lost and self._is_without_transfers():
                 kind = type(error)
-                self.interruption = Interruption(f"{what}", f"{kind.__module__}.{kind.__qualname__}")
+                self.interruption = (f"{what}", f"{kind.__module__}.{kind.__qualname__}")
             if not is_lost:
                 self._board.leave(f"{failure}")
         finally:

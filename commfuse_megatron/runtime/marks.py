@@ -5,8 +5,6 @@ Operands of a call are refused so, which its caller can change; gradients, and w
 
 import torch
 
-__all__ = ["without_marks"]
-
 
 def without_marks(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, or a copy whose memory holds its numbers. Complex ones, which could be conjugated by a mark, no

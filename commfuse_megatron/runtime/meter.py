@@ -15,18 +15,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from commfuse_megatron.runtime.recorder import Interval
 
-__all__ = [
-    "COMPUTE",
-    "TRANSFER",
-    "Overlap",
-    "Span",
-    "exposed_spans",
-    "exposed_us",
-    "measure_calls",
-    "measure_overlap",
-    "union_spans",
-]
-
 COMPUTE = "compute"
 TRANSFER = "transfer"
 

@@ -32,8 +32,6 @@ from commfuse_megatron.runtime.prepared import PassContext, TryOut
 from commfuse_megatron.runtime.stopwatch import Stopwatch
 from commfuse_megatron.version import __version__
 
-__all__ = ["Planner"]
-
 logger = logging.getLogger(__name__)
 
 # Sequence lengths that change at every call must not be planned one by one: numbers of tokens within this factor share
@@ -179,11 +177,7 @@ class Planner:
         traits = self._traits(getattr(torch, problem.dtype))
         found: dict[str, Any] = {"device": "cpu", "hosts": num_hosts, **dataclasses.asdict(traits)}
         # Where costs do not count, as with several ranks on one GPU, that is why.
-        found |= {
-            "default": self.default_reason,
-            "commfuse_megatron": __version__,
-            "torch": torch.__version__,
-        }
+        found |= {"default": self.default_reason, "commfuse_megatron": __version__, "torch": torch.__version__}
         if device.type == "cuda":
             found |= {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
             found |= {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}

@@ -38,8 +38,6 @@ from commfuse_megatron.schedule.program import Program
 from commfuse_megatron.transport.copy_steps import BoundOperation
 from commfuse_megatron.transport.select import NcclSettings
 
-__all__ = ["CallNumbers", "PassContext", "PreparedPass", "TryOut"]
-
 # Scales that vary from call to call must not fill the memory; layers may have one each.
 _MOST_WORKED_OUT = 64
 
@@ -85,11 +83,7 @@ class PreparedPass:
         self._programs: dict[Hashable, TensorProgram | TensorTape] = {}
 
     def run(
-        self,
-        asked: Asked,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        kernels: Mapping[str, Kernel] | None = None,
+        self, asked: Asked, tensors: Mapping[str, torch.Tensor], *, kernels: Mapping[str, Kernel] | None = None
     ) -> None:
         """Run the program for what is asked, inside the with-block: from a tape where there is one.
 
@@ -260,7 +254,7 @@ class PreparedPass:
         return bind_plan(self.problem, self.plan, collective, self.group_rank)
 
 
-class Plans(Protocol):
+class _Plans(Protocol):
     """What chooses plans: the planner."""
 
     def plan(self, problem: Problem, try_out: TryOut | None = None) -> PassPlan: ...
@@ -272,7 +266,7 @@ class PassContext:
     planner: chooses the plans of new problems. stored_plans: None without `plan.file`.
     """
 
-    planner: Plans
+    planner: _Plans
     stored_plans: StoredPlans | None
 
     def __init__(

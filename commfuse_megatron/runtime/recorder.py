@@ -19,8 +19,6 @@ import torch
 from commfuse_megatron.problem import Problem
 from commfuse_megatron.transport.base import Transfer
 
-__all__ = ["Interval", "Recorder"]
-
 # Some 15 steps of 32 layers; a call of 8 ranks with 4 chunks per shard has some 60 intervals. Not measured.
 _MOST_CALLS = 4096
 

@@ -14,8 +14,6 @@ from commfuse_megatron.errors import CommFuseError, TransportError
 from commfuse_megatron.runtime.agreement import Agreement
 from commfuse_megatron.runtime.link import Link
 
-__all__ = ["MeetingPlace", "reason_not_in_step"]
-
 # How long a rank waits for the others to come back, whatever the time limit of transfers is. Not measured.
 _LONGEST_WAIT_S = 10.0
 _TOPIC = "going on with a new context"
@@ -59,7 +57,7 @@ def reason_not_in_step(
     if is_captured:
         interruption = None
     store = dist.PrefixStore("renewal", place.store)
-    agreement = Agreement(store, group.rank(), group.size(), min(link.timeout_s, _LONGEST_WAIT_S))
+    agreement = Agreement(store, group, min(link.timeout_s, _LONGEST_WAIT_S))
     try:
         if interruption is None:
             # Not the failure itself, which is kept: frames of what is raised hold the context.

@@ -26,8 +26,6 @@ from commfuse_megatron.errors import TransportError
 from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.transport.stream_memory import may_wait_for_device
 
-__all__ = ["is_process_ending", "track_until_exit", "release_what_is_done", "release_when_done"]
-
 logger = logging.getLogger(__name__)
 
 # The exit of a program that has failed waits for other ranks no longer than this: the launcher is to know soon.

@@ -17,8 +17,6 @@ import torch
 from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport.base import Window
 
-__all__ = ["Slots", "ViewKeeper"]
-
 # Every buffer's size is a multiple of this: what TMA descriptors and vectorised kernels want.
 _ALIGNMENT_BYTES = 256
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["Stopwatch"]
-
 
 class Stopwatch:
     """Times calls of which each is collective: all ranks time the same ones in the same order."""

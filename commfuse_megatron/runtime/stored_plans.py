@@ -16,8 +16,6 @@ from commfuse_megatron.plan.store import PlanStore, plan_of, why_no_file
 from commfuse_megatron.problem import Problem
 from commfuse_megatron.runtime.consensus import Consensus
 
-__all__ = ["StoredPlans"]
-
 
 class StoredPlans:
     """The file of one context.

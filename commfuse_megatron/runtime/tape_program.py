@@ -23,8 +23,6 @@ from commfuse_megatron.transport.copy_flags import Key
 from commfuse_megatron.transport.copy_steps import BoundOperation, Ref, Step
 from commfuse_megatron.transport.copy_tape import CopyTape
 
-__all__ = ["TapeBinder", "TapeKernel", "Tapes", "Unservable", "addresses_of"]
-
 # Layouts and scales that vary from call to call must not fill the memory.
 _MOST_TAPES = 64
 

@@ -21,8 +21,6 @@ from commfuse_megatron.schedule.actions import Algorithm
 from commfuse_megatron.transport import base
 from commfuse_megatron.transport.base import Transfer
 
-__all__ = ["Frame", "Kernel", "Means", "TensorKernels", "TensorProgram", "name_of"]
-
 #: Computes what a `Compute` op says: (chunk, what it reads, what it writes).
 Kernel = Callable[[int, list[torch.Tensor], list[torch.Tensor]], None]
 
@@ -49,7 +47,7 @@ class Frame:
     tags: dict[prog.Channel, int]
 
 
-FrameStep = Callable[[Frame], None]
+FrameStep = Callable[[Frame], object]
 
 
 def name_of(op: prog.Computation) -> str:
@@ -242,7 +240,7 @@ class TensorProgram:
                 return self._wait_step(op)
             case prog.Copy():
                 target, source = self._kernels.view(op.target), self._kernels.view(op.source)
-                return lambda frame: _copy(frame.views[target], frame.views[source])
+                return lambda frame: frame.views[target].copy_(frame.views[source])
             case prog.Finish():
                 return self._finish_step()
         return self._lane_step(op)
@@ -313,7 +311,3 @@ class TensorProgram:
 
 def _get(transfers: Mapping[prog.Batch, Transfer], batch: prog.Batch | None) -> Transfer | None:
     return None if batch is None else transfers.get(batch)
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source)

@@ -13,8 +13,6 @@ from commfuse_megatron.runtime.tape_program import TapeBinder, TapeKernel, addre
 from commfuse_megatron.runtime.tensor_program import Frame, Kernel, Means, TensorKernels
 from commfuse_megatron.schedule.program import Computation, Op, Program
 
-__all__ = ["TensorTape"]
-
 
 class TensorTape:
     """A program with messages, bound to the buffers of a pass; valid until one of them grows."""

@@ -16,8 +16,6 @@ from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport.base import Transfer
 from commfuse_megatron.transport.stream_memory import allow_calls_during_capture
 
-__all__ = ["Watchdog"]
-
 logger = logging.getLogger(__name__)
 
 _LONGEST_POLL_S = 1.0

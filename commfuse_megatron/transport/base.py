@@ -17,18 +17,6 @@ import torch
 
 from commfuse_megatron.transport.stream_memory import StreamEvent
 
-__all__ = [
-    "MOST_CHUNKS",
-    "MOST_FLAGS",
-    "Message",
-    "PeerTimeoutError",
-    "Place",
-    "Transfer",
-    "Transport",
-    "TwoSidedTransport",
-    "Window",
-]
-
 #: Flags of a `Place` are below this.
 MOST_FLAGS = 8192
 #: Of one collective: an operation may run two.

@@ -43,8 +43,6 @@ from commfuse_megatron.transport.stream_memory import (
 )
 from commfuse_megatron.transport.tape_graphs import TapeGraphs
 
-__all__ = ["CopyEngineTransport"]
-
 logger = logging.getLogger(__name__)
 
 # Streams blocked by a peer that never came are let go in rounds, since queued work clears flags again.

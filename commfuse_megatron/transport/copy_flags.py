@@ -17,8 +17,6 @@ from commfuse_megatron.transport.base import MOST_FLAGS
 from commfuse_megatron.transport.mapped_window import MappedWindow
 from commfuse_megatron.transport.stream_memory import MemoryOp, StreamMemory
 
-__all__ = ["NO_MESSAGE", "CopyFlags", "Key", "bytes_of_flags", "clear_flags"]
-
 _FLAG_BYTES = 4
 _CLEAR, _SET = 0, 1
 #: The flag that stands for all messages of an operation in which there are none.

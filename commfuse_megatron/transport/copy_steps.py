@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 from commfuse_megatron.transport.copy_flags import Key
 from commfuse_megatron.transport.stream_memory import Batch
 
-__all__ = ["BoundOperation", "GraphTable", "Ref", "Step"]
-
 #: (addresses of this call, handle of the current stream)
 Step = Callable[[tuple[int, ...], int], None]
 

@@ -21,8 +21,6 @@ from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.copy_flags import Key
 from commfuse_megatron.transport.copy_steps import BoundOperation, GraphTable, Ref, Step
 
-__all__ = ["CopyTape"]
-
 
 class CopyTape:
     """Steps of one operation. Between `order` and the next change of what is sent, pushes need no further ordering.

@@ -13,8 +13,6 @@ from torch import distributed as dist
 from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport.base import Message, PeerTimeoutError, Transfer, TwoSidedTransport
 
-__all__ = ["GlooTransport"]
-
 # Gloo tags are 32-bit and must not be negative.
 _TAG_LIMIT = 2**31
 _TAG_STRIDE = 1_000_003  # odd, so that tags stay apart for the most part; equal ones still pair first in, first out

@@ -22,8 +22,6 @@ from commfuse_megatron.errors import TransportError
 from commfuse_megatron.transport.base import Window
 from commfuse_megatron.transport.stream_memory import CUDA, Driver, captures_excluded, may_wait_for_device
 
-__all__ = ["MappedWindow", "leave_multicast_alone", "map_window", "why_memory_cannot_be_shared"]
-
 logger = logging.getLogger(__name__)
 
 #: Hands one string of every rank to all.

@@ -19,8 +19,6 @@ from torch import distributed as dist
 
 from commfuse_megatron.transport.base import Message, Transfer, TwoSidedTransport
 
-__all__ = ["NcclTransport"]
-
 # Two rounds of PyTorch's watchdog thread, which sleeps 0.1 s between them.
 _PYTORCH_WATCHDOG_ROUNDS_S = 0.25
 

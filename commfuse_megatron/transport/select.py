@@ -20,17 +20,6 @@ from commfuse_megatron.transport.gloo import GlooTransport
 from commfuse_megatron.transport.mapped_window import why_memory_cannot_be_shared
 from commfuse_megatron.transport.nccl import NcclTransport
 
-__all__ = [
-    "DIRECT",
-    "THROUGH_HOST_MEMORY",
-    "NcclSettings",
-    "choose_backend",
-    "choose_nccl_settings",
-    "create_transport",
-    "device_of_backend",
-    "host_name",
-]
-
 logger = logging.getLogger(__name__)
 
 # PyTorch's switch for symmetric memory of several ranks on one GPU.
@@ -130,12 +119,7 @@ def create_transport(
     if backend == "copy_engine":
         return CopyEngineTransport(group, device, exchange, graph_memory_mib=config.graph_memory_mib)
     return NcclTransport(
-        store,
-        group.rank(),
-        group.size(),
-        channels=nccl.channels,
-        device=device,
-        communicators=nccl.communicators,
+        store, group.rank(), group.size(), channels=nccl.channels, device=device, communicators=nccl.communicators
     )
 
 

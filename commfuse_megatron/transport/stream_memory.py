@@ -18,23 +18,6 @@ from torch import distributed as dist
 
 from commfuse_megatron.errors import TransportError
 
-__all__ = [
-    "Batch",
-    "FlagPage",
-    "MemoryOp",
-    "OwnStream",
-    "StreamEvent",
-    "StreamGraph",
-    "StreamMemory",
-    "batch",
-    "borrow_stream",
-    "captures_excluded",
-    "free_memory_bytes",
-    "give_stream_back",
-    "allow_calls_during_capture",
-    "may_wait_for_device",
-]
-
 # The driver takes fewer than 256 operations at once.
 _MOST_OPS = 255
 # Results of a question that a capture forbids, or whose answer lies in a graph: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED

@@ -20,8 +20,6 @@ from typing import Any
 from commfuse_megatron.transport.copy_steps import BoundOperation, GraphTable
 from commfuse_megatron.transport.stream_memory import Batch, Driver, OwnStream, StreamGraph
 
-__all__ = ["TapeGraphs"]
-
 logger = logging.getLogger(__name__)
 
 # How often a call is made step by step before it is worth a graph: addresses that come once or twice may not return.

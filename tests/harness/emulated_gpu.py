@@ -35,8 +35,6 @@ from commfuse_megatron.transport.copy_steps import BoundOperation
 from commfuse_megatron.transport.stream_memory import Driver
 from tests.harness.threads import on_ranks
 
-__all__ = ["capture_call", "emulate_copy_engine", "on_copy_engine", "take_part", "tapes_of"]
-
 _LONGEST_WAIT_S = 10.0
 _CPU = torch.device("cpu")
 _CURRENT = 0
