@@ -17,15 +17,9 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.transformer_layer import (
-    MoETransformerLayer,
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
+from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayerSubmodules
 
 from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin.norm import CommFuseNorm
@@ -55,11 +49,11 @@ def hybrid_stack_spec(config: Any) -> Any:
 def local_stack_spec() -> Any:
     """Megatron's local classes in the order of its Transformer Engine stack; linears are Megatron's own."""
     attention = compat.ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        module=compat.SelfAttention,
+        params={"attn_mask_type": compat.AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=compat.ColumnParallelLinear,
-            core_attention=DotProductAttention,
+            core_attention=compat.DotProductAttention,
             linear_proj=compat.RowParallelLinear,
         ),
     )
@@ -77,7 +71,9 @@ def local_stack_spec() -> Any:
     return compat.ModuleSpec(
         module=HybridStack,
         submodules=HybridStackSubmodules(
-            attention_layer=layer(TransformerLayer, input_layernorm=norm, self_attention=attention, self_attn_bda=add),
+            attention_layer=layer(
+                compat.TransformerLayer, input_layernorm=norm, self_attention=attention, self_attn_bda=add
+            ),
             mlp_layer=layer(MLPLayer, pre_mlp_layernorm=norm, mlp=mlp, mlp_bda=add),
             moe_layer=layer(MoETransformerLayer, pre_mlp_layernorm=norm, mlp=experts, mlp_bda=add),
         ),
