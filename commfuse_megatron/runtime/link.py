@@ -159,7 +159,7 @@ class Link:
         except TransportError as error:
             raise self.fail(self._broken(watched, error)) from error
         if self.recorder is not None:
-            self.note_arrival(watched.batch)
+            self.recorder.close_transfer(self._open.pop(watched.batch))
 
     def mark(self, stream: int | None = None) -> Any:
         """Start of a compute interval on a stream, None being the current one; None when nothing is recorded."""
@@ -177,7 +177,7 @@ class Link:
             self._open[watched.batch] = self.recorder.open_transfer(watched.name, transfer, step, mark)
 
     def note_arrival(self, batch: Batch) -> None:
-        """What follows on the stream in use comes after this batch."""
+        """What follows on the stream in use comes after this batch of a tape."""
         opened = self._open.pop(batch, None)
         if self.recorder is not None and opened is not None:
             self.recorder.close_transfer(opened)

@@ -275,27 +275,27 @@ class _Matmul:
     workspace_bytes = WORKSPACE_BYTES
 
     def __init__(self, a: Matrix, b: Matrix, out: Matrix, *, has_addend: bool, has_bias: bool) -> None:
-        self._matrices = (a[:3], b[:3], out[:3])
+        rows, cols = out.shape
+        self._matrices = a[:3], b[:3], out[:3]
+        self._product, self._bias = _rows(rows, cols, dtype=torch.float64), _rows(1, cols, dtype=out.dtype)
         self._has_addend, self._has_bias = has_addend, has_bias
+        assert rows * cols * torch.float64.itemsize <= WORKSPACE_BYTES
 
     def __call__(
         self, stream: int, workspace_at: int, a_at: int, b_at: int, out_at: int, addend_at: int, bias_at: int
     ) -> None:
         a, b, out = self._matrices
-        (rows, cols), _, dtype = out
-        product = _rows(rows, cols, dtype=torch.float64)
-        assert rows * cols * torch.float64.itemsize <= WORKSPACE_BYTES
 
         def multiply() -> None:
             result = _view(a, a_at).double() @ _view(b, b_at).double()
             if self._has_addend:
                 result += _view(out, addend_at)
             if self._has_bias:
-                result += _view(_rows(1, cols, dtype=dtype), bias_at)
-            _view(product, workspace_at).copy_(result)
+                result += _view(self._bias, bias_at)
+            _view(self._product, workspace_at).copy_(result)
 
         _submit(stream, multiply)
-        _submit(stream, lambda: _view(out, out_at).copy_(_view(product, workspace_at)))
+        _submit(stream, lambda: _view(out, out_at).copy_(_view(self._product, workspace_at)))
 
 
 def _bind_through_scratch(
@@ -397,7 +397,7 @@ def _bind_sum(
     out: torch.Tensor,
     device: torch.device | None = None,
 ):
-    rows, row = _rows(*own.shape, dtype=own.dtype), _rows(own.size(1), dtype=own.dtype)
+    rows, row = _rows(*own.shape, dtype=own.dtype), _rows(1, own.size(1), dtype=own.dtype)
     others = _layout(partials)
 
     def total(own_at: int, partials_at: int, bias_at: int | None, out_at: int) -> None:
