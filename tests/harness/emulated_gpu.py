@@ -453,6 +453,7 @@ class _AttentionKernels(AttentionKernels):
 
 class _Hardware(Hardware):
     lanes, attention_kernels, matmul = _Lanes, _AttentionKernels, _Matmul
+    attention = _Attention  # the plain one, on addresses
     sum, copy = staticmethod(_bind_sum), staticmethod(_bind_copy)
     choose_backend = staticmethod(lambda group, config, exchange: "copy_engine")
     device_of = staticmethod(lambda backend: _CPU)
