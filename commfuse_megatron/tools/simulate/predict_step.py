@@ -60,9 +60,9 @@ _BYTES_OF_A_LOGIT = (6 + 4 + 8 + 8 + 4 + 8, 8 + 6)
 _SHOWN_OF_HIDDEN = 0.45
 # What the host takes to submit a layer of Transformer Engine's, forward and backward, whatever its sizes: as far, in
 # percent, from the fastest as from the slowest of three hosts on which a step that waits for the host was measured (8B,
-# 32 layers, S 2048; e8c6fe5, 0694a0a, 2bf6ab1), its ends included, and parted as on the three in the mean. They differ by 13 to
-# 21 %, and on a fourth one stock's step took 182 ms, not 217 (be15e82). The rows of single linears (b40c86c) say less,
-# of stock's forward pass a quarter: the rest is Megatron's Python.
+# 32 layers, S 2048; e8c6fe5, 0694a0a, 2bf6ab1), its ends included, and parted as on the three in the mean. They differ
+# by 13 to 21 %, and on a fourth one stock's step took 182 ms, not 217 (be15e82). The rows of single linears (b40c86c)
+# say less, of stock's forward pass a quarter: the rest is Megatron's Python.
 _HOST_US_OF_A_LAYER = {STOCK: (3625.0, 3141.0), PLANNED: (2666.0, 1991.0), FREE: (3161.0, 2724.0)}
 
 
