@@ -110,6 +110,7 @@ class OverlapContext(PassContext):
             raise error if not isinstance(error, ShapeError) else TransportError(str(error)) from None
         device = machine.device_of(backend)
         peers = Peers(group.rank(), _global_ranks(group))
+        self.global_rank = peers.global_ranks[group.rank()]
         link = Link(transport, peers, timeout_s, Recorder(device) if config.record else None, agreement)
         # Runs at garbage collection and at interpreter exit: an unclosed communicator would outlive what it needs.
         track_until_exit(link)
