@@ -92,17 +92,12 @@ class _Adapter(torch.nn.Module):
         self._works_on_rows = norm_output == "rows"
         self.takes_gathered = not self._is_row and not self._works_on_rows
         common = {"init_method": torch.nn.init.xavier_normal_, "bias": False, "tp_group": self._group}
-        on_rows, alone = _config(linear.config, True), _config(linear.config, False)
-        config = on_rows if self._works_on_rows else alone
-        sizes = (input_size, rank)
+        alone = _config(linear.config, False)
+        config = _config(linear.config, True) if self._works_on_rows else alone
+        kind, options = ColumnParallelLinear, {"gather_output": True, "disable_grad_reduce": not self._works_on_rows}
         if self._is_row:
-            self.linear_in = RowParallelLinear(
-                *sizes, config=config, input_is_parallel=True, skip_bias_add=False, **common
-            )
-        else:
-            self.linear_in = ColumnParallelLinear(
-                *sizes, config=config, gather_output=True, disable_grad_reduce=not self._works_on_rows, **common
-            )
+            kind, options = RowParallelLinear, {"input_is_parallel": True, "skip_bias_add": False}
+        self.linear_in = kind(input_size, rank, config=config, **options, **common)
         if self._is_row and self._works_on_rows:
             self.linear_out = _on_rows(rank, output_size, linear.config)
         else:

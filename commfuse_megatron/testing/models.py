@@ -106,12 +106,9 @@ def _build_hybrid(recipe: Recipe, config: Any, vp_stage: int | None, overlap: Ov
             setattr(stack, layer, _with_fused_norms(getattr(stack, layer)))
     if overlap is not None:
         spec = apply_to_spec(spec, overlap)
+    options = {"hybrid_stack_spec": spec, "hybrid_layer_pattern": recipe.hybrid_pattern}
     with PRETRAINING_SHIMS["hybrid_final_norm"]():
-        return HybridModel(
-            hybrid_stack_spec=spec,
-            hybrid_layer_pattern=recipe.hybrid_pattern,
-            **_common(recipe, config, vp_stage),
-        )
+        return HybridModel(**options, **_common(recipe, config, vp_stage))
 
 
 def _common(recipe: Recipe, config: Any, vp_stage: int | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from commfuse_megatron.runtime.recorder import Interval
 from commfuse_megatron.tools.trace.figure import draw_runs, draw_timeline
 from commfuse_megatron.tools.trace.layout import find_arrivals, lanes_by_label
-from commfuse_megatron.tools.trace.perfetto import chrome_trace, chrome_trace_of_runs, write_perfetto
+from commfuse_megatron.tools.trace.perfetto import chrome_trace, write_perfetto
 from commfuse_megatron.tools.trace.session import export
 
 OP = "linear_reduce_scatter.fprop"
@@ -108,7 +108,7 @@ def test_runs_lie_below_each_other_and_all_start_at_zero(tmp_path: Path) -> None
     stock = {0: [multiply(500, 510)], 1: [multiply(505, 520)]}
     plugin = a_ring(2)
     runs = {"stock": stock, "plugin": plugin}
-    trace = chrome_trace_of_runs(runs)
+    trace = chrome_trace(runs)
     check(trace, [stock, plugin])
     names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     assert list(names.values()) == ["stock, rank 0", "stock, rank 1", "plugin, rank 0", "plugin, rank 1"]

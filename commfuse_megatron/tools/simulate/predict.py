@@ -5,7 +5,7 @@ inflict on each other beyond the SMs that NCCL holds, slow ranks.
 """
 
 import statistics
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from commfuse_megatron.config import OverlapConfig
@@ -224,9 +224,15 @@ def compare(
     return [entry for entry in comparisons if entry.emulated_ms is not None or entry.predicted_ms is not None]
 
 
-def median_size(errors: Iterable[float]) -> float:
+def median_size(errors: Iterable[float]) -> str:
     """Of the sizes of the errors."""
-    return statistics.median(map(abs, errors))
+    return f"{100 * statistics.median(map(abs, errors)):.1f} %"
+
+
+def say_errors(what: str, errors: Sequence[float]) -> str:
+    """How wrong something is."""
+    largest = 100 * max(map(abs, errors))
+    return f"median size of the error of {what}: {median_size(errors)}; the largest: {largest:.1f} %"
 
 
 def cases_of(names: Iterable[str], tokens: Iterable[int], ranks: Iterable[int]) -> list[LinearCase]:
