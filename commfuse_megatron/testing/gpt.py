@@ -96,13 +96,13 @@ def transformer_config(gpt: SmallGPT, group_size: int, **overrides: Any) -> Any:
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     make = MLATransformerConfig if overrides.get("multi_latent_attention") else TransformerConfig
+    same = (
+        "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "normalization",
+    )  # fmt: skip
+    fusions = ("bias_activation", "bias_dropout", "masked_softmax", "apply_rope", "gradient_accumulation")
     options: dict[str, Any] = {
-        "num_layers": gpt.num_layers,
-        "hidden_size": gpt.hidden_size,
-        "num_attention_heads": gpt.num_attention_heads,
-        "num_query_groups": gpt.num_query_groups,
-        "ffn_hidden_size": gpt.ffn_hidden_size,
-        "normalization": gpt.normalization,
+        **{name: getattr(gpt, name) for name in same},
+        **{f"{name}_fusion": False for name in fusions},
         "gated_linear_unit": gpt.is_gated,
         "activation_func": torch.nn.functional.silu if gpt.is_gated else torch.nn.functional.gelu,
         "add_bias_linear": gpt.has_bias,
@@ -117,11 +117,6 @@ def transformer_config(gpt: SmallGPT, group_size: int, **overrides: Any) -> Any:
         "fp16": gpt.dtype == torch.float16,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
     }
     with warnings.catch_warnings():
         # Megatron says so of its own default.

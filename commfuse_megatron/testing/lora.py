@@ -6,7 +6,6 @@ that does not know the attribute leaves the adapter with the input of the norm, 
 """
 
 import copy
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -153,7 +152,12 @@ def add_lora(
 
     Raises UnsupportedError, before anything is wrapped, without sequence parallelism.
     """
-    places = list(_places(model))
+    places = [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if _parallel_mode(child) is not None and not getattr(child, "is_expert", False)
+    ]
     for parent, name in places:
         if not getattr(parent, name).sequence_parallel:
             raise UnsupportedError(f"{name} has no sequence parallelism, which the adapters here are made for")
@@ -170,13 +174,6 @@ def add_lora(
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and module.config.recompute_granularity is not None:
             module.register_forward_hook(_require_gradient)
-
-
-def _places(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if _parallel_mode(child) is not None and not getattr(child, "is_expert", False):
-                yield parent, name
 
 
 def _parallel_mode(module: torch.nn.Module) -> str | None:

@@ -88,7 +88,8 @@ def _links() -> tuple[GpuLink, ...]:
     nvlinks = [_active_nvlinks(handle) for handle in handles]
     found = []
     for (first, of_first), (second, of_second) in combinations(enumerate(handles), 2):
-        bus = _bus(of_second)
+        info = None if of_second is None else _ask(pynvml.nvmlDeviceGetPciInfo, of_second)
+        bus = "" if info is None else _text(info.busId)
         direct, through_switches = nvlinks[first][bus], min(nvlinks[first][_SWITCH], nvlinks[second][_SWITCH])
         number = direct or through_switches if bus else 0
         link = GpuLink(
@@ -112,12 +113,6 @@ def _active_nvlinks(handle: Any) -> Counter[str]:
                 is_switch = kind == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
                 found[_SWITCH if is_switch else _text(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)] += 1
     return found
-
-
-def _bus(handle: Any) -> str:
-    """ "" of a GPU that is not known."""
-    info = None if handle is None else _ask(pynvml.nvmlDeviceGetPciInfo, handle)
-    return "" if info is None else _text(info.busId)
 
 
 def _common_ancestor(first: Any, second: Any) -> str:

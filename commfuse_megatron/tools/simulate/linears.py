@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from commfuse_megatron.plan.machine import Channel, HostTimes
+from commfuse_megatron.plan.machine import Channel
 from commfuse_megatron.tools.bench.rows import Row, load_report
 from commfuse_megatron.tools.common.output import each_once, make_progress, make_table, results, write_json
 from commfuse_megatron.tools.common.ranks import UsageError
@@ -85,7 +85,9 @@ def _print_machines(machines: Machines) -> None:
         "the group's collectives": _say_channel(collective),
     }
     for name, each in machines.by_transport.items():
-        models[f"host, {name}"] = _say_host(each.replay if each.traits.replays else each.host)
+        host = each.replay if each.traits.replays else each.host
+        times = f"GEMMs x {host.gemm_us:.0f} us + messages x {host.transfer_us:.0f} us"
+        models[f"host, {name}"] = f"{host.call_us:.0f} us + {times}"
     rows = [
         (what, model, str(fit.num_rows), f"{100 * fit.error:.1f} %")
         for what, model in models.items()
@@ -98,10 +100,6 @@ def _print_machines(machines: Machines) -> None:
         console.print(f"assumed, as by the planner, since the rows do not tell: {'; '.join(machines.assumed)}")
     for name, reason in machines.left_out.items():
         console.print(f"[yellow]left out[/] {escape(f'transport {name}: {reason}')}")
-
-
-def _say_host(host: HostTimes) -> str:
-    return f"{host.call_us:.0f} us + GEMMs x {host.gemm_us:.0f} us + messages x {host.transfer_us:.0f} us"
 
 
 def _say_channel(channel: Channel) -> str:

@@ -6,7 +6,7 @@ inflict on each other beyond the SMs that NCCL holds, slow ranks.
 
 import statistics
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.plan.candidates import list_candidates
@@ -28,8 +28,7 @@ LIMITS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(NamedTuple):
     """One forward pass of one case over `group_size` ranks, one way. limit: the key in `LIMITS` of what decides."""
 
     case: str
@@ -49,11 +48,10 @@ class Prediction:
 
     def as_json(self) -> dict[str, object]:
         """For the file; `predicted` tells it from a measured row."""
-        return {"predicted": True, **asdict(self)}
+        return {"predicted": True, **self._asdict()}
 
 
-@dataclass(frozen=True, slots=True)
-class Deviation:
+class Deviation(NamedTuple):
     """A measured row beside its prediction; `error` is predicted / measured - 1."""
 
     case: str
@@ -71,11 +69,10 @@ class Deviation:
 
     def as_json(self) -> dict[str, object]:
         """For the file."""
-        return {**asdict(self), "error": self.error}
+        return {**self._asdict(), "error": self.error}
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(NamedTuple):
     """One measured row of a group of `group_size` ranks; None where it was not emulated or cannot be predicted."""
 
     case: str
@@ -99,7 +96,7 @@ class Comparison:
     def as_json(self) -> dict[str, object]:
         """For the file."""
         errors = {"emulation_error": self.emulation_error, "prediction_error": self.prediction_error}
-        return asdict(self) | errors
+        return self._asdict() | errors
 
 
 def predict(case: LinearCase, machines: Machines) -> list[Prediction]:
@@ -110,7 +107,11 @@ def predict(case: LinearCase, machines: Machines) -> list[Prediction]:
     for transport, machine in machines.by_transport.items():
         for plan in candidates_on(problem, machine):
             if plan.path == "sliced":
-                us, limit = _predict_way(problem, plan, machine)
+                simulation, host_us = simulate_plan(problem, plan, machine)
+                is_hidden = simulation.exposed_comm_us <= 0.01 * simulation.total_us
+                us, limit = simulation.total_us, "GEMMs" if is_hidden else "transfers"
+                if host_us > us:
+                    us, limit = host_us, "launches"
                 found.append((_sliced(plan.algorithm, plan.chunks_per_shard, transport), transport, us, limit))
     # As rows define it: the best there is, the collective included.
     all_bytes = (problem.group_size - 1) * problem.shard_bytes
@@ -138,15 +139,6 @@ def candidates_on(problem: GemmProblem, machine: MachineModel) -> tuple[PassPlan
     """All plans that the planner would consider there, unless configured."""
     slow, with_rings = is_link_slow(problem, machine), not machine.traits.replays
     return list_candidates(problem, OverlapConfig(), is_link_slow=slow, with_rings=with_rings).plans
-
-
-def _predict_way(problem: GemmProblem, plan: PassPlan, machine: MachineModel) -> tuple[float, str]:
-    """(microseconds, what decides them) of one sliced way."""
-    simulation, host_us = simulate_plan(problem, plan, machine)
-    if host_us > simulation.total_us:
-        return host_us, "launches"
-    is_hidden = simulation.exposed_comm_us <= 0.01 * simulation.total_us
-    return simulation.total_us, "GEMMs" if is_hidden else "transfers"
 
 
 def deviations(rows: Iterable[Row], machines: Machines) -> list[Deviation]:

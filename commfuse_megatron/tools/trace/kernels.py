@@ -155,7 +155,10 @@ def intervals_of_trace(trace: dict[str, Any], num_calls: int) -> list[Interval]:
         call = bisect_right(starts_us, middle_us)
         if call and middle_us < ends_us[call - 1]:
             is_ours = _correlation(event) not in launched_us
-            found.append(_interval(event, call, is_ours or _stream(event) not in kernel_streams))
+            may_be_push = is_ours or _stream(event) not in kernel_streams
+            track, name, op = _classify(event, may_be_push=may_be_push)
+            times_us = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+            found.append(Interval(name, track, *times_us, None, op, call, f"stream {_stream(event)}", event["name"]))
     return found
 
 
@@ -189,12 +192,6 @@ def _stream(event: dict[str, Any]) -> int:
 def _is_communication(event: dict[str, Any]) -> bool:
     name = event["name"].lower()
     return "nccl" in name or "userbuffers" in name
-
-
-def _interval(event: dict[str, Any], call: int, may_be_push: bool) -> Interval:
-    track, name, op = _classify(event, may_be_push=may_be_push)
-    start_us, lane = float(event["ts"]), f"stream {_stream(event)}"
-    return Interval(name, track, start_us, start_us + float(event["dur"]), None, op, call, lane, event["name"])
 
 
 def _classify(event: dict[str, Any], *, may_be_push: bool) -> tuple[str, str, str]:

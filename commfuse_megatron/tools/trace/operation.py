@@ -36,6 +36,7 @@ _BLOCK = "query_split_attention"
 _SCHEDULED = ("sliced", "bulk", "local", "query_split")
 
 Recording = dict[int, list[Interval]]
+OnCall = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,12 +128,7 @@ def attention_us(intervals: Sequence[Interval]) -> float:
 
 
 def trace_linear(
-    wanted: LinearToTrace,
-    config: OverlapConfig,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    *,
-    on_call: Callable[[], object] = lambda: None,
+    wanted: LinearToTrace, config: OverlapConfig, group: dist.ProcessGroup, on_call: OnCall = lambda: None
 ) -> LinearTrace:
     """Trace `wanted` on this rank; collective over `group`, equal results on all ranks.
 
@@ -158,12 +154,7 @@ def trace_linear(
 
 
 def trace_block(
-    wanted: BlockToTrace,
-    config: OverlapConfig,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    *,
-    on_call: Callable[[], object] = lambda: None,
+    wanted: BlockToTrace, config: OverlapConfig, group: dist.ProcessGroup, on_call: OnCall = lambda: None
 ) -> BlockTrace:
     """Trace `wanted` on the path that `config.attention.path` names. Collective; all ranks get all intervals.
 
@@ -209,7 +200,7 @@ class _Calls:
         op: Callable[..., torch.Tensor],
         shapes: Sequence[tuple[int, ...]],
         context: OverlapContext,
-        on_call: Callable[[], object],
+        on_call: OnCall,
     ) -> None:
         self._wanted, self._context, self._device, self._on_call = wanted, context, context.device, on_call
         generator = torch.Generator(self._device).manual_seed(context.group_rank)

@@ -68,7 +68,17 @@ def _rows_of_rank(
                 yield _metadata(process, row, "thread_sort_index", sort_index=row)
                 for interval in lane:
                     places[id(interval)] = process, row
-                    yield _slice(process, row, interval, origin_us)
+                    args = {"op": interval.op, "call": interval.call, "step": interval.step}
+                    yield {
+                        "ph": "X",
+                        "pid": process,
+                        "tid": row,
+                        "name": interval.name,
+                        "cat": interval.track,
+                        "ts": interval.start_us - origin_us,
+                        "dur": interval.duration_us,
+                        "args": args | ({"detail": interval.detail} if interval.detail else {}),
+                    }
                 row += 1
 
 
@@ -103,19 +113,3 @@ def _arrivals(
 
 def _metadata(process: int, row: int, kind: str, **args: str | int) -> dict[str, Any]:
     return {"ph": "M", "pid": process, "tid": row, "name": kind, "args": args}
-
-
-def _slice(process: int, row: int, interval: Interval, origin_us: float) -> dict[str, Any]:
-    args: dict[str, Any] = {"op": interval.op, "call": interval.call, "step": interval.step}
-    if interval.detail:
-        args["detail"] = interval.detail
-    return {
-        "ph": "X",
-        "pid": process,
-        "tid": row,
-        "name": interval.name,
-        "cat": interval.track,
-        "ts": interval.start_us - origin_us,
-        "dur": interval.duration_us,
-        "args": args,
-    }

@@ -90,19 +90,11 @@ def _source(options: argparse.Namespace) -> str:
 
 def linear_on_rank(rank: Rank, options: argparse.Namespace) -> int:
     """Trace one linear. 0: done."""
-    wanted = LinearToTrace(
-        op=options.op,
-        pass_name=options.pass_name,
-        M=options.M,
-        N=options.N,
-        K=options.K,
-        dtype=getattr(torch, options.dtype),
-        calls=options.calls,
-        is_profiled=options.profiler,
-    )
+    asked = {name: getattr(options, name) for name in ("op", "pass_name", "M", "N", "K", "calls")}
+    wanted = LinearToTrace(**asked, dtype=getattr(torch, options.dtype), is_profiled=options.profiler)
     with make_progress(is_shown=rank.is_first) as progress:
         task = progress.add_task("tracing", total=wanted.warm_up + wanted.calls)
-        traced = trace_linear(wanted, options.config, rank.group, rank.device, on_call=lambda: progress.advance(task))
+        traced = trace_linear(wanted, options.config, rank.group, on_call=lambda: progress.advance(task))
     if not rank.is_first:
         return 0
     record, path = traced.record, traced.record.path
@@ -152,14 +144,10 @@ def _print_linear(traced: LinearTrace, what: str, rank: Rank, options: argparse.
 def block_on_rank(rank: Rank, options: argparse.Namespace) -> int:
     """Trace every path that is asked for. 0: done."""
     case = options.case
+    sizes = {name: getattr(case, name) for name in ("rows", "batch", "heads", "kv_heads", "head_dim", "N")}
     wanted = BlockToTrace(
+        **sizes,
         pass_name=options.pass_name,
-        rows=case.rows,
-        batch=case.batch,
-        heads=case.heads,
-        kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        N=case.N,
         dtype=getattr(torch, options.dtype),
         calls=options.calls,
         is_profiled=options.profiler,
@@ -169,7 +157,7 @@ def block_on_rank(rank: Rank, options: argparse.Namespace) -> int:
     with make_progress(is_shown=rank.is_first) as progress:
         task = progress.add_task("tracing", total=len(options.configs) * (wanted.warm_up + wanted.calls))
         for path, config in options.configs.items():
-            traced[path] = trace_block(wanted, config, rank.group, rank.device, on_call=lambda: progress.advance(task))
+            traced[path] = trace_block(wanted, config, rank.group, on_call=lambda: progress.advance(task))
     if not rank.is_first:
         return 0
     # Those that carried something: the sequential path has the collective of PyTorch's.
@@ -257,18 +245,15 @@ def _with_options(path: str, trace: BlockTrace) -> str:
 
 def step_on_rank(rank: Rank, options: argparse.Namespace) -> int:
     """Time all variants of a step and trace some. 0: done."""
+    asked = {name: getattr(options, name) for name in ("batch", "config", "transformer_impl", "rounds", "runs")}
     wanted = StepToTrace(
         **MODELS[options.model],
+        **asked,
         num_layers=options.layers,
         sequence=options.seq,
-        batch=options.batch,
         dtype=getattr(torch, options.dtype),
         device_type=rank.device_type,
-        config=options.config,
-        transformer_impl=options.transformer_impl,
         has_fusions=options.fusions,
-        rounds=options.rounds,
-        runs=options.runs,
     )
     with make_progress(is_shown=rank.is_first) as progress:
         task = progress.add_task("timing variants of the step", total=count_steps(wanted))

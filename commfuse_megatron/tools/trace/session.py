@@ -112,7 +112,9 @@ def record(
         if one.recorder is None:
             raise ConfigError("this context does not record; make it with OverlapConfig(record=True)")
     if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if _has_cuda(group) else torch.device("cpu")
+        members = dist.group.WORLD if group is None else group
+        on_gpus = torch.cuda.is_available() and members is not None and torch.device("cuda") in members._device_types
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 
     def recorders() -> list[Recorder]:
         open_ones = [contexts] if isinstance(contexts, OverlapContext) else contexts()
@@ -139,8 +141,3 @@ def export(
     if missing_matplotlib() is None:
         files.append(draw_timeline(folder / f"{prefix}timeline.png", by_rank, title=title, caption=caption))
     return files
-
-
-def _has_cuda(group: dist.ProcessGroup | None) -> bool:
-    members = dist.group.WORLD if group is None else group
-    return torch.cuda.is_available() and members is not None and torch.device("cuda") in members._device_types

@@ -222,18 +222,15 @@ class _CaseOnRank:
         calls = {_key(record): record.calls for record in before}
         self._records += [r for r in after if r.op == self._case.op and r.calls > calls.get(_key(r), 0)]
         for pass_name in PASSES:
-            dues = [self._mode_due(pass_name, rows, limit) for rows, _, _ in order]
+            # Of each call the fastest mode up to `limit` that it can take; None where it has none.
+            fastest = MODES.index(limit) + 1
+            dues = [next(reversed(self._modes[pass_name, rows][:fastest]), None) for rows, _, _ in order]
             ran = _modes_in(after, pass_name) - _modes_in(before, pass_name)
             last = _modes_in(after, pass_name) - _modes_in(before_last, pass_name)
             self._ran += ran
             complaint = _complain(ran, Counter(due for due in dues if due), last, dues[-1])
             if complaint is not None:
                 self._mode_complaints.append(f"{pass_name}, up to {limit}: {complaint} (group rank {self._rank})")
-
-    def _mode_due(self, pass_name: str, rows: int, limit: Mode) -> Mode | None:
-        """The fastest mode up to `limit` that the pass can take; None where it has none."""
-        modes = self._modes[pass_name, rows][: MODES.index(limit) + 1]
-        return modes[-1] if modes else None
 
     def _check(self, context: OverlapContext, step: _Step) -> None:
         """One call. Nothing of it is left when this returns: the next one is to find the memory as it was."""
