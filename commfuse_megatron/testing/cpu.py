@@ -21,8 +21,6 @@ from torch.overrides import TorchFunctionMode
 
 from commfuse_megatron.errors import ConfigError
 
-__all__ = ["SHIMS", "cpu_megatron"]
-
 _CPU = torch.device("cpu")
 
 #: Sets attributes of an owner within a with-block, and puts the old ones back.

@@ -18,18 +18,7 @@ from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.plugin import apply_to_spec, convert_model
 from commfuse_megatron.plugin.compat import HAVE_TRANSFORMER_ENGINE, megatron_groups
 from commfuse_megatron.plugin.compat_training import rows_of_this_rank
-from commfuse_megatron.plugin.spec import block_spec, local_layer_spec, replace_in_spec
-
-__all__ = [
-    "SmallGPT",
-    "build_gpt",
-    "loss_of",
-    "losses_of",
-    "missing_transformer_engine",
-    "tensor_parallel",
-    "transformer_config",
-    "with_attention_and_norm",
-]
+from commfuse_megatron.plugin.spec import block_spec, local_layer_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,14 +158,6 @@ def missing_transformer_engine() -> str | None:
     if not HAVE_TRANSFORMER_ENGINE:
         return "Transformer Engine is not installed: pip install 'commfuse-megatron[te]'"
     return None
-
-
-def with_attention_and_norm(spec: Any, attention: type, norm: type) -> Any:
-    """A copy of the spec of a block of dense layers with other classes for core attention and for every norm."""
-    layers = [layer.submodules for layer in spec.layer_specs]
-    replacements = {layer.self_attention.submodules.core_attention: attention for layer in layers}
-    norms = [spec.layer_norm, *(n for layer in layers for n in (layer.input_layernorm, layer.pre_mlp_layernorm))]
-    return replace_in_spec(spec, {**replacements, **dict.fromkeys(norms, norm)})
 
 
 def loss_of(model: Any, tokens: torch.Tensor, *, with_mask: bool = True) -> torch.Tensor:

@@ -22,8 +22,6 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, sha
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.plugin import compat
 
-__all__ = ["NormOutput", "LoRALinear", "add_lora"]
-
 #: What an adapter before a column-parallel linear takes: this rank's rows, or those of all ranks.
 NormOutput = Literal["rows", "gathered"]
 

@@ -32,8 +32,6 @@ from commfuse_megatron.plugin.spec import block_spec, replace_in_spec
 from commfuse_megatron.testing.gpt import SmallGPT, transformer_config
 from commfuse_megatron.testing.pretraining import PRETRAINING_SHIMS
 
-__all__ = ["Recipe", "build_chunks", "make_config", "name_with_separate_norm"]
-
 Way = Literal["spec", "convert"]
 
 

@@ -15,8 +15,6 @@ import torch
 
 from commfuse_megatron.testing.cpu import _nothing, cpu_megatron, replaced
 
-__all__ = ["CPU_FLAGS", "PRETRAINING_SHIMS", "cpu_pretraining"]
-
 #: Megatron's own flags that a run on the CPU needs. Later flags win, so put them first on a command line.
 CPU_FLAGS: tuple[str, ...] = (
     "--distributed-backend=gloo",

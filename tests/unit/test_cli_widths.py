@@ -225,7 +225,7 @@ COMMANDS = {
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("commfuse_megatron.tools.trace.output.missing_matplotlib", lambda: "it takes a second")
+    monkeypatch.setattr("commfuse_megatron.tools.trace.reports.missing_matplotlib", lambda: "it takes a second")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

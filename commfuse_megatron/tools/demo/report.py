@@ -22,7 +22,7 @@ from commfuse_megatron.tools.demo.training import (
     train_both,
 )
 from commfuse_megatron.tools.trace.figure import densest_calls, draw_timeline
-from commfuse_megatron.tools.trace.output import write_files
+from commfuse_megatron.tools.trace.reports import write_files
 
 
 def demo_on_rank(rank: Rank, options: argparse.Namespace) -> int:

@@ -204,20 +204,21 @@ def train_both(task: Task, *, on_step: Callable[[], object] = lambda: None) -> C
             for name, config in configs.items()
         }
         losses: dict[str, list[float]] = {name: [] for name in trainings}
+        stock = trainings.pop("stock")
         # Always in the same place, so that graphs find their addresses again.
         tokens = task.batch_of(0).to(task.device)
         for step in range(task.num_steps):
             tokens.copy_(task.batch_of(step))
+            losses["stock"].append(stock.step(tokens))
             with ExitStack() as stack:
                 if step == task.num_steps - 1:
                     recorded = stack.enter_context(record(open_contexts, device=task.device))
                 else:
                     for context in open_contexts():
                         stack.enter_context(context.unrecorded())
-                for name, training in trainings.items():
-                    losses[name].append(training.step(tokens))
+                for mode, training in trainings.items():
+                    losses[mode].append(training.step(tokens))
             on_step()
-        stock = trainings.pop("stock")
         reports = {mode: model_report(training.wrapped) for mode, training in trainings.items()}
         tokens.copy_(task.batch_of(task.num_steps))
         stock.backward(tokens)

@@ -49,7 +49,6 @@ class _Error(NamedTuple):
         return self.predicted / self.measured - 1
 
     def as_json(self) -> dict[str, object]:
-        """For the file."""
         figures = {name: getattr(self, name) for name in ("what", "predicted", "measured", "error", "is_host_bound")}
         return self.step.sizes._asdict() | figures
 

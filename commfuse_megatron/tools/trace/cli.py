@@ -214,7 +214,6 @@ def _block(arguments: argparse.Namespace, num_ranks: int) -> AttentionCase:
 
 
 def _config_of_path(arguments: argparse.Namespace, path: str) -> OverlapConfig:
-    """The configuration, its attention forced to `path`."""
     data = config_of(arguments).to_dict()
     data["attention"]["path"] = path
     if path != "query_split":

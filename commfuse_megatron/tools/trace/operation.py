@@ -264,7 +264,6 @@ class _Calls:
 
 
 def _asked_paths(config: OverlapConfig, pass_name: str) -> tuple[str, ...]:
-    """The paths that a pass may take."""
     chosen = config.attention
     if chosen.path == "auto":
         return ("sequential", "row_parallel", "query_split")

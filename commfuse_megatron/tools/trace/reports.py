@@ -14,6 +14,7 @@ from rich.markup import escape
 from commfuse_megatron.tools.common.cases import FREE
 from commfuse_megatron.tools.common.models import MODELS
 from commfuse_megatron.tools.common.output import make_progress, make_table, results, say_count, write_json
+from commfuse_megatron.tools.common.pictures import missing_matplotlib
 from commfuse_megatron.tools.common.ranks import Rank
 from commfuse_megatron.tools.trace.figure import densest_calls, draw_runs, draw_timeline
 from commfuse_megatron.tools.trace.operation import (
@@ -25,7 +26,7 @@ from commfuse_megatron.tools.trace.operation import (
     trace_block,
     trace_linear,
 )
-from commfuse_megatron.tools.trace.output import write_files
+from commfuse_megatron.tools.trace.perfetto import write_perfetto
 from commfuse_megatron.tools.trace.summary import worst_of
 from commfuse_megatron.tools.trace.whole_step import (
     USERBUFFERS,
@@ -64,6 +65,21 @@ def _finish(
     return 0
 
 
+def write_files(place: str | Path, recording: Mapping[Any, Any], draw: Callable[[Path], Path]) -> None:
+    """Write `place`.json for Perfetto and, where matplotlib is installed, `place`.png, by `draw`; say where they are.
+
+    recording: of one run, rank -> intervals, or of several, name -> such a recording.
+    """
+    console = results()
+    trace = write_perfetto(f"{place}.json", recording)
+    console.print(f"trace     {escape(str(trace))} (open it in ui.perfetto.dev)", soft_wrap=True)
+    reason = missing_matplotlib()
+    if reason is None:
+        console.print(f"picture   {escape(str(draw(Path(f'{place}.png'))))}", soft_wrap=True)
+    else:
+        console.print(f"no picture: {escape(reason)}", soft_wrap=True)
+
+
 def _shown(recording: Recording) -> dict[int, Any]:
     """The first ranks, as many as a picture has room for; the trace holds all."""
     return {rank: recording[rank] for rank in sorted(recording)[:MOST_RANKS_DRAWN]}
@@ -77,7 +93,6 @@ def _machine(rank: Rank, transport: str, dtype: str) -> str:
 
 
 def _caption(rank: Rank, transport: str, dtype: str) -> str:
-    """The last line of a picture."""
     return f"{_machine(rank, transport, dtype)}, {time.strftime('%B %Y')}"
 
 

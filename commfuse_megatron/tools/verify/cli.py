@@ -62,7 +62,6 @@ def _checked_ops(arguments: argparse.Namespace) -> int:
 
 
 def _checked_models(arguments: argparse.Namespace) -> int:
-    """The same."""
     if arguments.device != "cpu":
         raise UsageError("--megatron compares in float64, which is overlapped on the CPU only: use --device cpu")
     if arguments.dtype is not None or arguments.transport not in ("auto", "gloo"):

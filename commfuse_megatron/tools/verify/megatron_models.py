@@ -227,7 +227,6 @@ def _adapt_and_freeze(configuration: Configuration, chunks: list[Any]) -> None:
 
 
 def _is_in(parts: Iterable[str], name: str) -> bool:
-    """Whether some part is in the name."""
     return any(part in name for part in parts)
 
 

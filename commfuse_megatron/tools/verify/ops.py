@@ -186,7 +186,6 @@ class _CaseOnRank:
         self._mode_complaints: list[str] = []
 
     def run(self) -> CaseResult:
-        """Make all calls, in all modes, and judge. Collective."""
         for limit, order in self._orders.items():
             self._run_in(limit, order)
         complaints = [

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.markup import escape
 
-from commfuse_megatron.tools.common.modes import describe_modes
+from commfuse_megatron.tools.common.modes import badness, describe_modes
 from commfuse_megatron.tools.common.output import make_progress, make_table, results, write_json
 from commfuse_megatron.tools.common.ranks import Rank
 from commfuse_megatron.tools.verify.cases import make_cases
@@ -82,7 +82,7 @@ def print_ops(found: Sequence[CaseResult], failed: Sequence[CaseResult], rank: R
         num_passed = sum(result.passed for result in members)
         color = "green" if num_passed == len(members) else "red"
         gemms = ", ".join(sorted({gemm for result in members for gemm in result.gemms}))
-        errors = (f"{max(each):.2f}" for each in fractions.values())
+        errors = (f"{max(each, key=badness):.2f}" for each in fractions.values())
         verdict = f"[{color}]{num_passed} of {len(members)}[/]"
         rows.append((*key, gemms, describe_modes(_total_modes(members)), *errors, verdict))
     title = f"{rank.world_size} ranks, {rank.device_type}, {found[0].transport}: worst error / allowed, over ranks"
@@ -142,7 +142,6 @@ def _error(error: float) -> str:
 
 
 def _total_modes(found: Iterable[CaseResult]) -> dict[str, int]:
-    """How many passes ran in each mode."""
     total: Counter[str] = Counter()
     for result in found:
         total.update(result.modes)
