@@ -43,11 +43,15 @@ def run_simulate_linears(arguments: argparse.Namespace, selectable: Collection[s
         for case in progress.track(cases, description="simulating"):
             predictions.append(predict(case, machines))
     if arguments.json:
+        with_errors = [
+            {**entry._asdict(), "emulation_error": entry.emulation_error, "prediction_error": entry.prediction_error}
+            for entry in comparisons
+        ]
         data = {
             "rows": str(arguments.rows),
             "machines": asdict(machines),
-            "deviations": [deviation.as_json() for deviation in found],
-            "against": [comparison.as_json() for comparison in comparisons],
+            "deviations": [{**deviation._asdict(), "error": deviation.error} for deviation in found],
+            "against": with_errors,
             "predictions": [prediction.as_json() for ways in predictions for prediction in ways],
         }
         write_json(arguments.json, data)

@@ -67,10 +67,6 @@ class Deviation(NamedTuple):
         """Relative, positive where the prediction is too long."""
         return self.predicted_ms / self.measured_ms - 1
 
-    def as_json(self) -> dict[str, object]:
-        """For the file."""
-        return {**self._asdict(), "error": self.error}
-
 
 class Comparison(NamedTuple):
     """One measured row of a group of `group_size` ranks; None where it was not emulated or cannot be predicted."""
@@ -92,11 +88,6 @@ class Comparison(NamedTuple):
     def prediction_error(self) -> float | None:
         """predicted / measured - 1."""
         return None if self.predicted_ms is None else self.predicted_ms / self.measured_ms - 1
-
-    def as_json(self) -> dict[str, object]:
-        """For the file."""
-        errors = {"emulation_error": self.emulation_error, "prediction_error": self.prediction_error}
-        return self._asdict() | errors
 
 
 def predict(case: LinearCase, machines: Machines) -> list[Prediction]:
