@@ -21,8 +21,6 @@ from torch.overrides import TorchFunctionMode
 
 from commfuse_megatron.errors import ConfigError
 
-__all__ = ["SHIMS", "cpu_megatron"]
-
 _CPU = torch.device("cpu")
 
 #: Sets attributes of an owner within a with-block, and puts the old ones back.
@@ -220,20 +218,17 @@ def _rng() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _moe_split_sizes() -> Iterator[None]:
+def _moe_split_sizes() -> AbstractContextManager[None]:
     """Wall: token counts become numpy arrays only when they lie on a GPU."""
     from megatron.core.transformer.moe import token_dispatcher
 
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    with replaced(token_dispatcher, maybe_move_tensor_to_cpu=to_cpu):
-        yield
+    return replaced(token_dispatcher, maybe_move_tensor_to_cpu=to_cpu)
 
 
-@contextmanager
-def _recompute_fp8_flag() -> Iterator[None]:
+def _recompute_fp8_flag() -> AbstractContextManager[None]:
     """Wall: selective recompute takes `fp8=False` for "fp8 is set" and then needs Transformer Engine."""
     from megatron.core.tensor_parallel import random
 
@@ -242,12 +237,10 @@ def _recompute_fp8_flag() -> Iterator[None]:
     def init(self: Any, fp8: Any = False) -> None:
         stock_init(self, fp8 or None)
 
-    with replaced(random.CheckpointWithoutOutput, __init__=init):
-        yield
+    return replaced(random.CheckpointWithoutOutput, __init__=init)
 
 
-@contextmanager
-def _recomputed_storage() -> Iterator[None]:
+def _recomputed_storage() -> AbstractContextManager[None]:
     """Wall: selective recompute compiles C++ at its first use, to let one tensor have another's memory.
 
     That takes a compiler, ninja and up to a minute per process; a copy below autograd gives the same bytes.
@@ -259,8 +252,7 @@ def _recomputed_storage() -> Iterator[None]:
         target.untyped_storage().resize_(memory.nbytes())
         target.untyped_storage().copy_(memory)
 
-    with replaced(random, _get_share_storage=lambda: copy_storage):
-        yield
+    return replaced(random, _get_share_storage=lambda: copy_storage)
 
 
 #: Wall -> the shim that removes it, in the order in which they must be entered.

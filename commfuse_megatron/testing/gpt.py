@@ -18,18 +18,7 @@ from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.plugin import apply_to_spec, convert_model
 from commfuse_megatron.plugin.compat import HAVE_TRANSFORMER_ENGINE, megatron_groups
 from commfuse_megatron.plugin.compat_training import rows_of_this_rank
-from commfuse_megatron.plugin.spec import block_spec, local_layer_spec, replace_in_spec
-
-__all__ = [
-    "SmallGPT",
-    "build_gpt",
-    "loss_of",
-    "losses_of",
-    "missing_transformer_engine",
-    "tensor_parallel",
-    "transformer_config",
-    "with_attention_and_norm",
-]
+from commfuse_megatron.plugin.spec import block_spec, local_layer_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +85,13 @@ def transformer_config(gpt: SmallGPT, group_size: int, **overrides: Any) -> Any:
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     make = MLATransformerConfig if overrides.get("multi_latent_attention") else TransformerConfig
+    same = (
+        "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "normalization",
+    )  # fmt: skip
+    fusions = ("bias_activation", "bias_dropout", "masked_softmax", "apply_rope", "gradient_accumulation")
     options: dict[str, Any] = {
-        "num_layers": gpt.num_layers,
-        "hidden_size": gpt.hidden_size,
-        "num_attention_heads": gpt.num_attention_heads,
-        "num_query_groups": gpt.num_query_groups,
-        "ffn_hidden_size": gpt.ffn_hidden_size,
-        "normalization": gpt.normalization,
+        **{name: getattr(gpt, name) for name in same},
+        **{f"{name}_fusion": False for name in fusions},
         "gated_linear_unit": gpt.is_gated,
         "activation_func": torch.nn.functional.silu if gpt.is_gated else torch.nn.functional.gelu,
         "add_bias_linear": gpt.has_bias,
@@ -117,11 +106,6 @@ def transformer_config(gpt: SmallGPT, group_size: int, **overrides: Any) -> Any:
         "fp16": gpt.dtype == torch.float16,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
     }
     with warnings.catch_warnings():
         # Megatron says so of its own default.
@@ -174,14 +158,6 @@ def missing_transformer_engine() -> str | None:
     if not HAVE_TRANSFORMER_ENGINE:
         return "Transformer Engine is not installed: pip install 'commfuse-megatron[te]'"
     return None
-
-
-def with_attention_and_norm(spec: Any, attention: type, norm: type) -> Any:
-    """A copy of the spec of a block of dense layers with other classes for core attention and for every norm."""
-    layers = [layer.submodules for layer in spec.layer_specs]
-    replacements = {layer.self_attention.submodules.core_attention: attention for layer in layers}
-    norms = [spec.layer_norm, *(n for layer in layers for n in (layer.input_layernorm, layer.pre_mlp_layernorm))]
-    return replace_in_spec(spec, {**replacements, **dict.fromkeys(norms, norm)})
 
 
 def loss_of(model: Any, tokens: torch.Tensor, *, with_mask: bool = True) -> torch.Tensor:

@@ -6,7 +6,6 @@ that does not know the attribute leaves the adapter with the input of the norm, 
 """
 
 import copy
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -22,8 +21,6 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, sha
 
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.plugin import compat
-
-__all__ = ["NormOutput", "LoRALinear", "add_lora"]
 
 #: What an adapter before a column-parallel linear takes: this rank's rows, or those of all ranks.
 NormOutput = Literal["rows", "gathered"]
@@ -92,17 +89,12 @@ class _Adapter(torch.nn.Module):
         self._works_on_rows = norm_output == "rows"
         self.takes_gathered = not self._is_row and not self._works_on_rows
         common = {"init_method": torch.nn.init.xavier_normal_, "bias": False, "tp_group": self._group}
-        on_rows, alone = _config(linear.config, True), _config(linear.config, False)
-        config = on_rows if self._works_on_rows else alone
-        sizes = (input_size, rank)
+        alone = _config(linear.config, False)
+        config = _config(linear.config, True) if self._works_on_rows else alone
+        kind, options = ColumnParallelLinear, {"gather_output": True, "disable_grad_reduce": not self._works_on_rows}
         if self._is_row:
-            self.linear_in = RowParallelLinear(
-                *sizes, config=config, input_is_parallel=True, skip_bias_add=False, **common
-            )
-        else:
-            self.linear_in = ColumnParallelLinear(
-                *sizes, config=config, gather_output=True, disable_grad_reduce=not self._works_on_rows, **common
-            )
+            kind, options = RowParallelLinear, {"input_is_parallel": True, "skip_bias_add": False}
+        self.linear_in = kind(input_size, rank, config=config, **options, **common)
         if self._is_row and self._works_on_rows:
             self.linear_out = _on_rows(rank, output_size, linear.config)
         else:
@@ -158,7 +150,12 @@ def add_lora(
 
     Raises UnsupportedError, before anything is wrapped, without sequence parallelism.
     """
-    places = list(_places(model))
+    places = [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if _parallel_mode(child) is not None and not getattr(child, "is_expert", False)
+    ]
     for parent, name in places:
         if not getattr(parent, name).sequence_parallel:
             raise UnsupportedError(f"{name} has no sequence parallelism, which the adapters here are made for")
@@ -175,13 +172,6 @@ def add_lora(
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and module.config.recompute_granularity is not None:
             module.register_forward_hook(_require_gradient)
-
-
-def _places(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if _parallel_mode(child) is not None and not getattr(child, "is_expert", False):
-                yield parent, name
 
 
 def _parallel_mode(module: torch.nn.Module) -> str | None:

@@ -32,8 +32,6 @@ from commfuse_megatron.plugin.spec import block_spec, replace_in_spec
 from commfuse_megatron.testing.gpt import SmallGPT, transformer_config
 from commfuse_megatron.testing.pretraining import PRETRAINING_SHIMS
 
-__all__ = ["Recipe", "build_chunks", "make_config", "name_with_separate_norm"]
-
 Way = Literal["spec", "convert"]
 
 
@@ -106,12 +104,9 @@ def _build_hybrid(recipe: Recipe, config: Any, vp_stage: int | None, overlap: Ov
             setattr(stack, layer, _with_fused_norms(getattr(stack, layer)))
     if overlap is not None:
         spec = apply_to_spec(spec, overlap)
+    options = {"hybrid_stack_spec": spec, "hybrid_layer_pattern": recipe.hybrid_pattern}
     with PRETRAINING_SHIMS["hybrid_final_norm"]():
-        return HybridModel(
-            hybrid_stack_spec=spec,
-            hybrid_layer_pattern=recipe.hybrid_pattern,
-            **_common(recipe, config, vp_stage),
-        )
+        return HybridModel(**options, **_common(recipe, config, vp_stage))
 
 
 def _common(recipe: Recipe, config: Any, vp_stage: int | None) -> dict[str, Any]:

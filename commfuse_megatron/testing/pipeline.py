@@ -15,8 +15,6 @@ import torch
 from commfuse_megatron.testing.gpt import losses_of
 from commfuse_megatron.testing.training import Float64IsFullPrecision, data_parallel
 
-__all__ = ["Outcome", "ScheduledRun"]
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

@@ -15,8 +15,6 @@ import torch
 
 from commfuse_megatron.testing.cpu import _nothing, cpu_megatron, replaced
 
-__all__ = ["CPU_FLAGS", "PRETRAINING_SHIMS", "cpu_pretraining"]
-
 #: Megatron's own flags that a run on the CPU needs. Later flags win, so put them first on a command line.
 CPU_FLAGS: tuple[str, ...] = (
     "--distributed-backend=gloo",
@@ -60,7 +58,6 @@ def _one_device() -> AbstractContextManager[None]:
 
 def _memory_statistics() -> AbstractContextManager[None]:
     """Wall: memory is reported after the first steps and before checkpoints."""
-
     sizes = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     return replaced(
         torch.cuda,
@@ -71,26 +68,21 @@ def _memory_statistics() -> AbstractContextManager[None]:
     )
 
 
-@contextmanager
-def _cuda_is_required() -> Iterator[None]:
+def _cuda_is_required() -> AbstractContextManager[None]:
     """Wall: `initialize_megatron` asserts that there is a GPU."""
     from megatron.training import training
 
-    with replaced(training, initialize_megatron=partial(training.initialize_megatron, allow_no_cuda=True)):
-        yield
+    return replaced(training, initialize_megatron=partial(training.initialize_megatron, allow_no_cuda=True))
 
 
-@contextmanager
-def _warm_up_of_fusions() -> Iterator[None]:
+def _warm_up_of_fusions() -> AbstractContextManager[None]:
     """Wall: functions that `CPU_FLAGS` leave unused are compiled at the start, for some 15 s."""
     from megatron.training import training
 
-    with replaced(training, set_jit_fusion_options=_nothing):
-        yield
+    return replaced(training, set_jit_fusion_options=_nothing)
 
 
-@contextmanager
-def _norm_under_sequence_parallelism() -> Iterator[None]:
+def _norm_under_sequence_parallelism() -> AbstractContextManager[None]:
     """Wall: without Apex and Transformer Engine, Megatron's norms refuse sequence parallelism, in stock models too."""
     from commfuse_megatron.plugin.compat import WrappedTorchNorm
     from commfuse_megatron.plugin.norm import CommFuseNorm
@@ -98,19 +90,16 @@ def _norm_under_sequence_parallelism() -> Iterator[None]:
     def build(_: type, *args: Any, **kwargs: Any) -> torch.nn.Module:
         return CommFuseNorm(*args, **kwargs)
 
-    with replaced(WrappedTorchNorm, __new__=staticmethod(build)):
-        yield
+    return replaced(WrappedTorchNorm, __new__=staticmethod(build))
 
 
-@contextmanager
-def _hybrid_final_norm() -> Iterator[None]:
+def _hybrid_final_norm() -> AbstractContextManager[None]:
     """Wall: the stack of a hybrid model ends in Transformer Engine's norm, whatever its spec says."""
     from megatron.core.models.hybrid import hybrid_block
 
     from commfuse_megatron.plugin.norm import CommFuseNorm
 
-    with replaced(hybrid_block, TENorm=CommFuseNorm):
-        yield
+    return replaced(hybrid_block, TENorm=CommFuseNorm)
 
 
 #: Wall -> the shim that removes it, in the order in which they must be entered.

@@ -9,8 +9,6 @@ from torch.overrides import TorchFunctionMode
 
 from commfuse_megatron.testing.gpt import loss_of
 
-__all__ = ["Float64IsFullPrecision", "Training", "data_parallel"]
-
 
 def data_parallel(chunks: Sequence[Any], *, lr: float | None, **options: Any) -> tuple[list[Any], Any]:
     """Model chunks in Megatron's DistributedDataParallel with these `options`, and their Adam; None without `lr`."""

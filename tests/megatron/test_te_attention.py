@@ -28,12 +28,21 @@ def stock_spec(group_size: int = 1) -> tuple[Any, Any]:
     )
 
 
+def with_attention_and_norm(spec: Any, attention: type, norm: type) -> Any:
+    """A copy of the spec of a block of dense layers with other classes for core attention and for every norm."""
+    from commfuse_megatron.plugin.spec import replace_in_spec
+
+    layers = [layer.submodules for layer in spec.layer_specs]
+    replacements = {layer.self_attention.submodules.core_attention: attention for layer in layers}
+    norms = [spec.layer_norm, *(n for layer in layers for n in (layer.input_layernorm, layer.pre_mlp_layernorm))]
+    return replace_in_spec(spec, {**replacements, **dict.fromkeys(norms, norm)})
+
+
 def test_only_attention_and_norms_are_others() -> None:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from commfuse_megatron.plugin import apply_to_spec
     from commfuse_megatron.plugin.linear import CommFuseColumnParallelLinear, CommFuseRowParallelLinear
-    from commfuse_megatron.testing.gpt import with_attention_and_norm
 
     _, stock = stock_spec()
     mixed = apply_to_spec(with_attention_and_norm(stock, OtherAttention, OtherNorm))
@@ -63,7 +72,7 @@ def run_mixed(group_size: int) -> tuple[float, float, int]:
 
     from commfuse_megatron.plugin import model_report
     from commfuse_megatron.plugin.norm import CommFuseNorm
-    from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, with_attention_and_norm
+    from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of
 
     warnings.simplefilter("ignore")
     config, stock = stock_spec(group_size)

@@ -26,7 +26,7 @@ def traced(ranks, config, **changes) -> BlockTrace:
     """The trace of a block, which all ranks agree on."""
 
     def body(group, device):
-        return trace_block(dataclasses.replace(BLOCK, **changes), config, group, device)
+        return trace_block(dataclasses.replace(BLOCK, **changes), config, group)
 
     results = run_threads(ranks, body)
     assert [found.calls for found in results] == [results[0].calls] * ranks
@@ -158,7 +158,7 @@ def test_a_profiler_that_saw_nothing_is_refused_on_all_ranks(monkeypatch):
 
     def body(group, device):
         with pytest.raises(UnsupportedError, match=r"nothing was seen to run .* on the ranks \[0, 1\]"):
-            trace_block(dataclasses.replace(BLOCK, is_profiled=True), attention_config(), group, device)
+            trace_block(dataclasses.replace(BLOCK, is_profiled=True), attention_config(), group)
 
     run_threads(2, body)
 
@@ -171,7 +171,7 @@ def test_another_way_than_asked_for_is_refused_on_all_ranks():
         with pytest.raises(
             UnsupportedError, match=r"path query_split was asked for and sequential taken: .*max_buffer"
         ):
-            trace_block(dataclasses.replace(BLOCK, **sizes), config, group, device)
+            trace_block(dataclasses.replace(BLOCK, **sizes), config, group)
 
     run_threads(2, body)
 
@@ -186,9 +186,9 @@ def test_another_way_of_the_projection_than_asked_is_refused(group, device, forc
     config = attention_config("row_parallel", linear=forced)
     wanted = dataclasses.replace(BLOCK, pass_name=pass_name)
     with pytest.raises(UnsupportedError, match=f"the projection's {taken}"):
-        trace_block(dataclasses.replace(wanted, forces_projection=True), config, group, device)
+        trace_block(dataclasses.replace(wanted, forces_projection=True), config, group)
     if "sequential" not in taken:  # whose collective is watched, which takes processes
-        found = trace_block(wanted, config, group, device)
+        found = trace_block(wanted, config, group)
         assert found.projection.path == "sliced"
         assert "for backward passes" in found.projection.reason
 

@@ -37,7 +37,7 @@ def profiled(monkeypatch):
 
         def body(group, device):
             thread.rank = group.rank()
-            return check(lambda: trace_linear(linear(is_profiled=True), OverlapConfig(), group, device))
+            return check(lambda: trace_linear(linear(is_profiled=True), OverlapConfig(), group))
 
         monkeypatch.setattr("commfuse_megatron.tools.trace.operation.profile_calls", profile)
         return run_threads(2, body)
@@ -85,6 +85,6 @@ def test_a_recording_of_nothing_is_refused_on_all_ranks(monkeypatch):
         with pytest.raises(
             UnsupportedError, match=r"nothing was seen to run in the calls of sliced on the ranks \[0, 1\]"
         ):
-            trace_linear(linear(is_profiled=False), OverlapConfig(), group, device)
+            trace_linear(linear(is_profiled=False), OverlapConfig(), group)
 
     run_threads(2, body)

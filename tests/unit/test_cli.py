@@ -15,7 +15,7 @@ from commfuse_megatron.tools import main as cli
 from commfuse_megatron.tools.common.ranks import CannotRunError, Rank, RankFailedError, UsageError
 from commfuse_megatron.tools.doctor import machine as machine_module
 from commfuse_megatron.tools.doctor.machine import Ability, Machine, Setting
-from commfuse_megatron.tools.verify import megatron_cli as verify_megatron
+from commfuse_megatron.tools.verify import report
 from commfuse_megatron.tools.verify.megatron_models import ModelResult
 
 
@@ -30,6 +30,13 @@ def test_every_help_has_an_example(command: str, capsys: pytest.CaptureFixture[s
         cli.main([command, "--help"])
     assert ended.value.code == 0
     assert f"example:\n  commfuse {command}" in capsys.readouterr().out
+
+
+def test_options_are_read_without_torch() -> None:
+    """Fails where a room's `cli` imports it, or the room itself: every `--help` then took as long as that does."""
+    check = "import sys; from commfuse_megatron.tools.main import build_parser; build_parser(); print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=50, check=True)
+    assert "torch" not in ran.stdout.split()
 
 
 @pytest.mark.parametrize(("wrong", "usage"), [
@@ -158,7 +165,7 @@ def test_the_legend_of_verified_models_is_a_whole_sentence(stock, end, capsys):
         backward=4,
         stock=stock,
     )
-    verify_megatron._print([result], [], Rank(0, 2, "cpu"))
+    report.print_models([result], [], Rank(0, 2, "cpu"))
     assert end in capsys.readouterr().out
 
 

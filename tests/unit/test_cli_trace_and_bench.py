@@ -6,7 +6,7 @@ import pytest
 
 from commfuse_megatron.tools import main as cli
 from commfuse_megatron.tools.bench import cli as bench
-from commfuse_megatron.tools.trace.options import config_of
+from commfuse_megatron.tools.trace.cli import config_of
 from tests.unit.test_cli import require_usage_error
 
 

@@ -28,17 +28,14 @@ from commfuse_megatron.tools.bench.run import Outcome, Settings
 from commfuse_megatron.tools.common import output
 from commfuse_megatron.tools.common.cases import FREE, PLANNED, STOCK, attention_case, linear_case
 from commfuse_megatron.tools.common.ranks import Rank
-from commfuse_megatron.tools.demo import cli as demo
+from commfuse_megatron.tools.demo import report as demo
 from commfuse_megatron.tools.demo.training import Comparison, Run
 from commfuse_megatron.tools.doctor.gpus import Gpu, GpuLink
 from commfuse_megatron.tools.doctor.machine import Ability, Machine, Setting
-from commfuse_megatron.tools.trace import attention_cli as trace_attention
-from commfuse_megatron.tools.trace import cli as trace
-from commfuse_megatron.tools.trace import step_cli as trace_step
+from commfuse_megatron.tools.trace import reports as trace
 from commfuse_megatron.tools.trace.operation import BlockTrace, LinearTrace
 from commfuse_megatron.tools.trace.whole_step import StepTimes, StepTrace
-from commfuse_megatron.tools.verify import cli as verify
-from commfuse_megatron.tools.verify import megatron_cli as verify_megatron
+from commfuse_megatron.tools.verify import report as verify
 from commfuse_megatron.tools.verify.cases import make_cases
 from commfuse_megatron.tools.verify.megatron_models import ModelResult
 from commfuse_megatron.tools.verify.ops import CaseResult, Deviation
@@ -84,9 +81,9 @@ def run_verify(place: Path, put: Set) -> int:
                 complaints=complaints,
             )
         )
-    put("commfuse_megatron.tools.verify.ops.verify_ops", lambda *_, **__: found)
+    put("commfuse_megatron.tools.verify.report.verify_ops", lambda *_, **__: found)
     options = argparse.Namespace(json=str(place / "out.json"), dtype=None, transport="auto")
-    return verify._verify_on_rank(FIRST, options)
+    return verify.verify_ops_on_rank(FIRST, options)
 
 
 def run_verify_megatron(place: Path, put: Set) -> int:
@@ -98,10 +95,10 @@ def run_verify_megatron(place: Path, put: Set) -> int:
     names = ("dense", "sequence_parallel_off", "mla_with_a_long_name_of_its_own")
     found = [ModelResult(name=name, **values) for name in names]  # type: ignore[arg-type]
     put("commfuse_megatron.testing.cpu_megatron", contextlib.nullcontext)
-    put("commfuse_megatron.tools.verify.megatron_cli.choose_configurations", lambda *_: ["dense"])
-    put("commfuse_megatron.tools.verify.megatron_cli.verify_models", lambda *_, **__: found)
+    put("commfuse_megatron.tools.verify.report.choose", lambda *_, **__: ["dense"])
+    put("commfuse_megatron.tools.verify.report.verify_models", lambda *_, **__: found)
     options = argparse.Namespace(json=str(place / "out.json"), only=["dense"], lora=False, verbose=True)
-    return verify_megatron._verify_on_rank(FIRST, options)
+    return verify.verify_models_on_rank(FIRST, options)
 
 
 def run_demo(place: Path, put: Set) -> int:
@@ -117,12 +114,12 @@ def run_demo(place: Path, put: Set) -> int:
     found = Comparison(
         stock_loss=(5.123456789, 4.987654321), runs={"stepped": stepped, "graph": graph}, recording=INTERVALS
     )
-    put("commfuse_megatron.tools.demo.training.train_both", lambda *_, **__: found)
-    put("commfuse_megatron.tools.demo.training.complaints_of", lambda *_: [])
+    put("commfuse_megatron.tools.demo.report.train_both", lambda *_, **__: found)
+    put("commfuse_megatron.tools.demo.report.complaints_of", lambda *_: [])
     options = argparse.Namespace(
         steps=2, dtype="float32", text=b"text" * 100, output=str(place), json=str(place / "out.json")
     )
-    return demo._demo_on_rank(FIRST, options)
+    return demo.demo_on_rank(FIRST, options)
 
 
 def traces(place: Path, **changes: object) -> argparse.Namespace:
@@ -132,18 +129,18 @@ def traces(place: Path, **changes: object) -> argparse.Namespace:
 
 def run_trace(place: Path, put: Set) -> int:
     found = LinearTrace(recording=INTERVALS, record=a_record())
-    put("commfuse_megatron.tools.trace.operation.trace_linear", lambda *_, **__: found)
+    put("commfuse_megatron.tools.trace.reports.trace_linear", lambda *_, **__: found)
     options = traces(place, op="linear_reduce_scatter", case=None, M=8, N=8, K=8, pass_name="backward")
-    return trace._trace_on_rank(FIRST, options)
+    return trace.linear_on_rank(FIRST, options)
 
 
 def run_trace_attention(place: Path, put: Set) -> int:
     found = BlockTrace(calls=(INTERVALS, INTERVALS), record=a_record(attention="flash"), projection=a_record())
-    put("commfuse_megatron.tools.trace.operation.trace_block", lambda *_, **__: found)
+    put("commfuse_megatron.tools.trace.reports.trace_block", lambda *_, **__: found)
     configs = dict.fromkeys(("sequential", "row_parallel", "query_split"), OverlapConfig())
     case = attention_case("llama-8b.attention", 8192, 2, 64)
     options = traces(place, case=case, pass_name="fprop", configs=configs, path=None)
-    return trace_attention._trace_on_rank(FIRST, options)
+    return trace.block_on_rank(FIRST, options)
 
 
 def run_trace_step(place: Path, put: Set) -> int:
@@ -158,10 +155,10 @@ def run_trace_step(place: Path, put: Set) -> int:
         ops=(a_record(),),
         transport="gloo",
     )
-    put("commfuse_megatron.tools.trace.whole_step.trace_step", lambda *_, **__: found)
+    put("commfuse_megatron.tools.trace.reports.trace_step", lambda *_, **__: found)
     sizes = {"model": "demo", "layers": 2, "seq": 8, "batch": 1, "rounds": 1, "runs": 1}
     options = traces(place, transformer_impl="local", fusions=False, **sizes)
-    return trace_step._trace_on_rank(FIRST, options)
+    return trace.step_on_rank(FIRST, options)
 
 
 def bench_rows() -> list[Row]:
@@ -228,7 +225,7 @@ COMMANDS = {
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("commfuse_megatron.tools.trace.output.missing_matplotlib", lambda: "it takes a second")
+    monkeypatch.setattr("commfuse_megatron.tools.trace.reports.missing_matplotlib", lambda: "it takes a second")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -1,9 +1,12 @@
-"""What counts as converging alike: mean distances from the reference, and every linear overlapped."""
+"""What counts as converging alike (mean distances from the reference, every linear overlapped), and as saved."""
 
 import math
 from typing import Any
 
+import torch
+
 from commfuse_megatron.tools.verify.convergence import Convergence, Curve, complaints_of, ratios_of
+from commfuse_megatron.tools.verify.step_costs import _saved_bytes
 
 LAYERS = {"plugin": {"qkv": None, "proj": None}, "plugin after stock": {"qkv": None, "proj": None}}
 
@@ -54,3 +57,15 @@ def test_a_linear_that_was_not_overlapped_fails() -> None:
     stock_proj = {"qkv": None, "proj": "stock: a reason"}
     assert complaints_of(made(layers={**LAYERS, "plugin": stock_proj})) == ["plugin: proj: stock: a reason"]
     assert complaints_of(made(layers={**LAYERS, "plugin": {}})) == ["plugin: the model has no tensor-parallel linear"]
+
+
+def test_what_is_still_kept_counts_once_and_parameters_do_not() -> None:
+    linear = torch.nn.Linear(4, 4)
+    x = torch.randn(8, 4, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        x.exp()  # saves its result, which nobody keeps
+        doubled = 2 * x
+        return (linear(doubled) * doubled).sum()  # saves the weight, `doubled` twice, and what the linear gives
+
+    assert _saved_bytes(linear, forward) == 2 * 8 * 4 * 4

@@ -6,15 +6,13 @@ one batch are compared. Beware: equal losses prove nothing if the plugin was not
 the calls of every layer and op, and how they ran.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -56,6 +54,10 @@ class Run:
     gradient: str
     gradient_error: float
 
+    def sliced_calls(self, pass_name: str) -> int:
+        """Of all operations together."""
+        return sum(op["calls"] for op in self.ops if op["pass_name"] == pass_name and op["path"] == "sliced")
+
     @property
     def modes(self) -> dict[str, int]:
         """How many passes ran in which mode."""
@@ -89,8 +91,7 @@ class Comparison:
         return max(difference for mode in self.runs for difference in self.differences(mode))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossLimit:
+class LossLimit(NamedTuple):
     """The losses of steps first..last (counted from 1) may differ by at most `limit`."""
 
     first: int
@@ -141,24 +142,20 @@ def complaints_of(comparison: Comparison, limits: list[LossLimit], limit: float)
     """
     complaints = []
     for mode, run in comparison.runs.items():
-        found = [
-            *_complaints_about_numbers(comparison.differences(mode), run, limits, limit),
-            *_complaints_about_calls(run),
-            *(_complaints_about_modes(run, mode) if len(comparison.runs) > 1 else ()),
-        ]
+        found = []
+        for steps in limits:
+            worst = max(comparison.differences(mode)[steps.first - 1 : steps.last], key=badness)
+            if not worst <= steps.limit:
+                found.append(
+                    f"losses of steps {steps.first}-{steps.last} differ by {worst:.3g}, allowed {steps.limit:g}"
+                )
+        if not run.gradient_error <= limit:
+            found.append(f"the gradient of {run.gradient} differs by {run.gradient_error:.3g}, allowed {limit:g}")
+        found += _complaints_about_calls(run)
+        if len(comparison.runs) > 1:
+            found += _complaints_about_modes(run, mode)
         complaints += [f"{mode}: {complaint}" for complaint in found]
     return complaints
-
-
-def _complaints_about_numbers(
-    differences: tuple[float, ...], run: Run, limits: list[LossLimit], limit: float
-) -> Iterator[str]:
-    for steps in limits:
-        worst = max(differences[steps.first - 1 : steps.last], key=badness)
-        if not worst <= steps.limit:
-            yield f"losses of steps {steps.first}-{steps.last} differ by {worst:.3g}, allowed {steps.limit:g}"
-    if not run.gradient_error <= limit:
-        yield f"the gradient of {run.gradient} differs by {run.gradient_error:.3g}, allowed {limit:g}"
 
 
 def _complaints_about_calls(run: Run) -> Iterator[str]:
@@ -172,76 +169,65 @@ def _complaints_about_calls(run: Run) -> Iterator[str]:
             )
     expected = num_steps * len(run.layers)
     for pass_name in ("fprop", "backward"):
-        calls = sum(op["calls"] for op in run.ops if op["pass_name"] == pass_name and op["path"] == "sliced")
+        calls = run.sliced_calls(pass_name)
         if calls != expected or not expected:
             yield f"{calls} {pass_name} calls ran sliced, expected {expected}"
 
 
 def _complaints_about_modes(run: Run, mode: Mode) -> Iterator[str]:
     """Of a run whose linears can take all modes, and whose embedding looks up on tensors."""
-    num_steps = len(run.loss)
     for op in run.ops:
         modes, what = op["modes"], f"{op['op']} {op['pass_name']}, N {op['N']} K {op['K']}"
         is_look_up = op["op"] == "embedding_reduce_scatter" and op["pass_name"] == "fprop"
         due = "stepped" if is_look_up else mode
-        replayed = modes.get("tape", 0) + (modes.get("graph", 0) if due == "graph" else 0)
-        ran = modes.get("stepped", 0) if due == "stepped" else replayed
+        counted = {"stepped": ("stepped",), "tape": ("tape",), "graph": ("tape", "graph")}[due]
+        ran = sum(modes.get(each, 0) for each in counted)
         if ran != op["calls"]:
             yield f"{what}: of {op['calls']} calls ran {describe_modes(modes)}, as {due} {ran}"
-        elif due == "graph" and num_steps >= _STEPS_FOR_GRAPHS and not modes.get("graph"):
+        elif due == "graph" and len(run.loss) >= _STEPS_FOR_GRAPHS and not modes.get("graph"):
             yield f"{what}: no call became a graph"
 
 
-def train_both(task: Task, *, on_step: Callable[[int, float, float], None] = lambda *_: None) -> Comparison:
+def train_both(task: Task, *, on_step: Callable[[], object] = lambda: None) -> Comparison:
     """Train on all ranks of the default group, which is the tensor-parallel group. Collective; losses are equal on all
     ranks.
-
-    Args:
-        on_step: called after each step with its number (from 1), the stock loss and the last run's.
     """
     with tensor_parallel_megatron(task.device_type):
-        return _train_all(task, on_step)
+        from commfuse_megatron.plugin import model_report
+        from commfuse_megatron.plugin.contexts import open_contexts
+        from commfuse_megatron.testing.training import Training
 
-
-def _train_all(task: Task, on_step: Callable[[int, float, float], None]) -> Comparison:
-    from commfuse_megatron.plugin import model_report
-    from commfuse_megatron.plugin.contexts import open_contexts
-
-    stock = _build(task, overlap=False)
-    runs = {mode: _build(task, overlap=config) for mode, config in _configs_of(task).items()}
-    losses: dict[str, list[float]] = {"stock": [], **{mode: [] for mode in runs}}
-    # Always in the same place, so that graphs find their addresses again.
-    tokens = task.batch_of(0).to(task.device)
-    for step in range(task.num_steps):
-        tokens.copy_(task.batch_of(step))
-        losses["stock"].append(stock.step(tokens))
-        with ExitStack() as stack:
-            if step == task.num_steps - 1:
-                recorded = stack.enter_context(record(open_contexts, device=task.device))
-            else:
-                for context in open_contexts():
-                    stack.enter_context(context.unrecorded())
-            for mode, run in runs.items():
-                losses[mode].append(run.step(tokens))
-        on_step(step + 1, losses["stock"][-1], losses[mode][-1])
-    reports = {mode: model_report(run.wrapped) for mode, run in runs.items()}
-    tokens.copy_(task.batch_of(task.num_steps))
-    stock.backward(tokens)
-    gradients = {mode: _worst_gradient(stock, run, tokens) for mode, run in runs.items()}
-    return Comparison(
-        stock_loss=tuple(losses["stock"]),
-        runs={
-            mode: Run(
-                loss=tuple(losses[mode]),
-                ops=tuple(dataclasses.asdict(op) for op in report.ops),
-                layers=tuple(dataclasses.asdict(layer) for layer in report.layers),
-                gradient=gradients[mode][0],
-                gradient_error=gradients[mode][1],
-            )
-            for mode, report in reports.items()
-        },
-        recording=recorded.by_rank,
-    )
+        # Drawn on the CPU a seed gives all of them the same weights.
+        configs: dict[Any, OverlapConfig | Literal[False]] = {"stock": False, **_configs_of(task)}
+        trainings = {
+            name: Training(build_model(task, overlap=config, use_cpu_initialization=True), lr=task.lr)
+            for name, config in configs.items()
+        }
+        losses: dict[str, list[float]] = {name: [] for name in trainings}
+        stock = trainings.pop("stock")
+        # Always in the same place, so that graphs find their addresses again.
+        tokens = task.batch_of(0).to(task.device)
+        for step in range(task.num_steps):
+            tokens.copy_(task.batch_of(step))
+            losses["stock"].append(stock.step(tokens))
+            with ExitStack() as stack:
+                if step == task.num_steps - 1:
+                    recorded = stack.enter_context(record(open_contexts, device=task.device))
+                else:
+                    for context in open_contexts():
+                        stack.enter_context(context.unrecorded())
+                for mode, training in trainings.items():
+                    losses[mode].append(training.step(tokens))
+            on_step()
+        reports = {mode: model_report(training.wrapped) for mode, training in trainings.items()}
+        tokens.copy_(task.batch_of(task.num_steps))
+        stock.backward(tokens)
+        runs = {}
+        for mode, report in reports.items():
+            gradient, error = _worst_gradient(stock, trainings[mode], tokens)
+            ops, layers = (tuple(map(dataclasses.asdict, each)) for each in (report.ops, report.layers))
+            runs[mode] = Run(loss=tuple(losses[mode]), ops=ops, layers=layers, gradient=gradient, gradient_error=error)
+        return Comparison(stock_loss=tuple(losses["stock"]), runs=runs, recording=recorded.by_rank)
 
 
 def _configs_of(task: Task) -> dict[Mode, OverlapConfig]:
@@ -257,29 +243,18 @@ def _configs_of(task: Task) -> dict[Mode, OverlapConfig]:
     return {mode: recording if mode == MODES[-1] else with_mode(OVERLAPPED, mode) for mode in MODES}
 
 
-def _build(task: Task, *, overlap: OverlapConfig | Literal[False]) -> Any:
-    from commfuse_megatron.testing.training import Training
-
-    # Drawn on the CPU a seed gives all of them the same weights.
-    return Training(build_model(task, overlap=overlap, use_cpu_initialization=True), lr=task.lr)
-
-
 def _worst_gradient(stock: Any, run: Any, tokens: torch.Tensor) -> tuple[str, float]:
     """The gradient of `run` that is farthest from what `stock` has just computed for `tokens`, both with stock's
-    weights: its name, and how far."""
+    weights: its name, and how far. NaN stays NaN, equal zeros have no error, and what should be zero and is not has an
+    infinite one."""
     theirs, ours = (dict(each.wrapped.named_parameters()) for each in (stock, run))
     with torch.no_grad():
         for name, parameter in ours.items():
             parameter.copy_(theirs[name])
     run.backward(tokens)
-    errors = {name: _relative_norm(theirs[name].main_grad, each.main_grad) for name, each in ours.items()}
-    worst = max(errors, key=lambda name: badness(errors[name]))
-    return worst, errors[worst]
-
-
-def _relative_norm(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """NaN stays NaN, equal zeros have no error, and what should be zero and is not has an infinite one."""
-    difference, norm = (expected - found).norm().item(), expected.norm().item()
-    if not difference:
-        return 0.0
-    return difference / norm if norm else math.inf
+    errors = {}
+    for name, parameter in ours.items():
+        expected = theirs[name].main_grad
+        difference, norm = (expected - parameter.main_grad).norm().item(), expected.norm().item()
+        errors[name] = difference / norm if norm else math.inf if difference else 0.0
+    return max(errors.items(), key=lambda item: badness(item[1]))

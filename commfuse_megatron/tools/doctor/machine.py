@@ -4,8 +4,6 @@ Works without GPU, driver, Megatron or Transformer Engine. Foreign packages are 
 since importing one that does not fit the machine may end the process.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform
@@ -23,7 +21,7 @@ from commfuse_megatron.config import CONFIG_VARIABLE, OverlapConfig, config_file
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.kernels import persistent_matmul_unavailable_reason
 from commfuse_megatron.kernels.attention_cudnn import cudnn_attention_unavailable_reason
-from commfuse_megatron.problem import AttentionProblem
+from commfuse_megatron.tools.common.cases import attention_case
 from commfuse_megatron.tools.doctor.gpus import Gpu, GpuLink, inspect_gpus
 
 DISTRIBUTIONS = (
@@ -102,8 +100,12 @@ def _version(distribution: str) -> str | None:
         return None
 
 
+def _has_nccl() -> bool:
+    return dist.is_available() and dist.is_nccl_available()
+
+
 def _nccl_version() -> str | None:
-    if not (dist.is_available() and dist.is_nccl_available()):
+    if not _has_nccl():
         return None
     version = torch.cuda.nccl.version()
     return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
@@ -115,55 +117,36 @@ def _abilities(gpus: tuple[Gpu, ...], links: tuple[GpuLink, ...]) -> tuple[Abili
     transformer_engine = _why_import_fails("transformer_engine.pytorch", "transformer-engine")
     if transformer_engine is None and not gpus:
         transformer_engine = "installed, but its layers need a CUDA device"
-    matplotlib = (
-        None if importlib.util.find_spec("matplotlib") else "not installed: pip install 'commfuse-megatron[plot]'"
+    missing_extra = "not installed: pip install 'commfuse-megatron[plot]'"
+    matplotlib = None if importlib.util.find_spec("matplotlib") else missing_extra
+    cudnn = (
+        "self-attention split by queries, and the exchange of context parallelism (a2a) around it; else Megatron's own,"
+        " or flash kernels where they serve"
     )
-    return (
-        Ability(name="gloo transport", needs="ranks on the CPU", missing=gloo),
-        Ability(name="nccl transport", needs="ranks on GPUs, one rank per GPU", missing=_why_no_nccl(gpus)),
-        Ability(
-            name="copy engine transport",
-            needs="ranks on GPUs of one host that address each other's memory; else NCCL",
-            missing=_why_no_copy_engine(gpus, links),
-        ),
-        Ability(
-            name="persistent GEMM (Triton)",
-            needs="slices in bf16 and fp16 beside NCCL; torch.mm otherwise",
-            missing=persistent_matmul_unavailable_reason("cuda", torch.bfloat16),
-        ),
-        Ability(
-            name="query-split attention (cuDNN)",
-            needs="self-attention split by queries, and the exchange of context parallelism (a2a) around it; else"
-            " Megatron's own, or flash kernels where they serve",
-            missing=_why_no_cudnn_attention(gpus),
-        ),
-        Ability(name="Megatron-Core plugin", needs="layers, specs, the demo", missing=megatron),
-        Ability(name="Transformer Engine layers", needs="specs with Transformer Engine", missing=transformer_engine),
-        Ability(name="timeline picture", needs="the demo's picture", missing=matplotlib),
+    persistent = persistent_matmul_unavailable_reason("cuda", torch.bfloat16)
+    peers = "ranks on GPUs of one host that address each other's memory; else NCCL"
+    found = (
+        ("gloo transport", "ranks on the CPU", gloo),
+        ("nccl transport", "ranks on GPUs, one rank per GPU", _why_no_nccl(gpus)),
+        ("copy engine transport", peers, _why_no_copy_engine(gpus, links)),
+        ("persistent GEMM (Triton)", "slices in bf16 and fp16 beside NCCL; torch.mm otherwise", persistent),
+        ("query-split attention (cuDNN)", cudnn, _why_no_cudnn_attention(gpus)),
+        ("Megatron-Core plugin", "layers, specs, the demo", megatron),
+        ("Transformer Engine layers", "specs with Transformer Engine", transformer_engine),
+        ("timeline picture", "the demo's picture", matplotlib),
     )
+    return tuple(Ability(name=name, needs=needs, missing=missing) for name, needs, missing in found)
 
 
 def _why_no_cudnn_attention(gpus: tuple[Gpu, ...]) -> str | None:
     if not gpus:
         return "PyTorch can use no GPU"
-    usual = AttentionProblem(
-        pass_name="fprop",
-        rows=8192,
-        batch=1,
-        heads=16,
-        kv_heads=4,
-        head_dim=128,
-        value_dim=128,
-        N=4096,
-        dtype="bfloat16",
-        group_size=2,
-        right=0,
-    )
+    usual = attention_case("llama-8b.attention", 8192, group_size=2).attention("bfloat16")
     return cudnn_attention_unavailable_reason(usual, torch.device("cuda", gpus[0].index))
 
 
 def _why_no_nccl(gpus: tuple[Gpu, ...]) -> str | None:
-    if not (dist.is_available() and dist.is_nccl_available()):
+    if not _has_nccl():
         return "this PyTorch was built without NCCL"
     if not gpus:
         return "no CUDA device that PyTorch can use (no GPU, or no driver that fits)"
@@ -198,41 +181,32 @@ def _why_import_fails(module: str, distribution: str) -> str | None:
 
 
 def _settings(gpus: tuple[Gpu, ...]) -> Iterable[Setting]:
-    yield _connections(gpus)
-    value = os.environ.get("NCCL_P2P_DISABLE")
-    slow = "NCCL sends through host memory, which is much slower than NVLink"
-    yield Setting(
-        name="NCCL_P2P_DISABLE",
-        value=value,
-        meaning=slow if value not in (None, "0") else "NCCL sends directly between GPUs where it can",
-    )
-    yield _config_file()
-    for name, meaning in (
-        ("CUDA_VISIBLE_DEVICES", "GPUs that this process may use; unset: all"),
-        ("NCCL_SOCKET_IFNAME", "network interface of NCCL; unset: NCCL chooses"),
-        (
-            "GLOO_SOCKET_IFNAME",
-            "network interface of gloo; unset: the one of the host's name; local ranks take loopback",
-        ),
-        ("OMP_NUM_THREADS", "CPU threads per rank; unset: local ranks share the cores"),
-    ):
-        yield Setting(name=name, value=os.environ.get(name), meaning=meaning)
-
-
-def _connections(gpus: tuple[Gpu, ...]) -> Setting:
-    value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    meaning = "any value gives right results: order is kept by events"
+    connections = "any value gives right results: order is kept by events"
     if gpus and int(gpus[0].compute_capability.split(".")[0]) < 10:
-        meaning += "; Megatron's training scripts require 1 with tensor parallelism on these GPUs"
-    return Setting(name="CUDA_DEVICE_MAX_CONNECTIONS", value=value, meaning=meaning)
+        connections += "; Megatron's training scripts require 1 with tensor parallelism on these GPUs"
+    is_slow = os.environ.get("NCCL_P2P_DISABLE", "0") != "0"
+    slow = "NCCL sends through host memory, which is much slower than NVLink"
+    yield _variable("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    yield _variable("NCCL_P2P_DISABLE", slow if is_slow else "NCCL sends directly between GPUs where it can")
+    yield _config_file()
+    yield _variable("CUDA_VISIBLE_DEVICES", "GPUs that this process may use; unset: all")
+    yield _variable("NCCL_SOCKET_IFNAME", "network interface of NCCL; unset: NCCL chooses")
+    gloo = "network interface of gloo; unset: the one of the host's name; local ranks take loopback"
+    yield _variable("GLOO_SOCKET_IFNAME", gloo)
+    yield _variable("OMP_NUM_THREADS", "CPU threads per rank; unset: local ranks share the cores")
+
+
+def _variable(name: str, meaning: str) -> Setting:
+    return Setting(name=name, value=os.environ.get(name), meaning=meaning)
 
 
 def _config_file() -> Setting:
-    name, value = CONFIG_VARIABLE, config_file_from_environment()
-    if not value:
-        return Setting(name=name, value=value, meaning="no file: defaults, unless a flag or argument names one")
-    try:
-        OverlapConfig.from_file(value)
-    except ConfigError as error:
-        return Setting(name=name, value=value, meaning=str(error), is_wrong=True)
-    return Setting(name=name, value=value, meaning="read, and valid")
+    value = config_file_from_environment()
+    meaning, is_wrong = "no file: defaults, unless a flag or argument names one", False
+    if value:
+        try:
+            OverlapConfig.from_file(value)
+            meaning = "read, and valid"
+        except ConfigError as error:
+            meaning, is_wrong = str(error), True
+    return Setting(name=CONFIG_VARIABLE, value=value, meaning=meaning, is_wrong=is_wrong)

@@ -1,14 +1,15 @@
 """The planner's model of a machine, filled from measured rows: the rate of GEMMs, messages, collectives, memory.
 
 As little is fitted as there can be: one rate for all GEMMs, a latency and a bandwidth for what moves, a factor for host
-times. What the rows do
-not hold is assumed, as by the planner (`plan.machine`), and `assumed` says what that is.
+times. What the rows do not hold is assumed, as by the planner (`plan.machine`), and `assumed` says what that is.
 """
 
 import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from commfuse_megatron.plan.machine import Channel, GemmRate, MachineModel, Trai
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem
 from commfuse_megatron.schedule import Algorithm
-from commfuse_megatron.tools.bench.rows import Row
+from commfuse_megatron.tools.bench.rows import Row, load_report
 from commfuse_megatron.tools.common.cases import LinearCase
 from commfuse_megatron.transport.select import DIRECT, THROUGH_HOST_MEMORY
 
@@ -29,6 +30,8 @@ DTYPE = "bfloat16"
 SEQUENTIAL = PassPlan("sequential", "", Algorithm.DIRECT, 1, keep_gathered_input=False)
 
 _SMS_OF_HOPPER = 132
+# NCCL's transfers take up to 20 of them.
+_FEWEST_SMS = 40
 
 type _Points = Sequence[tuple[float, float]]  # (bytes, us)
 
@@ -98,6 +101,56 @@ def fit_machines(rows: Sequence[Row], *, device: str, link: str, sms: int = _SMS
         machine = dataclasses.replace(assumed, gemm=rate, link=channel, collective=collective, source="measured")
         machines[backend] = _with_host(machine, chosen, fits, told)
     return Machines(device, link, machines, fits, told, left_out)
+
+
+def read_machines(path: Path, link: str | None) -> tuple[Machines, list[Row]]:
+    """The models for `link`, and the measured rows that they can be checked with."""
+    header, rows = load_report(path)
+    rows = [row for row in rows if row.is_comparable]
+    if not rows:
+        raise ConfigError(f"{path} has no rows from GPUs: times from a CPU predict nothing")
+    require_dtype(rows, path)
+    bandwidth_gb_s = bandwidth_of(link)
+    measured_links = sorted({row.link for row in rows}, reverse=True)
+    base = measured_links[0] if link is None or bandwidth_gb_s is not None else link
+    if base not in measured_links:
+        raise ConfigError(f"--link {link}: {path} has rows of {', '.join(measured_links)} only; measure that link too")
+    device = next(row.device for row in rows if row.link == base)
+    sms = header.get("multiprocessors", 132)
+    if not isinstance(sms, int) or sms < _FEWEST_SMS:
+        raise ConfigError(f"{path} is of a GPU with {sms} SMs: what is predicted from takes {_FEWEST_SMS} and more")
+    machines = fit_machines(rows, device=device, link=base, sms=sms)
+    if bandwidth_gb_s is None:
+        return machines, rows
+    nccl = machines.by_transport.get("nccl")
+    if nccl is None:
+        why = machines.left_out.get("nccl", "it has no rows of it")
+        raise ConfigError(f"--link {link}: nccl serves such links, and {path} gives no model for it: {why}")
+    # GEMMs and latencies as measured; only the link is another. No measured row can check that.
+    slow = dataclasses.replace(
+        nccl,
+        link=dataclasses.replace(nccl.link, bandwidth_gb_s=bandwidth_gb_s),
+        collective=dataclasses.replace(nccl.collective, bandwidth_gb_s=bandwidth_gb_s),
+    )
+    return dataclasses.replace(machines, link=f"{bandwidth_gb_s:g} GB/s", by_transport={"nccl": slow}), rows
+
+
+def require_dtype(rows: Iterable[Row], path: Path | str) -> None:
+    """Raise ConfigError for rows of another dtype than what is predicted."""
+    others = sorted({row.dtype for row in rows} - {DTYPE})
+    if others:
+        raise ConfigError(f"{path} has rows of {', '.join(others)}: what is predicted is {DTYPE}")
+
+
+def bandwidth_of(link: str | None) -> float | None:
+    """In GB/s, where `--link` is one. Raises ConfigError for what is neither that nor a link's name."""
+    if link in (None, "nvlink", "host"):
+        return None
+    with suppress(ValueError):
+        bandwidth_gb_s = float(link or "")
+        if 0 < bandwidth_gb_s < float("inf"):
+            return bandwidth_gb_s
+    raise ConfigError(f"--link {link}: write nvlink, host or a positive number of GB/s")
 
 
 def way_of(row: Row) -> tuple[GemmProblem, PassPlan] | None:

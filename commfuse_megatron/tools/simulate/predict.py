@@ -5,8 +5,8 @@ inflict on each other beyond the SMs that NCCL holds, slow ranks.
 """
 
 import statistics
-from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.plan.candidates import list_candidates
@@ -28,8 +28,7 @@ LIMITS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(NamedTuple):
     """One forward pass of one case over `group_size` ranks, one way. limit: the key in `LIMITS` of what decides."""
 
     case: str
@@ -49,11 +48,10 @@ class Prediction:
 
     def as_json(self) -> dict[str, object]:
         """For the file; `predicted` tells it from a measured row."""
-        return {"predicted": True, **asdict(self)}
+        return {"predicted": True, **self._asdict()}
 
 
-@dataclass(frozen=True, slots=True)
-class Deviation:
+class Deviation(NamedTuple):
     """A measured row beside its prediction; `error` is predicted / measured - 1."""
 
     case: str
@@ -69,13 +67,8 @@ class Deviation:
         """Relative, positive where the prediction is too long."""
         return self.predicted_ms / self.measured_ms - 1
 
-    def as_json(self) -> dict[str, object]:
-        """For the file."""
-        return {**asdict(self), "error": self.error}
 
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(NamedTuple):
     """One measured row of a group of `group_size` ranks; None where it was not emulated or cannot be predicted."""
 
     case: str
@@ -96,11 +89,6 @@ class Comparison:
         """predicted / measured - 1."""
         return None if self.predicted_ms is None else self.predicted_ms / self.measured_ms - 1
 
-    def as_json(self) -> dict[str, object]:
-        """For the file."""
-        errors = {"emulation_error": self.emulation_error, "prediction_error": self.prediction_error}
-        return asdict(self) | errors
-
 
 def predict(case: LinearCase, machines: Machines) -> list[Prediction]:
     """The sequential program and all that the planner would consider over every transport, the fastest first."""
@@ -110,7 +98,11 @@ def predict(case: LinearCase, machines: Machines) -> list[Prediction]:
     for transport, machine in machines.by_transport.items():
         for plan in candidates_on(problem, machine):
             if plan.path == "sliced":
-                us, limit = _predict_way(problem, plan, machine)
+                simulation, host_us = simulate_plan(problem, plan, machine)
+                is_hidden = simulation.exposed_comm_us <= 0.01 * simulation.total_us
+                us, limit = simulation.total_us, "GEMMs" if is_hidden else "transfers"
+                if host_us > us:
+                    us, limit = host_us, "launches"
                 found.append((_sliced(plan.algorithm, plan.chunks_per_shard, transport), transport, us, limit))
     # As rows define it: the best there is, the collective included.
     all_bytes = (problem.group_size - 1) * problem.shard_bytes
@@ -138,15 +130,6 @@ def candidates_on(problem: GemmProblem, machine: MachineModel) -> tuple[PassPlan
     """All plans that the planner would consider there, unless configured."""
     slow, with_rings = is_link_slow(problem, machine), not machine.traits.replays
     return list_candidates(problem, OverlapConfig(), is_link_slow=slow, with_rings=with_rings).plans
-
-
-def _predict_way(problem: GemmProblem, plan: PassPlan, machine: MachineModel) -> tuple[float, str]:
-    """(microseconds, what decides them) of one sliced way."""
-    simulation, host_us = simulate_plan(problem, plan, machine)
-    if host_us > simulation.total_us:
-        return host_us, "launches"
-    is_hidden = simulation.exposed_comm_us <= 0.01 * simulation.total_us
-    return simulation.total_us, "GEMMs" if is_hidden else "transfers"
 
 
 def deviations(rows: Iterable[Row], machines: Machines) -> list[Deviation]:
@@ -224,9 +207,15 @@ def compare(
     return [entry for entry in comparisons if entry.emulated_ms is not None or entry.predicted_ms is not None]
 
 
-def median_size(errors: Iterable[float]) -> float:
+def median_size(errors: Iterable[float]) -> str:
     """Of the sizes of the errors."""
-    return statistics.median(map(abs, errors))
+    return f"{100 * statistics.median(map(abs, errors)):.1f} %"
+
+
+def say_errors(what: str, errors: Sequence[float]) -> str:
+    """How wrong something is."""
+    largest = 100 * max(map(abs, errors))
+    return f"median size of the error of {what}: {median_size(errors)}; the largest: {largest:.1f} %"
 
 
 def cases_of(names: Iterable[str], tokens: Iterable[int], ranks: Iterable[int]) -> list[LinearCase]:

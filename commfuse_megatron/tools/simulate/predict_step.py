@@ -7,7 +7,6 @@ the host takes to submit it: so long for each layer, as measured. Each pass last
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,8 +76,7 @@ class _Time(NamedTuple):
         return _Time(self.forward_us * count, self.backward_us * count)
 
 
-@dataclass(frozen=True, slots=True)
-class StepMachine:
+class StepMachine(NamedTuple):
     """Where steps are predicted: GPUs, the link between them, and the planner's model for a group of some size."""
 
     device: str
@@ -95,8 +93,7 @@ class StepSizes(NamedTuple):
     group_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepPrediction:
+class StepPrediction(NamedTuple):
     """forward_ms, step_ms: by variant. host_bound: the passes that wait for the host, by variant that has any."""
 
     sizes: StepSizes
@@ -110,8 +107,7 @@ class StepPrediction:
         return {"predicted": True, **self.sizes._asdict(), **times}
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
+class MeasuredStep(NamedTuple):
     """A step that `commfuse trace --step --json` wrote. step_ms: by variant."""
 
     device: str

@@ -1,33 +1,30 @@
-"""`commfuse trace`: one overlapped linear, call by call, as a trace for Perfetto, a picture and a table.
+"""`commfuse trace`: what is taken and refused, and which configuration is traced.
 
-One attention block (`--attention`) is in `attention_cli.py`, a whole Megatron step (`--step`) in `step_cli.py`.
+One overlapped linear, call by call; one attention block (`--attention`); a whole Megatron step (`--step`). What runs on
+the ranks is in `reports.py`.
 """
 
-from __future__ import annotations
-
 import argparse
-import dataclasses
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from commfuse_megatron.config import PassConfig, TransportConfig
-from commfuse_megatron.tools.common.launch import launch
-from commfuse_megatron.tools.common.options import add_rank_options, choices_of, refuse_given, require_positive
-from commfuse_megatron.tools.common.output import (
-    make_progress,
-    make_table,
-    require_names_for_files,
-    results,
-    say_count,
-    write_json,
+from commfuse_megatron.config import OverlapConfig, PassConfig, TransportConfig, config_file_from_environment
+from commfuse_megatron.tools.common.cases import (
+    CPU_SHRINK,
+    AttentionCase,
+    attention_case,
+    attention_tokens,
+    linear_case,
 )
-from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_several_ranks
-from commfuse_megatron.tools.trace.attention_cli import run_trace_attention
-from commfuse_megatron.tools.trace.options import ATTENTION_PATHS, OF_STEPS, ready
-from commfuse_megatron.tools.trace.step_cli import run_trace_step
-
-if TYPE_CHECKING:
-    from commfuse_megatron.tools.trace.operation import LinearTrace
+from commfuse_megatron.tools.common.launch import launch
+from commfuse_megatron.tools.common.options import (
+    add_rank_options,
+    choices_of,
+    for_ranks,
+    refuse_given,
+    require_positive,
+)
+from commfuse_megatron.tools.common.output import require_files, require_names_for_files
+from commfuse_megatron.tools.common.ranks import UsageError, choose_num_ranks, choose_several_ranks, require_megatron
 
 SUMMARY = "show when what ran: a linear, an attention block or a Megatron step, as trace, picture and table"
 EXAMPLE = """commfuse trace --op all_gather_linear --pass backward --ranks 2
@@ -36,17 +33,18 @@ EXAMPLE = """commfuse trace --op all_gather_linear --pass backward --ranks 2
   commfuse trace --step --model llama-8b --device cuda --transformer-impl transformer_engine"""
 
 OPS = ("all_gather_linear", "linear_reduce_scatter")
+ATTENTION_PATHS = ("sequential", "row_parallel", "query_split")
+
+_OF_STEPS = ("model", "layers", "batch", "transformer_impl", "fusions", "rounds", "runs")
+_OF_OPERATIONS = ("op", "case", "N", "K", "tokens", "pass_name", "calls", "profiler", "attention")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `commfuse trace` takes."""
     add_rank_options(parser)
     add = parser.add_argument
-    add(
-        "--path",
-        choices=choices_of(PassConfig, "path"),
-        help="of the traced linears (default: the configuration's)",
-    )
+    what = "of the traced linears (default: the configuration's)"
+    add("--path", choices=choices_of(PassConfig, "path"), help=what)
     add("--algorithm", choices=choices_of(PassConfig, "algorithm"), help="default: the configuration's")
     add("--chunks", type=int, metavar="m", help="chunks per shard")
     add("--transport", choices=choices_of(TransportConfig, "backend"), help="default auto")
@@ -58,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what = "sequence of a block (default 8192) or a step (default 256 on cpu; on cuda 1024, llama 8192)"
     add("--seq", type=int, metavar="S", help=what)
     add = parser.add_argument_group("one operation (the default)").add_argument
-    add("--op", choices=("all_gather_linear", "linear_reduce_scatter"), help="default: that of the case")
+    add("--op", choices=OPS, help="default: that of the case")
     add("--pass", dest="pass_name", choices=("fprop", "backward"), default="fprop", help="default fprop")
     what = "a linear of a known model, e.g. llama-70b.fc2 (cuda: the default), or an attention block of one"
     add("--case", metavar="CASE", help=what)
@@ -89,7 +87,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trace what is asked for. 0: done."""
+    """Trace what is asked for. 0: done; 2: the plugin overlapped nothing of a step."""
     if not arguments.attention:
         refuse_given(arguments, ("paths", "splits", "shrink"), "of an attention block; add --attention, or leave out")
     if arguments.name is not None:
@@ -99,25 +97,66 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.path not in (None, "auto", "sliced"):
         refuse_given(arguments, ("algorithm", "chunks"), f"--path {arguments.path} sends no chunks: leave out")
     if arguments.step:
-        return run_trace_step(arguments)
-    if arguments.profiler and arguments.device != "cuda":
-        raise UsageError("--profiler looks at GPU kernels; use it with --device cuda")
-    if arguments.path in ("bulk", "async") and arguments.pass_name == "fprop":
-        raise UsageError(f"--path {arguments.path} is a path of the backward pass; add --pass backward")
-    if arguments.attention:
-        _require_path_of(OPS[1], arguments)  # the projection's
-        return run_trace_attention(arguments)
-    num_ranks = choose_several_ranks(arguments.ranks)
+        num_ranks = choose_num_ranks(arguments.ranks)
+        options = _checked_step(arguments, num_ranks)
+    else:
+        if arguments.profiler and arguments.device != "cuda":
+            raise UsageError("--profiler looks at GPU kernels; use it with --device cuda")
+        if arguments.path in ("bulk", "async") and arguments.pass_name == "fprop":
+            raise UsageError(f"--path {arguments.path} is a path of the backward pass; add --pass backward")
+        if arguments.attention:
+            _require_path_of(OPS[1], arguments)  # the projection's
+        num_ranks = choose_several_ranks(arguments.ranks)
+        options = (_checked_block if arguments.attention else _checked_linear)(arguments, num_ranks)
+    from commfuse_megatron.tools.trace import reports
+
+    linear_or_block = reports.block_on_rank if arguments.attention else reports.linear_on_rank
+    body = reports.step_on_rank if arguments.step else linear_or_block
+    return launch(body, options, num_ranks=num_ranks, device_type=arguments.device)
+
+
+def _ready(arguments: argparse.Namespace, name: str, **worked_out: Any) -> argparse.Namespace:
+    """What the ranks get: the options, with name, dtype and configuration. Files that cannot be are refused."""
+    name = arguments.name or name
+    require_files(arguments.output, (f"{name}.json", f"{name}.png"))
+    dtype = arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32")
+    return for_ranks(arguments, **{"name": name, "dtype": dtype, "config": config_of(arguments)} | worked_out)
+
+
+def config_of(arguments: argparse.Namespace) -> OverlapConfig:
+    """The configuration of `--config`, else the environment's, with what other options force in the traced passes."""
+    file = arguments.config or config_file_from_environment()
+    base = OverlapConfig.from_file(file) if file else OverlapConfig()
+    data = base.to_dict()
+    passes = {None: ("fprop", "dgrad"), "fprop": ("fprop",), "backward": ("dgrad",)}
+    for name in passes[None if arguments.step else arguments.pass_name]:
+        is_backward_only = arguments.path in ("bulk", "async") and name == "fprop"
+        if arguments.path and not is_backward_only:
+            data["linear"][name]["path"] = arguments.path
+        if arguments.algorithm:
+            data["linear"][name]["algorithm"] = arguments.algorithm
+        if arguments.chunks is not None:
+            data["linear"][name]["chunks_per_shard"] = arguments.chunks
+    if arguments.transport:
+        data["transport"]["backend"] = arguments.transport
+    if arguments.path == "sequential" and not arguments.step and not arguments.attention:
+        data["kernel"]["gemm"] = "torch"  # plain collective, plain GEMM
+    return OverlapConfig.from_dict(data, source="these options")
+
+
+# --- one linear -------------------------------------------------------------------------------------------------------
+
+
+def _checked_linear(arguments: argparse.Namespace, num_ranks: int) -> argparse.Namespace:
     refuse_given(arguments, ("seq",), "of --attention and --step; one linear has --tokens: leave out")
-    refuse_given(arguments, OF_STEPS, "of a whole step; add --step, or leave out")
+    refuse_given(arguments, _OF_STEPS, "of a whole step; add --step, or leave out")
     require_positive(arguments, ("calls", "tokens", "N", "K"))
     op, M, N, K = _problem(arguments, num_ranks)
     _require_path_of(op, arguments)
     rows = M // num_ranks
     if (arguments.chunks or 1) > max(1, rows):
         raise UsageError(f"--chunks {arguments.chunks}: a shard of {M} tokens on {num_ranks} ranks has {rows} rows")
-    options = ready(arguments, f"{op}_{arguments.pass_name}", op=op, M=M, N=N, K=K)
-    return launch(_trace_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
+    return _ready(arguments, f"{op}_{arguments.pass_name}", op=op, M=M, N=N, K=K)
 
 
 def _require_path_of(op: str, arguments: argparse.Namespace) -> None:
@@ -127,8 +166,6 @@ def _require_path_of(op: str, arguments: argparse.Namespace) -> None:
 
 def _problem(arguments: argparse.Namespace, num_ranks: int) -> tuple[str, int, int, int]:
     """(op, M, N, K), N and K of one rank's weight."""
-    from commfuse_megatron.tools.common.cases import linear_case
-
     is_small = arguments.device == "cpu"
     M = arguments.tokens or (512 if is_small else 8192)
     if arguments.case is None and (arguments.N or arguments.K or is_small):
@@ -142,80 +179,71 @@ def _problem(arguments: argparse.Namespace, num_ranks: int) -> tuple[str, int, i
     return case.op, case.M, case.N, case.K
 
 
-def _trace_on_rank(rank: Rank, options: argparse.Namespace) -> int:
-    import torch
-
-    from commfuse_megatron.tools.trace.figure import densest_calls, draw_timeline
-    from commfuse_megatron.tools.trace.operation import LinearToTrace, trace_linear
-    from commfuse_megatron.tools.trace.output import caption, hardware, shown_ranks, write_files
-
-    wanted = LinearToTrace(
-        op=options.op,
-        pass_name=options.pass_name,
-        M=options.M,
-        N=options.N,
-        K=options.K,
-        dtype=getattr(torch, options.dtype),
-        calls=options.calls,
-        is_profiled=options.profiler,
-    )
-    with make_progress(is_shown=rank.is_first) as progress:
-        task = progress.add_task("tracing", total=wanted.warm_up + wanted.calls)
-        traced = trace_linear(wanted, options.config, rank.group, rank.device, on_call=lambda: progress.advance(task))
-    if not rank.is_first:
-        return 0
-    if options.json:
-        data = {
-            "record": dataclasses.asdict(traced.record),
-            "case": options.case,
-            "calls": options.calls,
-            "source": "profiler" if options.profiler else "recorder",
-            "ranks": [{"rank": number, **dataclasses.asdict(summary)} for number, summary in traced.summaries.items()],
-        }
-        write_json(options.json, data | hardware(rank))
-    _print(traced, rank, options)
-
-    def draw(path: Path) -> Path:
-        shown = shown_ranks(traced.recording)
-        zoom = densest_calls(shown) if options.calls > 2 else None
-        return draw_timeline(
-            path,
-            shown,
-            title=_what(traced, options),
-            caption=caption(rank, traced.record.transport, options.dtype),
-            zooms={} if zoom is None else {"two calls in a row, larger": zoom},
-        )
-
-    write_files(Path(options.output) / options.name, traced.recording, draw)
-    return 0
+# --- one attention block ----------------------------------------------------------------------------------------------
 
 
-def _print(traced: LinearTrace, rank: Rank, options: argparse.Namespace) -> None:
-    from commfuse_megatron.tools.trace.output import machine_line
-    from commfuse_megatron.tools.trace.summary import worst_of
+def _checked_block(arguments: argparse.Namespace, num_ranks: int) -> argparse.Namespace:
+    refuse_given(arguments, ("op", "tokens", "N", "K", *_OF_STEPS), "--attention traces one attention block; leave out")
+    require_positive(arguments, ("calls", "seq", "splits", "shrink"))
+    paths = arguments.paths or ATTENTION_PATHS
+    if len(set(paths)) < len(paths):
+        raise UsageError(f"--paths {' '.join(paths)}: name each one once")
+    if "row_parallel" not in paths:
+        of_projections = ("path", "algorithm", "chunks")
+        refuse_given(arguments, of_projections, "no path is row_parallel, whose projection is meant: leave out")
+    if "query_split" not in paths:
+        refuse_given(arguments, ("splits",), "no path is query_split: leave out")
+    case = _block(arguments, num_ranks)
+    configs = {path: _config_of_path(arguments, path) for path in paths}
+    splits = configs["query_split"].attention.splits_per_shard if "query_split" in configs else None
+    rows = case.rows // num_ranks
+    if splits is not None and splits > rows:
+        shrunk = f" (sizes are divided by {case.shrink}: --shrink)" if case.shrink > 1 else ""
+        given = "--splits" if arguments.splits is not None else "attention.splits_per_shard"
+        raise UsageError(f"{given} {splits}: a shard has {rows} rows{shrunk}")
+    return _ready(arguments, f"{case.name}_{arguments.pass_name}", case=case, configs=configs)
 
-    console = results()
-    source = "kernels seen by the profiler" if options.profiler else "recorded by the runtime"
-    calls = say_count(options.calls, "call")
-    console.print(f"{_what(traced, options)}; {machine_line(rank, traced.record.transport, options.dtype)}")
-    console.print(f"{traced.record.reason}; {source}; microseconds per call, means over {calls}")
-    rows = []
-    summaries = {str(number): summary for number, summary in traced.summaries.items()}
-    for label, each in (summaries | {"worst": worst_of(list(summaries.values()))}).items():
-        times_us = (each.span_us, each.compute_us, each.gemm_us, each.transfer_us, each.exposed_us)
-        hidden = f"{100 * each.hidden_fraction:.1f}" if each.transfer_us else ""
-        rows.append((label, *(f"{us:.0f}" for us in times_us), hidden, f"{each.tail_us:.0f}"))
-    title = "exposed: a transfer runs and nothing computes; tail: after the last GEMM or attention"
-    columns = ("rank", ">call", ">compute", ">GEMM", ">transfer", ">exposed", ">hidden %", ">tail")
-    console.print(make_table(title, columns, rows))
-    if not any(summary.compute_us for summary in summaries.values()):
-        console.print("no GEMM was recorded: this path runs kernels that only --profiler sees")
+
+def _block(arguments: argparse.Namespace, num_ranks: int) -> AttentionCase:
+    name = arguments.case or "llama-8b.attention"
+    (M,) = attention_tokens(name, (arguments.seq or 8192,))
+    case = attention_case(name, M, num_ranks, arguments.shrink or (1 if arguments.device == "cuda" else CPU_SHRINK))
+    if arguments.seq and attention_tokens(name, (0,)) != (0,):
+        raise UsageError(f"--case {name} has a sequence of its own; leave out --seq")
+    return case
 
 
-def _what(traced: LinearTrace, options: argparse.Namespace) -> str:
-    record = traced.record
-    path = record.path
-    if path == "sliced":
-        path = f"{record.path}, {record.algorithm}, {record.chunks_per_shard} per shard"
-    what = options.case or options.op
-    return f"{what} {options.pass_name}, M {options.M}, N {options.N}, K {options.K}: {path}"
+def _config_of_path(arguments: argparse.Namespace, path: str) -> OverlapConfig:
+    data = config_of(arguments).to_dict()
+    data["attention"]["path"] = path
+    if path != "query_split":
+        data["attention"].update(splits_per_shard=None, backward="auto")
+    else:
+        if arguments.splits is not None:
+            data["attention"]["splits_per_shard"] = arguments.splits
+        if data["attention"]["backward"] == "auto":
+            data["attention"]["backward"] = path
+    if path == "sequential":
+        data["kernel"]["gemm"] = "torch"  # plain collective, plain GEMM
+    return OverlapConfig.from_dict(data, source="these options")
+
+
+# --- a whole step -----------------------------------------------------------------------------------------------------
+
+
+def _checked_step(arguments: argparse.Namespace, num_ranks: int) -> argparse.Namespace:
+    require_megatron()
+    refuse_given(arguments, _OF_OPERATIONS, "--step traces a whole model; leave out")
+    if arguments.path == "sequential":
+        raise UsageError("--path sequential: every step is traced without the plugin, too; leave it out")
+    is_demo = arguments.model == "demo"
+    if not is_demo and arguments.device == "cpu":
+        raise UsageError(f"--model {arguments.model} is for GPUs; use --model demo, or --device cuda")
+    sequence = arguments.seq or (1024 if arguments.device == "cuda" else 256) * (1 if is_demo else 8)
+    if sequence % num_ranks:
+        raise UsageError(f"--seq {sequence} must be a multiple of the {num_ranks} ranks")
+    if num_ranks not in (2, 4, 8):
+        raise UsageError(f"the models can be cut for 2, 4 or 8 ranks, not {num_ranks}")
+    require_positive(arguments, ("seq", "layers", "batch", "rounds", "runs"))
+    layers = arguments.layers or (2 if is_demo else 4)
+    return _ready(arguments, f"step_{arguments.model}", layers=layers, seq=sequence)

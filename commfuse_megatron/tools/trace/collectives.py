@@ -5,8 +5,6 @@ do modules that keep them under a name of their own, as Megatron's and Transform
 visible to every thread of the process; only measurements make them.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Iterator

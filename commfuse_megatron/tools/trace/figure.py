@@ -3,22 +3,15 @@
 How pictures are made at all is in `tools/common/pictures.py`.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER, Span, exposed_spans, measure_overlap
+from commfuse_megatron.runtime.recorder import Interval
 from commfuse_megatron.tools.common.pictures import drawn
-from commfuse_megatron.tools.trace.layout import assign_lanes, lanes_by_label, sender_of
-
-if TYPE_CHECKING:
-    from commfuse_megatron.runtime.recorder import Interval
-
-
-Recording = Mapping[int, Sequence["Interval"]]
+from commfuse_megatron.tools.trace.layout import Recording, assign_lanes, lanes_by_label, sender_of
 
 COMPUTE_COLORS = ("#2b6cb0", "#2f9e8f", "#6b5bb5", "#5a7a2c", "#8a8f98", "#8c5a3c")
 TRANSFER_COLOR = "#f0a63a"
@@ -77,13 +70,18 @@ def _span_of(recording: Recording, of_what: str = "") -> Span:
     everything = [i for intervals in recording.values() for i in intervals]
     if not everything:
         raise ValueError(f"no interval to draw in the recording of {len(recording)} ranks{of_what}")
-    return min(i.start_us for i in everything), max(i.end_us for i in everything)
+    return _ends_of(everything)
+
+
+def _ends_of(intervals: Sequence[Interval]) -> Span:
+    return min(i.start_us for i in intervals), max(i.end_us for i in intervals)
 
 
 def _draw(path: str | Path, panels: list[tuple[str, Recording, Span]], caption: str, title: str = "") -> Path:
     """Draw panels (heading, what, window) below each other."""
     everything = [i for _, recording, _ in panels for intervals in recording.values() for i in intervals]
-    colors = _compute_colors(everything)
+    ops = sorted({i.op for i in everything if i.track == COMPUTE})
+    colors = {op: COMPUTE_COLORS[index % len(COMPUTE_COLORS)] for index, op in enumerate(ops)}
     height_in = 1.0 + sum(0.9 + 0.95 * len(recording) for _, recording, _ in panels)
     with drawn(path, len(panels), (WIDTH_IN, height_in)) as (figure, all_axes):
         if title:
@@ -109,24 +107,28 @@ def densest_calls(recording: Recording, num_calls: int = 2) -> Span | None:
     """
     first = recording[min(recording)] if recording else ()
     calls = sorted({i.call for i in first})
-    best: tuple[float, Span] | None = None
+    best, most = None, -1.0
     for index in range(len(calls) - num_calls + 1):
         chosen = set(calls[index : index + num_calls])
         own = [i for i in first if i.call in chosen]
-        length_us = max(i.end_us for i in own) - min(i.start_us for i in own)
-        density = measure_overlap(own).compute_us / length_us if length_us > 0 else 0.0
-        if best is None or density > best[0]:
-            members = [i for intervals in recording.values() for i in intervals if i.call in chosen]
-            start_us, end_us = min(i.start_us for i in members), max(i.end_us for i in members)
-            margin_us = 0.01 * (end_us - start_us)
-            best = (density, (start_us - margin_us, end_us + margin_us))
-    return None if best is None else best[1]
+        start_us, end_us = _ends_of(own)
+        density = measure_overlap(own).compute_us / (end_us - start_us) if end_us > start_us else 0.0
+        if density > most:
+            best, most = chosen, density
+    if best is None:
+        return None
+    start_us, end_us = _ends_of([i for intervals in recording.values() for i in intervals if i.call in best])
+    margin_us = 0.01 * (end_us - start_us)
+    return start_us - margin_us, end_us + margin_us
 
 
 def _draw_panel(axes: Any, recording: Recording, window_us: Span, colors: dict[str, str]) -> None:
     """Draw what lies in a window: two lanes per rank, the exposed time below them."""
     start_us, end_us = window_us
-    shown = {rank: _clip(intervals, window_us) for rank, intervals in sorted(recording.items())}
+    shown = {
+        rank: [i for i in intervals if i.end_us > start_us and i.start_us < end_us]
+        for rank, intervals in sorted(recording.items())
+    }
     if not any(shown.values()):
         raise ValueError(f"no interval to draw between {start_us} and {end_us} us")
     ticks: list[tuple[float, str]] = []
@@ -150,15 +152,6 @@ def _draw_panel(axes: Any, recording: Recording, window_us: Span, colors: dict[s
         axes.spines[side].set_visible(False)
 
 
-def _clip(intervals: Sequence[Interval], window_us: Span) -> list[Interval]:
-    return [i for i in intervals if i.end_us > window_us[0] and i.start_us < window_us[1]]
-
-
-def _compute_colors(intervals: Sequence[Interval]) -> dict[str, str]:
-    ops = sorted({i.op for i in intervals if i.track == COMPUTE})
-    return {op: COMPUTE_COLORS[index % len(COMPUTE_COLORS)] for index, op in enumerate(ops)}
-
-
 def _draw_lane(axes: Any, intervals: list[Interval], y: float, window_us: Span, colors: dict[str, str]) -> None:
     """Draw one rank's intervals of one track around height `y`: a sub-row per stream, else where they overlap."""
     lanes = [lane for _, rows in lanes_by_label(intervals) for lane in rows]
@@ -176,25 +169,16 @@ def _draw_lane(axes: Any, intervals: list[Interval], y: float, window_us: Span, 
             edge = 0.4 if share > LEAST_WITH_EDGE and height > LEAST_HEIGHT_WITH_EDGE else 0.0
             alike.setdefault((color, edge), []).append((left_ms, width_ms))
             if len(interval.name) + 1 <= CHARS_PER_WIDTH * share and height > 0.2:
-                axes.text(
-                    left_ms + width_ms / 2,
-                    top - height / 2,
-                    interval.name,
-                    ha="center",
-                    va="center",
-                    fontsize=7,
-                    color="white" if interval.track == COMPUTE else "black",
-                    clip_on=True,
-                )
+                place = {"ha": "center", "va": "center", "clip_on": True}
+                ink = "white" if interval.track == COMPUTE else "black"
+                axes.text(left_ms + width_ms / 2, top - height / 2, interval.name, fontsize=7, color=ink, **place)
         for (color, edge), spans in alike.items():
             axes.broken_barh(spans, (top - height, height), facecolor=color, edgecolor="white", linewidth=edge)
 
 
 def _overlap_line(shown: Recording) -> str:
-    parts = []
-    for rank, intervals in shown.items():
-        overlap = measure_overlap(intervals)
-        parts.append(f"rank {rank} {overlap.exposed_us / 1e3:.2f} of {overlap.transfer_us / 1e3:.2f} ms")
+    overlaps = {rank: measure_overlap(intervals) for rank, intervals in shown.items()}
+    parts = [f"rank {r} {o.exposed_us / 1e3:.2f} of {o.transfer_us / 1e3:.2f} ms" for r, o in overlaps.items()]
     # Two ranks fill a line of the picture; a third would be cut off at its edge.
     lines = ["; ".join(parts[start : start + 2]) for start in range(0, min(4, len(parts)), 2)]
     return "transfers exposed: " + ";\n".join(lines) + ("; ..." if len(parts) > 4 else "")

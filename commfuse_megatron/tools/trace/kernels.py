@@ -14,9 +14,6 @@ so a call must order all its work after what that stream held before, and end wi
 By its launch work cannot be told: the driver's functions, which launch CUDA graphs and copies, are not in the trace.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import json
 import re
 import tempfile
@@ -33,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER
 from commfuse_megatron.runtime.recorder import Interval
+from commfuse_megatron.tools.trace.session import shifted
 
 #: Longer than a host under the profiler needs to submit a call.
 HEAD_START_US = 4000.0
@@ -64,10 +62,7 @@ class Profile:
 
     def since(self, base_ns: int) -> list[Interval]:
         """The intervals with times counted from another base."""
-        shift_us = (self.base_ns - base_ns) / 1e3
-        return [
-            dataclasses.replace(i, start_us=i.start_us + shift_us, end_us=i.end_us + shift_us) for i in self.intervals
-        ]
+        return [shifted(interval, (self.base_ns - base_ns) / 1e3) for interval in self.intervals]
 
 
 def gather_profile(own: Profile, group: dist.ProcessGroup | None = None) -> dict[int, list[Interval]]:
@@ -160,7 +155,10 @@ def intervals_of_trace(trace: dict[str, Any], num_calls: int) -> list[Interval]:
         call = bisect_right(starts_us, middle_us)
         if call and middle_us < ends_us[call - 1]:
             is_ours = _correlation(event) not in launched_us
-            found.append(_interval(event, call, is_ours or _stream(event) not in kernel_streams))
+            may_be_push = is_ours or _stream(event) not in kernel_streams
+            track, name, op = _classify(event, may_be_push=may_be_push)
+            times_us = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+            found.append(Interval(name, track, *times_us, None, op, call, f"stream {_stream(event)}", event["name"]))
     return found
 
 
@@ -194,13 +192,6 @@ def _stream(event: dict[str, Any]) -> int:
 def _is_communication(event: dict[str, Any]) -> bool:
     name = event["name"].lower()
     return "nccl" in name or "userbuffers" in name
-
-
-def _interval(event: dict[str, Any], call: int, may_be_push: bool) -> Interval:
-    track, name, op = _classify(event, may_be_push=may_be_push)
-    start_us = float(event["ts"])
-    lane = f"stream {_stream(event)}"
-    return Interval(name, track, start_us, start_us + float(event["dur"]), None, op, call, lane, event["name"])
 
 
 def _classify(event: dict[str, Any], *, may_be_push: bool) -> tuple[str, str, str]:

@@ -4,27 +4,22 @@ Reads the peers from the names that the runtime gives its transfers ("to rank 1 
 profiler carry no peers and have no arrivals. A rank's n-th batch of a call and step pairs with its peer's n-th.
 """
 
-from __future__ import annotations
-
 import re
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from commfuse_megatron.runtime.meter import TRANSFER
+from commfuse_megatron.runtime.recorder import Interval
 
-if TYPE_CHECKING:
-    from commfuse_megatron.runtime.recorder import Interval
-
+#: Rank -> its intervals.
+Recording = Mapping[int, Sequence[Interval]]
 
 _TO = re.compile(r"\bto rank (\d+)")
 _FROM = re.compile(r"\bfrom rank (\d+)")
 
-_Key = tuple[str, int, int | None, int, int]
 
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(NamedTuple):
     """One message: `sent` is the sender's interval (None if it is not in the recording), `received` the receiver's."""
 
     from_rank: int
@@ -39,31 +34,26 @@ def sender_of(interval: Interval) -> int | None:
     return None if found is None else int(found[1])
 
 
-def find_arrivals(recording: Mapping[int, Sequence[Interval]]) -> list[Arrival]:
+def find_arrivals(recording: Recording) -> list[Arrival]:
     """All messages that arrived, by receiver and time of issue."""
-    sent: dict[_Key, list[Interval]] = {}
+
+    def key(interval: Interval, from_rank: int, to_rank: int) -> tuple[object, ...]:
+        return interval.op, interval.call, interval.step, from_rank, to_rank
+
+    sent: dict[tuple[object, ...], deque[Interval]] = defaultdict(deque)
     for rank, intervals in recording.items():
         for interval in intervals:
             found = _TO.search(interval.name) if interval.track == TRANSFER else None
             if found is not None:
-                sent.setdefault(_key(interval, rank, int(found[1])), []).append(interval)
-    arrivals, taken = [], dict.fromkeys(sent, 0)
+                sent[key(interval, rank, int(found[1]))].append(interval)
+    arrivals = []
     for rank, intervals in sorted(recording.items()):
         for interval in intervals:
             from_rank = sender_of(interval)
-            if from_rank is None:
-                continue
-            key = _key(interval, from_rank, rank)
-            number = taken.get(key, 0)
-            taken[key] = number + 1
-            candidates = sent.get(key, [])
-            pair = candidates[number] if number < len(candidates) else None
-            arrivals.append(Arrival(from_rank, rank, pair, interval))
+            if from_rank is not None:
+                pairs = sent[key(interval, from_rank, rank)]
+                arrivals.append(Arrival(from_rank, rank, pairs.popleft() if pairs else None, interval))
     return arrivals
-
-
-def _key(interval: Interval, from_rank: int, to_rank: int) -> _Key:
-    return interval.op, interval.call, interval.step, from_rank, to_rank
 
 
 def assign_lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:
@@ -81,8 +71,8 @@ def assign_lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:
 
 def lanes_by_label(intervals: Iterable[Interval]) -> list[tuple[str, list[list[Interval]]]]:
     """(label, rows) of every lane or stream that the intervals name, each in rows of its own."""
-    by_label: dict[str, list[Interval]] = {}
+    by_label: dict[str, list[Interval]] = defaultdict(list)
     for interval in intervals:
-        by_label.setdefault(interval.row, []).append(interval)
+        by_label[interval.row].append(interval)
     # "stream 7" before "stream 20"
     return [(label, assign_lanes(by_label[label])) for label in sorted(by_label, key=lambda label: (len(label), label))]

@@ -6,13 +6,12 @@ Before each call of a block the ranks meet, since a picture of one block should 
 context at a time; who compares paths asks once for each.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import distributed as dist
@@ -23,20 +22,21 @@ from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.problem import shard_range
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.head_start import start_together
-from commfuse_megatron.runtime.meter import COMPUTE, union_spans
+from commfuse_megatron.runtime.meter import COMPUTE
 from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.runtime.recorder import Interval, Recorder
 from commfuse_megatron.tools.common.turns import meet
 from commfuse_megatron.tools.trace.collectives import recorded_calls
 from commfuse_megatron.tools.trace.kernels import HEAD_START_US, gather_profile, profile_calls, split_calls
 from commfuse_megatron.tools.trace.session import Session, gather_recording, require_path, require_work
-from commfuse_megatron.tools.trace.summary import Summary, drop_nested, is_attention, is_gemm, summarize
+from commfuse_megatron.tools.trace.summary import Summary, busy_us, drop_nested, is_attention, is_gemm, summarize
 
 _BLOCK = "query_split_attention"
 #: Plans whose steps the context's recorder sees.
 _SCHEDULED = ("sliced", "bulk", "local", "query_split")
 
 Recording = dict[int, list[Interval]]
+OnCall = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,17 +124,11 @@ class BlockTrace:
 
 def attention_us(intervals: Sequence[Interval]) -> float:
     """How long some attention ran on the rank of these intervals."""
-    spans = union_spans(filter(is_attention, intervals), COMPUTE)
-    return sum(end_us - start_us for start_us, end_us in spans)
+    return busy_us(filter(is_attention, intervals))
 
 
 def trace_linear(
-    wanted: LinearToTrace,
-    config: OverlapConfig,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    *,
-    on_call: Callable[[], object] = lambda: None,
+    wanted: LinearToTrace, config: OverlapConfig, group: dist.ProcessGroup, on_call: OnCall = lambda: None
 ) -> LinearTrace:
     """Trace `wanted` on this rank; collective over `group`, equal results on all ranks.
 
@@ -144,16 +138,14 @@ def trace_linear(
     Raises UnsupportedError, on all ranks, where another path was taken than asked for, or nothing was seen to run on
     one: the recorder does not see kernels that PyTorch does not know of, beside a plain collective or none.
     """
-    gathers = wanted.op == "all_gather_linear"
-    options: dict[str, Any] = {"total_rows": wanted.M} if gathers else {}
+    op, gathers = getattr(ops, wanted.op), wanted.op == "all_gather_linear"
     with OverlapContext(group, dataclasses.replace(config, record=not wanted.is_profiled)) as context:
         own_rows = shard_range(wanted.M, context.group_size, context.group_rank).size
         shapes = [(own_rows if gathers else wanted.M, 1, wanted.K), (wanted.N, wanted.K)]
-        call, counted = _warmed_up(wanted, getattr(ops, wanted.op), shapes, context, device, on_call, **options)
+        calls = _Calls(wanted, partial(op, total_rows=wanted.M) if gathers else op, shapes, context, on_call)
         (record,) = [r for r in context.report() if r.pass_name == wanted.pass_name]
         require_path("path", config, record)
-        name = f"{wanted.op}.{wanted.pass_name}"
-        (recording,) = _seen(name, wanted, call, counted, context, device, is_watched=record.path not in _SCHEDULED)
+        (recording,) = calls.seen(f"{wanted.op}.{wanted.pass_name}", is_watched=record.path not in _SCHEDULED)
         if wanted.is_profiled:
             require_work(f"a call of {record.path}", split_calls(recording, wanted.calls))
         else:
@@ -162,12 +154,7 @@ def trace_linear(
 
 
 def trace_block(
-    wanted: BlockToTrace,
-    config: OverlapConfig,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    *,
-    on_call: Callable[[], object] = lambda: None,
+    wanted: BlockToTrace, config: OverlapConfig, group: dist.ProcessGroup, on_call: OnCall = lambda: None
 ) -> BlockTrace:
     """Trace `wanted` on the path that `config.attention.path` names. Collective; all ranks get all intervals.
 
@@ -187,8 +174,11 @@ def trace_block(
     keys = (rows, batch, wanted.kv_heads, head_dim)
     shapes = [(rows, batch, wanted.heads, head_dim), keys, keys, (wanted.N, wanted.heads * head_dim)]
     with OverlapContext(group, config) as context:
-        call, counted = _warmed_up(wanted, ops.query_split_attention, shapes, context, device, on_call)
-        record, projection = _records(context, wanted.pass_name)
+        calls = _Calls(wanted, ops.query_split_attention, shapes, context, on_call)
+        records = {r.op: r for r in context.report() if r.pass_name == wanted.pass_name}
+        record, projection = records[_BLOCK], records.get("linear_reduce_scatter")
+        if record.path != "row_parallel":
+            projection = None
         if record.path not in _asked_paths(config, wanted.pass_name):
             raise UnsupportedError(
                 f"attention.path {config.attention.path} was asked for and {record.path} taken: {record.reason}"
@@ -196,106 +186,84 @@ def trace_block(
         if wanted.forces_projection and projection is not None and config.attention.path == "row_parallel":
             require_path("the projection's path", config, projection)
         is_watched = (projection or record).path not in _SCHEDULED
-        recordings = _seen(_BLOCK, wanted, call, counted, context, device, is_watched=is_watched, are_apart=True)
+        recordings = calls.seen(_BLOCK, is_watched=is_watched, are_apart=True)
         require_work(f"a call of {record.path}", recordings)
         return BlockTrace(calls=tuple(map(_by_kind, recordings)), record=record, projection=projection)
 
 
-Call = Callable[[], object]
+class _Calls:
+    """A pass of `op` on random operands, called often enough to be planned. on_call: called after each counted call."""
 
+    def __init__(
+        self,
+        wanted: _ToTrace,
+        op: Callable[..., torch.Tensor],
+        shapes: Sequence[tuple[int, ...]],
+        context: OverlapContext,
+        on_call: OnCall,
+    ) -> None:
+        self._wanted, self._context, self._device, self._on_call = wanted, context, context.device, on_call
+        generator = torch.Generator(self._device).manual_seed(context.group_rank)
 
-def _warmed_up(
-    wanted: _ToTrace,
-    op: Callable[..., torch.Tensor],
-    shapes: Sequence[tuple[int, ...]],
-    context: OverlapContext,
-    device: torch.device,
-    on_call: Call,
-    **options: Any,
-) -> tuple[Call, Call]:
-    """A pass of `op` on random operands, called often enough to be planned; and the same with `on_call` after it."""
-    generator = torch.Generator(device).manual_seed(context.group_rank)
+        def draw(shape: tuple[int, ...]) -> torch.Tensor:
+            return torch.randn(shape, device=self._device, dtype=wanted.dtype, generator=generator)
 
-    def draw(shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randn(shape, device=device, dtype=wanted.dtype, generator=generator)
-
-    leaves = [draw(shape) for shape in shapes]
-    if wanted.pass_name == "backward":
-        for leaf in leaves:
-            leaf.requires_grad_()
-        y = op(*leaves, context=context, **options)
-        grad_y = draw(y.shape)
-
-    def call() -> None:
+        leaves = [draw(shape).requires_grad_(wanted.pass_name == "backward") for shape in shapes]
+        self._call: Callable[[], object] = torch.no_grad()(lambda: op(*leaves, context=context))
         if wanted.pass_name == "backward":
-            torch.autograd.grad(y, leaves, grad_y, retain_graph=True)
-        else:
-            with torch.no_grad():
-                op(*leaves, context=context, **options)
+            y = op(*leaves, context=context)
+            grad_y = draw(y.shape)
+            self._call = lambda: torch.autograd.grad(y, leaves, grad_y, retain_graph=True)
+        for _ in range(wanted.warm_up):
+            self._counted()
 
-    def counted() -> None:
-        call()
-        on_call()
+    def _counted(self) -> None:
+        self._call()
+        self._on_call()
 
-    for _ in range(wanted.warm_up):
-        counted()
-    return call, counted
+    def seen(self, name: str, *, is_watched: bool, are_apart: bool = False) -> list[Recording]:
+        """What all ranks were seen to run: a recording of each call where they are apart, else one of all. Collective.
 
+        By the profiler; or by the context's recorder and, where a collective is plain, from watching it.
+        """
+        group, num_calls = self._context.group, self._wanted.calls
+        if self._wanted.is_profiled:
 
-def _seen(
-    name: str,
-    wanted: _ToTrace,
-    call: Call,
-    counted: Call,
-    context: OverlapContext,
-    device: torch.device,
-    *,
-    is_watched: bool,
-    are_apart: bool = False,
-) -> list[Recording]:
-    """What all ranks were seen to run: a recording of each call where they are apart, else one of all.
+            def prepare(number: int) -> None:
+                if not are_apart and number == 1:
+                    self._call()
+                if are_apart or number == 1:
+                    meet(group, self._device)
+                    start_together(group, self._device, HEAD_START_US)
 
-    By the profiler; or by the context's recorder and, where a collective is plain, from watching it.
-    """
-    group = context.group
-    if wanted.is_profiled:
-
-        def prepare(number: int) -> None:
-            if not are_apart and number == 1:
-                call()
-            if are_apart or number == 1:
-                meet(group, device)
-                start_together(group, device, HEAD_START_US)
-
-        own = profile_calls([counted] * wanted.calls, prepare=prepare, are_apart=are_apart)
-        recording = gather_profile(own, group)
-        return split_calls(recording, wanted.calls) if are_apart else [recording]
-    recorder, outside = context.recorder, Recorder(device)
-    assert recorder is not None
-    session = Session(lambda: [recorder, outside])
-    mine: list[list[Interval]] = []
-    with contextlib.ExitStack() as stack:
-        if is_watched:
-            stack.enter_context(recorded_calls(outside))
-            call()  # watching, too, is slow the first time
-        for count in [1] * wanted.calls if are_apart else [wanted.calls]:
-            session.start(group, device)
-            for _ in range(count):
-                outside.begin_call(name)
-                counted()
-            scheduled, watched = session.finish()
-            # The context counts all its calls; here the recorded ones are numbered from 1.
-            numbers = {number: index for index, number in enumerate(sorted({i.call for i in scheduled}), 1)}
-            scheduled = [dataclasses.replace(i, call=numbers[i.call]) for i in scheduled]
-            mine.append(sorted(scheduled + drop_nested(watched, scheduled), key=lambda i: i.start_us))
-    return [gather_recording(intervals, group) for intervals in mine]
+            own = profile_calls([self._counted] * num_calls, prepare=prepare, are_apart=are_apart)
+            recording = gather_profile(own, group)
+            return split_calls(recording, num_calls) if are_apart else [recording]
+        recorder, outside = self._context.recorder, Recorder(self._device)
+        assert recorder is not None
+        session = Session(lambda: [recorder, outside])
+        mine: list[list[Interval]] = []
+        with contextlib.ExitStack() as stack:
+            if is_watched:
+                stack.enter_context(recorded_calls(outside))
+                self._call()  # watching, too, is slow the first time
+            for count in [1] * num_calls if are_apart else [num_calls]:
+                session.start(group, self._device)
+                for _ in range(count):
+                    outside.begin_call(name)
+                    self._counted()
+                scheduled, watched = session.finish()
+                # The context counts all its calls; here the recorded ones are numbered from 1.
+                numbers = {number: index for index, number in enumerate(sorted({i.call for i in scheduled}), 1)}
+                scheduled = [dataclasses.replace(i, call=numbers[i.call]) for i in scheduled]
+                mine.append(sorted(scheduled + drop_nested(watched, scheduled), key=lambda i: i.start_us))
+        return [gather_recording(intervals, group) for intervals in mine]
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
 def _asked_paths(config: OverlapConfig, pass_name: str) -> tuple[str, ...]:
-    """The paths that a pass may take."""
     chosen = config.attention
     if chosen.path == "auto":
         return ("sequential", "row_parallel", "query_split")
@@ -304,30 +272,19 @@ def _asked_paths(config: OverlapConfig, pass_name: str) -> tuple[str, ...]:
     return (chosen.path,)
 
 
-def _records(context: OverlapContext, pass_name: str) -> tuple[OpRecord, OpRecord | None]:
-    """(of the block, of the linear that its projection is, if it is one)."""
-    met = [record for record in context.report() if record.pass_name == pass_name]
-    (block,) = [record for record in met if record.op == _BLOCK]
-    if block.path != "row_parallel":
-        return block, None
-    return block, next((record for record in met if record.op == "linear_reduce_scatter"), None)
-
-
-def _by_kind(recording: Mapping[int, Sequence[Interval]]) -> Recording:
+def _by_kind(recording: Recording) -> Recording:
     """The same, all of one call, with the kind of work in the place of the operation: equal for both sources."""
-    return {
-        rank: [dataclasses.replace(i, op=_kind(i), call=1) for i in intervals] for rank, intervals in recording.items()
-    }
+
+    def kind(interval: Interval) -> str:
+        if interval.track != COMPUTE:
+            return "transfers"
+        if is_attention(interval):
+            return "attention"
+        return "GEMMs" if is_gemm(interval) else "sums and other kernels"
+
+    return {rank: [dataclasses.replace(i, op=kind(i), call=1) for i in own] for rank, own in recording.items()}
 
 
-def _kind(interval: Interval) -> str:
-    if interval.track != COMPUTE:
-        return "transfers"
-    if is_attention(interval):
-        return "attention"
-    return "GEMMs" if is_gemm(interval) else "sums and other kernels"
-
-
-def _duration_us(recording: Mapping[int, Sequence[Interval]]) -> float:
+def _duration_us(recording: Recording) -> float:
     everything = [i for intervals in recording.values() for i in intervals]
     return max((i.end_us for i in everything), default=0.0) - min((i.start_us for i in everything), default=0.0)

@@ -5,21 +5,14 @@ and a row of arrivals, to each of which an arrow leads from the transfer at its 
 events of one row wrongly, hence the extra rows.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER, measure_overlap
-from commfuse_megatron.tools.trace.layout import find_arrivals, lanes_by_label
-
-if TYPE_CHECKING:
-    from commfuse_megatron.runtime.recorder import Interval
-
-
-Recording = Mapping[int, Sequence["Interval"]]
+from commfuse_megatron.runtime.recorder import Interval
+from commfuse_megatron.tools.trace.layout import Recording, find_arrivals, lanes_by_label
 
 _FIRST_ROW = {COMPUTE: 0, TRANSFER: 100}
 _ROW_NAME = {COMPUTE: "compute", TRANSFER: "transfers"}
@@ -29,44 +22,36 @@ _ARRIVALS_ROW = 200
 _INSIDE = 1e-3
 
 
-def chrome_trace(recording: Recording) -> dict[str, Any]:
-    """The trace of `recording` (rank -> its intervals) as the JSON object of the Chrome trace format.
+def chrome_trace(recording: Recording | Mapping[str, Recording]) -> dict[str, Any]:
+    """The trace of `recording` (rank -> its intervals) as the JSON object of the Chrome trace format; or of several by
+    name, such as "stock" and "plugin", below each other.
 
-    Times start at zero with the earliest interval of any rank.
+    Times start at zero with the earliest interval of any rank of a recording.
     """
-    return chrome_trace_of_runs({"": recording})
-
-
-def chrome_trace_of_runs(runs: Mapping[str, Recording]) -> dict[str, Any]:
-    """The same for several recordings, such as "stock" and "plugin", each starting at zero, below each other."""
+    is_named = any(isinstance(key, str) for key in recording)
+    runs = cast(Mapping[str, Recording], recording if is_named else {"": recording})
     events: list[dict[str, Any]] = []
     metered: dict[str, dict[str, float]] = {}
-    for run_index, (run, recording) in enumerate(runs.items()):
+    for run_index, (run, ranks) in enumerate(runs.items()):
         first_process = run_index * (1 + max((max(r, default=0) for r in runs.values()), default=0))
-        origin_us = min((i.start_us for intervals in recording.values() for i in intervals), default=0.0)
+        origin_us = min((i.start_us for intervals in ranks.values() for i in intervals), default=0.0)
         places: dict[int, tuple[int, int]] = {}
-        for rank, intervals in sorted(recording.items()):
+        for rank, intervals in sorted(ranks.items()):
             process, name = first_process + rank, f"{run}, rank {rank}" if run else f"rank {rank}"
             events.append(_metadata(process, 0, "process_name", name=name))
             events.append(_metadata(process, 0, "process_sort_index", sort_index=process))
             events.extend(_rows_of_rank(process, intervals, origin_us, places))
             overlap = measure_overlap(intervals)
-            metered[name] = {
-                "compute_us": overlap.compute_us,
-                "transfer_us": overlap.transfer_us,
-                "exposed_us": overlap.exposed_us,
-            }
-        events.extend(_arrivals(recording, first_process, origin_us, places, first_flow=len(events)))
+            metered[name] = {times: getattr(overlap, times) for times in ("compute_us", "transfer_us", "exposed_us")}
+        events.extend(_arrivals(ranks, first_process, origin_us, places, first_flow=len(events)))
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": metered}
 
 
 def write_perfetto(path: str | Path, recording: Recording | Mapping[str, Recording]) -> Path:
-    """Write `chrome_trace(recording)`, or `chrome_trace_of_runs` of named ones, making the folder; returns the path."""
+    """Write `chrome_trace(recording)`, making the folder; returns the path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    is_named = any(isinstance(key, str) for key in recording)
-    trace = chrome_trace_of_runs(recording) if is_named else chrome_trace(recording)  # type: ignore[arg-type]
-    path.write_text(json.dumps(trace), encoding="utf-8")
+    path.write_text(json.dumps(chrome_trace(recording)), encoding="utf-8")
     return path
 
 
@@ -83,7 +68,17 @@ def _rows_of_rank(
                 yield _metadata(process, row, "thread_sort_index", sort_index=row)
                 for interval in lane:
                     places[id(interval)] = process, row
-                    yield _slice(process, row, interval, origin_us)
+                    args = {"op": interval.op, "call": interval.call, "step": interval.step}
+                    yield {
+                        "ph": "X",
+                        "pid": process,
+                        "tid": row,
+                        "name": interval.name,
+                        "cat": interval.track,
+                        "ts": interval.start_us - origin_us,
+                        "dur": interval.duration_us,
+                        "args": args | ({"detail": interval.detail} if interval.detail else {}),
+                    }
                 row += 1
 
 
@@ -108,32 +103,13 @@ def _arrivals(
         }
         if arrival.sent is None:
             continue
-        ends = (("s", arrival.sent, arrival.sent.start_us), ("f", received, _just_inside(received)))
+        just_inside_us = received.end_us - _INSIDE * received.duration_us
+        ends = (("s", arrival.sent, arrival.sent.start_us), ("f", received, just_inside_us))
         for phase, interval, at_us in ends:
             process, row = places[id(interval)]
             event = {"ph": phase, "id": flow, "pid": process, "tid": row, "name": "message", "cat": "message"}
             yield {**event, "ts": at_us - origin_us, **({"bp": "e"} if phase == "f" else {})}
 
 
-def _just_inside(interval: Interval) -> float:
-    return interval.end_us - _INSIDE * interval.duration_us
-
-
 def _metadata(process: int, row: int, kind: str, **args: str | int) -> dict[str, Any]:
     return {"ph": "M", "pid": process, "tid": row, "name": kind, "args": args}
-
-
-def _slice(process: int, row: int, interval: Interval, origin_us: float) -> dict[str, Any]:
-    args: dict[str, Any] = {"op": interval.op, "call": interval.call, "step": interval.step}
-    if interval.detail:
-        args["detail"] = interval.detail
-    return {
-        "ph": "X",
-        "pid": process,
-        "tid": row,
-        "name": interval.name,
-        "cat": interval.track,
-        "ts": interval.start_us - origin_us,
-        "dur": interval.duration_us,
-        "args": args,
-    }

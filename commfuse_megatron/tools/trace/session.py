@@ -10,8 +10,6 @@ Entering and leaving are collective over the group. Beware: every rank has its o
 and all times count from that meeting; what happened before it is forgotten.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,16 +49,13 @@ class Session:
 
     def finish(self) -> list[list[Interval]]:
         """Per recorder, what was recorded since, counted from the meeting."""
-        found = []
-        for recorder in self._recorders():
-            clock_us = self._clock_us.get(id(recorder), 0.0)
-            found.append(
-                [
-                    dataclasses.replace(i, start_us=i.start_us - clock_us, end_us=i.end_us - clock_us)
-                    for i in recorder.intervals()
-                ]
-            )
-        return found
+        clocks_us = [(recorder, self._clock_us.get(id(recorder), 0.0)) for recorder in self._recorders()]
+        return [[shifted(i, -clock_us) for i in recorder.intervals()] for recorder, clock_us in clocks_us]
+
+
+def shifted(interval: Interval, by_us: float) -> Interval:
+    """The same, so much later."""
+    return dataclasses.replace(interval, start_us=interval.start_us + by_us, end_us=interval.end_us + by_us)
 
 
 def gather_recording(own: Sequence[Interval], group: dist.ProcessGroup | None = None) -> dict[int, list[Interval]]:
@@ -117,7 +112,9 @@ def record(
         if one.recorder is None:
             raise ConfigError("this context does not record; make it with OverlapConfig(record=True)")
     if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if _has_cuda(group) else torch.device("cpu")
+        members = dist.group.WORLD if group is None else group
+        on_gpus = torch.cuda.is_available() and members is not None and torch.device("cuda") in members._device_types
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 
     def recorders() -> list[Recorder]:
         open_ones = [contexts] if isinstance(contexts, OverlapContext) else contexts()
@@ -144,8 +141,3 @@ def export(
     if missing_matplotlib() is None:
         files.append(draw_timeline(folder / f"{prefix}timeline.png", by_rank, title=title, caption=caption))
     return files
-
-
-def _has_cuda(group: dist.ProcessGroup | None) -> bool:
-    members = dist.group.WORLD if group is None else group
-    return torch.cuda.is_available() and members is not None and torch.device("cuda") in members._device_types

@@ -1,17 +1,13 @@
 """A rank's recording as the numbers of a table: times per call, what was hidden, what was left at the end."""
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER, Overlap, measure_overlap, union_spans
-
-if TYPE_CHECKING:
-    from commfuse_megatron.runtime.recorder import Interval
+from commfuse_megatron.runtime.meter import COMPUTE, TRANSFER, measure_overlap, union_spans
+from commfuse_megatron.runtime.recorder import Interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,32 +43,25 @@ def is_attention(interval: Interval) -> bool:
 
 def summarize(intervals: Iterable[Interval], *, as_one_call: bool = False) -> Summary:
     """The summary of one rank's calls, each metered by itself; or of everything as one, e.g. of a training step."""
-    by_call: dict[int, list[Interval]] = {}
+    by_call: dict[int, list[Interval]] = defaultdict(list)
     for interval in intervals:
-        by_call.setdefault(0 if as_one_call else interval.call, []).append(interval)
-    measured = [_of_call(members) for members in by_call.values()]
-
-    def mean(values: Iterable[float]) -> float:
-        return statistics.fmean(values) if measured else 0.0
-
-    transfer_us = mean(overlap.transfer_us for overlap, _, _ in measured)
-    exposed_us = mean(overlap.exposed_us for overlap, _, _ in measured)
-    return Summary(
-        calls=len(measured),
-        span_us=mean(overlap.span_us for overlap, _, _ in measured),
-        compute_us=mean(overlap.compute_us for overlap, _, _ in measured),
-        gemm_us=mean(gemm_us for _, gemm_us, _ in measured),
-        transfer_us=transfer_us,
-        exposed_us=exposed_us,
-        tail_us=mean(tail_us for _, _, tail_us in measured),
-        hidden_fraction=1.0 - exposed_us / transfer_us if transfer_us > 0 else 1.0,
-    )
+        by_call[0 if as_one_call else interval.call].append(interval)
+    measured: dict[str, list[float]] = defaultdict(list)
+    for members in by_call.values():
+        overlap, tail = measure_overlap(members), tail_us(members)
+        for name in ("span_us", "compute_us", "transfer_us", "exposed_us"):
+            measured[name].append(getattr(overlap, name))
+        measured["gemm_us"].append(busy_us(filter(is_gemm, members)))
+        measured["tail_us"].append(overlap.span_us if tail is None else tail)
+    names = [field.name for field in dataclasses.fields(Summary) if field.name.endswith("_us")]
+    means = {name: statistics.fmean(measured[name] or [0.0]) for name in names}
+    exposed = means["exposed_us"] / means["transfer_us"] if means["transfer_us"] > 0 else 0.0
+    return Summary(calls=len(by_call), hidden_fraction=1.0 - exposed, **means)
 
 
-def _of_call(members: list[Interval]) -> tuple[Overlap, float, float]:
-    gemm_us = sum(end_us - start_us for start_us, end_us in union_spans(filter(is_gemm, members), COMPUTE))
-    overlap, tail = measure_overlap(members), tail_us(members)
-    return overlap, gemm_us, overlap.span_us if tail is None else tail
+def busy_us(intervals: Iterable[Interval]) -> float:
+    """How long some of these computations ran."""
+    return sum(end_us - start_us for start_us, end_us in union_spans(intervals, COMPUTE))
 
 
 def tail_us(call: Sequence[Interval]) -> float | None:
@@ -83,9 +72,8 @@ def tail_us(call: Sequence[Interval]) -> float | None:
 
 def worst_of(summaries: Sequence[Summary]) -> Summary:
     """The largest of each number over ranks, and the least that one hides: a group is as slow as its slowest member."""
-    largest = {
-        field.name: max(getattr(summary, field.name) for summary in summaries) for field in dataclasses.fields(Summary)
-    }
+    names = [field.name for field in dataclasses.fields(Summary)]
+    largest = {name: max(getattr(summary, name) for summary in summaries) for name in names}
     return Summary(**largest | {"hidden_fraction": min(summary.hidden_fraction for summary in summaries)})
 
 

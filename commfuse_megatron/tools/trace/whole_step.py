@@ -7,14 +7,12 @@ Beware: local layers, stock and overlapped, are one model switched by `config.co
 and the second costs no memory; with Transformer Engine each variant is a model of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -112,22 +110,16 @@ def trace_step(wanted: StepToTrace, *, on_step: Callable[[], object] = lambda: N
     Raises UnsupportedError where Transformer Engine is asked for and missing, where the plugin overlapped nothing, and
     where nothing was seen to run in a traced step.
     """
-    with tensor_parallel_megatron(wanted.device_type):
-        return _trace(wanted, on_step)
+    with tensor_parallel_megatron(wanted.device_type), ExitStack() as stack:
+        from commfuse_megatron.plugin.contexts import open_contexts
 
-
-def _trace(wanted: StepToTrace, on_step: Callable[[], object]) -> StepTrace:
-    from commfuse_megatron.plugin.contexts import open_contexts
-
-    device = wanted.device
-    with ExitStack() as stack:
+        device = wanted.device
         shape, generator = (wanted.batch, wanted.sequence + 1), torch.Generator().manual_seed(11)
         tokens = torch.randint(wanted.vocab_size, shape, generator=generator).to(device)
         steps: dict[str, _Step] = {}
 
         def run(name: str, model: Any) -> None:
-            around = local_copies if name == FREE else contextlib.nullcontext
-            steps[name] = _Step(model, tokens, wanted.with_mask, is_overlapped=name == PLANNED, around=around)
+            steps[name] = _Step(name, model, tokens, wanted.with_mask)
             with steps[name].prepared():
                 steps[name]()
             on_step()
@@ -200,32 +192,22 @@ def _builders(wanted: StepToTrace, stack: ExitStack) -> Builders:
     return builders | {FREE: None}
 
 
+@dataclass(frozen=True, slots=True)
 class _Step:
     """Forward and backward of one variant on the same batch. Gradients are dropped: no optimizer moves the weights."""
 
-    def __init__(
-        self,
-        model: Any,
-        tokens: torch.Tensor,
-        with_mask: bool,
-        *,
-        is_overlapped: bool,
-        around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> None:
-        self.model = model
-        self._tokens = tokens
-        self._with_mask = with_mask
-        self._is_overlapped = is_overlapped
-        self._around = around
-        configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-        self._configs = list(configs.values())
+    variant: str
+    model: Any
+    tokens: torch.Tensor
+    with_mask: bool
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
         """Inside the with-block a call is this variant's step and nothing else: no time goes into switching."""
-        for config in self._configs:
-            config.commfuse = self._is_overlapped
-        with self._around():
+        for module in self.model.modules():
+            if hasattr(module, "config"):
+                module.config.commfuse = self.variant == PLANNED
+        with local_copies() if self.variant == FREE else contextlib.nullcontext():
             yield
         self.model.zero_grad(set_to_none=True)
 
@@ -233,7 +215,7 @@ class _Step:
         """Run one step, while `prepared`; `between` is called after the forward pass."""
         from commfuse_megatron.testing.gpt import loss_of
 
-        loss = loss_of(self.model, self._tokens, with_mask=self._with_mask)
+        loss = loss_of(self.model, self.tokens, with_mask=self.with_mask)
         between()
         loss.backward()
 

@@ -4,12 +4,11 @@ What `commfuse verify` and the tests draw and compare with. The oracle is `ops.r
 own operands, from the call's seed and its rank, but ids, which all ranks share.
 """
 
-from __future__ import annotations
-
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import distributed as dist
@@ -29,6 +28,8 @@ Results = dict[str, torch.Tensor | None]
 # dtype and several sums; a split that is lost, doubled or sees one key too many errs by a fair part of that element.
 _ALLOWED_UNITS = {torch.float64: 4096.0, torch.float32: 4096.0, torch.bfloat16: 64.0, torch.float16: 128.0}
 
+_Shape = tuple[int, ...]
+
 
 @dataclass
 class Operands:
@@ -43,30 +44,28 @@ class Operands:
     bias: torch.Tensor | None
     grad_y: torch.Tensor
 
-    def copies(self, needs: tuple[str, ...] = ("x", "weight", "bias")) -> Operands:
-        """Leaves, of which these require gradients."""
+    @property
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """By name, without a bias that there is not."""
         named = {"x": self.x, "weight": self.weight, "bias": self.bias}
-        leaves = {name: None if t is None else t.detach().clone() for name, t in named.items()}
-        for name, leaf in leaves.items():
-            if leaf is not None:
-                leaf.requires_grad_(name in needs)
-        return Operands(**leaves, grad_y=self.grad_y)  # type: ignore[arg-type]
+        return {name: leaf for name, leaf in named.items() if leaf is not None}
+
+    def copies(self, needs: tuple[str, ...] = ("x", "weight", "bias")) -> Self:
+        """Leaves, of which these require gradients."""
+        leaves = {name: leaf.detach().clone().requires_grad_(name in needs) for name, leaf in self.leaves.items()}
+        return dataclasses.replace(self, **leaves)
 
     @torch.no_grad()
-    def fill(self, data: Operands) -> None:
+    def fill(self, data: Self) -> None:
         """Take over the numbers of `data`; addresses stay."""
-        pairs = ((self.x, data.x), (self.weight, data.weight), (self.bias, data.bias), (self.grad_y, data.grad_y))
-        for target, source in pairs:
-            if target is not None and source is not None:
-                target.copy_(source)
+        self.grad_y.copy_(data.grad_y)
+        for name, leaf in self.leaves.items():
+            leaf.copy_(data.leaves[name])
 
-    def widened(self) -> Operands:
-        """The same numbers in fp64."""
-        x, weight, bias, grad_y = (
-            t.double() if t is not None and t.is_floating_point() else t
-            for t in (self.x, self.weight, self.bias, self.grad_y)
-        )
-        return Operands(x, weight, bias, grad_y)  # type: ignore[arg-type]
+    def widened(self) -> Self:
+        """The same numbers in fp64; ids are none."""
+        tensors = {**self.leaves, "grad_y": self.grad_y}
+        return dataclasses.replace(self, **{n: t.double() for n, t in tensors.items() if t.is_floating_point()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,18 +84,6 @@ class Call:
 
     def draw(self, rank: int, group_size: int, device: torch.device) -> Operands:
         """This rank's operands."""
-        raise NotImplementedError
-
-    def forward(self, op: Callable[..., torch.Tensor], operands: Operands, **where: Any) -> torch.Tensor:
-        """What `op` gives for the operands."""
-        raise NotImplementedError
-
-    def allowed(self, group_size: int, expected: Results) -> dict[str, float]:
-        """By result, the largest error allowed."""
-        raise NotImplementedError
-
-    def _numbers(self, rank: int, device: torch.device) -> Callable[..., torch.Tensor]:
-        """Draws tensors of a shape; exact ones of integers up to `limit`."""
         generator = torch.Generator().manual_seed(1000 * self.seed + rank)
 
         def tensor(*shape: int, limit: int = 1) -> torch.Tensor:
@@ -104,11 +91,21 @@ class Call:
                 return torch.randint(-limit, limit + 1, shape, generator=generator).to(device, self.dtype)
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, self.dtype)
 
-        return tensor
+        x, weight, grad_y = self._shapes(shard_range(self.rows, group_size, rank).size)
+        bias = tensor(self.N) if self.has_bias else None
+        return Operands(tensor(*x, limit=2), tensor(*weight), bias, tensor(*grad_y))
 
-    def _grad_y(self, tensor: Callable[..., torch.Tensor], rank: int, group_size: int) -> torch.Tensor:
-        """The gradient of a result of which a rank has its rows."""
-        return tensor(shard_range(self.rows, group_size, rank).size, self.batch, self.N)
+    def forward(self, op: Callable[..., torch.Tensor], operands: Operands, **where: Any) -> torch.Tensor:
+        """What `op` gives for the operands."""
+        raise NotImplementedError
+
+    def allowed(self, group_size: int, expected: Results) -> dict[str, float]:
+        """By result, the largest error allowed; nothing where all sums are exact."""
+        return dict.fromkeys(expected, 0.0)
+
+    def _shapes(self, own_rows: int) -> tuple[_Shape, _Shape, _Shape]:
+        """Of x, the weight and the gradient that arrives, on a rank with so many rows of its own."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,22 +115,18 @@ class LinearCall(Call):
     K: int = 5
     layout: Literal["contiguous", "x transposed", "x strided", "gradient expanded"] = "contiguous"
 
-    def draw(self, rank: int, group_size: int, device: torch.device) -> Operands:
-        """See `Call`."""
-        tensor = self._numbers(rank, device)
-        own_rows = shard_range(self.rows, group_size, rank).size
+    def _shapes(self, own_rows: int) -> tuple[_Shape, _Shape, _Shape]:
         rows_in, rows_out = (own_rows, self.rows) if self.op == "all_gather_linear" else (self.rows, own_rows)
-        x_shape = (rows_in, self.batch, self.K)
+        x: _Shape = (rows_in, self.batch, self.K)
         if self.layout == "x transposed":
-            x_shape = (self.batch, rows_in, self.K)
+            x = (self.batch, rows_in, self.K)
         elif self.layout == "x strided":
-            x_shape = (rows_in, self.batch, 2 * self.K)
-        x = tensor(*x_shape, limit=2)
-        grad_y = tensor(*(1, 1) if self.layout == "gradient expanded" else (rows_out, self.batch), self.N)
-        return Operands(x, tensor(self.N, self.K), tensor(self.N) if self.has_bias else None, grad_y)
+            x = (rows_in, self.batch, 2 * self.K)
+        grad_y = (1, 1) if self.layout == "gradient expanded" else (rows_out, self.batch)
+        return x, (self.N, self.K), (*grad_y, self.N)
 
     def forward(self, op: Callable[..., torch.Tensor], operands: Operands, **where: Any) -> torch.Tensor:
-        """See `Call`."""
+        """Of x as the layout has it."""
         x = operands.x
         if self.layout == "x transposed":
             x = x.transpose(0, 1)
@@ -153,34 +146,30 @@ class LinearCall(Call):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingCall(Call):
-    """A call of `embedding_reduce_scatter`, of a vocabulary that is `entries` on every rank; some ids are nobody's."""
+    """A call of `embedding_reduce_scatter`, of a vocabulary that is `entries` on every rank; some ids are nobody's.
+
+    Nothing may be off: of the summed partials all but one are zero, and gradients are small integers. K is 1: an
+    element of the output is one product with a one-hot vector.
+    """
 
     op: str = "embedding_reduce_scatter"
     has_bias: bool = False
     needs: tuple[str, ...] = ("weight",)
     entries: int = 12
-
-    @property
-    def K(self) -> int:
-        """1: an element of the output is one product with a one-hot vector."""
-        return 1
+    K: int = 1
 
     def draw(self, rank: int, group_size: int, device: torch.device) -> Operands:
-        """See `Call`."""
-        tensor = self._numbers(rank, device)
+        """Ids are the same on all ranks, but counted from each one's first entry."""
         shared = torch.Generator().manual_seed(self.seed)
         ids = torch.randint(group_size * self.entries + 2, (self.batch, self.rows), generator=shared).to(device)
-        # Who is asked for less than this rank's first entry is somebody else.
-        ids = ids - rank * self.entries
-        return Operands(ids, tensor(self.entries, self.N), None, self._grad_y(tensor, rank, group_size))
+        return dataclasses.replace(super().draw(rank, group_size, device), x=ids - rank * self.entries)
+
+    def _shapes(self, own_rows: int) -> tuple[_Shape, _Shape, _Shape]:
+        return (0,), (self.entries, self.N), (own_rows, self.batch, self.N)
 
     def forward(self, op: Callable[..., torch.Tensor], operands: Operands, **where: Any) -> torch.Tensor:
-        """See `Call`."""
+        """Of ids that begin at this rank's first entry."""
         return op(operands.x, operands.weight, 0, **where)
-
-    def allowed(self, group_size: int, expected: Results) -> dict[str, float]:
-        """0: of the summed partials all but one are zero, and gradients are small integers."""
-        return dict.fromkeys(expected, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +188,11 @@ class _HeadsCall(Call):
     def K(self) -> int:
         """Features of all heads of queries: of a projection behind them, its input."""
         return self.heads * self.head_dim
+
+    @property
+    def features(self) -> int:
+        """Of queries, keys and values together."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     def allowed(self, group_size: int, expected: Results) -> dict[str, float]:
         """By the largest element."""
@@ -226,19 +220,14 @@ class UlyssesCall(_HeadsCall):
     def problem(self, group_size: int) -> UlyssesProblem:
         """The forward pass, as the operation states it."""
         q, k, v = self._heads(self.draw(0, group_size, torch.device("cpu")).x)
-        inputs = UlyssesInputs(
-            q, k, v, self.causal, self.order, self.window, scale=None, dropout=0.0, total_rows=self.rows
-        )
+        inputs = UlyssesInputs(q, k, v, self.causal, self.order, self.window, None, 0.0, total_rows=self.rows)
         return state_ulysses_problem(inputs, group_size)
 
-    def draw(self, rank: int, group_size: int, device: torch.device) -> Operands:
-        """See `Call`."""
-        tensor, own = self._numbers(rank, device), shard_range(self.rows, group_size, rank).size
-        x = tensor(own, self.batch, (self.heads + 2 * self.kv_heads) * self.head_dim)
-        return Operands(x, tensor(0, 0), None, tensor(own, self.batch, self.K))
+    def _shapes(self, own_rows: int) -> tuple[_Shape, _Shape, _Shape]:
+        return (own_rows, self.batch, self.features), (0, 0), (own_rows, self.batch, self.K)
 
     def forward(self, op: Callable[..., torch.Tensor], operands: Operands, **where: Any) -> torch.Tensor:
-        """See `Call`."""
+        """Without a projection."""
         how = {"causal": self.causal, "window": self.window, "order": self.order, "total_rows": self.rows}
         return op(*self._heads(operands.x), **how, **where)
 
@@ -251,22 +240,16 @@ class AttentionCall(_HeadsCall):
 
     def problem(self, group_size: int) -> AttentionProblem:
         """The forward pass, as the operation states it."""
-        operands = self.draw(0, group_size, torch.device("cpu"))
-        q, k, v = self._heads(operands.x)
-        inputs = AttentionInputs(
-            q, k, v, operands.weight, operands.bias, self.causal, self.window, mask=None, scale=None, dropout=0.0
-        )
+        drawn = self.draw(0, group_size, torch.device("cpu"))
+        q, k, v = self._heads(drawn.x)
+        inputs = AttentionInputs(q, k, v, drawn.weight, drawn.bias, self.causal, self.window, None, None, 0.0)
         return state_attention_problem(inputs, group_size)
 
-    def draw(self, rank: int, group_size: int, device: torch.device) -> Operands:
-        """See `Call`."""
-        tensor = self._numbers(rank, device)
-        x = tensor(self.rows, self.batch, (self.heads + 2 * self.kv_heads) * self.head_dim)
-        weight, bias = tensor(self.N, self.K), tensor(self.N) if self.has_bias else None
-        return Operands(x, weight, bias, self._grad_y(tensor, rank, group_size))
+    def _shapes(self, own_rows: int) -> tuple[_Shape, _Shape, _Shape]:
+        return (self.rows, self.batch, self.features), (self.N, self.K), (own_rows, self.batch, self.N)
 
     def forward(self, op: Callable[..., torch.Tensor], operands: Operands, **where: Any) -> torch.Tensor:
-        """See `Call`."""
+        """With its projection."""
         heads = self._heads(operands.x)
         return op(*heads, operands.weight, operands.bias, causal=self.causal, window=self.window, **where)
 
@@ -286,15 +269,13 @@ def tolerance(call: Call, group_size: int, terms: int) -> float:
     return 6 * math.sqrt(terms) * ((group_size + 2) * roundoff + terms * accumulator)
 
 
-def run_on(call: Call, leaves: Operands, op: Callable[..., torch.Tensor], **where: Any) -> Results:
+def run_on(call: Call, operands: Operands, op: Callable[..., torch.Tensor], **where: Any) -> Results:
     """Forward and backward on these leaves, which keep no gradients."""
-    y = call.forward(op, leaves, **where)
-    y.backward(leaves.grad_y.expand_as(y))
-    results: Results = {"y": y.detach()}
-    for name, leaf in (("x", leaves.x), ("weight", leaves.weight), ("bias", leaves.bias)):
-        results[f"{name}.grad"] = None if leaf is None else leaf.grad
-        if leaf is not None:
-            leaf.grad = None
+    y = call.forward(op, operands, **where)
+    y.backward(operands.grad_y.expand_as(y))
+    results: Results = {"y": y.detach(), "bias.grad": None}
+    for name, leaf in operands.leaves.items():
+        results[f"{name}.grad"], leaf.grad = leaf.grad, None
     return results
 
 

@@ -3,10 +3,8 @@
 And in which modes their calls can run: see `modes_of`. Beware: all ranks build the same list in the same order.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any, Literal
@@ -14,14 +12,10 @@ from typing import Any, Literal
 import torch
 
 from commfuse_megatron.config import (
-    AttentionConfig,
     Backend,
-    LinearConfig,
     OverlapConfig,
     PassConfig,
     TransportConfig,
-    UlyssesConfig,
-    WgradConfig,
 )
 from commfuse_megatron.kernels.attention_cudnn import cudnn_attention_unavailable_reason
 from commfuse_megatron.problem import chunk_ranges
@@ -78,28 +72,24 @@ class Case:
     def config(self) -> OverlapConfig:
         """The configuration that a context for this case must have; equal for many cases."""
         transport = TransportConfig(timeout_s=TIMEOUT_S, backend=self.transport)
-        if isinstance(self.call, UlyssesCall):
-            groups = self.chunks_per_shard if self.path == "overlapped" else None
-            ulysses = UlyssesConfig(path=self.path, head_groups=groups)  # type: ignore[arg-type]
-            return OverlapConfig(ulysses=ulysses, transport=transport)
-        if isinstance(self.call, AttentionCall):
-            linear = LinearConfig(fprop=_SLICED, dgrad=_SLICED)  # of the projection, where it runs alone
-            attention = AttentionConfig(
-                path="query_split",
-                splits_per_shard=self.chunks_per_shard,
-                backward=self.backward_path,  # type: ignore[arg-type]
-            )
-            return OverlapConfig(linear=linear, attention=attention, transport=transport)
-        fprop, dgrad = (
-            PassConfig(
-                path=self._asked_path(pass_name),  # type: ignore[arg-type]
-                algorithm=self.algorithm,
-                chunks_per_shard=self.chunks_per_shard,
-            )
-            for pass_name in ("fprop", "backward")
-        )
-        wgrad = WgradConfig(keep_gathered_input=self.keep_gathered_input)
-        return OverlapConfig(linear=LinearConfig(fprop=fprop, dgrad=dgrad, wgrad=wgrad), transport=transport)
+        options: dict[str, Any] = {}
+        match self.call:
+            case UlyssesCall():
+                groups = self.chunks_per_shard if self.path == "overlapped" else None
+                options["ulysses"] = {"path": self.path, "head_groups": groups}
+            case AttentionCall():
+                linear = {"path": "sliced", "algorithm": "direct", "chunks_per_shard": 1}  # where it runs alone
+                options["linear"] = {"fprop": linear, "dgrad": linear}
+                splits = {"splits_per_shard": self.chunks_per_shard}
+                options["attention"] = {"path": "query_split", "backward": self.backward_path, **splits}
+            case _:
+                pieces = {"algorithm": self.algorithm, "chunks_per_shard": self.chunks_per_shard}
+                options["linear"] = {
+                    "fprop": {"path": self.path, **pieces},
+                    "dgrad": {"path": self.backward_path, **pieces},
+                    "wgrad": {"keep_gathered_input": self.keep_gathered_input},
+                }
+        return dataclasses.replace(OverlapConfig.from_dict(options, source=self.variant), transport=transport)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -185,41 +175,35 @@ def make_cases(
             *_ulysses_cases(group_size, each),
         )
     ]
-    order = {config: number for number, config in enumerate(dict.fromkeys(case.config() for case in cases))}
-    return sorted(cases, key=lambda case: order[case.config()])
+    order = list(dict.fromkeys(case.config() for case in cases))
+    return sorted(cases, key=lambda case: order.index(case.config()))
 
 
 def _linear_cases(group_size: int, device_type: str, dtype: torch.dtype) -> Iterator[Case]:
     variants = list(_linear_variants(group_size, device_type))
-    paths: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
-        ("", {"algorithm": algorithm, "chunks_per_shard": chunks}, variants)
+    ways: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+        ({"algorithm": algorithm, "chunks_per_shard": chunks}, variants)
         for algorithm, chunks in product(("ring", "direct"), (1, 2, 3))
     ]
-    paths += [
-        ("", {"backward_path": "bulk"}, variants),
-        (", input kept", {"keep_gathered_input": True}, variants[:1]),
-        (", sequential, asked for", {"path": "sequential", "backward_path": "sequential"}, variants[:1]),
-    ]
-    for more, options, chosen in paths:
-        for op, given in product(OPS, chosen):
-            special = dict(given)
-            variant, other_rows = special.pop("variant") + more, special.pop("other_rows", (group_size,))
-            call = LinearCall(op=op, dtype=dtype, **special)
-            yield Case(variant=variant, call=call, other_rows=other_rows, group_size=group_size, **options)
+    ways.append(({"backward_path": "bulk"}, variants))
+    kept, asked_for = ({**variants[0], "variant": f"even, {what}"} for what in ("input kept", "sequential, asked for"))
+    ways += [({"keep_gathered_input": True}, [kept]), (_way("sequential"), [asked_for])]
+    for (way, chosen), op in product(ways, OPS):
+        yield from _cases(LinearCall, chosen, [way], group_size, op=op, dtype=dtype)
 
 
 def _linear_variants(group_size: int, device_type: str) -> Iterator[dict[str, Any]]:
     # Features are bounded so that exact sums over all ranks are: 2 * K * group_size <= 256.
     K = max(2, min(16, 128 // group_size))
     N = max(8, K - 8) if K >= 8 else K
-    features, even = {"N": N, "K": K}, 4 * group_size
-    plain = {"rows": even, **features}
+    even, few = 4 * group_size, (group_size,)
+    plain = {"rows": even, "N": N, "K": K, "other_rows": few}
     yield {"variant": "even", **plain}
     yield {"variant": "even, random", **plain, "exact": False}
-    yield {"variant": "uneven", **features, "rows": 3 * group_size + 1}
-    yield {"variant": "uneven, random", **features, "rows": 4 * group_size - 1, "exact": False}
-    yield {"variant": "one row", **features, "rows": 1}
-    yield {"variant": "S changes", **plain, "other_rows": (even + 1, group_size, 2)}
+    yield {"variant": "uneven", **plain, "rows": 3 * group_size + 1}
+    yield {"variant": "uneven, random", **plain, "rows": 4 * group_size - 1, "exact": False}
+    yield {"variant": "one row", **plain, "rows": 1}
+    yield {"variant": "S changes", **plain, "other_rows": (even + 1, *few, 2)}
     yield {"variant": "no bias", **plain, "has_bias": False}
     yield {"variant": "frozen weight", **plain, "needs": ("x", "bias")}
     yield {"variant": "input needs no gradient", **plain, "needs": ("weight", "bias")}
@@ -228,81 +212,81 @@ def _linear_variants(group_size: int, device_type: str) -> Iterator[dict[str, An
     for layout in ("x transposed", "x strided", "gradient expanded"):
         yield {"variant": layout, **plain, "layout": layout}
     rows, N, K = (64, 136, 200) if device_type == "cpu" else (512, 1280, 2048)
-    yield {"variant": "larger, random", "rows": rows * group_size, "batch": 1, "N": N, "K": K, "exact": False}
+    larger = {"rows": rows * group_size, "batch": 1, "N": N, "K": K, "other_rows": few}
+    yield {"variant": "larger, random", **larger, "exact": False}
 
 
 def _embedding_cases(group_size: int, dtype: torch.dtype) -> Iterator[Case]:
-    even = 4 * group_size
-    variants: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("even", {"rows": even, "N": 16}),
-        ("uneven", {"rows": even + 1, "N": 16}),
-        ("odd output features", {"rows": even, "N": 13}),
-    )
-    paths: tuple[dict[str, Any], ...] = (
+    plain = {"rows": 4 * group_size, "N": 16, "other_rows": (group_size,)}
+    variants = [
+        {"variant": "even", **plain},
+        {"variant": "uneven", **plain, "rows": 4 * group_size + 1},
+        {"variant": "odd output features", **plain, "N": 13},
+    ]
+    ways: list[dict[str, Any]] = [
         {},
         {"algorithm": "ring", "chunks_per_shard": 2},
         {"chunks_per_shard": 2},
         {"backward_path": "bulk"},
-    )
-    for options, (variant, sizes) in product(paths, variants):
-        call = EmbeddingCall(dtype=dtype, **sizes)
-        yield Case(variant=variant, call=call, other_rows=(group_size,), group_size=group_size, **options)
+    ]
+    return _cases(EmbeddingCall, variants, ways, group_size, dtype=dtype)
 
 
 def _attention_cases(group_size: int, dtype: torch.dtype) -> Iterator[Case]:
-    even, few = 8 * group_size, (4 * group_size,)
-    variants: tuple[dict[str, Any], ...] = (
-        {"variant": "causal", "rows": even},
-        {"variant": "full", "rows": even, "causal": False},
-        {"variant": "causal window", "rows": even, "window": (5, 0)},
-        {"variant": "window", "rows": even, "causal": False, "window": (3, 6)},
-        {"variant": "one head per group", "rows": even, "kv_heads": 4},
-        {"variant": "one group, no bias", "rows": even, "kv_heads": 1, "has_bias": False},
-        {"variant": "fused projection", "rows": even, "is_fused": True},
-        {"variant": "uneven", "rows": even + 1},
-        {"variant": "one row", "rows": 1},
-        {"variant": "S changes", "rows": even, "other_rows": (even + 1, *few, 2)},
-    )
-    paths: tuple[dict[str, Any], ...] = (
-        {"chunks_per_shard": 1, "backward_path": "query_split"},
-        {"chunks_per_shard": 2, "backward_path": "query_split"},
-        {"chunks_per_shard": 2, "backward_path": "row_parallel"},
-    )
-    for options in paths:
-        for number, given in enumerate(variants, start=1):
-            special = dict(given)
-            variant, other_rows = special.pop("variant"), special.pop("other_rows", few)
-            # Sizes of their own, so that the report tells them apart.
-            call = AttentionCall(dtype=dtype, N=8 * number, **special)
-            yield Case(
-                variant=variant, call=call, other_rows=other_rows, path="query_split", group_size=group_size, **options
-            )
+    variants = [
+        *_attention_variants(group_size),
+        {"variant": "window", "causal": False, "window": (3, 6)},
+        {"variant": "one head per group", "kv_heads": 4},
+        {"variant": "one group, no bias", "kv_heads": 1, "has_bias": False},
+    ]
+    variants = [{"N": 8 * number, "rows": 8 * group_size} | each for number, each in enumerate(variants, start=1)]
+    backward = ((1, "query_split"), (2, "query_split"), (2, "row_parallel"))
+    ways = [{**_way("query_split", splits), "backward_path": path} for splits, path in backward]
+    return _cases(AttentionCall, variants, ways, group_size, dtype=dtype)
 
 
 def _ulysses_cases(group_size: int, dtype: torch.dtype) -> Iterator[Case]:
-    even, few = 8 * group_size, (4 * group_size,)
-    variants: tuple[dict[str, Any], ...] = (
-        {"variant": "causal", "rows": even},
-        {"variant": "full", "rows": even, "causal": False},
-        {"variant": "causal window", "rows": even, "window": (5, 0)},
-        {"variant": "one key for all heads", "rows": even, "kv_heads": 1},
-        {"variant": "as many keys as heads", "rows": even, "kv_heads": 4 * group_size},
-        {"variant": "zigzag", "rows": even, "order": "zigzag"},
-        {"variant": "zigzag, one key for all heads", "rows": even, "order": "zigzag", "kv_heads": 1},
-        {"variant": "fused projection", "rows": even, "is_fused": True},
+    variants = [
+        *_attention_variants(group_size),
+        {"variant": "one key for all heads", "kv_heads": 1},
+        {"variant": "as many keys as heads", "kv_heads": 4 * group_size},
+        {"variant": "zigzag", "order": "zigzag"},
+        {"variant": "zigzag, one key for all heads", "order": "zigzag", "kv_heads": 1},
+    ]
+    plain = {"heads": 4 * group_size, "kv_heads": 2 * group_size, "rows": 8 * group_size}
+    variants = [{**plain, "head_dim": 8 * number} | each for number, each in enumerate(variants, start=1)]
+    ways = [_way("overlapped", 1), _way("overlapped", 2), _way("sequential")]
+    return _cases(UlyssesCall, variants, ways, group_size, dtype=dtype)
+
+
+def _attention_variants(group_size: int) -> list[dict[str, Any]]:
+    """Of both ways to split attention; callers give each sizes of its own, so that the report tells them apart."""
+    even = 8 * group_size
+    return [
+        {"variant": "causal"},
+        {"variant": "full", "causal": False},
+        {"variant": "causal window", "window": (5, 0)},
+        {"variant": "fused projection", "is_fused": True},
         {"variant": "uneven", "rows": even + 1},
         {"variant": "one row", "rows": 1},
-        {"variant": "S changes", "rows": even, "other_rows": (even + 1, *few, 2)},
-    )
-    ways: tuple[dict[str, Any], ...] = (
-        {"chunks_per_shard": 1, "path": "overlapped", "backward_path": "overlapped"},
-        {"chunks_per_shard": 2, "path": "overlapped", "backward_path": "overlapped"},
-        {"chunks_per_shard": 1, "path": "sequential", "backward_path": "sequential"},
-    )
-    for way in ways:
-        for number, given in enumerate(variants, start=1):
-            special = {"kv_heads": 2 * group_size} | given
-            variant, other_rows = special.pop("variant"), special.pop("other_rows", few)
-            # Sizes of their own, so that the report tells them apart.
-            call = UlyssesCall(dtype=dtype, heads=4 * group_size, head_dim=8 * number, **special)
-            yield Case(variant=variant, call=call, other_rows=other_rows, group_size=group_size, **way)
+        {"variant": "S changes", "other_rows": (even + 1, 4 * group_size, 2)},
+    ]
+
+
+def _way(path: str, chunks_per_shard: int = 1) -> dict[str, Any]:
+    return {"path": path, "backward_path": path, "chunks_per_shard": chunks_per_shard}
+
+
+def _cases(
+    call: type[LinearCall | EmbeddingCall | AttentionCall | UlyssesCall],
+    variants: Iterable[dict[str, Any]],
+    ways: Iterable[dict[str, Any]],
+    group_size: int,
+    **common: Any,
+) -> Iterator[Case]:
+    """Every variant of a call on every way. A variant also says its name and, else 4 to a rank, S of further calls."""
+    for way, given in product(ways, variants):
+        special = dict(given)
+        variant, other_rows = special.pop("variant"), special.pop("other_rows", (4 * group_size,))
+        made = call(**common, **special)
+        yield Case(variant=variant, call=made, other_rows=other_rows, group_size=group_size, **way)

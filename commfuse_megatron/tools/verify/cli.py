@@ -1,30 +1,22 @@
-"""`commfuse verify`: the operations against their reference at the current ranks, as a table."""
+"""`commfuse verify`: the operations against their reference, or models against stock Megatron, at the current ranks.
 
-from __future__ import annotations
+What runs on the ranks is in `report.py`.
+"""
 
 import argparse
-from collections import Counter
-from typing import TYPE_CHECKING
-
-from rich.markup import escape
 
 from commfuse_megatron.config import TransportConfig
+from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.tools.common.launch import launch
 from commfuse_megatron.tools.common.options import add_rank_options, choices_of, for_ranks
-from commfuse_megatron.tools.common.output import make_progress, make_table, results, write_json
-from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_several_ranks
-
-if TYPE_CHECKING:
-    from commfuse_megatron.tools.verify.ops import CaseResult
+from commfuse_megatron.tools.common.ranks import UsageError, choose_num_ranks, choose_several_ranks, require_megatron
+from commfuse_megatron.tools.verify.lora_cases import choose
 
 SUMMARY = "compare every operation with its reference, or whole models with stock Megatron"
 EXAMPLE = """commfuse verify --ranks 4 --json verify.json
   commfuse verify --megatron --ranks 4 --only dense mla pipeline
   commfuse verify --megatron --lora --ranks 2 --only dense fused
   torchrun --nproc-per-node 2 -m commfuse_megatron verify"""
-
-TENSORS = ("y", "x.grad", "weight.grad", "bias.grad")
-MAX_FAILURES_SHOWN = 20
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,11 +41,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run all cases on all ranks. 0: every case is right and took the path it asked for, on every rank; 1: not."""
-    if arguments.megatron:
-        from commfuse_megatron.tools.verify.megatron_cli import run_verify_megatron
+    """Verify on all ranks. 0: all is right and was overlapped; 1: not."""
+    num_ranks = _checked_models(arguments) if arguments.megatron else _checked_ops(arguments)
+    from commfuse_megatron.tools.verify.report import verify_models_on_rank, verify_ops_on_rank
 
-        return run_verify_megatron(arguments)
+    body = verify_models_on_rank if arguments.megatron else verify_ops_on_rank
+    return launch(body, for_ranks(arguments), num_ranks=num_ranks, device_type=arguments.device)
+
+
+def _checked_ops(arguments: argparse.Namespace) -> int:
+    """How many ranks. Raises UsageError for what does not go together."""
     if arguments.only:
         raise UsageError("--only names configurations of --megatron")
     if arguments.lora:
@@ -61,79 +58,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.transport != "auto" and (arguments.transport == "gloo") != (arguments.device == "cpu"):
         other = "cpu" if arguments.transport == "gloo" else "cuda"
         raise UsageError(f"--transport {arguments.transport} carries tensors of --device {other} only")
-    num_ranks = choose_several_ranks(arguments.ranks)
-    return launch(_verify_on_rank, for_ranks(arguments), num_ranks=num_ranks, device_type=arguments.device)
+    return choose_several_ranks(arguments.ranks)
 
 
-def _verify_on_rank(rank: Rank, options: argparse.Namespace) -> int:
-    import torch
-
-    from commfuse_megatron.tools.verify.cases import make_cases
-    from commfuse_megatron.tools.verify.ops import verify_ops
-
-    dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    cases = make_cases(rank.world_size, rank.device_type, dtype, options.transport)
-    with make_progress(is_shown=rank.is_first) as progress:
-        task = progress.add_task("verifying", total=len(cases))
-        found = verify_ops(rank.group, rank.device, cases, on_case_done=lambda: progress.advance(task))
-    failed = [result for result in found if not result.passed]
-    if rank.is_first:
-        if options.json:
-            data = {
-                "group_size": rank.world_size,
-                "transport": found[0].transport,
-                "device": rank.device_name,
-                "passed": len(found) - len(failed),
-                "failed": len(failed),
-                "modes": _total_modes(found),
-                "cases": [result.to_dict() for result in found],
-            }
-            write_json(options.json, data)
-        _print(found, failed, rank)
-    return 1 if failed else 0
-
-
-def _print(found: list[CaseResult], failed: list[CaseResult], rank: Rank) -> None:
-    from commfuse_megatron.tools.common.modes import describe_modes
-
-    console = results()
-    groups: dict[tuple, list[CaseResult]] = {}
-    for result in found:
-        case = result.case
-        key = (case.op, case.dtype_name, case.algorithm, str(case.chunks_per_shard), ", ".join(result.paths))
-        groups.setdefault(key, []).append(result)
-    rows = []
-    for key, members in sorted(groups.items()):
-        worst = [
-            max((d.fraction for result in members for d in result.deviations if d.tensor == tensor), default=0.0)
-            for tensor in TENSORS
-        ]
-        num_passed = sum(result.passed for result in members)
-        color = "green" if num_passed == len(members) else "red"
-        gemms = ", ".join(sorted({gemm for result in members for gemm in result.gemms}))
-        fractions = [f"{fraction:.2f}" for fraction in worst]
-        verdict = f"[{color}]{num_passed} of {len(members)}[/]"
-        rows.append((*key, gemms, describe_modes(_total_modes(members)), *fractions, verdict))
-    title = f"{rank.world_size} ranks, {rank.device_type}, {found[0].transport}: worst error / allowed, over ranks"
-    columns = ("op", "dtype", "algorithm", "chunks/shard", "path", "GEMM", "passes by mode")
-    numbers = (f">{name}" for name in (*TENSORS, "passed"))
-    console.print(make_table(f"{title} (0 = bit-equal to fp64, rounded)", (*columns, *numbers), rows))
-    for result in failed[:MAX_FAILURES_SHOWN]:
-        case = result.case
-        what = f"{case.op}, {case.dtype_name}, {case.algorithm}, m {case.chunks_per_shard}, {case.variant}"
-        sizes = f"S {case.rows}, B {case.call.batch}, N {case.call.N}, K {case.call.K}"
-        console.print(f"[red]failed[/] {escape(f'{what}, {sizes}')}")
-        for complaint in result.complaints:
-            console.print(f"    {escape(complaint)}")
-    if len(failed) > MAX_FAILURES_SHOWN:
-        console.print(f"... and {len(failed) - MAX_FAILURES_SHOWN} more (all are in --json FILE)")
-    modes = describe_modes(_total_modes(found))
-    console.print(f"{len(found) - len(failed)} passed, {len(failed)} failed; passes of the first rank by mode: {modes}")
-
-
-def _total_modes(found: list[CaseResult]) -> dict[str, int]:
-    """How many passes ran in each mode."""
-    total: Counter[str] = Counter()
-    for result in found:
-        total.update(result.modes)
-    return dict(total)
+def _checked_models(arguments: argparse.Namespace) -> int:
+    if arguments.device != "cpu":
+        raise UsageError("--megatron compares in float64, which is overlapped on the CPU only: use --device cpu")
+    if arguments.dtype is not None or arguments.transport not in ("auto", "gloo"):
+        raise UsageError("--megatron compares in float64 over gloo: leave --dtype and --transport out")
+    num_ranks = choose_num_ranks(arguments.ranks)
+    require_megatron()
+    try:
+        choose(num_ranks, arguments.only, lora=arguments.lora)
+    except ConfigError as error:
+        raise UsageError(f"--megatron: {error}") from None
+    return num_ranks

@@ -12,14 +12,12 @@ the plugin may cost too, up to a factor. Beware: equal numbers prove nothing if 
 layer's calls are counted.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import distributed as dist
@@ -42,6 +40,12 @@ ALLOWED_RATIO = 2.0
 ROUNDING = 2.0**-23
 
 QUANTITIES = ("loss", "grad_norm")
+
+# Run -> the one from whose checkpoint it goes on.
+_RUNS = dict.fromkeys(("reference", "stock", "plugin")) | {
+    "plugin after stock": "stock",
+    "stock after plugin": "plugin",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +77,7 @@ class Curve:
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float] = field(default_factory=list)
 
-    def mean_distance(self, reference: Curve, quantity: str, first_step: int) -> float:
+    def mean_distance(self, reference: Self, quantity: str, first_step: int) -> float:
         """Mean absolute difference from `reference` over the steps from `first_step` on."""
         found = getattr(self, quantity)[first_step - self.first_step :]
         expected = getattr(reference, quantity)[first_step - reference.first_step :]
@@ -93,7 +97,12 @@ def compare_runs(task: ConvergenceTask, *, on_step: Callable[[], object] = lambd
     with tensor_parallel_megatron(task.device_type), ExitStack() as stack:
         folders = [stack.enter_context(tempfile.TemporaryDirectory(prefix="convergence-"))]
         dist.broadcast_object_list(folders)  # one for all ranks: they write one checkpoint together
-        converged = _Runs(task, Path(folders[0]), on_step).all()
+        converged, weights = Convergence({}, {}), dict[str, torch.Tensor]()
+        for run in _RUNS:
+            converged.curves[run], model = _train(task, run, weights, Path(folders[0]), on_step)
+            if run.startswith("plugin"):
+                converged.layers[run] = stock_reasons(model)
+            del model  # before the next one is built
         dist.barrier()  # the folder goes with the first rank
         return converged
 
@@ -130,62 +139,41 @@ def complaints_of(converged: Convergence) -> list[str]:
     return complaints
 
 
-class _Runs:
-    """The five runs of one task."""
+def _train(
+    task: ConvergenceTask, run: str, weights: dict[str, torch.Tensor], folder: Path, on_step: Callable[[], object]
+) -> tuple[Curve, Any]:
+    """The curve and the model of a run. weights: what all begin with; filled by the first. folder: of checkpoints."""
+    from commfuse_megatron.testing.training import Training
 
-    def __init__(self, task: ConvergenceTask, folder: Path, on_step: Callable[[], object]) -> None:
-        self._task = task
-        self._folder = folder
-        self._on_step = on_step
-        self._weights: dict[str, torch.Tensor] = {}
-        self._layers: dict[str, dict[str, str | None]] = {}
+    is_ours = run.startswith("plugin")
+    lora = task.lora if is_ours else task.lora and "rows"
+    dtype = task.reference_dtype if run == "reference" else task.dtype
+    model = build_model(task, overlap=is_ours and task.config, dtype=dtype, lora=lora)
+    _begin_with_the_same_weights(model, weights)
+    training, curve, source = Training(model, lr=task.lr, with_mask=task.with_mask), Curve(), _RUNS[run]
+    if source is not None:
+        training.load(folder / source)
+        curve.first_step = task.exchange_at + 1
+    for step in range(curve.first_step, task.num_steps + 1):
+        curve.loss.append(training.step(task.batch_of(step).to(task.device)))
+        curve.grad_norm.append(training.grad_norm())
+        if step == task.exchange_at and run in _RUNS.values():
+            training.save(folder / run)
+        on_step()
+    return curve, model
 
-    def all(self) -> Convergence:
-        half, wide, narrow = self._task.exchange_at, self._task.reference_dtype, self._task.dtype
-        curves = {
-            "reference": self._train("reference", wide, overlap=False),
-            "stock": self._train("stock", narrow, overlap=False, save_at=half),
-            "plugin": self._train("plugin", narrow, overlap=True, save_at=half),
-            "plugin after stock": self._train("plugin after stock", narrow, overlap=True, load="stock"),
-            "stock after plugin": self._train("stock after plugin", narrow, overlap=False, load="plugin"),
-        }
-        return Convergence(curves, self._layers)
 
-    def _train(
-        self, run: str, dtype: torch.dtype, *, overlap: bool, save_at: int | None = None, load: str | None = None
-    ) -> Curve:
-        from commfuse_megatron.testing.training import Training
-
-        task = self._task
-        lora = task.lora if overlap else task.lora and "rows"
-        model = build_model(task, overlap=overlap and task.config, dtype=dtype, lora=lora)
-        self._begin_with_the_same_weights(model)
-        training = Training(model, lr=task.lr, with_mask=task.with_mask)
-        curve = Curve()
-        if load is not None:
-            training.load(self._folder / load)
-            curve.first_step = task.exchange_at + 1
-        for step in range(curve.first_step, task.num_steps + 1):
-            curve.loss.append(training.step(task.batch_of(step).to(task.device)))
-            curve.grad_norm.append(training.grad_norm())
-            if step == save_at:
-                training.save(self._folder / run)
-            self._on_step()
-        if overlap:
-            self._layers[run] = stock_reasons(model)
-        return curve
-
-    def _begin_with_the_same_weights(self, model: Any) -> None:
-        """Copy the first model's weights, which are the widest ones; the names must be the same."""
-        named = dict(model.named_parameters())
-        if not self._weights:
-            self._weights = {name: parameter.detach().clone() for name, parameter in named.items()}
-        if named.keys() != self._weights.keys():
-            differing = ", ".join(sorted(named.keys() ^ self._weights.keys()))
-            raise RuntimeError(f"stock and overlapped models have parameters of different names: {differing}")
-        with torch.no_grad():
-            for name, parameter in named.items():
-                weight = self._weights[name]
-                if weight.shape != parameter.shape:  # replicated in the form of adapters that stock has
-                    weight = weight.chunk(dist.get_world_size())[dist.get_rank()]
-                parameter.copy_(weight)
+def _begin_with_the_same_weights(model: Any, weights: dict[str, torch.Tensor]) -> None:
+    """Copy the first model's weights, which are the widest ones; the names must be the same."""
+    named = dict(model.named_parameters())
+    if not weights:
+        weights |= {name: parameter.detach().clone() for name, parameter in named.items()}
+    if named.keys() != weights.keys():
+        differing = ", ".join(sorted(named.keys() ^ weights.keys()))
+        raise RuntimeError(f"stock and overlapped models have parameters of different names: {differing}")
+    with torch.no_grad():
+        for name, parameter in named.items():
+            weight = weights[name]
+            if weight.shape != parameter.shape:  # replicated in the form of adapters that stock has
+                weight = weight.chunk(dist.get_world_size())[dist.get_rank()]
+            parameter.copy_(weight)

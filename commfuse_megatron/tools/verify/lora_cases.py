@@ -4,21 +4,20 @@ Data only: importing this imports no Megatron. Beware: a configuration is named 
 word belongs to two options, so that words alone choose.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any
 
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.tools.verify.megatron_cases import (
+    CONFIGURATIONS,
     FULL,
     LATENT,
-    RANKS,
     SELECTIVE,
     Adapters,
     Configuration,
-    by_name,
+    choose_configurations,
+    require_ranks,
 )
 
 #: Option -> its words.
@@ -38,12 +37,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "adapters": ("rows", "gathered"),
 }
 
-_ADAPTERS = "adapter."
-
-#: Words that do not go together -> why.
-_IMPOSSIBLE = {
-    ("convert_first", "fused"): "fused layers come from a spec, which is ours from the first",
-}
+# Words that do not go together: fused layers come from a spec.
+_IMPOSSIBLE = {"convert_first", "fused"}
 
 
 def options_of(name: str) -> dict[str, str]:
@@ -53,8 +48,12 @@ def options_of(name: str) -> dict[str, str]:
 
 def lora_configurations() -> list[Configuration]:
     """All products of the options that differ in what they build."""
-    products = (dict(zip(OPTIONS, words, strict=True)) for words in itertools.product(*OPTIONS.values()))
-    return [_configuration(each) for each in products if _reason_against(each) is None]
+    return [_configuration(words) for words in itertools.product(*OPTIONS.values()) if not set(words) >= _IMPOSSIBLE]
+
+
+def choose(num_ranks: int, names: list[str] | None, *, lora: bool) -> list[Configuration]:
+    """Those that the command line leaves. Raises ConfigError."""
+    return choose_lora(num_ranks, names) if lora else choose_configurations(num_ranks, names)
 
 
 def choose_lora(num_ranks: int, words: list[str] | None = None) -> list[Configuration]:
@@ -62,32 +61,29 @@ def choose_lora(num_ranks: int, words: list[str] | None = None) -> list[Configur
 
     Raises ConfigError for a number of ranks, a word or a choice that there is nothing for.
     """
-    if num_ranks not in RANKS:
-        raise ConfigError(f"the configurations are made for {' or '.join(map(str, RANKS))} ranks, not for {num_ranks}")
-    wanted = {option: set(words or ()) & set(known) for option, known in OPTIONS.items()}
+    require_ranks(num_ranks)
+    given = set(words or ())
     unknown = [word for word in words or () if not any(word in known for known in OPTIONS.values())]
     if unknown:
         offered = "; ".join(f"{option}: {', '.join(known)}" for option, known in OPTIONS.items())
         raise ConfigError(f"no option of --lora has the word {', '.join(unknown)}. There are {offered}")
+    left = [given.intersection(known) or known for known in OPTIONS.values()]
     chosen = [
         each
         for each in lora_configurations()
-        if all(not wanted[option] or word in wanted[option] for option, word in options_of(each.name).items())
+        if all(word in words_left for word, words_left in zip(each.name.split(), left, strict=True))
     ]
     if not chosen:
-        reasons = " ".join(f"{' and '.join(words)}: {reason}." for words, reason in _IMPOSSIBLE.items())
-        raise ConfigError(f"there is nothing for {' '.join(words or ())}. {reasons}")
+        why = "convert_first and fused: fused layers come from a spec, which is ours from the first"
+        raise ConfigError(f"there is nothing for {' '.join(words or ())}. {why}.")
     return chosen
 
 
-def _reason_against(words: dict[str, str]) -> str | None:
-    return next((reason for each, reason in _IMPOSSIBLE.items() if set(each) <= set(words.values())), None)
-
-
-def _configuration(words: dict[str, str]) -> Configuration:
-    model, is_frozen, recompute = by_name(words["model"]), words["base"] == "frozen", words["recompute"]
+def _configuration(words: tuple[str, ...]) -> Configuration:
+    name, order, layers, recompute, gradients, base, adapters = words
+    (model,) = [each for each in CONFIGURATIONS if each.name == name]
     options: dict[str, Any] = dict(model.options)
-    if words["model"] == "mla":
+    if name == "mla":
         options |= LATENT | {"qk_layernorm": True}
     recomputed: tuple[str, ...] = ()
     if recompute == "full":
@@ -100,26 +96,21 @@ def _configuration(words: dict[str, str]) -> Configuration:
             # Stock's backward pass never ends where a recomputed MLP returns its bias: autograd takes the parameter
             # for an output of the checkpoint.
             options["recompute_modules"], recomputed = ["layernorm"], ()
-    without_backward: tuple[str, ...] = ()
-    if is_frozen:
-        without_backward = ("embedding",)
-        if recompute == "kept":  # nothing before the first layer needs a gradient, then
-            without_backward += tuple(f"decoder.layers.0.self_attention.{linear}.to_wrap" for linear in _FIRST)
+    is_frozen = base == "frozen"
+    without_backward: tuple[str, ...] = ("embedding",) if is_frozen else ()
+    if is_frozen and recompute == "kept":  # nothing before the first layer needs a gradient, then
+        first = ("linear_qkv", "linear_q_down_proj", "linear_kv_down_proj")
+        without_backward += tuple(f"decoder.layers.0.self_attention.{linear}.to_wrap" for linear in first)
     return dataclasses.replace(
         model,
-        name=" ".join(words.values()),
+        name=" ".join(words),
         options=options,
-        is_fused=words["layers"] == "fused",
-        way="convert" if words["order"] == "convert_first" else "spec",
-        fuses_gradients=words["gradients"] == "main_grad",
+        is_fused=layers == "fused",
+        way="convert" if order == "convert_first" else "spec",
+        fuses_gradients=gradients == "main_grad",
         recomputed=recomputed,
         frozen=("",) if is_frozen else (),
-        trained=(_ADAPTERS,) if is_frozen else (),
+        trained=("adapter.",) if is_frozen else (),
         without_backward=without_backward,
-        adapters=Adapters(
-            norm_output="rows" if words["adapters"] == "rows" else "gathered", is_first=words["order"] == "lora_first"
-        ),
+        adapters=Adapters(norm_output="rows" if adapters == "rows" else "gathered", is_first=order == "lora_first"),
     )
-
-
-_FIRST = ("linear_qkv", "linear_q_down_proj", "linear_kv_down_proj")

@@ -5,15 +5,10 @@ layers stay stock and why - stands here, beside the configuration, and is compar
 also be those of a plugin that is not at work.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from commfuse_megatron.errors import ConfigError
-
-#: Group sizes that configurations are made for.
-RANKS = (2, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,9 +215,10 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
 )
 
 
-def by_name(name: str) -> Configuration:
-    """The configuration of this name."""
-    return next(each for each in CONFIGURATIONS if each.name == name)
+def require_ranks(num_ranks: int) -> None:
+    """Raise ConfigError for a number of ranks that no configuration is made for."""
+    if num_ranks not in (2, 4):
+        raise ConfigError(f"the configurations are made for 2 or 4 ranks, not for {num_ranks}")
 
 
 def choose_configurations(num_ranks: int, names: list[str] | None = None) -> list[Configuration]:
@@ -230,8 +226,7 @@ def choose_configurations(num_ranks: int, names: list[str] | None = None) -> lis
 
     Raises ConfigError for a number of ranks or a name that there is nothing for.
     """
-    if num_ranks not in RANKS:
-        raise ConfigError(f"the configurations are made for {' or '.join(map(str, RANKS))} ranks, not for {num_ranks}")
+    require_ranks(num_ranks)
     possible = [each for each in CONFIGURATIONS if each.least_ranks <= num_ranks]
     if names is None:
         return possible

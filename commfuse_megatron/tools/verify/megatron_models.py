@@ -6,12 +6,11 @@ change. Only where ranks share sequences it is stock without that, which Megatro
 configuration fails unless the calls of every layer are those that it expects.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -82,7 +81,7 @@ def verify_models(
     for (context, size, layout), same_layout in itertools.groupby(configurations, layout_of):
         with contextlib.nullcontext() if context > 1 else tensor_parallel(size, **layout):
             for configuration in same_layout:
-                own = _compare(configuration, size)
+                own = (_compare_shared if context > 1 else _compare_runs)(configuration, size)
                 everyones: list[Any] = [None] * num_ranks
                 dist.all_gather_object(everyones, own)
                 results.append(_judge(configuration, everyones))
@@ -90,70 +89,56 @@ def verify_models(
     return results
 
 
-_OVERLAPPED = ("sliced", "overlapped")
-
 # --- one configuration on one rank ------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Found:
-    losses: list[tuple[float, float]]
-    gradient_errors: dict[str, float]
-    parameter_errors: dict[str, float]
-    layers: list[tuple[str, int, dict[str, int]]]
-    ops: dict[str, int]
-    complaints: list[str]
-
-
-def _compare(configuration: Configuration, size: int) -> _Found:
-    from commfuse_megatron.plugin import reset_contexts
-
-    if configuration.context > 1:
-        return _compare_shared(configuration, size)
-    found = _compare_runs(configuration, size)
-    reset_contexts()
-    return found
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    gradient_errors: dict[str, float] = field(default_factory=dict)
+    parameter_errors: dict[str, float] = field(default_factory=dict)
+    stock: Counter[str] = field(default_factory=Counter)
+    ops: dict[str, int] = field(default_factory=dict)
+    complaints: list[str] = field(default_factory=list)
 
 
 def _compare_shared(configuration: Configuration, size: int) -> _Found:
     """Ranks share sequences in our model; in stock's, which has another parallel state, each has them whole."""
     from megatron.core import parallel_state
 
-    from commfuse_megatron.plugin import reset_contexts
     from commfuse_megatron.testing.gpt import tensor_parallel
     from commfuse_megatron.testing.pipeline import ScheduledRun
 
     batches = _micro_batches(configuration, 0, dist.get_rank() // (size * configuration.context))
-    recipe = _recipe(configuration)
     with tensor_parallel(size, **configuration.layout):
-        stock = _build_stock(configuration, recipe, size)
+        stock = _build_stock(configuration, size)
         states = [chunk.state_dict() for chunk in stock]
         expected = ScheduledRun(stock).step(batches)
-    options = {**recipe.options, "context_parallel_size": configuration.context, "cp_comm_type": "a2a"}
     with tensor_parallel(size, context_parallel_size=configuration.context, **configuration.layout):
-        ours = _build_ours(configuration, replace(recipe, options=options), size)
+        ours = _build_ours(configuration, size, context_parallel_size=configuration.context, cp_comm_type="a2a")
         for chunk, state in zip(ours, states, strict=True):
             chunk.load_state_dict(state)
         actual = ScheduledRun(ours).step(batches)
         means = torch.tensor(actual.losses, dtype=torch.float64) / configuration.context
         dist.all_reduce(means, group=parallel_state.get_context_parallel_group())
-        losses = list(zip(expected.losses, means.tolist(), strict=True))
-        errors = {name: _relative(each, actual.gradients[name]) for name, each in expected.gradients.items()}
-        found = _note_calls(configuration, ours, 1, _Found(losses, errors, {}, [], {}, []))
-        reset_contexts()
+        found = _Found(losses=list(zip(expected.losses, means.tolist(), strict=True)))
+        _compare_gradients(found, expected.gradients, actual.gradients)
+        _note_calls(configuration, ours, 1, found)
     return found
 
 
 def _compare_runs(configuration: Configuration, size: int) -> _Found:
     from megatron.core import parallel_state
 
+    from commfuse_megatron.testing.models import name_with_separate_norm
     from commfuse_megatron.testing.pipeline import ScheduledRun
 
-    stock_chunks, our_chunks = _build_both(configuration, size)
+    stock_chunks, our_chunks = _build_stock(configuration, size), _build_ours(configuration, size)
+    for from_, to in zip(stock_chunks, our_chunks, strict=True):
+        state = from_.state_dict()
+        to.load_state_dict({name: state[name_with_separate_norm(name)] for name in to.state_dict()})
     stock, ours = (ScheduledRun(chunks, optimizer=configuration.optimizer) for chunks in (stock_chunks, our_chunks))
-    complaints: list[str] = []
-    losses: list[tuple[float, float]] = []
-    errors: dict[str, float] = {}
+    found = _Found()
     num_steps = 1 if configuration.optimizer is None else NUM_STEPS
     for step in range(num_steps):
         batches = _micro_batches(configuration, step, parallel_state.get_data_parallel_rank())
@@ -161,122 +146,94 @@ def _compare_runs(configuration: Configuration, size: int) -> _Found:
         for run in (stock, ours):
             _reset_random_states()
             outcomes.append(run.step(batches, forward_only=configuration.forward_only, packed=configuration.packed))
-        losses += zip(outcomes[0].losses, outcomes[1].losses, strict=True)
+        found.losses += zip(outcomes[0].losses, outcomes[1].losses, strict=True)
         if step == 0:
-            expected = _by_stocks_name(outcomes[0].gradients)
-            actual = _by_stocks_name(outcomes[1].gradients)
-            complaints += [
-                f"only one model has a gradient of {name}" for name in sorted(expected.keys() ^ actual.keys())
-            ]
-            errors = {name: _relative(expected[name], actual[name]) for name in expected if name in actual}
+            _compare_gradients(found, *(_by_stocks_name(outcome.gradients) for outcome in outcomes))
     if configuration.is_repeatable:
         _reset_random_states()
         again = ours.step(batches)
         num_steps += 1
-        complaints += [
+        found.complaints += [
             f"{name}: a second run gives other bits"
             for name, gradient in outcomes[1].gradients.items()
             if not torch.equal(gradient, again.gradients[name])
         ]
-    parameter_errors: dict[str, float] = {}
     if configuration.optimizer is not None:
-        before, after = stock.parameters(), ours.parameters()
-        parameter_errors = {name: _relative(before[name], after[name]) for name in before}
-    found = _Found(losses, errors, parameter_errors, [], {}, complaints)
-    return _note_calls(configuration, our_chunks, num_steps, found)
+        after = ours.parameters()
+        found.parameter_errors = {name: _relative(each, after[name]) for name, each in stock.parameters().items()}
+    _note_calls(configuration, our_chunks, num_steps, found)
+    return found
 
 
-def _recipe(configuration: Configuration) -> Any:
+def _recipe(configuration: Configuration, **options: Any) -> Any:
     from commfuse_megatron.testing.gpt import SmallGPT
     from commfuse_megatron.testing.models import Recipe
 
     make = SmallGPT if configuration.variant == "llama" else SmallGPT.layer_norm_and_bias
-    gpt = make(**{"dtype": torch.float64, "max_sequence_length": 64, **configuration.sizes})
     return Recipe(
-        gpt=gpt,
-        options=configuration.options,
+        gpt=make(**{"dtype": torch.float64, "max_sequence_length": 64, **configuration.sizes}),
+        options=configuration.options | options,
         hybrid_pattern=configuration.hybrid_pattern,
         virtual_stages=configuration.virtual_stages,
         is_packed=bool(configuration.packed),
     )
 
 
-def _build_stock(configuration: Configuration, recipe: Any, size: int) -> list[Any]:
+def _build_stock(configuration: Configuration, size: int) -> list[Any]:
+    """Biases and norm weights are no zeros and ones, equally on all ranks."""
     from commfuse_megatron.testing.models import build_chunks, make_config
 
+    recipe = _recipe(configuration)
     stock = build_chunks(recipe, make_config(recipe, size))
-    _add_adapters(configuration, stock)
-    _perturb(stock)
+    _adapt_and_freeze(configuration, stock)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in (parameter for chunk in stock for parameter in chunk.parameters()):
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
     return stock
 
 
-def _build_both(configuration: Configuration, size: int) -> tuple[list[Any], list[Any]]:
-    from commfuse_megatron.testing.models import name_with_separate_norm
-
-    recipe = _recipe(configuration)
-    stock = _build_stock(configuration, recipe, size)
-    ours = _build_ours(configuration, replace(recipe, is_fused=configuration.is_fused), size)
-    for from_, to in zip(stock, ours, strict=True):
-        state = from_.state_dict()
-        to.load_state_dict({name: state[name_with_separate_norm(name)] for name in to.state_dict()})
-        for model in (from_, to):
-            _freeze(model, configuration)
-    return stock, ours
-
-
-def _build_ours(configuration: Configuration, recipe: Any, size: int) -> list[Any]:
+def _build_ours(configuration: Configuration, size: int, **options: Any) -> list[Any]:
     from commfuse_megatron.plugin import convert_model
     from commfuse_megatron.testing.models import build_chunks, make_config
 
-    adapters = configuration.adapters
-    has_adapters_first = adapters is not None and adapters.is_first
+    recipe = replace(_recipe(configuration, **options), is_fused=configuration.is_fused)
+    has_adapters_first = configuration.adapters is not None and configuration.adapters.is_first
     overlap = None if has_adapters_first else OVERLAPPED
     ours = build_chunks(recipe, make_config(recipe, size), overlap=overlap, way=configuration.way, seed=99)
     if has_adapters_first:
-        _add_adapters(configuration, ours)
+        _adapt_and_freeze(configuration, ours)
     if configuration.fuses_gradients:
         # Stock cannot: its linears need Apex for this, and the oracle is stock without it.
-        for chunk in ours:
-            for module in chunk.modules():
-                if hasattr(module, "config"):  # adapters have one of their own
-                    module.config.gradient_accumulation_fusion = True
+        for module in (module for chunk in ours for module in chunk.modules()):
+            if hasattr(module, "config"):  # adapters have one of their own
+                module.config.gradient_accumulation_fusion = True
     if configuration.fuses_gradients or has_adapters_first:
         convert_model(ours, OVERLAPPED)
     if not has_adapters_first:
-        _add_adapters(configuration, ours)
+        _adapt_and_freeze(configuration, ours)
     return ours
 
 
-def _add_adapters(configuration: Configuration, chunks: list[Any]) -> None:
-    if configuration.adapters is None:
-        return
+def _adapt_and_freeze(configuration: Configuration, chunks: list[Any]) -> None:
     from commfuse_megatron.testing.lora import add_lora
 
     for chunk in chunks:
-        add_lora(chunk, norm_output=configuration.adapters.norm_output)
-        _freeze(chunk, configuration)
+        if configuration.adapters is not None:
+            add_lora(chunk, norm_output=configuration.adapters.norm_output)
+        for name, parameter in chunk.named_parameters():
+            is_frozen, is_trained = _is_in(configuration.frozen, name), _is_in(configuration.trained, name)
+            parameter.requires_grad_(is_trained or not is_frozen)
+
+
+def _is_in(parts: Iterable[str], name: str) -> bool:
+    return any(part in name for part in parts)
 
 
 def _by_stocks_name(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     from commfuse_megatron.testing.models import name_with_separate_norm
 
     return {name_with_separate_norm(name.replace("to_wrap.", "")): each for name, each in gradients.items()}
-
-
-def _freeze(model: torch.nn.Module, configuration: Configuration) -> None:
-    for name, parameter in model.named_parameters():
-        is_frozen = any(part in name for part in configuration.frozen)
-        is_trained = any(part in name for part in configuration.trained)
-        parameter.requires_grad_(is_trained or not is_frozen)
-
-
-def _perturb(chunks: list[torch.nn.Module]) -> None:
-    """Make biases and norm weights something else than zeros and ones, equally on all ranks."""
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for chunk in chunks:
-            for parameter in chunk.parameters():
-                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
 
 
 def _micro_batches(configuration: Configuration, step: int, data_rank: int) -> list[torch.Tensor]:
@@ -292,20 +249,27 @@ def _reset_random_states() -> None:
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
 
 
+def _compare_gradients(found: _Found, expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> None:
+    lonely = sorted(expected.keys() ^ actual.keys())
+    found.complaints += [f"only one model has a gradient of {name}" for name in lonely]
+    found.gradient_errors = {n: _relative(gradient, actual[n]) for n, gradient in expected.items() if n in actual}
+
+
 def _relative(expected: torch.Tensor, found: torch.Tensor) -> float:
     """The largest difference over the largest element; NaN stays NaN, equal zeros have no error, and
     what should be zero and is not has an infinite one."""
     difference, scale = (expected - found).abs().max().item(), expected.abs().max().item()
     if not difference:
         return 0.0
-    return difference / scale if scale else float("inf")
+    return difference / scale if scale else math.inf
 
 
 # --- calls, and the verdict -------------------------------------------------------------------------------------------
 
 
-def _note_calls(configuration: Configuration, chunks: list[Any], num_steps: int, found: _Found) -> _Found:
-    from commfuse_megatron.plugin import model_report
+def _note_calls(configuration: Configuration, chunks: list[Any], num_steps: int, found: _Found) -> None:
+    """What the layers and operations report, and what is wrong with it; our contexts are closed."""
+    from commfuse_megatron.plugin import model_report, reset_contexts
     from commfuse_megatron.plugin.decision import state_of
 
     report = model_report(chunks)
@@ -313,23 +277,20 @@ def _note_calls(configuration: Configuration, chunks: list[Any], num_steps: int,
     times = num_steps * len(configuration.micro_batches)
     expected_backward = 0
     for layer in report.layers:
-        reasons = dict(state_of(modules[layer.name]).stock_calls) if layer.layer.startswith("CommFuse") else {}
-        found.layers.append((layer.name, layer.overlapped_calls, reasons))
+        if layer.layer.startswith("CommFuse"):
+            found.stock.update(dict(state_of(modules[layer.name]).stock_calls))
         complaint = _complaint_about(configuration, layer, times)
         if complaint is not None:
             found.complaints.append(f"{layer.name}: {complaint}")
-        if layer.overlapped_calls and not any(part in layer.name for part in configuration.without_backward):
+        if layer.overlapped_calls and not _is_in(configuration.without_backward, layer.name):
             expected_backward += times * _uses(configuration.repeated, layer.name)
     for pass_name in ("fprop", "backward"):
-        found.ops[pass_name] = sum(
-            op.calls for op in report.ops if op.pass_name == pass_name and op.path in _OVERLAPPED
-        )
-    if configuration.forward_only:
-        expected_backward = 0
-    expected = {"fprop": report.overlapped_calls, "backward": expected_backward}
+        overlapped = [op for op in report.ops if op.pass_name == pass_name and op.path in ("sliced", "overlapped")]
+        found.ops[pass_name] = sum(op.calls for op in overlapped)
+    expected = {"fprop": report.overlapped_calls, "backward": 0 if configuration.forward_only else expected_backward}
     if found.ops != expected:
         found.complaints.append(f"overlapped calls of operations are {found.ops}, expected {expected}")
-    return found
+    reset_contexts()
 
 
 def _complaint_about(configuration: Configuration, layer: Any, times: int) -> str | None:
@@ -338,13 +299,13 @@ def _complaint_about(configuration: Configuration, layer: Any, times: int) -> st
             return f"is a {layer.layer}, not Megatron's own" if layer.layer.startswith("CommFuse") else None
         allowed = configuration.adapters.reasons_to_stay(layer.name)
         if allowed:
-            unexpected = [reason for reason in layer.reasons if not any(part in reason for part in allowed)]
+            unexpected = [reason for reason in layer.reasons if not _is_in(allowed, reason)]
             if unexpected or not layer.reasons or layer.overlapped_calls:
                 return f"was to be stock, since {' or '.join(allowed)}; is {layer.path}: {'; '.join(layer.reasons)}"
             return None
     if not layer.layer.startswith("CommFuse"):
         return f"is a {layer.layer}, not ours"
-    surprises = [reason for reason in layer.reasons if not any(part in reason for part in configuration.stock)]
+    surprises = [reason for reason in layer.reasons if not _is_in(configuration.stock, reason)]
     if surprises:
         return f"took Megatron's own path: {'; '.join(surprises)}"
     if layer.reasons:
@@ -357,8 +318,8 @@ def _complaint_about(configuration: Configuration, layer: Any, times: int) -> st
     return None
 
 
-def _uses(parts: Sequence[str], name: str) -> int:
-    return 2 if any(part in name for part in parts) else 1
+def _uses(parts: Iterable[str], name: str) -> int:
+    return 2 if _is_in(parts, name) else 1
 
 
 def _judge(configuration: Configuration, everyones: list[_Found]) -> ModelResult:
@@ -367,11 +328,7 @@ def _judge(configuration: Configuration, everyones: list[_Found]) -> ModelResult
     gradient, gradient_error = _worst(found.gradient_errors for found in everyones)
     parameter, parameter_error = _worst(found.parameter_errors for found in everyones)
     num_gradients = sum(len(found.gradient_errors) for found in everyones)
-    stock: dict[str, int] = {}
-    for found in everyones:
-        for _, _, reasons in found.layers:
-            for reason, calls in reasons.items():
-                stock[reason] = stock.get(reason, 0) + calls
+    stock = sum((found.stock for found in everyones), Counter())
     overlapped = sum(found.ops["fprop"] for found in everyones)
     complaints = [f"rank {rank}: {text}" for rank, found in enumerate(everyones) for text in found.complaints]
     allowed_loss = SHARED_LOSS_TOLERANCE if configuration.context > 1 else TOLERANCE
@@ -396,7 +353,7 @@ def _judge(configuration: Configuration, everyones: list[_Found]) -> ModelResult
         parameter=parameter,
         overlapped=overlapped,
         backward=sum(found.ops["backward"] for found in everyones),
-        stock=stock,
+        stock=dict(stock),
         complaints=tuple(dict.fromkeys(complaints)),
     )
 

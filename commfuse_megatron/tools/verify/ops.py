@@ -6,23 +6,21 @@ tolerance, random ones within `Call.allowed`. Over the copy engine a case runs i
 mode that it can take, fails, however right its numbers are.
 """
 
-from __future__ import annotations
-
 import dataclasses
+import functools
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
 
 from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.config import OverlapConfig
-from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.runtime import hardware
 from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.tools.common.modes import MODES, Mode, badness, describe_modes, with_mode
@@ -34,6 +32,9 @@ from commfuse_megatron.tools.verify.cases import Case, modes_of
 _CALLS_IN_A_ROW = 6
 
 PASSES = ("fprop", "backward")
+
+#: S of a call, where its operands lie (0, or elsewhere), and the seed of its numbers.
+_Step = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,16 +80,9 @@ class CaseResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
+        names = ("passed", "paths", "transport", "gemms", "modes", "complaints")
         deviations = {d.tensor: {"max_error": d.max_error, "allowed": d.allowed} for d in self.deviations}
-        return self.case.to_dict() | {
-            "passed": self.passed,
-            "paths": list(self.paths),
-            "transport": self.transport,
-            "gemms": list(self.gemms),
-            "modes": self.modes,
-            "deviations": deviations,
-            "complaints": list(self.complaints),
-        }
+        return self.case.to_dict() | {name: getattr(self, name) for name in names} | {"deviations": deviations}
 
 
 def verify_ops(
@@ -117,56 +111,52 @@ def run_cases(
 ) -> list[CaseResult]:
     """The results as this rank sees them. Collective over `group`."""
     own: list[CaseResult] = []
+    # Shared by all contexts: cuDNN takes longer to build its graphs than all calls together.
     kernels = hardware.current.attention_kernels(device)
     for config, neighbours in itertools.groupby(cases, Case.config):
         with ExitStack() as stack:
-            contexts = _Contexts(group, config, kernels, stack)
+
+            @functools.cache
+            def context_of(mode: Mode, config: OverlapConfig = config, stack: ExitStack = stack) -> OverlapContext:
+                context = stack.enter_context(OverlapContext(group, with_mode(config, mode)))
+                context.attention_kernels = kernels
+                return context
+
             for case in neighbours:
-                own.append(_CaseOnRank(case, contexts).run())
+                own.append(_CaseOnRank(case, context_of).run())
                 on_case_done()
     return own
 
 
 def compare(name: str, found: torch.Tensor | None, expected: torch.Tensor | None, allowed: float) -> Deviation:
     """The largest difference of two tensors; infinite if only one is there, or their shapes or placement differ."""
-    if found is None and expected is None:
-        return Deviation(tensor=name, max_error=0.0, allowed=allowed)
-    if found is None or expected is None or found.shape != expected.shape:
-        return Deviation(tensor=name, max_error=math.inf, allowed=allowed)
-    difference = (found.double() - expected.double()).abs()
-    return Deviation(tensor=name, max_error=float(difference.max()) if difference.numel() else 0.0, allowed=allowed)
+    if found is None or expected is None:
+        error = 0.0 if found is expected else math.inf
+    elif found.shape != expected.shape:
+        error = math.inf
+    else:
+        difference = (found.double() - expected.double()).abs()
+        error = float(difference.max()) if difference.numel() else 0.0
+    return Deviation(tensor=name, max_error=error, allowed=allowed)
 
 
 # --- one case on one rank ---------------------------------------------------------------------------------------------
 
 
-class _Contexts:
-    """The contexts of one configuration, by the fastest mode that calls may run in; made when first asked for.
+class _Data(NamedTuple):
+    """Numbers of a call, what has to come of them, and how far off that may be."""
 
-    They share what computes attention, since cuDNN takes longer to build its graphs than all calls together.
-    """
-
-    def __init__(
-        self, group: dist.ProcessGroup, config: OverlapConfig, kernels: AttentionKernels, stack: ExitStack
-    ) -> None:
-        self._group, self._config, self._kernels, self._stack = group, config, kernels, stack
-        self._made: dict[Mode, OverlapContext] = {}
-
-    def of(self, mode: Mode) -> OverlapContext:
-        """Collective the first time."""
-        if mode not in self._made:
-            context = self._stack.enter_context(OverlapContext(self._group, with_mode(self._config, mode)))
-            context.attention_kernels = self._kernels
-            self._made[mode] = context
-        return self._made[mode]
+    operands: Operands
+    expected: Results
+    allowed: dict[str, float]
 
 
 class _CaseOnRank:
-    """What a case works on, on this rank, and what was found."""
+    """What a case works on, on this rank, and what was found. context_of: by the fastest mode that calls may run in."""
 
-    def __init__(self, case: Case, contexts: _Contexts) -> None:
-        self._case, self._contexts = case, contexts
-        default = contexts.of("graph")
+    def __init__(self, case: Case, context_of: Callable[[Mode], OverlapContext]) -> None:
+        self._case, self._context_of = case, context_of
+        default = context_of("graph")
         group, device, self._transport = default.group, default.device, default.transport_name
         self._rank, group_size = group.rank(), group.size()
         self._modes = {
@@ -174,23 +164,20 @@ class _CaseOnRank:
             for pass_name in PASSES
             for rows in case.rows
         }
-        has_tapes = any("tape" in modes for modes in self._modes.values())
         self._orders: dict[Mode, list[_Step]] = {"graph": _order_of(case, "stepped")}  # all that there is, by default
-        if has_tapes:
+        if any("tape" in modes for modes in self._modes.values()):
             self._orders = {mode: _order_of(case, mode) for mode in MODES}
         # By S and seed, but leaves by S and place.
-        self._data: dict[tuple[int, int], Operands] = {}
-        self._expected: dict[tuple[int, int], Results] = {}
-        self._allowed: dict[tuple[int, int], dict[str, float]] = {}
+        self._data: dict[tuple[int, int], _Data] = {}
         self._leaves: dict[tuple[int, int], Operands] = {}
         for rows, place, seed in dict.fromkeys(each for order in self._orders.values() for each in order):
             if (rows, seed) not in self._data:
                 call = case.call_of(rows, seed)
-                data = self._data[rows, seed] = call.draw(self._rank, group_size, device)
-                expected = self._expected[rows, seed] = reference(call, data.widened(), group)
-                self._allowed[rows, seed] = call.allowed(group_size, expected)
+                operands = call.draw(self._rank, group_size, device)
+                expected = reference(call, operands.widened(), group)
+                self._data[rows, seed] = _Data(operands, expected, call.allowed(group_size, expected))
             if (rows, place) not in self._leaves:
-                data = self._data[rows, seed]
+                data = self._data[rows, seed].operands
                 leaves = data.copies(case.call.needs)
                 self._leaves[rows, place] = dataclasses.replace(leaves, grad_y=data.grad_y.clone())
         self._deviations: dict[str, Deviation] = {}
@@ -199,7 +186,6 @@ class _CaseOnRank:
         self._mode_complaints: list[str] = []
 
     def run(self) -> CaseResult:
-        """Make all calls, in all modes, and judge. Collective."""
         for limit, order in self._orders.items():
             self._run_in(limit, order)
         complaints = [
@@ -209,24 +195,23 @@ class _CaseOnRank:
         ]
         if not self._records:
             complaints.append("the report shows no call")
-        for record in self._records:
-            expected = self._case.expected_path(record.pass_name)
-            if record.path != expected:
-                complaints.append(
-                    f"took the path {record.path!r} in {record.pass_name}, asked for {expected!r}: {record.reason}"
-                )
+        complaints += [
+            f"took the path {record.path!r} in {record.pass_name}, asked for {expected!r}: {record.reason}"
+            for record in self._records
+            if record.path != (expected := self._case.expected_path(record.pass_name))
+        ]
         return CaseResult(
             case=self._case,
             deviations=tuple(self._deviations.values()),
-            paths=tuple(sorted({record.path for record in self._records})),
+            paths=_sorted_once(record.path for record in self._records),
             transport=self._transport,
-            gemms=tuple(sorted({name for record in self._records for name in record.gemm.split(", ")})),
+            gemms=_sorted_once(name for record in self._records for name in record.gemm.split(", ")),
             modes={mode: self._ran[mode] for mode in MODES if self._ran[mode]},
             complaints=(*dict.fromkeys(complaints), *self._mode_complaints),
         )
 
     def _run_in(self, limit: Mode, order: list[_Step]) -> None:
-        context = self._contexts.of(limit)
+        context = self._context_of(limit)
         before = context.report()
         for step in order[:-1]:
             self._check(context, step)
@@ -236,7 +221,9 @@ class _CaseOnRank:
         calls = {_key(record): record.calls for record in before}
         self._records += [r for r in after if r.op == self._case.op and r.calls > calls.get(_key(r), 0)]
         for pass_name in PASSES:
-            dues = [self._mode_due(pass_name, rows, limit) for rows, _, _ in order]
+            # Of each call the fastest mode up to `limit` that it can take; None where it has none.
+            fastest = MODES.index(limit) + 1
+            dues = [next(reversed(self._modes[pass_name, rows][:fastest]), None) for rows, _, _ in order]
             ran = _modes_in(after, pass_name) - _modes_in(before, pass_name)
             last = _modes_in(after, pass_name) - _modes_in(before_last, pass_name)
             self._ran += ran
@@ -244,25 +231,15 @@ class _CaseOnRank:
             if complaint is not None:
                 self._mode_complaints.append(f"{pass_name}, up to {limit}: {complaint} (group rank {self._rank})")
 
-    def _mode_due(self, pass_name: str, rows: int, limit: Mode) -> Mode | None:
-        """The fastest mode up to `limit` that the pass can take; None where it has none."""
-        modes = self._modes[pass_name, rows][: MODES.index(limit) + 1]
-        return modes[-1] if modes else None
-
     def _check(self, context: OverlapContext, step: _Step) -> None:
         """One call. Nothing of it is left when this returns: the next one is to find the memory as it was."""
         rows, place, seed = step
-        leaves = self._leaves[rows, place]
-        leaves.fill(self._data[rows, seed])
+        leaves, data = self._leaves[rows, place], self._data[rows, seed]
+        leaves.fill(data.operands)
         found = run_on(self._case.call_of(rows, seed), leaves, getattr(ops, self._case.op), context=context)
-        for name, expected in self._expected[rows, seed].items():
-            deviation = compare(name, found[name], expected, self._allowed[rows, seed][name])
-            known = self._deviations.setdefault(name, deviation)
-            self._deviations[name] = max(known, deviation, key=lambda d: badness(d.fraction))
-
-
-#: S of a call, where its operands lie (0, or elsewhere), and the seed of its numbers.
-_Step = tuple[int, int, int]
+        for name, expected in data.expected.items():
+            deviation = compare(name, found[name], expected, data.allowed[name])
+            self._deviations[name] = _worst([self._deviations.get(name, deviation), deviation])
 
 
 def _order_of(case: Case, mode: Mode) -> list[_Step]:
@@ -303,16 +280,20 @@ def _key(record: OpRecord) -> tuple:
     return (record.op, record.pass_name, record.M, record.N, record.K, record.dtype)
 
 
+def _worst(deviations: Iterable[Deviation]) -> Deviation:
+    return max(deviations, key=lambda deviation: badness(deviation.fraction))
+
+
+def _sorted_once(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(set(names)))
+
+
 def worst_of(results: Sequence[CaseResult]) -> CaseResult:
     """One case's results of all ranks, as one."""
-    first = results[0]
-    by_tensor = zip(*(result.deviations for result in results), strict=True)
-    return CaseResult(
-        case=first.case,
-        deviations=tuple(max(ds, key=lambda d: badness(d.fraction)) for ds in by_tensor),
-        paths=tuple(sorted({path for result in results for path in result.paths})),
-        transport=first.transport,
-        gemms=tuple(sorted({gemm for result in results for gemm in result.gemms})),
-        modes=first.modes,
+    return dataclasses.replace(
+        results[0],
+        deviations=tuple(map(_worst, zip(*(result.deviations for result in results), strict=True))),
+        paths=_sorted_once(path for result in results for path in result.paths),
+        gemms=_sorted_once(gemm for result in results for gemm in result.gemms),
         complaints=tuple(dict.fromkeys(complaint for result in results for complaint in result.complaints)),
     )

@@ -8,8 +8,6 @@ Beware: in its first steps the plugin plans and makes its buffers, and the optim
 before anything is measured, and are there together.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 import weakref

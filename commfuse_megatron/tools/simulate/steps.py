@@ -4,19 +4,27 @@ Needs neither ranks nor rows: without rows the machine is the one that the plann
 with the package.
 """
 
-from __future__ import annotations
-
 import argparse
-import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from commfuse_megatron.plan.machine import ASSUMED_DEVICE, Traits, assumed_machine
+from commfuse_megatron.tools.common.cases import FREE, PLANNED, STEP_LAYERS, STOCK
 from commfuse_megatron.tools.common.output import make_table, results, write_json
 from commfuse_megatron.tools.common.ranks import UsageError
-
-if TYPE_CHECKING:
-    from commfuse_megatron.tools.simulate.predict_step import MeasuredStep, StepMachine, StepPrediction
+from commfuse_megatron.tools.simulate.fit import DTYPE, bandwidth_of, read_machines
+from commfuse_megatron.tools.simulate.predict import say_errors
+from commfuse_megatron.tools.simulate.predict_step import (
+    SHIPPED,
+    VARIANTS,
+    MeasuredStep,
+    StepMachine,
+    StepPrediction,
+    StepSizes,
+    measured_steps,
+    predict_step,
+)
 
 _HOST_BOUND = (
     "host-bound: the passes in which the device waits for the host, and of which variant; where that is forward alone, "
@@ -40,13 +48,14 @@ class _Error(NamedTuple):
         """Relative, positive where the prediction is too long."""
         return self.predicted / self.measured - 1
 
+    def as_json(self) -> dict[str, object]:
+        figures = {name: getattr(self, name) for name in ("what", "predicted", "measured", "error", "is_host_bound")}
+        return self.step.sizes._asdict() | figures
 
-def run_simulate_step(arguments: argparse.Namespace, machine: StepMachine) -> int:
+
+def run_simulate_step(arguments: argparse.Namespace) -> int:
     """Predict, compare, print. 0: done."""
-    from commfuse_megatron.tools.common.cases import STEP_LAYERS
-    from commfuse_megatron.tools.simulate.predict_step import SHIPPED, StepSizes, measured_steps, predict_step
-
-    layers = arguments.layers or STEP_LAYERS[arguments.step]
+    machine, layers = _machine(arguments), arguments.layers or STEP_LAYERS[arguments.step]
     sizes = [(tokens, group_size) for tokens in arguments.tokens for group_size in arguments.ranks]
     predictions = [predict_step(StepSizes(arguments.step, layers, *each), machine) for each in sizes]
     steps = [step for step in measured_steps(Path(arguments.against or SHIPPED)) if step.fits(machine)]
@@ -61,7 +70,7 @@ def run_simulate_step(arguments: argparse.Namespace, machine: StepMachine) -> in
             "device": machine.device,
             "link": machine.link,
             "predictions": [prediction.as_json() for prediction in predictions],
-            "against": [_as_json(error) for error in errors],
+            "against": [error.as_json() for error in errors],
         }
         write_json(arguments.json, data)
     _print_predictions(predictions, machine)
@@ -69,9 +78,22 @@ def run_simulate_step(arguments: argparse.Namespace, machine: StepMachine) -> in
     return 0
 
 
-def _errors(step: MeasuredStep, prediction: StepPrediction) -> Iterator[_Error]:
-    from commfuse_megatron.tools.common.cases import PLANNED, STOCK
+def _machine(arguments: argparse.Namespace) -> StepMachine:
+    """Where steps are predicted: on the machine of the rows, where there are some, else as the planner assumes it."""
+    if arguments.rows is not None:
+        machines, _ = read_machines(Path(arguments.rows), arguments.link)
+        model = machines.by_transport.get("copy_engine", machines.any)
+        return StepMachine(machines.device, machines.link, lambda group_size: model)
+    if bandwidth_of(arguments.link) is not None:
+        raise UsageError(f"--link {arguments.link}: of a bandwidth only --rows tells the rest; name such a file")
+    link = arguments.link or "nvlink"
+    traits = Traits(transport="copy_engine", adds_in_epilogue=True, replays=True)
+    if link == "host":
+        traits = Traits(transport="nccl", transfer_sms=4)
+    return StepMachine(ASSUMED_DEVICE, link, lambda group_size: assumed_machine(traits, DTYPE, group_size=group_size))
 
+
+def _errors(step: MeasuredStep, prediction: StepPrediction) -> Iterator[_Error]:
     for name, measured_ms in step.step_ms.items():
         yield _Error(step, name, prediction.step_ms[name], measured_ms, name in prediction.host_bound)
     if {STOCK, PLANNED} <= step.step_ms.keys():
@@ -79,15 +101,7 @@ def _errors(step: MeasuredStep, prediction: StepPrediction) -> Iterator[_Error]:
         yield _Error(step, "plugin / stock", predicted, measured, bool({STOCK, PLANNED} & {*prediction.host_bound}))
 
 
-def _as_json(error: _Error) -> dict[str, object]:
-    figures = {name: getattr(error, name) for name in ("what", "predicted", "measured", "error", "is_host_bound")}
-    return error.step.sizes._asdict() | figures
-
-
 def _print_predictions(predictions: Sequence[StepPrediction], machine: StepMachine) -> None:
-    from commfuse_megatron.tools.common.cases import FREE, PLANNED, STOCK
-    from commfuse_megatron.tools.simulate.predict_step import VARIANTS
-
     model, layers, *_ = predictions[0].sizes
     title = f"predicted, not measured: step of {model}, {layers} layers, ms, {machine.device}, link {machine.link}"
     rows = [
@@ -112,23 +126,17 @@ def _print_predictions(predictions: Sequence[StepPrediction], machine: StepMachi
 
 
 def _say_host_bound(prediction: StepPrediction) -> str:
-    from commfuse_megatron.tools.simulate.predict_step import VARIANTS
-
     variants: dict[tuple[str, ...], list[str]] = {}
     for name, passes in prediction.host_bound.items():
         variants.setdefault(passes, []).append(VARIANTS[name])
-    return (
-        "; ".join(
-            f"{passes[0] if len(passes) == 1 else 'both'}: {'all' if len(names) == len(VARIANTS) else ', '.join(names)}"
-            for passes, names in variants.items()
-        )
-        or "none"
-    )
+    said = []
+    for passes, names in variants.items():
+        which = "all" if len(names) == len(VARIANTS) else ", ".join(names)
+        said.append(f"{passes[0] if len(passes) == 1 else 'both'}: {which}")
+    return "; ".join(said) or "none"
 
 
 def _print_errors(errors: Sequence[_Error], machine: StepMachine, most_ranks: int) -> None:
-    from commfuse_megatron.tools.simulate.predict_step import VARIANTS
-
     console = results()
     if not errors:
         console.print(f"no step was measured on {machine.device}, link {machine.link}: trust these accordingly")
@@ -148,11 +156,7 @@ def _print_errors(errors: Sequence[_Error], machine: StepMachine, most_ranks: in
     columns = ("step", ">ranks", "variant", ">predicted", ">measured", ">error", "host-bound")
     title = f"the same model on steps measured on {machine.device}, ms: predicted / measured - 1"
     console.print(make_table(title, columns, rows))
-    found = [abs(each.error) for each in errors]
-    console.print(
-        f"median size of the error of {len(found)} figures: {100 * statistics.median(found):.1f} %; "
-        f"the largest: {100 * max(found):.1f} %"
-    )
+    console.print(say_errors(f"{len(errors)} figures", [each.error for each in errors]))
     measured_ranks = max(each.step.sizes.group_size for each in errors)
     if most_ranks > measured_ranks:
         bound = [100 * each.error for each in errors if each.is_host_bound]
