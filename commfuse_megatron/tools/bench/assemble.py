@@ -15,7 +15,7 @@ from commfuse_megatron.tools.bench.operands import Work
 from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
 from commfuse_megatron.tools.bench.timing import Sample
 from commfuse_megatron.tools.bench.variant import Ready, link_name
-from commfuse_megatron.tools.common.cases import AttentionCase, attention_bound_ms
+from commfuse_megatron.tools.common.cases import attention_bound_ms
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ def make_rows(
             split_ms = None if slices is None else slices.median_ms - compute_ms
             if work.pass_name == "fprop":
                 bound_ms = closed_form_us(compute_ms, own_ms, case.group_size, chunks)
-        if isinstance(case, AttentionCase) and work.pass_name == "fprop" and ready.path == "query_split":
+        if work.pass_name == "fprop" and ready.path == "query_split":
             bound_ms = attention_bound_ms(case, compute_ms, own_ms, chunks or 1)
         rows.append(
             Row(

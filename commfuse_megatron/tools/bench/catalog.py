@@ -1,25 +1,48 @@
 """Which variants stand beside each other, and where: all of them at two sizes, the basic ones everywhere."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
+from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.tools.bench.bounds import CommOnly, CommOnlyCollective, ComputeOnly, Sequential, SlicesOnly
-from commfuse_megatron.tools.bench.emulate import (
-    EmulatedCollective,
-    EmulatedSequential,
-    EmulatedSliced,
-    EmulatedTransfers,
+from commfuse_megatron.tools.bench.attention import (
+    PIECES,
+    attention_and_projection,
+    expected_of_attention,
+    sliced_attention,
 )
+from commfuse_megatron.tools.bench.bounds import (
+    CommOnly,
+    Gemm,
+    comm_only_collective,
+    compute_only,
+    sequential,
+    slices_only,
+)
+from commfuse_megatron.tools.bench.emulate import (
+    EmulatedPath,
+    EmulatedTransfers,
+    emulated_comm_only,
+    emulated_sequential,
+    emulated_slicing,
+    expected_of_emulated,
+)
+from commfuse_megatron.tools.bench.operands import Pool, Results, Work, draw
 from commfuse_megatron.tools.bench.ours import Ours, PathOptions, forced_paths
 from commfuse_megatron.tools.bench.peers import AsyncTP, Megatron, Userbuffers
 from commfuse_megatron.tools.bench.rows import has_word_prefix
-from commfuse_megatron.tools.bench.slicing import DataSlicing
-from commfuse_megatron.tools.bench.variant import Variant, backends_of
+from commfuse_megatron.tools.bench.slicing import sliced_linear, slicing
+from commfuse_megatron.tools.bench.ulysses import (
+    TransformerEngineExchange,
+    all_to_alls,
+    expected_of_ulysses,
+    linears_and_attention,
+)
+from commfuse_megatron.tools.bench.variant import Plain, Variant, backends_of
+from commfuse_megatron.tools.common.cases import Case
 
 #: Without these (or what begins so) a case has no rows.
 BOUNDS = ("compute_only", "comm_only collective", "sequential")
@@ -27,26 +50,60 @@ BOUNDS = ("compute_only", "comm_only collective", "sequential")
 _PIECES = (2, 4, 8)
 
 
+def make_work(case: Case, pass_name: str, group: dist.ProcessGroup, pool: Pool, *, is_emulated: bool = False) -> Work:
+    """Operands, and the results that every variant must give. Collective.
+
+    Raises UnsupportedError where larger groups cannot be emulated.
+    """
+    work = Work(case, pass_name, group, pool, draw(case, pool))
+    expected: dict[str, Callable[[Work], Results]] = {
+        "query_split_attention": expected_of_attention,
+        "ulysses_attention": expected_of_ulysses,
+    }
+    find = (
+        expected_of_emulated if is_emulated else expected.get(case.op, lambda work: sequential().build(work).results())
+    )
+    work.expected = find(work)
+    return work
+
+
 def make_variants(
-    device: torch.device, group_size: int, chunks: tuple[int, ...], config_files: Sequence[str] = ()
+    kind: str, device: torch.device, group_size: int, chunks: tuple[int, ...], config_files: Sequence[str] = ()
 ) -> list[Variant]:
     """One object for everything that can be asked for on `device`; nothing is allocated yet.
 
-    Raises ConfigError for a file with mistakes, or named like another variant.
+    kind, chunks: as in `Settings`. Raises ConfigError for a file with mistakes, or named like another variant.
     """
-    gemms = _gemms(device)
+    planned = Ours(PathOptions(path="auto", kind=kind))
+    forced = [Ours(options) for options in forced_paths(kind, device, group_size, chunks)]
+    if kind == "ulysses":
+        return [
+            Plain("compute_only", "compute", linears_and_attention),
+            Plain("comm_only collective", "transfers", all_to_alls),
+            TransformerEngineExchange(device),
+            *forced,
+            planned,
+        ]
+    comm_only = [comm_only_collective(), *(CommOnly(backend) for backend in backends_of(device))]
+    if kind == "attention":
+        return [
+            Plain("compute_only", "compute", attention_and_projection),
+            *comm_only,
+            *(slicing(pieces, sliced_attention, ("fprop",)) for pieces in PIECES),
+            *forced,
+            planned,
+        ]
     files = [Ours(PathOptions(path="auto"), OverlapConfig.from_file(file), Path(file).stem) for file in config_files]
     variants: list[Variant] = [
-        *(ComputeOnly(gemm) for gemm in gemms),
-        CommOnlyCollective(),
-        *(CommOnly(backend) for backend in backends_of(device)),
-        Sequential(),
+        *map(compute_only, _gemms(device)),
+        *comm_only,
+        sequential(),
         Megatron(),
-        Ours(PathOptions(path="auto")),
+        planned,
         *files,
-        *(SlicesOnly(m, gemm) for m in chunks for gemm in gemms),
-        *(DataSlicing(pieces) for pieces in _PIECES),
-        *(Ours(options) for options in forced_paths(device, group_size, chunks)),
+        *(slices_only(m, gemm) for m in chunks for gemm in _gemms(device)),
+        *(slicing(pieces, sliced_linear) for pieces in _PIECES),
+        *forced,
         AsyncTP(),
         Userbuffers(),
     ]
@@ -59,16 +116,26 @@ def make_variants(
     return variants
 
 
-def make_emulated_variants(device: torch.device) -> list[Variant]:
-    """The same for groups that are emulated."""
-    gemms = _gemms(device)
+def make_emulated_variants(kind: str, device: torch.device, splits: tuple[int, ...] = ()) -> list[Variant]:
+    """The same for groups that are emulated. splits: of one shard's queries, for query_split over the copy engine."""
+    backends = backends_of(device)
+    collective = Plain("comm_only collective", "transfers", emulated_comm_only)
+    transfers = [EmulatedTransfers(backend) for backend in backends]
+    if kind == "attention":
+        compute = Plain("compute_only", "compute", attention_and_projection)
+        variants: list[Variant] = [compute, collective, *transfers, *map(emulated_slicing, (1, *PIECES))]
+        for backend in backends:
+            counts = splits if backend == "copy_engine" else (1,)
+            variants.append(EmulatedPath("row_parallel", backend))
+            variants += [EmulatedPath("query_split", backend, count) for count in counts]
+        return variants
     return [
-        *(ComputeOnly(gemm) for gemm in gemms),
-        EmulatedCollective(),
-        *(EmulatedTransfers(backend) for backend in backends_of(device)),
-        EmulatedSequential(),
-        *(SlicesOnly(1, gemm) for gemm in gemms),
-        *(EmulatedSliced(backend) for backend in backends_of(device)),
+        *map(compute_only, _gemms(device)),
+        collective,
+        *transfers,
+        Plain("sequential", "sequential", emulated_sequential),
+        *(slices_only(1, gemm) for gemm in _gemms(device)),
+        *(EmulatedPath("sliced", backend) for backend in backends),
     ]
 
 
@@ -78,8 +145,8 @@ def choose(
     """Those for one pass of one case of `op`. prefixes: only names that begin with these words; lower bounds always."""
 
     def is_asked_for(variant: Variant) -> bool:
-        is_bound = any(has_word_prefix(variant.name, bound) for bound in ("comm_only", *BOUNDS))
-        return is_bound or not prefixes or any(has_word_prefix(variant.name, prefix) for prefix in prefixes)
+        wanted = ("comm_only", *BOUNDS, *prefixes)
+        return not prefixes or any(has_word_prefix(variant.name, prefix) for prefix in wanted)
 
     return [v for v in variants if v.serves(op, pass_name) and (is_full or v.is_basic) and is_asked_for(v)]
 
@@ -91,5 +158,5 @@ def for_large(variants: Iterable[Variant]) -> list[Variant]:
     ]
 
 
-def _gemms(device: torch.device) -> tuple[Literal["torch", "persistent"], ...]:
+def _gemms(device: torch.device) -> tuple[Gemm, ...]:
     return ("torch", "persistent") if device.type == "cuda" else ("torch",)

@@ -35,8 +35,7 @@ MAX_OFFENDERS_SHOWN = 10
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `commfuse bench` takes besides ranks and device. Imports no torch."""
-    from commfuse_megatron.tools.common.cases import ATTENTION_MODELS, FULL_M, LINEARS, MODELS, PASSES
-    from commfuse_megatron.tools.common.ulysses_cases import ULYSSES_MODELS
+    from commfuse_megatron.tools.common.cases import ATTENTION_MODELS, FULL_M, LINEARS, MODELS, PASSES, ULYSSES_MODELS
 
     add_rank_options(parser)
     add = parser.add_argument
@@ -92,8 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     from commfuse_megatron.tools.bench.rows import load_report
     from commfuse_megatron.tools.bench.run import Settings, require_work
     from commfuse_megatron.tools.bench.summary import parse_limits
-    from commfuse_megatron.tools.common.cases import ATTENTION_TOKENS, TOKENS
-    from commfuse_megatron.tools.common.ulysses_cases import ULYSSES_TOKENS
+    from commfuse_megatron.tools.common.cases import KINDS
 
     num_ranks = choose_several_ranks(arguments.ranks)
     _require_sense(arguments, num_ranks)
@@ -102,8 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
     asked: dict[str, Any] = {name: each_once(v) if isinstance(v, list) else v for name, v in vars(arguments).items()}
     asked |= {
         "kind": kind,
-        "models": asked["models"] or _models_of(kind),
-        "tokens": asked["tokens"] or {"attention": ATTENTION_TOKENS, "ulysses": ULYSSES_TOKENS}.get(kind, TOKENS),
+        "models": asked["models"] or KINDS[kind].models,
+        "tokens": asked["tokens"] or KINDS[kind].tokens,
         "config_files": () if arguments.write_plans else each_once(_config_files(arguments)),
         "rounds": arguments.rounds if is_gpu else 1,
         "shrink": arguments.shrink or (1 if is_gpu else CPU_SHRINK),
@@ -173,18 +171,11 @@ def _kind_of(arguments: argparse.Namespace) -> str:
     return "ulysses" if arguments.ulysses else "attention" if arguments.attention else "linears"
 
 
-def _models_of(kind: str) -> tuple[str, ...]:
-    from commfuse_megatron.tools.common.cases import ATTENTION_MODELS, MODELS
-    from commfuse_megatron.tools.common.ulysses_cases import ULYSSES_MODELS
-
-    return {"linears": MODELS, "attention": ATTENTION_MODELS, "ulysses": ULYSSES_MODELS}[kind]
-
-
 def _require_models(arguments: argparse.Namespace) -> None:
-    from commfuse_megatron.tools.common.cases import LINEARS
+    from commfuse_megatron.tools.common.cases import KINDS, LINEARS
 
     kind = _kind_of(arguments)
-    known = _models_of(kind)
+    known = KINDS[kind].models
     unknown = [model for model in arguments.models or () if model not in known]
     if unknown:
         what = "linears" if kind == "linears" else "attention blocks"

@@ -9,49 +9,46 @@ A piece holds the same rows of every rank's shard, so that its collective needs 
 one batched `torch.bmm` that reads or writes those rows where they lie: no copy on the way.
 """
 
-from typing import override
+from collections.abc import Callable
 
 import torch
 from torch import distributed as dist
 
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.tools.bench.operands import Work
-from commfuse_megatron.tools.bench.variant import Ready, Results, Variant, collective_name
+from commfuse_megatron.tools.bench.variant import Plain
+from commfuse_megatron.tools.common.cases import PASSES
 
 
-class DataSlicing(Variant):
-    """Both passes of both linears in `num_pieces` pieces of M."""
+def slicing(
+    num_pieces: int, make_call: Callable[[Work, int], Callable[[], object]], passes: tuple[str, ...] = PASSES
+) -> Plain:
+    """What `make_call` makes of a piece of work and the number of pieces."""
+    variant = Plain(f"slicing C={num_pieces}", "slicing", lambda work: make_call(work, num_pieces), passes=passes)
+    variant.is_basic, variant.is_compared, variant.chunks_per_shard = False, True, num_pieces
+    return variant
 
-    def __init__(self, num_pieces: int) -> None:
-        self.name = f"slicing C={num_pieces}"
-        self._num_pieces = num_pieces
 
-    @override
-    def build(self, work: Work) -> Ready:
-        case = work.case
-        shard_rows = case.M // case.group_size
-        if shard_rows % self._num_pieces:
-            raise UnsupportedError(f"{shard_rows} rows of a shard cannot be cut into {self._num_pieces} equal pieces")
-        sliced = _Sliced(work, self._num_pieces)
-        if work.pass_name == "fprop":
-            call = sliced.fprop_gather if case.gathers else sliced.fprop_scatter
-        else:
-            call = sliced.backward_gather if case.gathers else sliced.backward_scatter
-        return Ready(
-            call=call,
-            results=call,
-            path="slicing",
-            transport=collective_name(work.pool.device),
-            chunks_per_shard=self._num_pieces,
-        )
+def require_equal_pieces(shard_rows: int, num_pieces: int) -> None:
+    """Raise UnsupportedError where the rows of a shard cannot be cut so."""
+    if shard_rows % num_pieces:
+        raise UnsupportedError(f"{shard_rows} rows of a shard cannot be cut into {num_pieces} equal pieces")
+
+
+def sliced_linear(work: Work, num_pieces: int) -> Callable[[], object]:
+    """Both passes of both linears in pieces of M."""
+    require_equal_pieces(work.case.M // work.case.group_size, num_pieces)
+    sliced = _Sliced(work, num_pieces)
+    if work.pass_name == "fprop":
+        return sliced.fprop_gather if work.case.gathers else sliced.fprop_scatter
+    return sliced.backward_gather if work.case.gathers else sliced.backward_scatter
 
 
 class _Sliced:
     def __init__(self, work: Work, num_pieces: int) -> None:
         self.group = work.group
-        self.operands = work.operands
-        self.x = work.operands.x.detach()
-        self.weight = work.operands.weight.detach()
+        self.x, self.weight = work.operands.x.detach(), work.operands.weight.detach()
+        self.grad_y, self.grad_full = work.operands.grad_y, work.operands.grad_full
         self.size = work.case.group_size
         self.num_pieces = num_pieces
         self.piece_rows = work.case.M // self.size // num_pieces
@@ -60,22 +57,17 @@ class _Sliced:
         """[M, features] -> [pieces, ranks, rows, features], a view."""
         return full.view(self.size, self.num_pieces, self.piece_rows, -1).transpose(0, 1)
 
-    def _gather_pieces(self, shard: torch.Tensor) -> tuple[torch.Tensor, list[dist.Work]]:
-        """Start the collectives of all pieces of `shard` [M_r, features]; [pieces, ranks, rows, features]."""
+    def _gather_matmul(self, shard: torch.Tensor, b: torch.Tensor, full: torch.Tensor | None = None) -> torch.Tensor:
+        """[M, N] = all-gather(shard [M_r, K]) @ b; the gathered rows in their order into `full`, if given."""
         pieces = shard.view(self.num_pieces, self.piece_rows, -1)
-        arrived = shard.new_empty(self.num_pieces, self.size * self.piece_rows, shard.size(-1))
+        targets = shard.new_empty(self.num_pieces, self.size * self.piece_rows, shard.size(-1))
         works = [
             dist.all_gather_into_tensor(target, source, group=self.group, async_op=True)
-            for target, source in zip(arrived, pieces, strict=True)
+            for target, source in zip(targets, pieces, strict=True)
         ]
-        return arrived.view(self.num_pieces, self.size, self.piece_rows, -1), works
-
-    def _gather_matmul(self, shard: torch.Tensor, b: torch.Tensor, full: torch.Tensor | None = None) -> torch.Tensor:
-        """[M, N] = all-gather(shard) @ b; the gathered rows in their order into `full`, if given."""
-        arrived, works = self._gather_pieces(shard)
+        arrived = targets.view(self.num_pieces, self.size, self.piece_rows, -1)
         out = shard.new_empty(self.size * shard.size(0), b.size(1))
-        batched = b.expand(self.size, *b.shape)
-        outs = self._by_piece(out)
+        batched, outs = b.expand(self.size, *b.shape), self._by_piece(out)
         fulls = None if full is None else self._by_piece(full)
         for piece, work in enumerate(works):
             work.wait()
@@ -94,33 +86,31 @@ class _Sliced:
             works.append(dist.reduce_scatter_tensor(out[piece], partial, group=self.group, async_op=True))
         return out.flatten(0, 1), works
 
-    def fprop_gather(self) -> Results:
+    def fprop_gather(self) -> torch.Tensor:
         y = self._gather_matmul(self.x.flatten(0, -2), self.weight.t())
-        return {"y": y.view(-1, self.x.size(1), y.size(-1))}
+        return y.view(-1, self.x.size(1), y.size(-1))
 
-    def fprop_scatter(self) -> Results:
+    def fprop_scatter(self) -> torch.Tensor:
         y, works = self._matmul_scatter(self.x.flatten(0, -2), self.weight.t())
         for work in works:
             work.wait()
-        return {"y": y.view(-1, self.x.size(1), y.size(-1))}
+        return y.view(-1, self.x.size(1), y.size(-1))
 
-    def backward_gather(self) -> Results:
+    def backward_gather(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather x again under dgrad, whose partials are scattered piece by piece; then wgrad beside the last one."""
-        grad = self.operands.grad_full
         x = self.x.flatten(0, -2)
-        x_full = x.new_empty(grad.size(0), x.size(1))
+        x_full = x.new_empty(self.grad_full.size(0), x.size(1))
         regather = dist.all_gather_into_tensor(x_full, x, group=self.group, async_op=True)
-        grad_x, works = self._matmul_scatter(grad, self.weight)
+        grad_x, works = self._matmul_scatter(self.grad_full, self.weight)
         regather.wait()
-        grad_weight = grad.t() @ x_full
+        grad_weight = self.grad_full.t() @ x_full
         for work in works:
             work.wait()
-        return {"x.grad": grad_x.view(self.x.shape), "weight.grad": grad_weight}
+        return grad_x.view(self.x.shape), grad_weight
 
-    def backward_scatter(self) -> Results:
+    def backward_scatter(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather dy piece by piece under dgrad; then wgrad."""
-        shard = self.operands.grad_y.flatten(0, -2)
+        shard = self.grad_y.flatten(0, -2)
         grad = shard.new_empty(self.size * shard.size(0), shard.size(1))
         grad_x = self._gather_matmul(shard, self.weight, grad)
-        grad_weight = grad.t() @ self.x.flatten(0, -2)
-        return {"x.grad": grad_x.view(self.x.shape), "weight.grad": grad_weight}
+        return grad_x.view(self.x.shape), grad.t() @ self.x.flatten(0, -2)

@@ -16,7 +16,7 @@ from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import GemmProblem
 from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.tools.bench.rows import Row
-from commfuse_megatron.tools.common.cases import LinearCase, linear_case
+from commfuse_megatron.tools.common.cases import Case, linear_case
 from commfuse_megatron.tools.simulate.fit import DTYPE, SEQUENTIAL, Machines, way_of
 
 #: What decides a predicted time, and what that means.
@@ -102,7 +102,7 @@ class Comparison:
         return asdict(self) | errors
 
 
-def predict(case: LinearCase, machines: Machines) -> list[Prediction]:
+def predict(case: Case, machines: Machines) -> list[Prediction]:
     """The sequential program and all that the planner would consider over every transport, the fastest first."""
     problem = case.problem("fprop", DTYPE)
     sequential_us = predict_us(problem, SEQUENTIAL, machines.any)
@@ -229,6 +229,6 @@ def median_size(errors: Iterable[float]) -> float:
     return statistics.median(map(abs, errors))
 
 
-def cases_of(names: Iterable[str], tokens: Iterable[int], ranks: Iterable[int]) -> list[LinearCase]:
+def cases_of(names: Iterable[str], tokens: Iterable[int], ranks: Iterable[int]) -> list[Case]:
     """All that the sizes allow."""
     return [linear_case(name, M, group_size) for group_size in ranks for M in tokens for name in names]

@@ -18,7 +18,7 @@ from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_severa
 from commfuse_megatron.tools.trace.options import ATTENTION_PATHS, OF_STEPS, config_of, ready
 
 if TYPE_CHECKING:
-    from commfuse_megatron.tools.common.cases import AttentionCase
+    from commfuse_megatron.tools.common.cases import Case
     from commfuse_megatron.tools.trace.operation import BlockTrace
 
 
@@ -53,14 +53,14 @@ def run_trace_attention(arguments: argparse.Namespace) -> int:
     return launch(_trace_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
 
 
-def _case(arguments: argparse.Namespace, num_ranks: int) -> AttentionCase:
-    from commfuse_megatron.tools.common.cases import attention_case, attention_tokens
+def _case(arguments: argparse.Namespace, num_ranks: int) -> Case:
+    from commfuse_megatron.tools.common.cases import attention_case, tokens_of
 
     name = arguments.case or DEFAULT_CASE
     asked = arguments.seq or DEFAULT_ROWS
-    (M,) = attention_tokens(name, (asked,))
+    (M,) = tokens_of(name, (asked,))
     case = attention_case(name, M, num_ranks, arguments.shrink or (1 if arguments.device == "cuda" else CPU_SHRINK))
-    if arguments.seq and attention_tokens(name, (0,)) != (0,):
+    if arguments.seq and tokens_of(name, (0,)) != (0,):
         raise UsageError(f"--case {name} has a sequence of its own; leave out --seq")
     return case
 
