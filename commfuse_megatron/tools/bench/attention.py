@@ -47,7 +47,7 @@ def split_attention(work: Work, splits_per_shard: int | None) -> SplitAttention:
     return SplitAttention(problem, kernel, splits, case.head_dim**-0.5, None, None)
 
 
-def expected_of_attention(work: Work) -> Results:
+def expected(work: Work) -> Results:
     """The results that every variant must give."""
     case, o = work.case, work.operands
     if work.pass_name == "fprop":
@@ -89,7 +89,7 @@ def exact_attention(work: Work, grad: torch.Tensor | None = None) -> tuple[torch
     return attended.flatten(2), found
 
 
-def attention_and_projection(work: Work) -> Callable[[], None]:
+def compute(work: Work) -> Callable[[], None]:
     """The block of one rank, un-split, without a sum over ranks."""
     heads, attention = heads_of(work), split_attention(work, None)
     attended = torch.empty_like(heads.q)
@@ -147,7 +147,7 @@ class Pieces:
         return slice(piece * width, (piece + 1) * width)
 
 
-def sliced_attention(work: Work, num_pieces: int) -> Callable[[], torch.Tensor]:
+def sliced(work: Work, num_pieces: int) -> Callable[[], torch.Tensor]:
     """Data slicing: the collective of a piece runs beside what comes after it; the last one is exposed."""
     case, pieces = work.case, Pieces(work, num_pieces)
     shape = (case.rows // case.group_size, case.batch, case.N)

@@ -21,7 +21,7 @@ from commfuse_megatron.kernels import persistent_matmul, persistent_matmul_unava
 from commfuse_megatron.problem import GemmProblem
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.prepared import PreparedPass
-from commfuse_megatron.tools.bench.operands import Work
+from commfuse_megatron.tools.bench.operands import Results, Work
 from commfuse_megatron.tools.bench.variant import Plain, Ready, WithContext, differentiable
 
 Gemm = Literal["torch", "persistent"]
@@ -153,3 +153,8 @@ def sequential() -> Plain:
         return differentiable(work, lambda: reference(o.x, o.weight, group=work.group)).call
 
     return Plain("sequential", "sequential", make_call, is_compared=True)
+
+
+def expected(work: Work) -> Results:
+    """The results that every variant of a linear must give."""
+    return sequential().build(work).results()

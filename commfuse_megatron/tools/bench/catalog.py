@@ -1,6 +1,6 @@
 """Which variants stand beside each other, and where: all of them at two sizes, the basic ones everywhere."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -8,39 +8,10 @@ from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.tools.bench.attention import (
-    PIECES,
-    attention_and_projection,
-    expected_of_attention,
-    sliced_attention,
-)
-from commfuse_megatron.tools.bench.bounds import (
-    CommOnly,
-    Gemm,
-    comm_only_collective,
-    compute_only,
-    sequential,
-    slices_only,
-)
-from commfuse_megatron.tools.bench.emulate import (
-    EmulatedPath,
-    EmulatedTransfers,
-    emulated_comm_only,
-    emulated_sequential,
-    emulated_slicing,
-    expected_of_emulated,
-)
-from commfuse_megatron.tools.bench.operands import Pool, Results, Work, draw
+from commfuse_megatron.tools.bench import attention, bounds, emulate, peers, slicing, ulysses
+from commfuse_megatron.tools.bench.operands import Pool, Work, draw
 from commfuse_megatron.tools.bench.ours import Ours, PathOptions, forced_paths
-from commfuse_megatron.tools.bench.peers import AsyncTP, Megatron, Userbuffers
 from commfuse_megatron.tools.bench.rows import has_word_prefix
-from commfuse_megatron.tools.bench.slicing import sliced_linear, slicing
-from commfuse_megatron.tools.bench.ulysses import (
-    TransformerEngineExchange,
-    all_to_alls,
-    expected_of_ulysses,
-    linears_and_attention,
-)
 from commfuse_megatron.tools.bench.variant import Plain, Variant, backends_of
 from commfuse_megatron.tools.common.cases import Case
 
@@ -56,13 +27,8 @@ def make_work(case: Case, pass_name: str, group: dist.ProcessGroup, pool: Pool, 
     Raises UnsupportedError where larger groups cannot be emulated.
     """
     work = Work(case, pass_name, group, pool, draw(case, pool))
-    expected: dict[str, Callable[[Work], Results]] = {
-        "query_split_attention": expected_of_attention,
-        "ulysses_attention": expected_of_ulysses,
-    }
-    find = (
-        expected_of_emulated if is_emulated else expected.get(case.op, lambda work: sequential().build(work).results())
-    )
+    of_blocks = {"query_split_attention": attention.expected, "ulysses_attention": ulysses.expected}
+    find = emulate.expected if is_emulated else of_blocks.get(case.op, bounds.expected)
     work.expected = find(work)
     return work
 
@@ -77,35 +43,27 @@ def make_variants(
     planned = Ours(PathOptions(path="auto", kind=kind))
     forced = [Ours(options) for options in forced_paths(kind, device, group_size, chunks)]
     if kind == "ulysses":
-        return [
-            Plain("compute_only", "compute", linears_and_attention),
-            Plain("comm_only collective", "transfers", all_to_alls),
-            TransformerEngineExchange(device),
-            *forced,
-            planned,
-        ]
-    comm_only = [comm_only_collective(), *(CommOnly(backend) for backend in backends_of(device))]
+        collectives = Plain("comm_only collective", "transfers", ulysses.all_to_alls)
+        compute_only = Plain("compute_only", "compute", ulysses.compute)
+        return [compute_only, collectives, ulysses.TransformerEngineExchange(device), *forced, planned]
+    comm_only = [bounds.comm_only_collective(), *(bounds.CommOnly(backend) for backend in backends_of(device))]
     if kind == "attention":
-        return [
-            Plain("compute_only", "compute", attention_and_projection),
-            *comm_only,
-            *(slicing(pieces, sliced_attention, ("fprop",)) for pieces in PIECES),
-            *forced,
-            planned,
-        ]
+        compute_only = Plain("compute_only", "compute", attention.compute)
+        sliced = [slicing.variant(pieces, attention.sliced, ("fprop",)) for pieces in attention.PIECES]
+        return [compute_only, *comm_only, *sliced, *forced, planned]
     files = [Ours(PathOptions(path="auto"), OverlapConfig.from_file(file), Path(file).stem) for file in config_files]
     variants: list[Variant] = [
-        *map(compute_only, _gemms(device)),
+        *map(bounds.compute_only, _gemms(device)),
         *comm_only,
-        sequential(),
-        Megatron(),
+        bounds.sequential(),
+        peers.Megatron(),
         planned,
         *files,
-        *(slices_only(m, gemm) for m in chunks for gemm in _gemms(device)),
-        *(slicing(pieces, sliced_linear) for pieces in _PIECES),
+        *(bounds.slices_only(m, gemm) for m in chunks for gemm in _gemms(device)),
+        *(slicing.variant(pieces, slicing.linear) for pieces in _PIECES),
         *forced,
-        AsyncTP(),
-        Userbuffers(),
+        peers.AsyncTP(),
+        peers.Userbuffers(),
     ]
     names = [variant.name for variant in variants]
     taken = [str(file) for file in config_files if names.count(Path(file).stem) > 1]
@@ -119,23 +77,22 @@ def make_variants(
 def make_emulated_variants(kind: str, device: torch.device, splits: tuple[int, ...] = ()) -> list[Variant]:
     """The same for groups that are emulated. splits: of one shard's queries, for query_split over the copy engine."""
     backends = backends_of(device)
-    collective = Plain("comm_only collective", "transfers", emulated_comm_only)
-    transfers = [EmulatedTransfers(backend) for backend in backends]
+    collective = Plain("comm_only collective", "transfers", emulate.collective_alone)
+    comm_only = [collective, *map(emulate.Transfers, backends)]
     if kind == "attention":
-        compute = Plain("compute_only", "compute", attention_and_projection)
-        variants: list[Variant] = [compute, collective, *transfers, *map(emulated_slicing, (1, *PIECES))]
+        compute_only = Plain("compute_only", "compute", attention.compute)
+        variants: list[Variant] = [compute_only, *comm_only, *map(emulate.slicing, (1, *attention.PIECES))]
         for backend in backends:
             counts = splits if backend == "copy_engine" else (1,)
-            variants.append(EmulatedPath("row_parallel", backend))
-            variants += [EmulatedPath("query_split", backend, count) for count in counts]
+            variants.append(emulate.EmulatedPath("row_parallel", backend))
+            variants += [emulate.EmulatedPath("query_split", backend, count) for count in counts]
         return variants
     return [
-        *map(compute_only, _gemms(device)),
-        collective,
-        *transfers,
-        Plain("sequential", "sequential", emulated_sequential),
-        *(slices_only(1, gemm) for gemm in _gemms(device)),
-        *(EmulatedPath("sliced", backend) for backend in backends),
+        *map(bounds.compute_only, _gemms(device)),
+        *comm_only,
+        Plain("sequential", "sequential", emulate.sequential),
+        *(bounds.slices_only(1, gemm) for gemm in _gemms(device)),
+        *(emulate.EmulatedPath("sliced", backend) for backend in backends),
     ]
 
 
@@ -158,5 +115,5 @@ def for_large(variants: Iterable[Variant]) -> list[Variant]:
     ]
 
 
-def _gemms(device: torch.device) -> tuple[Gemm, ...]:
+def _gemms(device: torch.device) -> tuple[bounds.Gemm, ...]:
     return ("torch", "persistent") if device.type == "cuda" else ("torch",)

@@ -11,19 +11,12 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from commfuse_megatron.config import CONFIG_VARIABLE, config_file_from_environment
+from commfuse_megatron.tools.bench import tables
 from commfuse_megatron.tools.bench.figure import draw_rows
 from commfuse_megatron.tools.bench.plans import require_plans_alone, run_write_plans
 from commfuse_megatron.tools.bench.report import run_report
 from commfuse_megatron.tools.bench.rows import Report, Row, load_report
 from commfuse_megatron.tools.bench.summary import Summary, check_limits, parse_limits, summarize
-from commfuse_megatron.tools.bench.tables import (
-    attention_table,
-    checked_table,
-    overview_table,
-    rows_table,
-    summary_table,
-    ulysses_table,
-)
 from commfuse_megatron.tools.common.cases import CPU_SHRINK, FULL_M, KINDS, LINEARS, PASSES
 from commfuse_megatron.tools.common.launch import launch
 from commfuse_megatron.tools.common.options import add_rank_options, for_ranks, refuse_given, require_positive
@@ -287,17 +280,18 @@ def _print_rows(rows: list[Row], summary: Summary) -> None:
     console = results()
     timed = [row for row in rows if row.is_comparable]
     if len(timed) < len(rows):
-        console.print(checked_table([row for row in rows if not row.is_comparable]))
+        console.print(tables.checked_table([row for row in rows if not row.is_comparable]))
     if timed and len(timed) <= MAX_ROWS_SHOWN:
-        console.print(rows_table(timed))
-    for op, make_its_table in (("query_split_attention", attention_table), ("ulysses_attention", ulysses_table)):
+        console.print(tables.rows_table(timed))
+    of_blocks = {"query_split_attention": tables.attention_table, "ulysses_attention": tables.ulysses_table}
+    for op, make_its_table in of_blocks.items():
         blocks = [row for row in timed if row.op == op]
         if blocks:
             console.print(make_its_table(blocks))
     linears = [row for row in timed if row.is_linear]
     if linears:
-        console.print(overview_table(linears))
-        console.print(summary_table(summary))
+        console.print(tables.overview_table(linears))
+        console.print(tables.summary_table(summary))
         slower = [(ratio, row) for ratio, row in summary.offenders if ratio > 1]
         console.print(f"planned is slower than stock in {len(slower)} of {len(summary.offenders)} cases")
         for ratio, row in slower[:MAX_OFFENDERS_SHOWN]:

@@ -67,37 +67,31 @@ def as_graph[T](call: Callable[[], T], device: torch.device) -> Callable[[], T]:
     return replay
 
 
-def expected_of_emulated(work: Work) -> Results:
-    """What the program of one rank of a larger group gives, with the one peer in all other places: y [M or M_r, N]."""
-    case, group = work.case, work.group
-    if group.size() != REAL_RANKS:
-        raise UnsupportedError(f"larger groups are emulated on {REAL_RANKS} ranks, not on {group.size()}")
-    weight, x = work.operands.weight.detach(), work.operands.x.detach().flatten(0, -2)
-    if not case.gathers:
-        attended = exact_attention(work)[0].flatten(0, 1) if case.heads else x
-        return work.named(sum_of_peers((attended @ weight.t()).chunk(case.group_size), group))
-    peers = [torch.empty_like(x) for _ in range(REAL_RANKS)]
-    dist.all_gather(peers, x.contiguous(), group=group)
-    rows = [peers[1 - group.rank()]] * case.group_size
-    rows[rank_played(case.group_size)] = x
-    return work.named(torch.cat(rows) @ weight.t())
-
-
 def rank_played(group_size: int) -> int:
     """The rank of the larger group that every real one plays."""
     return group_size // 2
 
 
-def sum_of_peers(partials: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> torch.Tensor:
-    """The own rows of a reduce-scatter in which the peer sends its partials for all other ranks.
+def expected(work: Work) -> Results:
+    """What the program of one rank of a larger group gives, with the one peer in all other places: y [M or M_r, N]."""
+    case, group, own = work.case, work.group, rank_played(work.case.group_size)
+    if group.size() != REAL_RANKS:
+        raise UnsupportedError(f"larger groups are emulated on {REAL_RANKS} ranks, not on {group.size()}")
 
-    partials: of this rank, by owner.
-    """
-    own = rank_played(len(partials))
-    sent = torch.stack([partial for owner, partial in enumerate(partials) if owner != own])
-    peers = [torch.empty_like(sent) for _ in range(REAL_RANKS)]
-    dist.all_gather(peers, sent, group=group)
-    return sum_partials(partials[own].contiguous(), peers[1 - group.rank()], out=torch.empty_like(partials[own]))
+    def from_peer(tensor: torch.Tensor) -> torch.Tensor:
+        both = [torch.empty_like(tensor) for _ in range(REAL_RANKS)]
+        dist.all_gather(both, tensor, group=group)
+        return both[1 - group.rank()]
+
+    weight, x = work.operands.weight.detach(), work.operands.x.detach().flatten(0, -2)
+    if case.gathers:
+        rows = [from_peer(x.contiguous())] * case.group_size
+        rows[own] = x
+        return work.named(torch.cat(rows) @ weight.t())
+    multiplied = exact_attention(work)[0].flatten(0, 1) if case.heads else x
+    partials = (multiplied @ weight.t()).chunk(case.group_size)
+    arrived = from_peer(torch.stack([partial for owner, partial in enumerate(partials) if owner != own]))
+    return work.named(sum_partials(partials[own].contiguous(), arrived, out=torch.empty_like(partials[own])))
 
 
 def emulate(program: Program, peer: int) -> Program:
@@ -121,9 +115,10 @@ def emulate(program: Program, peer: int) -> Program:
 
 
 class EmulatedPass(PreparedPass):
-    """A pass of the rank of a larger group that this one plays."""
+    """A pass of the rank of a larger group that this one plays, by the direct schedule."""
 
-    def __init__(self, context: OverlapContext, problem: Problem, plan: PassPlan) -> None:
+    def __init__(self, context: OverlapContext, problem: Problem, path: str = "sliced", chunks: int = 1) -> None:
+        plan = PassPlan(path, "emulated", Algorithm.DIRECT, chunks, keep_gathered_input=False)
         super().__init__(context, problem, plan, context.slice_gemm(getattr(torch, problem.dtype)))
         self.group_rank = rank_played(problem.group_size)
         self._peer = 1 - context.group_rank
@@ -133,18 +128,12 @@ class EmulatedPass(PreparedPass):
         return emulate(super().lower(policy, asked), self._peer)
 
 
-def emulated_pass(context: OverlapContext, problem: Problem, path: str = "sliced", chunks: int = 1) -> EmulatedPass:
-    """Of a problem of the larger group, by the direct schedule."""
-    plan = PassPlan(path, "emulated", Algorithm.DIRECT, chunks, keep_gathered_input=False)
-    return EmulatedPass(context, problem, plan)
-
-
-class EmulatedTransfers(CommOnly):
+class Transfers(CommOnly):
     """The V - 1 messages alone."""
 
     @override
     def prepare(self, context: OverlapContext, problem: GemmProblem) -> PreparedPass:
-        return emulated_pass(context, problem)
+        return EmulatedPass(context, problem)
 
     @override
     def build(self, work: Work) -> Ready:
@@ -185,7 +174,7 @@ class EmulatedPath(WithContext):
 
 
 def _run_linear(work: Work, context: OverlapContext, _: int) -> Callable[[], torch.Tensor]:
-    prepared = emulated_pass(context, work.case.problem("fprop", work.dtype_name))
+    prepared = EmulatedPass(context, work.case.problem("fprop", work.dtype_name))
     x, weight = work.operands.x.detach(), work.operands.weight.detach()
     if work.case.gathers:
         return lambda: gather_forward(prepared, x, weight, None, returns_gathered=False)[0]
@@ -194,7 +183,7 @@ def _run_linear(work: Work, context: OverlapContext, _: int) -> Callable[[], tor
 
 def _run_at_once(work: Work, context: OverlapContext, _: int) -> Callable[[], torch.Tensor]:
     heads, weight, attention = heads_of(work), work.operands.weight.detach(), split_attention(work, None)
-    prepared = emulated_pass(context, work.case.attention(work.dtype_name).projection)
+    prepared = EmulatedPass(context, work.case.attention(work.dtype_name).projection)
     attended = torch.empty_like(heads.q)
 
     def run() -> torch.Tensor:
@@ -206,13 +195,13 @@ def _run_at_once(work: Work, context: OverlapContext, _: int) -> Callable[[], to
 
 def _run_query_split(work: Work, context: OverlapContext, splits: int) -> Callable[[], torch.Tensor]:
     heads, weight, problem = heads_of(work), work.operands.weight.detach(), work.case.attention(work.dtype_name)
-    prepared = emulated_pass(context, problem, "query_split", splits)
+    prepared = EmulatedPass(context, problem, "query_split", splits)
     prepared.attention = context.attention_kernels.choose(problem, "auto")
     call = AttentionCall(prepared, None, work.case.head_dim**-0.5, None, None)
     return lambda: attention_forward(call, heads, weight, None)[0]
 
 
-def emulated_collective(work: Work, parts: int = 1) -> Callable[[], dist.Work]:
+def _collective(work: Work, parts: int = 1) -> Callable[[], dist.Work]:
     """What starts one of `parts` equal parts of a collective of the real group, and returns it to be waited for.
 
     It moves, per rank, the bytes of V - 1 shards each way.
@@ -226,15 +215,15 @@ def emulated_collective(work: Work, parts: int = 1) -> Callable[[], dist.Work]:
     return lambda: dist.reduce_scatter_tensor(shard, full, group=work.group, async_op=True)
 
 
-def emulated_comm_only(work: Work) -> Callable[[], object]:
+def collective_alone(work: Work) -> Callable[[], object]:
     """That collective alone."""
-    move = emulated_collective(work)
+    move = _collective(work)
     return as_graph(lambda: move().wait(), work.pool.device)
 
 
-def emulated_sequential(work: Work) -> Callable[[], object]:
+def sequential(work: Work) -> Callable[[], object]:
     """That collective before, or after, the GEMM of V ranks."""
-    move, gathers = emulated_collective(work), work.case.gathers
+    move, gathers = _collective(work), work.case.gathers
     ((x_full, b, y),) = products(work, work.operands.x_full.detach())
 
     def call() -> None:
@@ -247,7 +236,7 @@ def emulated_sequential(work: Work) -> Callable[[], object]:
     return as_graph(call, work.pool.device)
 
 
-def emulated_slicing(num_pieces: int) -> Plain:
+def slicing(num_pieces: int) -> Plain:
     """Pieces of a block with attention, each followed by a collective; one piece: the sequential program.
 
     The collectives move as much as those of V, but not what was computed: nothing is compared. Owners come in the order
@@ -255,7 +244,7 @@ def emulated_slicing(num_pieces: int) -> Plain:
     """
 
     def make_call(work: Work) -> Callable[[], object]:
-        pieces, move = Pieces(work, num_pieces), emulated_collective(work, num_pieces)
+        pieces, move = Pieces(work, num_pieces), _collective(work, num_pieces)
 
         def call() -> None:
             arriving = []

@@ -152,15 +152,12 @@ class Row:
     def complain(self) -> str | None:
         """What of it nobody can have measured, in one sentence; None if nothing."""
         for name in _TIMES:
-            time_ms = getattr(self, name)
-            if time_ms is None and name == "sequential_ms":  # of earlier versions
+            ms = getattr(self, name)
+            if ms is None and name == "sequential_ms":  # of earlier versions
                 continue
-            if (
-                not isinstance(time_ms, int | float)
-                or not 0 <= time_ms < math.inf
-                or (name == "median_ms" and not time_ms)
-            ):
-                return f"{name} is no time in milliseconds: {time_ms!r}"
+            is_time = isinstance(ms, int | float) and 0 <= ms < math.inf
+            if not is_time or (name == "median_ms" and not ms):
+                return f"{name} is no time in milliseconds: {ms!r}"
         for name, least in (("M", 1), ("N", 1), ("K", 1), ("group_size", 2), ("shrink", 1)):
             number = getattr(self, name)
             if not isinstance(number, int) or number < least:

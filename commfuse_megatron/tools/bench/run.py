@@ -13,15 +13,8 @@ import torch
 from torch import distributed as dist
 
 from commfuse_megatron.errors import CommFuseError, ConfigError, UnsupportedError, VerificationError
+from commfuse_megatron.tools.bench import catalog
 from commfuse_megatron.tools.bench.assemble import Measured, make_rows, this_commit
-from commfuse_megatron.tools.bench.catalog import (
-    BOUNDS,
-    choose,
-    for_large,
-    make_emulated_variants,
-    make_variants,
-    make_work,
-)
 from commfuse_megatron.tools.bench.operands import Pool, Work, check_results
 from commfuse_megatron.tools.bench.ours import Ours
 from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
@@ -176,16 +169,16 @@ def dtype_of(device: torch.device) -> torch.dtype:
 def _make_variants(settings: Settings, device: torch.device, group_size: int) -> list[Variant]:
     chunks = settings.chunks or _CHUNKS
     if settings.virtual_ranks:
-        return make_emulated_variants(settings.kind, device, chunks)
-    return make_variants(settings.kind, device, group_size, chunks, settings.config_files)
+        return catalog.make_emulated_variants(settings.kind, device, chunks)
+    return catalog.make_variants(settings.kind, device, group_size, chunks, settings.config_files)
 
 
 def _choose(
     variants: list[Variant], settings: Settings, case: Case, piece: Piece, prefixes: tuple[str, ...]
 ) -> list[Variant]:
     is_full = _is_full(settings, piece)
-    chosen = choose(variants, case.op, piece.pass_name, is_full=is_full, prefixes=prefixes)
-    return for_large(chosen) if _is_paper(piece) else chosen
+    chosen = catalog.choose(variants, case.op, piece.pass_name, is_full=is_full, prefixes=prefixes)
+    return catalog.for_large(chosen) if _is_paper(piece) else chosen
 
 
 def _is_paper(piece: Piece) -> bool:
@@ -245,11 +238,11 @@ class _Runner:
             self.outcome.missing.append(f"{piece}: {error}")
             return []
         self._return_memory()
-        work = make_work(case, piece.pass_name, self._group, self._pool, is_emulated=piece.is_emulated)
+        work = catalog.make_work(case, piece.pass_name, self._group, self._pool, is_emulated=piece.is_emulated)
         is_paper, is_full = _is_paper(piece), _is_full(settings, piece)
         chosen = _choose(self._variants, settings, case, piece, settings.variants)
         measured = {variant.name: entry for variant in chosen if (entry := self._build(variant, work)) is not None}
-        lacking = [name for name in BOUNDS if not any(has_word_prefix(found, name) for found in measured)]
+        lacking = [name for name in catalog.BOUNDS if not any(has_word_prefix(found, name) for found in measured)]
         if lacking:
             self.outcome.missing.append(f"{piece}: nothing to compare with: there is no {', no '.join(lacking)}")
             return []

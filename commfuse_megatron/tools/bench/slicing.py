@@ -20,13 +20,13 @@ from commfuse_megatron.tools.bench.variant import Plain
 from commfuse_megatron.tools.common.cases import PASSES
 
 
-def slicing(
+def variant(
     num_pieces: int, make_call: Callable[[Work, int], Callable[[], object]], passes: tuple[str, ...] = PASSES
 ) -> Plain:
     """What `make_call` makes of a piece of work and the number of pieces."""
-    variant = Plain(f"slicing C={num_pieces}", "slicing", lambda work: make_call(work, num_pieces), passes=passes)
-    variant.is_basic, variant.is_compared, variant.chunks_per_shard = False, True, num_pieces
-    return variant
+    made = Plain(f"slicing C={num_pieces}", "slicing", lambda work: make_call(work, num_pieces), passes=passes)
+    made.is_basic, made.is_compared, made.chunks_per_shard = False, True, num_pieces
+    return made
 
 
 def require_equal_pieces(shard_rows: int, num_pieces: int) -> None:
@@ -35,7 +35,7 @@ def require_equal_pieces(shard_rows: int, num_pieces: int) -> None:
         raise UnsupportedError(f"{shard_rows} rows of a shard cannot be cut into {num_pieces} equal pieces")
 
 
-def sliced_linear(work: Work, num_pieces: int) -> Callable[[], object]:
+def linear(work: Work, num_pieces: int) -> Callable[[], object]:
     """Both passes of both linears in pieces of M."""
     require_equal_pieces(work.case.M // work.case.group_size, num_pieces)
     sliced = _Sliced(work, num_pieces)
@@ -87,14 +87,13 @@ class _Sliced:
         return out.flatten(0, 1), works
 
     def fprop_gather(self) -> torch.Tensor:
-        y = self._gather_matmul(self.x.flatten(0, -2), self.weight.t())
-        return y.view(-1, self.x.size(1), y.size(-1))
+        return self._gather_matmul(self.x.flatten(0, -2), self.weight.t()).unflatten(0, (-1, self.x.size(1)))
 
     def fprop_scatter(self) -> torch.Tensor:
         y, works = self._matmul_scatter(self.x.flatten(0, -2), self.weight.t())
         for work in works:
             work.wait()
-        return y.view(-1, self.x.size(1), y.size(-1))
+        return y.unflatten(0, (-1, self.x.size(1)))
 
     def backward_gather(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather x again under dgrad, whose partials are scattered piece by piece; then wgrad beside the last one."""

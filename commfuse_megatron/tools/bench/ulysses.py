@@ -26,7 +26,7 @@ from commfuse_megatron.tools.bench.operands import Results, Work, ulysses_block
 from commfuse_megatron.tools.bench.variant import Ready, Variant, differentiable
 
 
-def expected_of_ulysses(work: Work) -> Results:
+def expected(work: Work) -> Results:
     """The results that every variant must give."""
     attend = _PlainAttention(work.group)
     return differentiable(work, lambda: ulysses_block(work.case, work.operands, attend)).results()
@@ -90,7 +90,7 @@ class _LocalAttention(torch.autograd.Function):
         return *(each.to(grad.dtype) for each in found), None
 
 
-def linears_and_attention(work: Work) -> Callable[[], object]:
+def compute(work: Work) -> Callable[[], object]:
     """The block of one rank; its rows stand for its heads' share of all rows, so nothing is exchanged."""
     case, attention = work.case, split_attention(work, None)
 
