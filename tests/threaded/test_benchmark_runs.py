@@ -154,7 +154,7 @@ def test_a_forced_path_that_fell_back_is_an_error(group, device):
 @on_ranks(2)
 def test_a_wrong_result_is_found(group, device):
     work = make_work(linear_case("llama-8b.qkv", 2048, 2, 64), "backward", group, Pool(device, torch.float32, 0))
-    found = sequential().build(work).results()
+    found = sequential(work).results()
     assert check_results(work, "sequential", found) == 0.0
     with pytest.raises(VerificationError, match=r"weight\.grad differs from the sequential program"):
         check_results(work, "sequential", found | {"weight.grad": found["weight.grad"] * 1.1})

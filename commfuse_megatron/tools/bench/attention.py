@@ -12,6 +12,7 @@ At the sizes measured the reference's scores do not fit: results are held to the
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import distributed as dist
@@ -24,6 +25,7 @@ from commfuse_megatron.problem import RowRange, chunk_ranges
 from commfuse_megatron.tools.bench.bounds import products
 from commfuse_megatron.tools.bench.operands import Results, Work
 from commfuse_megatron.tools.bench.slicing import require_equal_pieces
+from commfuse_megatron.tools.bench.variant import in_turn
 
 PIECES = (2, 4)
 # So many that the plain kernel's scores fit on a GPU at the longest sequence: 16384 rows, 32 heads.
@@ -94,19 +96,11 @@ def compute(work: Work) -> Callable[[], None]:
     heads, attention = heads_of(work), split_attention(work, None)
     attended = torch.empty_like(heads.q)
     state = attention.forward(0, heads, attended)
-    (a, b, out), *wgrad = products(work, attended.view(work.case.M, work.case.K))
-
-    def fprop() -> None:
-        attention.forward(0, heads, attended)
-        torch.mm(a, b, out=out)
-
-    def backward() -> None:
-        torch.mm(a, b, out=out)
-        attention.gradients(0, heads, attended, state, out.view(attended.shape))
-        for grad, x, grad_weight in wgrad:
-            torch.mm(grad, x, out=grad_weight)
-
-    return fprop if work.pass_name == "fprop" else backward
+    first, *wgrad = (partial(torch.mm, a, b, out=out) for a, b, out in products(work, attended.view(-1, work.case.K)))
+    if work.pass_name == "fprop":
+        return in_turn(partial(attention.forward, 0, heads, attended), first)
+    grad_attended = first.keywords["out"].view(attended.shape)
+    return in_turn(first, partial(attention.gradients, 0, heads, attended, state, grad_attended), *wgrad)
 
 
 class Pieces:

@@ -9,6 +9,7 @@ slices_only m=C <gemm>       the GEMMs of a sliced pass one after the other, not
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, override
 
 import torch
@@ -21,8 +22,8 @@ from commfuse_megatron.kernels import persistent_matmul, persistent_matmul_unava
 from commfuse_megatron.problem import GemmProblem
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.prepared import PreparedPass
-from commfuse_megatron.tools.bench.operands import Results, Work
-from commfuse_megatron.tools.bench.variant import Plain, Ready, WithContext, differentiable
+from commfuse_megatron.tools.bench.operands import Work
+from commfuse_megatron.tools.bench.variant import Ready, WithContext, differentiable, in_turn
 
 Gemm = Literal["torch", "persistent"]
 
@@ -39,76 +40,44 @@ def products(work: Work, x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tens
     return [(grad, weight, grad_x), (grad.t(), x, grad_weight)]
 
 
-def compute_only(gemm: Gemm = "torch") -> Plain:
+def compute(work: Work, gemm: Gemm = "torch") -> Callable[[], None]:
     """The GEMMs of the pass, un-split."""
+    if gemm == "persistent":
+        reason = persistent_matmul_unavailable_reason(work.pool.device, work.pool.dtype)
+        if reason is not None:
+            raise UnsupportedError(reason)
     multiply: Callable[..., object] = persistent_matmul if gemm == "persistent" else torch.mm
-
-    def make_call(work: Work) -> Callable[[], None]:
-        if gemm == "persistent":
-            reason = persistent_matmul_unavailable_reason(work.pool.device, work.pool.dtype)
-            if reason is not None:
-                raise UnsupportedError(reason)
-        gemms = products(work, work.operands.x_full.detach())
-
-        def call() -> None:
-            for a, b, out in gemms:
-                multiply(a, b, out=out)
-
-        return call
-
-    return Plain("compute_only" if gemm == "torch" else f"compute_only {gemm}", "compute", make_call)
+    gemms = products(work, work.operands.x_full.detach())
+    return in_turn(*(partial(multiply, a, b, out=out) for a, b, out in gemms))
 
 
-def slices_only(chunks_per_shard: int, gemm: Gemm) -> Plain:
+def slices(work: Work, gemm: Gemm, chunks_per_shard: int) -> Callable[[], None]:
     """The GEMMs of a sliced pass, nothing moved: with its compute_only, what splitting costs.
 
     fprop: a GEMM per chunk. backward: dgrad so, wgrad un-split, as our sliced backward passes do.
     """
-
-    def make_call(work: Work) -> Callable[[], None]:
-        # Without a transport there is no SM budget: what is measured is the split, not the room left to transfers.
-        slice_gemm = SliceGemm(KernelConfig(gemm=gemm), "none", 0, work.pool.device, work.pool.dtype)
-        (a, b, out), *whole = products(work, work.operands.x_full.detach())
-        slices = work.case.group_size * chunks_per_shard
-        pairs = list(zip(a.tensor_split(slices), out.tensor_split(slices), strict=True))
-        gemms = [*((rows, b, target) for rows, target in pairs), *whole]
-
-        def call() -> None:
-            for operands in gemms:
-                slice_gemm.multiply(*operands)
-            slice_gemm.join()
-
-        return call
-
-    name = f"slices_only m={chunks_per_shard} {gemm}"
-    return Plain(name, "slices", make_call, is_basic=False, chunks_per_shard=chunks_per_shard)
+    # Without a transport there is no SM budget: what is measured is the split, not the room left to transfers.
+    slice_gemm = SliceGemm(KernelConfig(gemm=gemm), "none", 0, work.pool.device, work.pool.dtype)
+    (a, b, out), *whole = products(work, work.operands.x_full.detach())
+    count = work.case.group_size * chunks_per_shard
+    pairs = zip(a.tensor_split(count), out.tensor_split(count), strict=True)
+    gemms = [*((rows, b, target) for rows, target in pairs), *whole]
+    return in_turn(*(partial(slice_gemm.multiply, *operands) for operands in gemms), slice_gemm.join)
 
 
-def exchanges(work: Work) -> list[str]:
-    """What a pass moves: a column's backward gathers x again and scatters dx, a row's gathers dy."""
+def _gathers(work: Work) -> list[bool]:
+    """What a pass moves, True for a gather: a column's backward gathers x again and scatters dx, a row's gathers dy."""
     if work.pass_name == "fprop":
-        return ["gather" if work.case.gathers else "scatter"]
-    return ["gather", "scatter"] if work.case.gathers else ["gather"]
+        return [work.case.gathers]
+    return [True, False] if work.case.gathers else [True]
 
 
-def _collectives(work: Work) -> Callable[[], None]:
-    """The group's, one after the other."""
+def collectives(work: Work) -> Callable[[], None]:
+    """The group's own for what the pass moves, one after the other."""
     shard, full, group = work.operands.wire_shard, work.operands.wire_full, work.group
-    gathered = [kind == "gather" for kind in exchanges(work)]
-
-    def call() -> None:
-        for is_gather in gathered:
-            if is_gather:
-                dist.all_gather_into_tensor(full, shard, group=group)
-            else:
-                dist.reduce_scatter_tensor(shard, full, group=group)
-
-    return call
-
-
-def comm_only_collective() -> Plain:
-    """The group's own collectives for what the pass moves."""
-    return Plain("comm_only collective", "transfers", _collectives)
+    gather = partial(dist.all_gather_into_tensor, full, shard, group=group)
+    scatter = partial(dist.reduce_scatter_tensor, shard, full, group=group)
+    return in_turn(*(gather if is_gather else scatter for is_gather in _gathers(work)))
 
 
 class CommOnly(WithContext):
@@ -135,26 +104,16 @@ class CommOnly(WithContext):
         # An all-gather that moves what the pass does: only M and the features that travel count.
         sizes = (case.rows, case.batch, 1, case.shard_shape[1], work.dtype_name, case.group_size)
         prepared = self.prepare(context, GemmProblem("all_gather_linear", "fprop", *sizes))
-        repeats = len(exchanges(work))
 
-        def call() -> None:
-            for _ in range(repeats):
-                with prepared:
-                    prepared.run_transfers(work.operands.wire_shard, "transfers alone")
+        def once() -> None:
+            with prepared:
+                prepared.run_transfers(work.operands.wire_shard, "transfers alone")
 
+        call = in_turn(*(once for _ in _gathers(work)))
         return Ready(call=call, path="transfers", transport=context.transport_name)
 
 
-def sequential() -> Plain:
-    """Plain collective, then GEMM; or GEMM, then plain collective."""
-
-    def make_call(work: Work) -> Callable[[], object]:
-        reference, o = getattr(ops.reference, work.case.op), work.operands
-        return differentiable(work, lambda: reference(o.x, o.weight, group=work.group)).call
-
-    return Plain("sequential", "sequential", make_call, is_compared=True)
-
-
-def expected(work: Work) -> Results:
-    """The results that every variant of a linear must give."""
-    return sequential().build(work).results()
+def sequential(work: Work) -> Ready:
+    """Plain collective, then GEMM; or GEMM, then plain collective. Its results are what every variant must give."""
+    reference, o = getattr(ops.reference, work.case.op), work.operands
+    return differentiable(work, lambda: reference(o.x, o.weight, group=work.group))

@@ -1,6 +1,7 @@
 """Which variants stand beside each other, and where: all of them at two sizes, the basic ones everywhere."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from commfuse_megatron.tools.bench.operands import Pool, Work, draw
 from commfuse_megatron.tools.bench.ours import Ours, PathOptions, forced_paths
 from commfuse_megatron.tools.bench.rows import has_word_prefix
 from commfuse_megatron.tools.bench.variant import Plain, Variant, backends_of
-from commfuse_megatron.tools.common.cases import Case
+from commfuse_megatron.tools.common.cases import PASSES, Case
 
 #: Without these (or what begins so) a case has no rows.
 BOUNDS = ("compute_only", "comm_only collective", "sequential")
@@ -28,7 +29,7 @@ def make_work(case: Case, pass_name: str, group: dist.ProcessGroup, pool: Pool, 
     """
     work = Work(case, pass_name, group, pool, draw(case, pool))
     of_blocks = {"query_split_attention": attention.expected, "ulysses_attention": ulysses.expected}
-    find = emulate.expected if is_emulated else of_blocks.get(case.op, bounds.expected)
+    find = emulate.expected if is_emulated else of_blocks.get(case.op, lambda work: bounds.sequential(work).results())
     work.expected = find(work)
     return work
 
@@ -44,23 +45,23 @@ def make_variants(
     forced = [Ours(options) for options in forced_paths(kind, device, group_size, chunks)]
     if kind == "ulysses":
         collectives = Plain("comm_only collective", "transfers", ulysses.all_to_alls)
-        compute_only = Plain("compute_only", "compute", ulysses.compute)
-        return [compute_only, collectives, ulysses.TransformerEngineExchange(device), *forced, planned]
-    comm_only = [bounds.comm_only_collective(), *(bounds.CommOnly(backend) for backend in backends_of(device))]
+        exchange = ulysses.TransformerEngineExchange(device)
+        return [Plain("compute_only", "compute", ulysses.compute), collectives, exchange, *forced, planned]
+    collectives = Plain("comm_only collective", "transfers", bounds.collectives)
+    comm_only = [collectives, *map(bounds.CommOnly, backends_of(device))]
     if kind == "attention":
-        compute_only = Plain("compute_only", "compute", attention.compute)
-        sliced = [slicing.variant(pieces, attention.sliced, ("fprop",)) for pieces in attention.PIECES]
-        return [compute_only, *comm_only, *sliced, *forced, planned]
+        pieces = _slicing(attention.PIECES, attention.sliced, ("fprop",))
+        return [Plain("compute_only", "compute", attention.compute), *comm_only, *pieces, *forced, planned]
     files = [Ours(PathOptions(path="auto"), OverlapConfig.from_file(file), Path(file).stem) for file in config_files]
     variants: list[Variant] = [
-        *map(bounds.compute_only, _gemms(device)),
+        *_compute_only(device),
         *comm_only,
-        bounds.sequential(),
+        Plain("sequential", "sequential", lambda work: bounds.sequential(work).call, is_compared=True),
         peers.Megatron(),
         planned,
         *files,
-        *(bounds.slices_only(m, gemm) for m in chunks for gemm in _gemms(device)),
-        *(slicing.variant(pieces, slicing.linear) for pieces in _PIECES),
+        *_slices_only(device, chunks),
+        *_slicing(_PIECES, slicing.linear),
         *forced,
         peers.AsyncTP(),
         peers.Userbuffers(),
@@ -80,20 +81,18 @@ def make_emulated_variants(kind: str, device: torch.device, splits: tuple[int, .
     collective = Plain("comm_only collective", "transfers", emulate.collective_alone)
     comm_only = [collective, *map(emulate.Transfers, backends)]
     if kind == "attention":
-        compute_only = Plain("compute_only", "compute", attention.compute)
-        variants: list[Variant] = [compute_only, *comm_only, *map(emulate.slicing, (1, *attention.PIECES))]
+        variants: list[Variant] = [Plain("compute_only", "compute", attention.compute), *comm_only]
+        variants.append(Plain("sequential", "sequential", emulate.sliced))
+        for n in attention.PIECES:
+            variants.append(Plain(f"slicing C={n}", "slicing", partial(emulate.sliced, num_pieces=n)))
         for backend in backends:
             counts = splits if backend == "copy_engine" else (1,)
             variants.append(emulate.EmulatedPath("row_parallel", backend))
             variants += [emulate.EmulatedPath("query_split", backend, count) for count in counts]
         return variants
-    return [
-        *map(bounds.compute_only, _gemms(device)),
-        *comm_only,
-        Plain("sequential", "sequential", emulate.sequential),
-        *(bounds.slices_only(1, gemm) for gemm in _gemms(device)),
-        *(emulate.EmulatedPath("sliced", backend) for backend in backends),
-    ]
+    sequential = Plain("sequential", "sequential", emulate.sequential)
+    sliced = [emulate.EmulatedPath("sliced", backend) for backend in backends]
+    return [*_compute_only(device), *comm_only, sequential, *_slices_only(device, (1,)), *sliced]
 
 
 def choose(
@@ -108,12 +107,29 @@ def choose(
     return [v for v in variants if v.serves(op, pass_name) and (is_full or v.is_basic) and is_asked_for(v)]
 
 
-def for_large(variants: Iterable[Variant]) -> list[Variant]:
-    """Without those of ours that only differ in the number of chunks: every context keeps buffers of its own."""
-    return [
-        v for v in variants if not isinstance(v, Ours) or v.options.kind != "linears" or v.options.chunks_per_shard == 1
-    ]
-
-
 def _gemms(device: torch.device) -> tuple[bounds.Gemm, ...]:
     return ("torch", "persistent") if device.type == "cuda" else ("torch",)
+
+
+def _compute_only(device: torch.device) -> list[Variant]:
+    names = {"torch": "compute_only", "persistent": "compute_only persistent"}
+    return [Plain(names[gemm], "compute", partial(bounds.compute, gemm=gemm)) for gemm in _gemms(device)]
+
+
+def _slices_only(device: torch.device, chunks: tuple[int, ...]) -> list[Variant]:
+    found: list[Variant] = []
+    for m in chunks:
+        for gemm in _gemms(device):
+            make_call = partial(bounds.slices, gemm=gemm, chunks_per_shard=m)
+            found.append(Plain(f"slices_only m={m} {gemm}", "slices", make_call, chunks_per_shard=m))
+    return found
+
+
+def _slicing(
+    counts: Iterable[int], make_call: Callable[..., Callable[[], object]], passes: tuple[str, ...] = PASSES
+) -> list[Variant]:
+    found: list[Variant] = []
+    for n in counts:
+        call = partial(make_call, num_pieces=n)
+        found.append(Plain(f"slicing C={n}", "slicing", call, passes=passes, is_compared=True, chunks_per_shard=n))
+    return found

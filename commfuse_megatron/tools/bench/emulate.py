@@ -34,9 +34,9 @@ from commfuse_megatron.schedule.lower_linear import Asked
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Issue, Program
 from commfuse_megatron.tools.bench.attention import Pieces, exact_attention, heads_of, split_attention
-from commfuse_megatron.tools.bench.bounds import CommOnly, products
+from commfuse_megatron.tools.bench.bounds import CommOnly, compute
 from commfuse_megatron.tools.bench.operands import Results, Work
-from commfuse_megatron.tools.bench.variant import Plain, Ready, WithContext
+from commfuse_megatron.tools.bench.variant import Ready, WithContext, in_turn
 
 #: On how many ranks larger groups are emulated.
 REAL_RANKS = 2
@@ -223,38 +223,26 @@ def collective_alone(work: Work) -> Callable[[], object]:
 
 def sequential(work: Work) -> Callable[[], object]:
     """That collective before, or after, the GEMM of V ranks."""
-    move, gathers = _collective(work), work.case.gathers
-    ((x_full, b, y),) = products(work, work.operands.x_full.detach())
-
-    def call() -> None:
-        if gathers:
-            move().wait()
-        torch.mm(x_full, b, out=y)
-        if not gathers:
-            move().wait()
-
-    return as_graph(call, work.pool.device)
+    gemm = compute(work)
+    move = _collective(work)
+    both = (lambda: move().wait(), gemm)
+    return as_graph(in_turn(*(both if work.case.gathers else reversed(both))), work.pool.device)
 
 
-def slicing(num_pieces: int) -> Plain:
+def sliced(work: Work, num_pieces: int = 1) -> Callable[[], object]:
     """Pieces of a block with attention, each followed by a collective; one piece: the sequential program.
 
     The collectives move as much as those of V, but not what was computed: nothing is compared. Owners come in the order
     that the planner would take for the machine of our measurements.
     """
+    pieces, move = Pieces(work, num_pieces), _collective(work, num_pieces)
 
-    def make_call(work: Work) -> Callable[[], object]:
-        pieces, move = Pieces(work, num_pieces), _collective(work, num_pieces)
+    def call() -> None:
+        arriving = []
+        for piece in range(num_pieces):
+            pieces.partial(piece)
+            arriving.append(move())
+        for done in arriving:
+            done.wait()
 
-        def call() -> None:
-            arriving = []
-            for piece in range(num_pieces):
-                pieces.partial(piece)
-                arriving.append(move())
-            for done in arriving:
-                done.wait()
-
-        return as_graph(call, work.pool.device)
-
-    name = "sequential" if num_pieces == 1 else f"slicing C={num_pieces}"
-    return Plain(name, name.split()[0], make_call)
+    return as_graph(call, work.pool.device)

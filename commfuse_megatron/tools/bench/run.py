@@ -178,7 +178,10 @@ def _choose(
 ) -> list[Variant]:
     is_full = _is_full(settings, piece)
     chosen = catalog.choose(variants, case.op, piece.pass_name, is_full=is_full, prefixes=prefixes)
-    return catalog.for_large(chosen) if _is_paper(piece) else chosen
+    if settings.kind != "linears" or not _is_paper(piece):
+        return chosen
+    # Large ones: without those of ours that only differ in the number of chunks, as contexts keep buffers of their own.
+    return [variant for variant in chosen if not isinstance(variant, Ours) or variant.options.chunks_per_shard == 1]
 
 
 def _is_paper(piece: Piece) -> bool:

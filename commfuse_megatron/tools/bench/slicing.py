@@ -16,17 +16,6 @@ from torch import distributed as dist
 
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.tools.bench.operands import Work
-from commfuse_megatron.tools.bench.variant import Plain
-from commfuse_megatron.tools.common.cases import PASSES
-
-
-def variant(
-    num_pieces: int, make_call: Callable[[Work, int], Callable[[], object]], passes: tuple[str, ...] = PASSES
-) -> Plain:
-    """What `make_call` makes of a piece of work and the number of pieces."""
-    made = Plain(f"slicing C={num_pieces}", "slicing", lambda work: make_call(work, num_pieces), passes=passes)
-    made.is_basic, made.is_compared, made.chunks_per_shard = False, True, num_pieces
-    return made
 
 
 def require_equal_pieces(shard_rows: int, num_pieces: int) -> None:

@@ -21,10 +21,10 @@ _SIZES: Columns = {"case": "any.case", "pass": "any.pass_name", ">ranks": lambda
 _BOUNDS: Columns = {">compute": "any.compute_only_ms", ">comm": "any.comm_only_ms"}
 
 
-def fill(things: Iterable[object], columns: Columns, text: Callable[[object], str]) -> list[list[str]]:
-    """A line for each thing; `text` of what stands in each column."""
+def _table(title: str, things: Iterable[object], columns: Columns) -> Table:
+    """A line for each thing."""
     cells = [attrgetter(cell) if isinstance(cell, str) else cell for cell in columns.values()]
-    return [[text(cell(thing)) for cell in cells] for thing in things]
+    return make_table(title, columns, [[_text(cell(thing)) for cell in cells] for thing in things])
 
 
 def rows_table(rows: Sequence[Row]) -> Table:
@@ -47,7 +47,7 @@ def rows_table(rows: Sequence[Row]) -> Table:
     }
     first = rows[0]
     title = f"{first.device}, {_ranks(rows)}, link {first.link}, {first.dtype}"
-    return make_table(title, columns, fill(rows, columns, _text))
+    return _table(title, rows, columns)
 
 
 def overview_table(rows: Sequence[Row]) -> Table:
@@ -66,7 +66,7 @@ def overview_table(rows: Sequence[Row]) -> Table:
         "fastest": lambda p: f"{p.fastest.variant} {p.fastest.median_ms:.3f}",
     }
     title = f"{rows[0].device}, {_ranks(rows)}, link {rows[0].link}: ms per call"
-    return make_table(title, columns, fill(by_problem(rows), columns, _text))
+    return _table(title, by_problem(rows), columns)
 
 
 def attention_table(rows: Sequence[Row]) -> Table:
@@ -76,18 +76,18 @@ def attention_table(rows: Sequence[Row]) -> Table:
     splits.
     paper: what is published of it: no overlap / slicing / row-parallel / query-split, 4 ranks, ms.
     """
+    paths = ("slicing", "row_parallel", "query_split", PLANNED)
     columns: Columns = {
         **_SIZES,
         **_BOUNDS,
         ">sequential": "any.sequential_ms",
-        **{f">{path}": functools.partial(_best, path=path) for path in ("slicing", "row_parallel", "query_split")},
-        f">{PLANNED}": functools.partial(_best, path=PLANNED),
+        **{f">{path}": functools.partial(_best, path=path) for path in paths},
         ">bound": lambda p: _bound(p.any)[0],
         ">splits": lambda p: _bound(p.any)[1],
         ">paper": lambda p: " / ".join("-" if ms is None else f"{ms:.1f}" for ms in _of_paper(p.any)),
     }
     title = f"{rows[0].device}, link {rows[0].link}: attention with its projection, ms (share of communication hidden)"
-    return make_table(title, columns, fill(by_problem(rows), columns, _text))
+    return _table(title, by_problem(rows), columns)
 
 
 def ulysses_table(rows: Sequence[Row]) -> Table:
@@ -98,16 +98,16 @@ def ulysses_table(rows: Sequence[Row]) -> Table:
         exposed_ms = [ms and ms - p.any.compute_only_ms for ms in (p.best_ms(PLANNED), stock_ms)]
         return ratio(*exposed_ms) if exposed_ms[1] is not None and exposed_ms[1] > 0 else None
 
+    ways = ("sequential", "transformer_engine", "overlapped", PLANNED)
     columns: Columns = {
         **_SIZES,
         **_BOUNDS,
-        **{f">{way}": functools.partial(Problem.best_ms, prefix=way) for way in ("sequential", "transformer_engine")},
-        **{f">{way}": functools.partial(Problem.best_ms, prefix=way) for way in ("overlapped", PLANNED)},
+        **{f">{way}": functools.partial(Problem.best_ms, prefix=way) for way in ways},
         ">exposed / theirs": lambda p: _percent(share(p)),
         "planned path": lambda p: p.planned and _path(p.planned),
     }
     title = f"{rows[0].device}, link {rows[0].link}: attention over a split sequence between its linears, ms"
-    return make_table(title, columns, fill(by_problem(rows), columns, _text))
+    return _table(title, by_problem(rows), columns)
 
 
 def checked_table(rows: Sequence[Row]) -> Table:

@@ -14,6 +14,7 @@ them. Results are held to PyTorch's attention between all-to-alls that are writt
 import importlib
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any, override
 
 import torch
@@ -23,7 +24,7 @@ from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.ops.split_attention import Heads, SplitAttention
 from commfuse_megatron.tools.bench.attention import split_attention
 from commfuse_megatron.tools.bench.operands import Results, Work, ulysses_block
-from commfuse_megatron.tools.bench.variant import Ready, Variant, differentiable
+from commfuse_megatron.tools.bench.variant import Ready, Variant, differentiable, in_turn
 
 
 def expected(work: Work) -> Results:
@@ -103,19 +104,12 @@ def compute(work: Work) -> Callable[[], object]:
 
 def all_to_alls(work: Work) -> Callable[[], None]:
     """The group's, of one pass, towards the heads and home; as many features travel in both passes."""
-    sides = [
-        tuple(
-            wire.view(-1)[: wire.size(0) * features].view(-1, features)
-            for wire in (work.operands.wire_full, work.operands.wire_shard)
-        )
+    full, shard = work.operands.wire_full, work.operands.wire_shard
+    ways = [
+        [wire.view(-1)[: wire.size(0) * features].view(-1, features) for wire in (full, shard)]
         for features in (work.case.qkv_features, work.case.K)
     ]
-
-    def call() -> None:
-        for target, source in sides:
-            dist.all_to_all_single(target, source, group=work.group)
-
-    return call
+    return in_turn(*(partial(dist.all_to_all_single, target, source, group=work.group) for target, source in ways))
 
 
 class TransformerEngineExchange(Variant):

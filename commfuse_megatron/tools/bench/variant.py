@@ -76,7 +76,7 @@ class Plain(Variant):
     """What keeps nothing between cases. make_call: what is timed, for one piece of work.
 
     path: "compute" or "slices", which send nothing; else the group's collectives do. is_compared: what a call returns
-    are results; of a lower bound they are not.
+    are results; of a lower bound they are not. chunks_per_shard: of what is cut, which is not run at every size.
     """
 
     name: str
@@ -84,9 +84,11 @@ class Plain(Variant):
     make_call: Callable[[Work], Callable[[], Any]]
     _: KW_ONLY
     passes: tuple[str, ...] = PASSES
-    is_basic: bool = True
     is_compared: bool = False
     chunks_per_shard: int | None = None
+
+    def __post_init__(self) -> None:
+        self.is_basic = self.chunks_per_shard is None
 
     @override
     def build(self, work: Work) -> Ready:
@@ -122,6 +124,16 @@ class WithContext(Variant):
         if self._context is not None:
             self._context.close()
             self._context = None
+
+
+def in_turn(*calls: Callable[[], object]) -> Callable[[], None]:
+    """All of them, one after the other."""
+
+    def call() -> None:
+        for each in calls:
+            each()
+
+    return call
 
 
 def differentiable(
