@@ -8,7 +8,7 @@ row_parallel <transport> attention at once, then the projection over our reduce-
 query_split m=C <...>    the queries of one owner after the other
 planned                  what the planner chooses
 
-At the sizes measured the reference's scores do not fit: results are held to the plain kernel, sequence by sequence.
+At the sizes measured the reference's scores do not fit: results are held to PyTorch's attention.
 """
 
 from collections.abc import Callable
@@ -18,18 +18,15 @@ import torch
 from torch import distributed as dist
 
 from commfuse_megatron import ops
-from commfuse_megatron.kernels.attention import MathAttention
 from commfuse_megatron.kernels.attention_choice import AttentionKernels
-from commfuse_megatron.ops.split_attention import Heads, InputGradients, SplitAttention
+from commfuse_megatron.ops.split_attention import Heads, SplitAttention
 from commfuse_megatron.problem import RowRange, chunk_ranges
 from commfuse_megatron.tools.bench.bounds import products
 from commfuse_megatron.tools.bench.operands import Results, Work
 from commfuse_megatron.tools.bench.slicing import require_equal_pieces
-from commfuse_megatron.tools.bench.variant import in_turn
+from commfuse_megatron.tools.bench.variant import differentiable, in_turn
 
 PIECES = (2, 4)
-# So many that the plain kernel's scores fit on a GPU at the longest sequence: 16384 rows, 32 heads.
-_EXACT_SPLITS = 16
 
 
 def heads_of(work: Work) -> Heads:
@@ -49,46 +46,23 @@ def split_attention(work: Work, splits_per_shard: int | None) -> SplitAttention:
     return SplitAttention(problem, kernel, splits, case.head_dim**-0.5, None, None)
 
 
+def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """PyTorch's, causal, of [S, B, H, D] and [S, B, H_kv, D]: [S, B, H, D]."""
+    q, k, v = (each.permute(1, 2, 0, 3) for each in (q, k, v))
+    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return attended.permute(2, 0, 1, 3)
+
+
 def expected(work: Work) -> Results:
     """The results that every variant must give."""
     case, o = work.case, work.operands
-    if work.pass_name == "fprop":
-        attended = exact_attention(work)[0]
-        with torch.no_grad():
-            return work.named(ops.reference.linear_reduce_scatter(attended, o.weight, group=work.group))
-    shard = o.grad_y.flatten(0, -2)
-    grad = shard.new_empty(case.M, case.N)
-    dist.all_gather_into_tensor(grad, shard.contiguous(), group=work.group)
-    attended, gradients = exact_attention(work, (grad @ o.weight.detach()).view(case.rows, case.batch, -1))
-    assert gradients is not None
-    return work.named((gradients.q.flatten(2), gradients.k, gradients.v, grad.t() @ attended.flatten(0, 1)))
 
+    def forward() -> torch.Tensor:
+        queries = o.x.view(case.rows, case.batch, case.heads, case.head_dim)
+        attended = plain_attention(queries, o.others["k"], o.others["v"]).flatten(2)
+        return ops.reference.linear_reduce_scatter(attended, o.weight, group=work.group)
 
-def exact_attention(work: Work, grad: torch.Tensor | None = None) -> tuple[torch.Tensor, Heads | None]:
-    """(values attended to [S, B, K], gradients of queries, keys and values if `grad` [S, B, K] is given)."""
-    case, heads = work.case, heads_of(work)
-    attended = torch.empty_like(heads.q)
-    found = Heads(*map(torch.empty_like, heads)) if grad is not None else None
-    # Sequence by sequence, a shard of the queries at a time: the plain kernel keeps the scores of a split.
-    problem = case.attention(work.dtype_name)
-    splits = [chunk for shard in chunk_ranges(case.rows, _EXACT_SPLITS, 1) for chunk in shard]
-    attention = SplitAttention(problem, MathAttention(), splits, case.head_dim**-0.5, None, None)
-    for sequence in range(case.batch):
-        part = slice(sequence, sequence + 1)
-        own = Heads(*(tensor[:, part] for tensor in heads))
-        gradients = InputGradients(own)
-        for index, queries in enumerate(splits):
-            if not queries.size:
-                continue
-            state = attention.forward(index, own, attended[:, part])
-            if grad is not None:
-                rows = grad[queries.start : queries.stop, part].unflatten(2, heads.q.shape[2:])
-                found_rows = attention.gradients(index, own, attended[:, part], state, rows)
-                attention.add_gradients(index, found_rows, gradients)
-        if found is not None:
-            for whole, piece in zip(found, gradients.result(), strict=True):
-                whole[:, part] = piece
-    return attended.flatten(2), found
+    return differentiable(work, forward).results()
 
 
 def compute(work: Work) -> Callable[[], None]:

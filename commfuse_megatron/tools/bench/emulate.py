@@ -33,7 +33,7 @@ from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.schedule.lower_linear import Asked
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Issue, Program
-from commfuse_megatron.tools.bench.attention import Pieces, exact_attention, heads_of, split_attention
+from commfuse_megatron.tools.bench.attention import Pieces, heads_of, plain_attention, split_attention
 from commfuse_megatron.tools.bench.bounds import CommOnly, compute
 from commfuse_megatron.tools.bench.operands import Results, Work
 from commfuse_megatron.tools.bench.variant import Ready, WithContext, in_turn
@@ -88,7 +88,7 @@ def expected(work: Work) -> Results:
         rows = [from_peer(x.contiguous())] * case.group_size
         rows[own] = x
         return work.named(torch.cat(rows) @ weight.t())
-    multiplied = exact_attention(work)[0].flatten(0, 1) if case.heads else x
+    multiplied = plain_attention(*heads_of(work)).reshape(case.M, -1) if case.heads else x
     partials = (multiplied @ weight.t()).chunk(case.group_size)
     arrived = from_peer(torch.stack([partial for owner, partial in enumerate(partials) if owner != own]))
     return work.named(sum_partials(partials[own].contiguous(), arrived, out=torch.empty_like(partials[own])))

@@ -8,7 +8,7 @@ overlapped m=C <...>  heads in C groups, one attended while the next travels
 planned               what the planner chooses
 
 The sequence is in zigzag order, as Megatron deals it; queries and keys are contiguous, as a rotary embedding leaves
-them. Results are held to PyTorch's attention between all-to-alls that are written out here.
+them. Results are held to PyTorch's attention between plain all-to-alls.
 """
 
 import importlib
@@ -19,58 +19,38 @@ from typing import Any, override
 
 import torch
 from torch import distributed as dist
+from torch.distributed.nn.functional import all_to_all_single
 
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.ops.split_attention import Heads, SplitAttention
-from commfuse_megatron.tools.bench.attention import split_attention
+from commfuse_megatron.tools.bench.attention import plain_attention, split_attention
 from commfuse_megatron.tools.bench.operands import Results, Work, ulysses_block
 from commfuse_megatron.tools.bench.variant import Ready, Variant, differentiable, in_turn
 
 
 def expected(work: Work) -> Results:
     """The results that every variant must give."""
-    attend = _PlainAttention(work.group)
+    attend = partial(_attend_all, group=work.group)
     return differentiable(work, lambda: ulysses_block(work.case, work.operands, attend)).results()
 
 
-class _PlainAttention:
+def _attend_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """PyTorch's attention between plain all-to-alls, rows in zigzag order."""
+    size, rows = group.size(), q.size(0) * group.size()
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._size = group, group.size()
+    def exchanged(parts: torch.Tensor) -> torch.Tensor:
+        return all_to_all_single(torch.empty_like(parts), parts, group=group)
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        rows = q.size(0) * self._size
-        chunks = torch.arange(rows, device=q.device).chunk(2 * self._size)
-        dealt = torch.cat([part for rank in range(self._size) for part in (chunks[rank], chunks[-1 - rank])])
-        order = torch.argsort(dealt)
-        q, k, v = (self._to_heads(each)[order].permute(1, 2, 0, 3) for each in (q, k, v))
-        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        parts = attended.permute(2, 0, 1, 3)[dealt].unflatten(0, (self._size, -1))
-        home = _AllToAll.apply(parts.contiguous(), self._group)  # [R, S_r, B, heads of a rank, D]
-        return home.permute(1, 2, 0, 3, 4).flatten(2)
-
-    def _to_heads(self, rows: torch.Tensor) -> torch.Tensor:
+    def to_heads(part: torch.Tensor) -> torch.Tensor:
         """[S_r, B, H, D] -> [S, B, heads of this rank, D], as ranks hold the rows."""
-        parts = rows.unflatten(2, (self._size, -1)).permute(2, 0, 1, 3, 4)
-        return _AllToAll.apply(parts.contiguous(), self._group).flatten(0, 1)
+        return exchanged(part.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4).contiguous()).flatten(0, 1)
 
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _exchanged(parts, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _exchanged(grad.contiguous(), ctx.group), None
-
-
-def _exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    found = torch.empty_like(parts)
-    dist.all_to_all_single(found, parts, group=group)
-    return found
+    chunks = torch.arange(rows, device=q.device).chunk(2 * size)
+    dealt = torch.cat([part for rank in range(size) for part in (chunks[rank], chunks[-1 - rank])])
+    order = torch.argsort(dealt)
+    attended = plain_attention(*(to_heads(each)[order] for each in (q, k, v)))
+    home = exchanged(attended[dealt].unflatten(0, (size, -1)).contiguous())  # [R, S_r, B, heads of a rank, D]
+    return home.permute(1, 2, 0, 3, 4).flatten(2)
 
 
 class _LocalAttention(torch.autograd.Function):
