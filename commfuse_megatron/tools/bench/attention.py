@@ -21,9 +21,8 @@ from commfuse_megatron import ops
 from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.ops.split_attention import Heads, SplitAttention
 from commfuse_megatron.problem import RowRange, chunk_ranges
-from commfuse_megatron.tools.bench.bounds import products
+from commfuse_megatron.tools.bench.bounds import products, require_equal_pieces
 from commfuse_megatron.tools.bench.operands import Results, Work
-from commfuse_megatron.tools.bench.slicing import require_equal_pieces
 from commfuse_megatron.tools.bench.variant import differentiable, in_turn
 
 PIECES = (2, 4)

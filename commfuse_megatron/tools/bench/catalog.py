@@ -9,7 +9,7 @@ from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.tools.bench import attention, bounds, emulate, peers, slicing, ulysses
+from commfuse_megatron.tools.bench import attention, bounds, emulate, peers, ulysses
 from commfuse_megatron.tools.bench.operands import Pool, Work, draw
 from commfuse_megatron.tools.bench.ours import Ours, PathOptions, forced_paths
 from commfuse_megatron.tools.bench.rows import has_word_prefix
@@ -61,7 +61,7 @@ def make_variants(
         planned,
         *files,
         *_slices_only(device, chunks),
-        *_slicing(_PIECES, slicing.linear),
+        *_slicing(_PIECES, bounds.sliced),
         *forced,
         peers.AsyncTP(),
         peers.Userbuffers(),

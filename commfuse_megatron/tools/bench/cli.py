@@ -173,9 +173,7 @@ def _require_models(arguments: argparse.Namespace) -> None:
     if arguments.tokens and all(model.startswith("paper") for model in arguments.models or ("any",)):
         raise UsageError("--tokens: the paper's cases have their own; leave it out, or name another model")
     if kind != "linears":
-        of_linears = (
-            ("linears", "check", "figure") if arguments.write_plans else ("linears", "config", "check", "figure")
-        )
+        of_linears = ["linears", "check", "figure"] + ["config"] * (not arguments.write_plans)
         refuse_given(arguments, of_linears, f"{{}}: for linears, not for --{kind}")
 
 

@@ -242,7 +242,6 @@ class _Runner:
             return []
         self._return_memory()
         work = catalog.make_work(case, piece.pass_name, self._group, self._pool, is_emulated=piece.is_emulated)
-        is_paper, is_full = _is_paper(piece), _is_full(settings, piece)
         chosen = _choose(self._variants, settings, case, piece, settings.variants)
         measured = {variant.name: entry for variant in chosen if (entry := self._build(variant, work)) is not None}
         lacking = [name for name in catalog.BOUNDS if not any(has_word_prefix(found, name) for found in measured)]
@@ -257,7 +256,7 @@ class _Runner:
                 continue
             if not piece.is_emulated and samples[variant.name].median_ms <= _LONGEST_CALL_FOR_HOST_MS:
                 entry.host_us = measure_host_us(timed[variant.name], self._group, self._device)
-            if isinstance(variant, Ours) and is_full and not is_paper:
+            if isinstance(variant, Ours) and _is_full(settings, piece) and not _is_paper(piece):
                 entry.tail_ms = self._tails.measure_ms(work, entry.ready)
         commit = settings.commit or this_commit()
         return make_rows(work, measured, samples, is_emulated=piece.is_emulated, commit=commit)
@@ -294,10 +293,8 @@ class _Runner:
         failure: Exception | None = None
         try:
             entry = self._build_here(variant, work)
-        except (UnsupportedError, ConfigError, VerificationError) as error:
-            failure = error
         except Exception as error:
-            if not variant.is_foreign:
+            if not variant.is_foreign and not isinstance(error, UnsupportedError | ConfigError | VerificationError):
                 raise
             failure = error
         if not self.any_rank(failure is not None):
@@ -307,12 +304,12 @@ class _Runner:
         is_impossible = self.any_rank(isinstance(failure, UnsupportedError | ConfigError))
         reason = "it failed on another rank" if failure is None else _describe(failure)
         if is_wrong:
-            self.outcome.failures.append(f"{variant.name}: {reason}")
-            self._on_note(f"wrong: {variant.name}: {reason}")
-            return None
-        key = name if is_impossible else name_in_pass  # what failed may yet work in the other pass
-        self.outcome.left_out[key] = reason
-        self._on_note(f"left out: {key}: {reason}")
+            self.outcome.failures.append(f"{name}: {reason}")
+            self._on_note(f"wrong: {name}: {reason}")
+        else:
+            key = name if is_impossible else name_in_pass  # what failed may yet work in the other pass
+            self.outcome.left_out[key] = reason
+            self._on_note(f"left out: {key}: {reason}")
         return None
 
     def _build_here(self, variant: Variant, work: Work) -> Measured:
