@@ -4,7 +4,7 @@ import functools
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,8 @@ from commfuse_megatron.tools.bench.variant import Ready, link_name
 from commfuse_megatron.tools.common.cases import attention_bound_ms
 
 
-@dataclass(slots=True)
-class Measured:
-    """One variant's part of a case: what was built, timed and found out about it."""
-
-    ready: Ready
-    max_error: float | None
-    gemm: str | None
-    host_us: float | None = None
-    tail_ms: float | None = None
-
-
 def make_rows(
-    work: Work, measured: Mapping[str, Measured], samples: Mapping[str, Sample], *, is_emulated: bool, commit: str
+    work: Work, measured: Mapping[str, Ready], samples: Mapping[str, Sample], *, is_emulated: bool, commit: str
 ) -> list[Row]:
     """One row per variant; what all share (lower bounds, sequential) comes from the same `measure`."""
     case, device = work.case, work.pool.device
@@ -38,13 +27,13 @@ def make_rows(
     def best(prefix: str) -> float:
         return min(sample.median_ms for name, sample in samples.items() if has_word_prefix(name, prefix))
 
-    def bounds_of(entry: Measured) -> dict[str, Any]:
+    def bounds_of(ready: Ready) -> dict[str, Any]:
         """What the schedule allows, and what the split costs, of a variant that has them."""
-        ready, own = entry.ready, samples.get(f"comm_only {entry.ready.transport}")
+        own = samples.get(f"comm_only {ready.transport}")
         comm_ms, chunks = best("comm_only") if own is None else own.median_ms, ready.chunks_per_shard
         bound_ms = split_ms = None
         if ready.path == "sliced" and chunks is not None:
-            slices = samples.get(f"slices_only m={chunks} {entry.gemm}")
+            slices = samples.get(f"slices_only m={chunks} {ready.gemm}")
             split_ms = None if slices is None else slices.median_ms - shared["compute_only_ms"]
             bound_ms = closed_form_us(shared["compute_only_ms"], comm_ms, case.group_size, chunks)
         if ready.path == "query_split":
@@ -66,15 +55,13 @@ def make_rows(
         "commit": commit,
         "cuda_device_max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
     }
-    of_ready = ("path", "transport", "algorithm", "chunks_per_shard", "reason")
-    of_entry = ("host_us", "tail_ms", "max_error")
+    known = ("path", "transport", "algorithm", "chunks_per_shard", "reason", "max_error", "host_us", "tail_ms")
     return [
         Row(
             variant=name,
             **shared,
             **asdict(sample),
-            **{key: getattr(measured[name].ready, key) for key in of_ready},
-            **{key: getattr(measured[name], key) for key in of_entry},
+            **{key: getattr(measured[name], key) for key in known},
             **bounds_of(measured[name]),
         )
         for name, sample in samples.items()

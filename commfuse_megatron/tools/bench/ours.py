@@ -123,17 +123,13 @@ class Ours(WithContext):
         if self.options.path not in ("auto", record.path):
             raise VerificationError(f"{what}: fell back to {record.path}: {record.reason}")
         ready.path, ready.reason, ready.transport = record.path, record.reason, record.transport
+        ready.gemm = record.gemm
         if record.attention:
             ready.reason += f"; kernel {record.attention}"
         if record.path in _IN_CHUNKS:
             ready.algorithm, ready.chunks_per_shard = record.algorithm, record.chunks_per_shard
         if record.path == "row_parallel":
             ready.transport = (self._find_record(work, "linear_reduce_scatter") or record).transport
-
-    def gemm_name(self, work: Work) -> str | None:
-        """The GEMM that computes the slices; None before the first call."""
-        record = self._find_record(work, work.case.op)
-        return None if record is None else record.gemm
 
     def _find_record(self, work: Work, op: str) -> OpRecord | None:
         """Cases of as many tokens differ in their batch, which records do not say: the newest is this one's."""

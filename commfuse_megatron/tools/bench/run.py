@@ -14,13 +14,13 @@ from torch import distributed as dist
 
 from commfuse_megatron.errors import CommFuseError, ConfigError, UnsupportedError, VerificationError
 from commfuse_megatron.tools.bench import catalog
-from commfuse_megatron.tools.bench.assemble import Measured, make_rows, this_commit
+from commfuse_megatron.tools.bench.assemble import make_rows, this_commit
 from commfuse_megatron.tools.bench.operands import Pool, Work, check_results
 from commfuse_megatron.tools.bench.ours import Ours
 from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
 from commfuse_megatron.tools.bench.tail import TailMeter
 from commfuse_megatron.tools.bench.timing import Timed, measure, measure_host_us
-from commfuse_megatron.tools.bench.variant import Variant
+from commfuse_megatron.tools.bench.variant import Ready, Variant
 from commfuse_megatron.tools.common.cases import FULL_M, KINDS, LINEARS, PASSES, Case, tokens_of
 from commfuse_megatron.tools.common.turns import largest_of_ranks
 
@@ -243,21 +243,21 @@ class _Runner:
         self._return_memory()
         work = catalog.make_work(case, piece.pass_name, self._group, self._pool, is_emulated=piece.is_emulated)
         chosen = _choose(self._variants, settings, case, piece, settings.variants)
-        measured = {variant.name: entry for variant in chosen if (entry := self._build(variant, work)) is not None}
+        measured = {variant.name: ready for variant in chosen if (ready := self._build(variant, work)) is not None}
         lacking = [name for name in catalog.BOUNDS if not any(has_word_prefix(found, name) for found in measured)]
         if lacking:
             self.outcome.missing.append(f"{piece}: nothing to compare with: there is no {', no '.join(lacking)}")
             return []
-        timed = {name: Timed(entry.ready.call, entry.ready.before_burst) for name, entry in measured.items()}
+        timed = {name: Timed(ready.call, ready.before_burst) for name, ready in measured.items()}
         samples = measure(timed, self._group, rounds=settings.rounds, limit_s=settings.case_s, device=self._device)
         for variant in chosen:
-            entry = measured.get(variant.name)
-            if entry is None or entry.ready.read is None:
+            ready = measured.get(variant.name)
+            if ready is None or ready.read is None:
                 continue
             if not piece.is_emulated and samples[variant.name].median_ms <= _LONGEST_CALL_FOR_HOST_MS:
-                entry.host_us = measure_host_us(timed[variant.name], self._group, self._device)
+                ready.host_us = measure_host_us(timed[variant.name], self._group, self._device)
             if isinstance(variant, Ours) and _is_full(settings, piece) and not _is_paper(piece):
-                entry.tail_ms = self._tails.measure_ms(work, entry.ready)
+                ready.tail_ms = self._tails.measure_ms(work, ready)
         commit = settings.commit or this_commit()
         return make_rows(work, measured, samples, is_emulated=piece.is_emulated, commit=commit)
 
@@ -284,21 +284,25 @@ class _Runner:
             self.close()
             torch.cuda.empty_cache()
 
-    def _build(self, variant: Variant, work: Work) -> Measured | None:
+    def _build(self, variant: Variant, work: Work) -> Ready | None:
         """The variant, built and found right on all ranks; None when it is left out, with the reason noted once."""
         name, name_in_pass = variant.name, f"{variant.name}, {work.pass_name}"
         if name in self.outcome.left_out or name_in_pass in self.outcome.left_out:
             return None
-        entry: Measured | None = None
+        ready: Ready | None = None
         failure: Exception | None = None
         try:
-            entry = self._build_here(variant, work)
+            ready = variant.build(work)
+            results = ready.results()
+            if results:
+                ready.max_error = check_results(work, name, results)
+                variant.check_path(work, ready)
         except Exception as error:
             if not variant.is_foreign and not isinstance(error, UnsupportedError | ConfigError | VerificationError):
                 raise
             failure = error
         if not self.any_rank(failure is not None):
-            return entry
+            return ready
         # What is left out from now on must be the same on all ranks, also on those where nothing failed.
         is_wrong = self.any_rank(isinstance(failure, VerificationError) and not variant.is_foreign)
         is_impossible = self.any_rank(isinstance(failure, UnsupportedError | ConfigError))
@@ -311,15 +315,6 @@ class _Runner:
             self.outcome.left_out[key] = reason
             self._on_note(f"left out: {key}: {reason}")
         return None
-
-    def _build_here(self, variant: Variant, work: Work) -> Measured:
-        ready = variant.build(work)
-        results, error = ready.results(), None
-        if results:
-            error = check_results(work, variant.name, results)
-            variant.check_path(work, ready)
-        gemm = variant.gemm_name(work) if isinstance(variant, Ours) else None
-        return Measured(ready, error, gemm)
 
 
 def _describe(error: Exception) -> str:

@@ -24,7 +24,7 @@ class Ready:
     """One pass, ready to be called.
 
     read: finds in what a call returned what is compared; None where nothing is, as of lower bounds. before_burst: see
-    `Timed`. path .. reason: for the row.
+    `Timed`. path .. tail_ms: for the row, as far as they are known. gemm: what computes the slices.
     """
 
     call: Callable[[], Any]
@@ -35,6 +35,10 @@ class Ready:
     algorithm: str = ""
     chunks_per_shard: int | None = None
     reason: str = ""
+    max_error: float | None = None
+    host_us: float | None = None
+    tail_ms: float | None = None
+    gemm: str = ""
 
     def results(self) -> Results:
         """Run it once. What it computes, by name."""
