@@ -12,22 +12,22 @@ from commfuse_megatron.errors import ConfigError, VerificationError
 from commfuse_megatron.kernels import attention_choice
 from commfuse_megatron.runtime import prepared
 from commfuse_megatron.schedule import closed_form_us
-from commfuse_megatron.tools.bench.attention import attention_work, heads_of
-from commfuse_megatron.tools.bench.emulate import EmulatedAttention, make_emulated_work
+from commfuse_megatron.tools.bench.attention import heads_of
+from commfuse_megatron.tools.bench.catalog import make_work
+from commfuse_megatron.tools.bench.emulate import EmulatedPath
 from commfuse_megatron.tools.bench.operands import Pool, check_results, ulysses_block
 from commfuse_megatron.tools.bench.run import Settings
 from commfuse_megatron.tools.bench.summary import summarize
 from commfuse_megatron.tools.bench.tables import attention_table
-from commfuse_megatron.tools.bench.ulysses import ulysses_work
 from commfuse_megatron.tools.common.cases import (
     ATTENTION_CASE_NAMES,
     HEADLINE_M,
-    AttentionCase,
+    Case,
     attention_bound_ms,
     attention_case,
-    attention_tokens,
+    tokens_of,
+    ulysses_case,
 )
-from commfuse_megatron.tools.common.ulysses_cases import ulysses_case
 from commfuse_megatron.transport import tape_graphs
 from tests.harness.emulated_cudnn import emulate_cudnn
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
@@ -105,10 +105,14 @@ def test_emulated_groups(group_size):
     assert max(row.max_error for row in rows if row.max_error is not None) < 1e-5
 
 
+def make_emulated(case: Case, group, dtype: torch.dtype):
+    return make_work(case, "fprop", group, Pool(CPU, dtype, group.rank()), is_emulated=True)
+
+
 @on_ranks(2)
 def test_a_wrong_emulated_result_is_noticed(group, device):
-    work = make_emulated_work(attention_case(*SMALL, 4, 64), group, Pool(CPU, torch.float32, group.rank()))
-    variant = EmulatedAttention("gloo", 1)
+    work = make_emulated(attention_case(*SMALL, 4, 64), group, torch.float32)
+    variant = EmulatedPath("query_split", "gloo")
     ready = variant.build(work)
     check_results(work, variant.name, ready.results())
     work.operands.others["k"].data.add_(1.0 * torch.arange(work.operands.others["k"].size(0)).view(-1, 1, 1, 1))
@@ -128,9 +132,9 @@ def test_emulated_tapes_give_what_they_should_in_every_order(size, splits, monke
 
     def body(group, device):
         sizes = {"M": 64, "N": 16, "K": 32, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
-        case = AttentionCase("some", "query_split_attention", group_size=size, **sizes)
-        work = make_emulated_work(case, group, Pool(CPU, torch.bfloat16, group.rank()))
-        variant = EmulatedAttention("copy_engine", splits)
+        case = Case("some", "query_split_attention", group_size=size, **sizes)
+        work = make_emulated(case, group, torch.bfloat16)
+        variant = EmulatedPath("query_split" if splits else "row_parallel", "copy_engine", splits or 1)
         with take_part(group):
             ready = variant.build(work)
             for _ in range(6):
@@ -151,7 +155,7 @@ SMALL = ("paper.attention-4x8192", 4 * 8192)
 @pytest.mark.parametrize("pass_name", ["fprop", "backward"])
 @on_ranks(2)
 def test_what_is_expected_is_the_reference(group, device, pass_name):
-    work = attention_work(attention_case(*SMALL, 2, 256), pass_name, group, Pool(CPU, torch.float64, group.rank()))
+    work = make_work(attention_case(*SMALL, 2, 256), pass_name, group, Pool(CPU, torch.float64, group.rank()))
     heads = [head.clone().requires_grad_() for head in heads_of(work)]
     y = ops.reference.query_split_attention(*heads, work.operands.weight, group=group)
     if pass_name == "fprop":
@@ -168,8 +172,8 @@ def test_cases():
     assert (case.heads, case.kv_heads, case.head_dim) == (8, 1, 128)
     paper = attention_case("paper.attention-16x4096", 65536, 4)
     assert (paper.rows, paper.batch, paper.N, paper.K) == (4096, 16, 4096, 1024)
-    assert attention_tokens(paper.name, (8192,)) == (65536,)
-    assert attention_tokens(case.name, (8192, 4096)) == (8192, 4096)
+    assert tokens_of(paper.name, (8192,)) == (65536,)
+    assert tokens_of(case.name, (8192, 4096)) == (8192, 4096)
     for name, M, size, words in (
         ("llama-8b.qkv", 8192, 2, "unknown case"),
         ("llama-8b.attention", 8192, 3, "8192 rows must be a multiple of the group size 3"),
@@ -214,7 +218,7 @@ def test_every_way_of_a_split_sequence_gives_the_same(group_size):
 @on_ranks(2)
 def test_a_wrong_row_of_a_split_sequence_is_noticed(group, device):
     case = ulysses_case("llama-8b.ulysses", 2048, 2, 32)
-    work = ulysses_work(case, "fprop", group, Pool(CPU, torch.float32, group.rank()))
+    work = make_work(case, "fprop", group, Pool(CPU, torch.float32, group.rank()))
     # Without its order, as a rank that takes what it holds for the first half of the sequence.
     with OverlapContext(group, OverlapConfig()) as context, torch.no_grad():
         attend = functools.partial(ops.ulysses_attention, context=context)

@@ -5,13 +5,14 @@ import torch
 
 from commfuse_megatron.errors import UnsupportedError, VerificationError
 from commfuse_megatron.tools.bench import run as run_module
-from commfuse_megatron.tools.bench.bounds import Sequential
-from commfuse_megatron.tools.bench.emulate import EmulatedSliced, make_emulated_work
-from commfuse_megatron.tools.bench.operands import Pool, check_results, make_work
+from commfuse_megatron.tools.bench.bounds import sequential
+from commfuse_megatron.tools.bench.catalog import make_work
+from commfuse_megatron.tools.bench.emulate import EmulatedPath
+from commfuse_megatron.tools.bench.operands import Pool, check_results
 from commfuse_megatron.tools.bench.ours import Ours, PathOptions
 from commfuse_megatron.tools.bench.run import Settings, grid, run_grid
-from commfuse_megatron.tools.bench.slicing import DataSlicing
 from commfuse_megatron.tools.bench.timing import Timed, measure, measure_host_us
+from commfuse_megatron.tools.bench.variant import Plain
 from commfuse_megatron.tools.common.cases import linear_case
 from tests.harness.threads import on_ranks, run_threads
 
@@ -81,10 +82,14 @@ def test_sizes_that_the_group_does_not_divide_are_missing():
 
 
 def test_cases_without_what_they_are_compared_with_are_missing(monkeypatch):
-    def refuse(self, work):
-        raise UnsupportedError("not today")
+    build = Plain.build
 
-    monkeypatch.setattr(Sequential, "build", refuse)
+    def refuse(self, work):
+        if self.name == "sequential" and work.expected:
+            raise UnsupportedError("not today")
+        return build(self, work)
+
+    monkeypatch.setattr(Plain, "build", refuse)
     settings = Settings(
         models=("llama-8b",), linears=("qkv",), tokens=(2048,), passes=("fprop",), variants=("planned",), shrink=64,
         rounds=1,
@@ -100,8 +105,10 @@ def test_cases_without_what_they_are_compared_with_are_missing(monkeypatch):
 def test_emulated_groups_multiply_what_was_sent(virtual_ranks, linear):
     def body(group, device):
         pool = Pool(device, torch.float32, seed=group.rank())
-        work = make_emulated_work(linear_case(f"llama-8b.{linear}", 2048, virtual_ranks, 32), group, pool)
-        variant = EmulatedSliced("gloo")
+        work = make_work(
+            linear_case(f"llama-8b.{linear}", 2048, virtual_ranks, 32), "fprop", group, pool, is_emulated=True
+        )
+        variant = EmulatedPath("sliced", "gloo")
         ready = variant.build(work)
         found = [ready.results() for _ in range(3)]
         errors = [check_results(work, variant.name, results) for results in found]
@@ -126,7 +133,9 @@ def test_rows_of_emulated_groups_say_so():
 @on_ranks(3)
 def test_larger_groups_are_emulated_on_two_ranks_only(group, device):
     with pytest.raises(UnsupportedError, match="on 2 ranks, not on 3"):
-        make_emulated_work(linear_case("llama-8b.proj", 2048, 8, 32), group, Pool(device, torch.float32, 0))
+        make_work(
+            linear_case("llama-8b.proj", 2048, 8, 32), "fprop", group, Pool(device, torch.float32, 0), is_emulated=True
+        )
 
 
 @on_ranks(2)
@@ -145,7 +154,7 @@ def test_a_forced_path_that_fell_back_is_an_error(group, device):
 @on_ranks(2)
 def test_a_wrong_result_is_found(group, device):
     work = make_work(linear_case("llama-8b.qkv", 2048, 2, 64), "backward", group, Pool(device, torch.float32, 0))
-    found = Sequential().build(work).results()
+    found = sequential(work).results()
     assert check_results(work, "sequential", found) == 0.0
     with pytest.raises(VerificationError, match=r"weight\.grad differs from the sequential program"):
         check_results(work, "sequential", found | {"weight.grad": found["weight.grad"] * 1.1})
@@ -176,7 +185,7 @@ def test_what_fails_on_one_rank_is_left_out_on_all(monkeypatch):
         return check(work, name, found)
 
     monkeypatch.setattr(run_module, "check_results", check_but_fail_on_the_second)
-    monkeypatch.setattr(DataSlicing, "is_foreign", True)
+    monkeypatch.setattr(Plain, "is_foreign", True)
     settings = Settings(
         models=("llama-8b",), linears=("qkv",), tokens=(2048,), variants=("slicing", "sliced"), shrink=64, rounds=1
     )

@@ -41,7 +41,7 @@ def test_cases_have_the_sizes_of_their_models():
     qkv, fc2 = linear_case("llama-70b.qkv", 8192, 2), linear_case("llama-70b.fc2", 8192, 2)
     assert (qkv.op, qkv.M, qkv.N, qkv.K, qkv.shard_shape) == ("all_gather_linear", 8192, 5120, 8192, (4096, 8192))
     assert (fc2.op, fc2.M, fc2.N, fc2.K, fc2.shard_shape) == ("linear_reduce_scatter", 8192, 8192, 14336, (4096, 8192))
-    (tokens,) = tokens_of("paper-mlp", (1024, 2048))
+    (tokens,) = tokens_of("paper-mlp.fc1", (1024, 2048))
     paper = linear_case("paper-mlp.fc1", tokens, 4)
     assert (paper.M, paper.batch, paper.N, paper.K) == (32 * 4096, 32, 4096, 4096)
     small = linear_case("llama-70b.qkv", 8192, 2, shrink=64)
@@ -68,7 +68,7 @@ def test_the_grid_has_every_case_once_with_the_headline_first():
 
 
 def test_all_variants_at_two_sizes_and_the_basic_ones_elsewhere():
-    variants = make_variants(CUDA, 2, (1, 2))
+    variants = make_variants("linears", CUDA, 2, (1, 2))
     basic = [v.name for v in choose(variants, "all_gather_linear", "fprop", is_full=False, prefixes=())]
     assert basic == [
         "compute_only",
@@ -94,7 +94,7 @@ def test_all_variants_at_two_sizes_and_the_basic_ones_elsewhere():
         for v in choose(variants, "all_gather_linear", "fprop", is_full=True, prefixes=("planned", "slicing C=4"))
     ]
     assert asked == [*basic[:6], "planned", "slicing C=4"]
-    assert {"sliced m=1 nccl", "sequential"} <= {v.name for v in make_emulated_variants(CUDA)}
+    assert {"sliced m=1 nccl", "sequential"} <= {v.name for v in make_emulated_variants("linears", CUDA)}
 
 
 def test_ways_of_ours_are_named_and_configured():
@@ -106,8 +106,8 @@ def test_ways_of_ours_are_named_and_configured():
     assert PathOptions(path="auto").name == "planned"
     bulk = PathOptions(path="bulk", backend="copy_engine").config()
     assert (bulk.linear.fprop.path, bulk.linear.dgrad.path) == ("sequential", "bulk")
-    assert any(options.algorithm == "ring" for options in forced_paths(CPU, 4, (1,)))
-    assert not any(options.algorithm == "ring" for options in forced_paths(CPU, 2, (1,)))
+    assert any(options.algorithm == "ring" for options in forced_paths("linears", CPU, 4, (1,)))
+    assert not any(options.algorithm == "ring" for options in forced_paths("linears", CPU, 2, (1,)))
 
 
 def test_what_follows_from_a_row():

@@ -4,7 +4,7 @@ import functools
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,96 +15,66 @@ from commfuse_megatron.tools.bench.operands import Work
 from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
 from commfuse_megatron.tools.bench.timing import Sample
 from commfuse_megatron.tools.bench.variant import Ready, link_name
-from commfuse_megatron.tools.common.cases import AttentionCase, attention_bound_ms
-
-
-@dataclass(slots=True)
-class Measured:
-    """One variant's part of a case: what was built, timed and found out about it."""
-
-    ready: Ready
-    max_error: float | None
-    gemm: str | None
-    host_us: float | None = None
-    tail_ms: float | None = None
+from commfuse_megatron.tools.common.cases import attention_bound_ms
 
 
 def make_rows(
-    work: Work, measured: Mapping[str, Measured], samples: Mapping[str, Sample], *, is_emulated: bool, commit: str
+    work: Work, measured: Mapping[str, Ready], samples: Mapping[str, Sample], *, is_emulated: bool, commit: str
 ) -> list[Row]:
     """One row per variant; what all share (lower bounds, sequential) comes from the same `measure`."""
     case, device = work.case, work.pool.device
 
-    def best(prefix: str) -> float | None:
-        return min((s.median_ms for name, s in samples.items() if has_word_prefix(name, prefix)), default=None)
+    def best(prefix: str) -> float:
+        return min(sample.median_ms for name, sample in samples.items() if has_word_prefix(name, prefix))
 
-    compute_ms = best("compute_only")
-    collective_ms = samples["comm_only collective"].median_ms
-    comm_ms = best("comm_only")
-    assert compute_ms is not None
-    assert comm_ms is not None
-    rows = []
-    for name, sample in samples.items():
-        entry = measured[name]
-        ready = entry.ready
-        chunks = ready.chunks_per_shard
+    def bounds_of(ready: Ready) -> dict[str, Any]:
+        """What the schedule allows, and what the split costs, of a variant that has them."""
+        own = samples.get(f"comm_only {ready.transport}")
+        comm_ms, chunks = best("comm_only") if own is None else own.median_ms, ready.chunks_per_shard
         bound_ms = split_ms = None
-        own_comm = samples.get(f"comm_only {ready.transport}")
-        own_ms = comm_ms if own_comm is None else own_comm.median_ms
         if ready.path == "sliced" and chunks is not None:
-            slices = samples.get(f"slices_only m={chunks} {entry.gemm}")
-            split_ms = None if slices is None else slices.median_ms - compute_ms
-            if work.pass_name == "fprop":
-                bound_ms = closed_form_us(compute_ms, own_ms, case.group_size, chunks)
-        if isinstance(case, AttentionCase) and work.pass_name == "fprop" and ready.path == "query_split":
-            bound_ms = attention_bound_ms(case, compute_ms, own_ms, chunks or 1)
-        rows.append(
-            Row(
-                **case.sizes,
-                pass_name=work.pass_name,
-                dtype=work.dtype_name,
-                emulated=is_emulated,
-                variant=name,
-                path=ready.path,
-                transport=ready.transport,
-                algorithm=ready.algorithm,
-                chunks_per_shard=chunks,
-                median_ms=sample.median_ms,
-                p95_ms=sample.p95_ms,
-                rounds=sample.rounds,
-                compute_only_ms=compute_ms,
-                comm_only_ms=comm_ms,
-                comm_only_collective_ms=collective_ms,
-                sequential_ms=samples["sequential"].median_ms,
-                schedule_bound_ms=bound_ms,
-                host_us=entry.host_us,
-                tail_ms=entry.tail_ms,
-                split_loss_ms=split_ms,
-                max_error=entry.max_error,
-                reason=ready.reason,
-                shrink=case.shrink,
-                device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-                link=link_name(device),
-                commit=commit,
-                cuda_device_max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
-            )
+            slices = samples.get(f"slices_only m={chunks} {ready.gemm}")
+            split_ms = None if slices is None else slices.median_ms - shared["compute_only_ms"]
+            bound_ms = closed_form_us(shared["compute_only_ms"], comm_ms, case.group_size, chunks)
+        if ready.path == "query_split":
+            bound_ms = attention_bound_ms(case, shared["compute_only_ms"], comm_ms, chunks or 1)
+        return {"schedule_bound_ms": bound_ms if work.pass_name == "fprop" else None, "split_loss_ms": split_ms}
+
+    shared: dict[str, Any] = {
+        **case.sizes,
+        "pass_name": work.pass_name,
+        "dtype": work.dtype_name,
+        "emulated": is_emulated,
+        "shrink": case.shrink,
+        "compute_only_ms": best("compute_only"),
+        "comm_only_ms": best("comm_only"),
+        "comm_only_collective_ms": samples["comm_only collective"].median_ms,
+        "sequential_ms": samples["sequential"].median_ms,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "link": link_name(device),
+        "commit": commit,
+        "cuda_device_max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+    }
+    known = ("path", "transport", "algorithm", "chunks_per_shard", "reason", "max_error", "host_us", "tail_ms")
+    return [
+        Row(
+            variant=name,
+            **shared,
+            **asdict(sample),
+            **{key: getattr(measured[name], key) for key in known},
+            **bounds_of(measured[name]),
         )
-    return rows
+        for name, sample in samples.items()
+    ]
 
 
 def run_header(device: torch.device, group_size: int, commit: str) -> dict[str, Any]:
     """What a file of rows says about the machine and the software."""
-    header: dict[str, Any] = {"commit": commit, "ranks": group_size, "torch": torch.__version__}
+    header: dict[str, Any] = {"commit": commit, "ranks": group_size, "torch": torch.__version__, "device": "cpu"}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        header |= {
-            "device": properties.name,
-            "multiprocessors": properties.multi_processor_count,
-            "cuda": torch.version.cuda,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        }
-    else:
-        header |= {"device": "cpu"}
+        header |= {"device": properties.name, "multiprocessors": properties.multi_processor_count}
+        header |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     header["link"] = link_name(device)
     header["environment"] = {
         name: os.environ[name]

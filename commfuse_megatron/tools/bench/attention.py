@@ -8,132 +8,72 @@ row_parallel <transport> attention at once, then the projection over our reduce-
 query_split m=C <...>    the queries of one owner after the other
 planned                  what the planner chooses
 
-At the sizes measured the reference's scores do not fit: results are held to the plain kernel, sequence by sequence.
+At the sizes measured the reference's scores do not fit: results are held to PyTorch's attention.
 """
 
-from typing import override
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import distributed as dist
 
 from commfuse_megatron import ops
-from commfuse_megatron.errors import UnsupportedError
-from commfuse_megatron.kernels.attention import MathAttention
 from commfuse_megatron.kernels.attention_choice import AttentionKernels
-from commfuse_megatron.ops.split_attention import Heads, InputGradients, SplitAttention
+from commfuse_megatron.ops.split_attention import Heads, SplitAttention
 from commfuse_megatron.problem import RowRange, chunk_ranges
-from commfuse_megatron.tools.bench.bounds import CommOnly, CommOnlyCollective
-from commfuse_megatron.tools.bench.operands import Pool, Work, draw
-from commfuse_megatron.tools.bench.ours import Ours, PathOptions, attention_paths
-from commfuse_megatron.tools.bench.variant import Ready, Results, Variant, backends_of, collective_name
-from commfuse_megatron.tools.common.cases import AttentionCase, LinearCase
+from commfuse_megatron.tools.bench.bounds import products, require_equal_pieces
+from commfuse_megatron.tools.bench.operands import Results, Work
+from commfuse_megatron.tools.bench.variant import differentiable, in_turn
 
 PIECES = (2, 4)
-# So many that the plain kernel's scores fit on a GPU at the longest sequence: 16384 rows, 32 heads.
-_EXACT_SPLITS = 16
-_GRADIENTS = ("x.grad", "k.grad", "v.grad", "weight.grad")
-
-
-def attention_case_of(work: Work) -> AttentionCase:
-    """The case of a work that is one of attention."""
-    assert isinstance(work.case, AttentionCase)
-    return work.case
 
 
 def heads_of(work: Work) -> Heads:
     """Queries, keys and values, without a history."""
-    case, o = attention_case_of(work), work.operands
+    case, o = work.case, work.operands
     queries = o.x.detach().view(case.rows, case.batch, case.heads, case.head_dim)
     return Heads(queries, o.others["k"].detach(), o.others["v"].detach())
 
 
 def split_attention(work: Work, splits_per_shard: int | None) -> SplitAttention:
     """Attention of the case in splits, or in one (None), by the kernel that our operation would take."""
-    case = attention_case_of(work)
-    problem = case.attention(work.dtype_name)
+    case, problem = work.case, work.case.attention(work.dtype_name)
     splits = [RowRange(0, case.rows)]
     if splits_per_shard is not None:
-        chunks = chunk_ranges(case.rows, case.group_size, splits_per_shard)
-        splits = [chunk for shard in chunks for chunk in shard]
+        splits = [chunk for shard in chunk_ranges(case.rows, case.group_size, splits_per_shard) for chunk in shard]
     kernel = AttentionKernels(work.pool.device).choose(problem, "auto")
     return SplitAttention(problem, kernel, splits, case.head_dim**-0.5, None, None)
 
 
-def attention_work(case: LinearCase, pass_name: str, group: dist.ProcessGroup, pool: Pool) -> Work:
-    """Operands, and the results that every variant must give."""
-    work = Work(case, pass_name, group, pool, draw(case, pool), {})
-    case, o = attention_case_of(work), work.operands
-    if pass_name == "fprop":
-        attended = exact_attention(work)[0]
-        with torch.no_grad():
-            work.expected = {"y": ops.reference.linear_reduce_scatter(attended, o.weight, group=group)}
-        return work
-    shard = o.grad_y.flatten(0, -2)
-    grad = shard.new_empty(case.M, case.N)
-    dist.all_gather_into_tensor(grad, shard.contiguous(), group=group)
-    attended, gradients = exact_attention(work, (grad @ o.weight.detach()).view(case.rows, case.batch, -1))
-    assert gradients is not None
-    grad_weight = grad.t() @ attended.flatten(0, 1)
-    work.expected = dict(zip(_GRADIENTS, (gradients.q.flatten(2), gradients.k, gradients.v, grad_weight), strict=True))
-    return work
+def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """PyTorch's, causal, of [S, B, H, D] and [S, B, H_kv, D]: [S, B, H, D]."""
+    q, k, v = (each.permute(1, 2, 0, 3) for each in (q, k, v))
+    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return attended.permute(2, 0, 1, 3)
 
 
-def exact_attention(work: Work, grad: torch.Tensor | None = None) -> tuple[torch.Tensor, Heads | None]:
-    """(values attended to [S, B, K], gradients of queries, keys and values if `grad` [S, B, K] is given)."""
-    case, heads = attention_case_of(work), heads_of(work)
-    attended = torch.empty_like(heads.q)
-    found = Heads(*map(torch.empty_like, heads)) if grad is not None else None
-    # Sequence by sequence, a shard of the queries at a time: the plain kernel keeps the scores of a split.
-    problem = case.attention(work.dtype_name)
-    splits = [chunk for shard in chunk_ranges(case.rows, _EXACT_SPLITS, 1) for chunk in shard]
-    attention = SplitAttention(problem, MathAttention(), splits, case.head_dim**-0.5, None, None)
-    for sequence in range(case.batch):
-        part = slice(sequence, sequence + 1)
-        own = Heads(*(tensor[:, part] for tensor in heads))
-        gradients = None if grad is None else InputGradients(own)
-        for index, queries in enumerate(splits):
-            if not queries.size:
-                continue
-            state = attention.forward(index, own, attended[:, part])
-            if grad is not None and gradients is not None:
-                rows = grad[queries.start : queries.stop, part].unflatten(2, heads.q.shape[2:])
-                found_rows = attention.gradients(index, own, attended[:, part], state, rows)
-                attention.add_gradients(index, found_rows, gradients)
-        if found is not None and gradients is not None:
-            for whole, piece in zip(found, gradients.result(), strict=True):
-                whole[:, part] = piece
-    return attended.flatten(2), found
+def expected(work: Work) -> Results:
+    """The results that every variant must give."""
+    case, o = work.case, work.operands
+
+    def forward() -> torch.Tensor:
+        queries = o.x.view(case.rows, case.batch, case.heads, case.head_dim)
+        attended = plain_attention(queries, o.others["k"], o.others["v"]).flatten(2)
+        return ops.reference.linear_reduce_scatter(attended, o.weight, group=work.group)
+
+    return differentiable(work, forward).results()
 
 
-class AttentionComputeOnly(Variant):
+def compute(work: Work) -> Callable[[], None]:
     """The block of one rank, un-split, without a sum over ranks."""
-
-    name = "compute_only"
-    is_basic = True
-
-    @override
-    def build(self, work: Work) -> Ready:
-        case, o, heads, attention = attention_case_of(work), work.operands, heads_of(work), split_attention(work, None)
-        attended = torch.empty_like(heads.q)
-        weight, flat = o.weight.detach(), attended.view(case.M, case.K)
-        state = attention.forward(0, heads, attended)
-        if work.pass_name == "fprop":
-            y = work.pool.tensor("y", case.M, case.N)
-
-            def call() -> None:
-                attention.forward(0, heads, attended)
-                torch.mm(flat, weight.t(), out=y)
-
-        else:
-            grad_attended = work.pool.tensor("grad_x", case.M, case.K)
-            grad_weight = work.pool.tensor("grad_weight", case.N, case.K)
-
-            def call() -> None:
-                torch.mm(o.grad_full, weight, out=grad_attended)
-                attention.gradients(0, heads, attended, state, grad_attended.view(attended.shape))
-                torch.mm(o.grad_full.t(), flat, out=grad_weight)
-
-        return Ready(call=call, path="compute", transport="none", is_op=False)
+    heads, attention = heads_of(work), split_attention(work, None)
+    attended = torch.empty_like(heads.q)
+    state = attention.forward(0, heads, attended)
+    first, *wgrad = (partial(torch.mm, a, b, out=out) for a, b, out in products(work, attended.view(-1, work.case.K)))
+    if work.pass_name == "fprop":
+        return in_turn(partial(attention.forward, 0, heads, attended), first)
+    grad_attended = first.keywords["out"].view(attended.shape)
+    return in_turn(first, partial(attention.gradients, 0, heads, attended, state, grad_attended), *wgrad)
 
 
 class Pieces:
@@ -143,13 +83,12 @@ class Pieces:
     """
 
     def __init__(self, work: Work, num_pieces: int) -> None:
-        case = attention_case_of(work)
+        case = work.case
         self._case, self._num_pieces, self._heads = case, num_pieces, heads_of(work)
         self._weight = work.operands.weight.detach()
         self._cuts_batch = case.batch % num_pieces == 0
-        shard_rows = case.rows // case.group_size
-        if not self._cuts_batch and shard_rows % num_pieces:
-            raise UnsupportedError(f"{shard_rows} rows of a shard cannot be cut into {num_pieces} equal pieces")
+        if not self._cuts_batch:
+            require_equal_pieces(case.rows // case.group_size, num_pieces)
         self._attention = split_attention(work, None if self._cuts_batch else num_pieces)
         self._attended = torch.empty_like(self._heads.q)
 
@@ -175,49 +114,22 @@ class Pieces:
         return slice(piece * width, (piece + 1) * width)
 
 
-class AttentionSlicing(Variant):
+def sliced(work: Work, num_pieces: int) -> Callable[[], torch.Tensor]:
     """Data slicing: the collective of a piece runs beside what comes after it; the last one is exposed."""
+    case, pieces = work.case, Pieces(work, num_pieces)
+    shape = (case.rows // case.group_size, case.batch, case.N)
 
-    passes = ("fprop",)
+    def call() -> torch.Tensor:
+        y = work.operands.wire_shard.new_empty(shape)
+        arriving = []
+        for piece in range(num_pieces):
+            partial = pieces.partial(piece)
+            target = torch.empty_like(pieces.of_result(y, piece), memory_format=torch.contiguous_format)
+            done = dist.reduce_scatter_tensor(target.flatten(0, 1), partial, group=work.group, async_op=True)
+            arriving.append((piece, target, done))
+        for piece, target, done in arriving:
+            done.wait()
+            pieces.of_result(y, piece).copy_(target)
+        return y
 
-    def __init__(self, num_pieces: int) -> None:
-        self.name = f"slicing C={num_pieces}"
-        self._num_pieces = num_pieces
-
-    @override
-    def build(self, work: Work) -> Ready:
-        case, pieces, count = work.case, Pieces(work, self._num_pieces), self._num_pieces
-        shard_rows = case.M // case.batch // case.group_size
-
-        def call() -> Results:
-            y = work.operands.wire_shard.new_empty(shard_rows, case.batch, case.N)
-            arriving = []
-            for piece in range(count):
-                partial = pieces.partial(piece)
-                target = torch.empty_like(pieces.of_result(y, piece), memory_format=torch.contiguous_format)
-                done = dist.reduce_scatter_tensor(target.flatten(0, 1), partial, group=work.group, async_op=True)
-                arriving.append((piece, target, done))
-            for piece, target, done in arriving:
-                done.wait()
-                pieces.of_result(y, piece).copy_(target)
-            return {"y": y}
-
-        return Ready(
-            call=call,
-            results=call,
-            path="slicing",
-            transport=collective_name(work.pool.device),
-            chunks_per_shard=count,
-        )
-
-
-def attention_variants(device: torch.device, splits: tuple[int, ...]) -> list[Variant]:
-    """Everything that can be asked for on `device`. splits: of one shard's queries, for query_split."""
-    return [
-        AttentionComputeOnly(),
-        CommOnlyCollective(),
-        *(CommOnly(backend) for backend in backends_of(device)),
-        *(AttentionSlicing(pieces) for pieces in PIECES),
-        *(Ours(options) for options in attention_paths(device, splits)),
-        Ours(PathOptions(path="auto", kind="attention")),
-    ]
+    return call

@@ -1,25 +1,20 @@
 """Which variants stand beside each other, and where: all of them at two sizes, the basic ones everywhere."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
+from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.tools.bench.bounds import CommOnly, CommOnlyCollective, ComputeOnly, Sequential, SlicesOnly
-from commfuse_megatron.tools.bench.emulate import (
-    EmulatedCollective,
-    EmulatedSequential,
-    EmulatedSliced,
-    EmulatedTransfers,
-)
+from commfuse_megatron.tools.bench import attention, bounds, emulate, peers, ulysses
+from commfuse_megatron.tools.bench.operands import Pool, Work, draw
 from commfuse_megatron.tools.bench.ours import Ours, PathOptions, forced_paths
-from commfuse_megatron.tools.bench.peers import AsyncTP, Megatron, Userbuffers
 from commfuse_megatron.tools.bench.rows import has_word_prefix
-from commfuse_megatron.tools.bench.slicing import DataSlicing
-from commfuse_megatron.tools.bench.variant import Variant, backends_of
+from commfuse_megatron.tools.bench.variant import Plain, Variant, backends_of
+from commfuse_megatron.tools.common.cases import PASSES, Case
 
 #: Without these (or what begins so) a case has no rows.
 BOUNDS = ("compute_only", "comm_only collective", "sequential")
@@ -27,28 +22,49 @@ BOUNDS = ("compute_only", "comm_only collective", "sequential")
 _PIECES = (2, 4, 8)
 
 
+def make_work(case: Case, pass_name: str, group: dist.ProcessGroup, pool: Pool, *, is_emulated: bool = False) -> Work:
+    """Operands, and the results that every variant must give. Collective.
+
+    Raises UnsupportedError where larger groups cannot be emulated.
+    """
+    work = Work(case, pass_name, group, pool, draw(case, pool))
+    of_blocks = {"query_split_attention": attention.expected, "ulysses_attention": ulysses.expected}
+    find = emulate.expected if is_emulated else of_blocks.get(case.op, lambda work: bounds.sequential(work).results())
+    work.expected = find(work)
+    return work
+
+
 def make_variants(
-    device: torch.device, group_size: int, chunks: tuple[int, ...], config_files: Sequence[str] = ()
+    kind: str, device: torch.device, group_size: int, chunks: tuple[int, ...], config_files: Sequence[str] = ()
 ) -> list[Variant]:
     """One object for everything that can be asked for on `device`; nothing is allocated yet.
 
-    Raises ConfigError for a file with mistakes, or named like another variant.
+    kind, chunks: as in `Settings`. Raises ConfigError for a file with mistakes, or named like another variant.
     """
-    gemms = _gemms(device)
+    planned = Ours(PathOptions(path="auto", kind=kind))
+    forced = [Ours(options) for options in forced_paths(kind, device, group_size, chunks)]
+    if kind == "ulysses":
+        collectives = Plain("comm_only collective", "transfers", ulysses.all_to_alls)
+        exchange = ulysses.TransformerEngineExchange(device)
+        return [Plain("compute_only", "compute", ulysses.compute), collectives, exchange, *forced, planned]
+    collectives = Plain("comm_only collective", "transfers", bounds.collectives)
+    comm_only = [collectives, *map(bounds.CommOnly, backends_of(device))]
+    if kind == "attention":
+        pieces = _slicing(attention.PIECES, attention.sliced, ("fprop",))
+        return [Plain("compute_only", "compute", attention.compute), *comm_only, *pieces, *forced, planned]
     files = [Ours(PathOptions(path="auto"), OverlapConfig.from_file(file), Path(file).stem) for file in config_files]
     variants: list[Variant] = [
-        *(ComputeOnly(gemm) for gemm in gemms),
-        CommOnlyCollective(),
-        *(CommOnly(backend) for backend in backends_of(device)),
-        Sequential(),
-        Megatron(),
-        Ours(PathOptions(path="auto")),
+        *_compute_only(device),
+        *comm_only,
+        Plain("sequential", "sequential", lambda work: bounds.sequential(work).call, is_compared=True),
+        peers.Megatron(),
+        planned,
         *files,
-        *(SlicesOnly(m, gemm) for m in chunks for gemm in gemms),
-        *(DataSlicing(pieces) for pieces in _PIECES),
-        *(Ours(options) for options in forced_paths(device, group_size, chunks)),
-        AsyncTP(),
-        Userbuffers(),
+        *_slices_only(device, chunks),
+        *_slicing(_PIECES, bounds.sliced),
+        *forced,
+        peers.AsyncTP(),
+        peers.Userbuffers(),
     ]
     names = [variant.name for variant in variants]
     taken = [str(file) for file in config_files if names.count(Path(file).stem) > 1]
@@ -59,17 +75,24 @@ def make_variants(
     return variants
 
 
-def make_emulated_variants(device: torch.device) -> list[Variant]:
-    """The same for groups that are emulated."""
-    gemms = _gemms(device)
-    return [
-        *(ComputeOnly(gemm) for gemm in gemms),
-        EmulatedCollective(),
-        *(EmulatedTransfers(backend) for backend in backends_of(device)),
-        EmulatedSequential(),
-        *(SlicesOnly(1, gemm) for gemm in gemms),
-        *(EmulatedSliced(backend) for backend in backends_of(device)),
-    ]
+def make_emulated_variants(kind: str, device: torch.device, splits: tuple[int, ...] = ()) -> list[Variant]:
+    """The same for groups that are emulated. splits: of one shard's queries, for query_split over the copy engine."""
+    backends = backends_of(device)
+    collective = Plain("comm_only collective", "transfers", emulate.collective_alone)
+    comm_only = [collective, *map(emulate.Transfers, backends)]
+    if kind == "attention":
+        variants: list[Variant] = [Plain("compute_only", "compute", attention.compute), *comm_only]
+        variants.append(Plain("sequential", "sequential", emulate.sliced))
+        for n in attention.PIECES:
+            variants.append(Plain(f"slicing C={n}", "slicing", partial(emulate.sliced, num_pieces=n)))
+        for backend in backends:
+            counts = splits if backend == "copy_engine" else (1,)
+            variants.append(emulate.EmulatedPath("row_parallel", backend))
+            variants += [emulate.EmulatedPath("query_split", backend, count) for count in counts]
+        return variants
+    sequential = Plain("sequential", "sequential", emulate.sequential)
+    sliced = [emulate.EmulatedPath("sliced", backend) for backend in backends]
+    return [*_compute_only(device), *comm_only, sequential, *_slices_only(device, (1,)), *sliced]
 
 
 def choose(
@@ -78,18 +101,35 @@ def choose(
     """Those for one pass of one case of `op`. prefixes: only names that begin with these words; lower bounds always."""
 
     def is_asked_for(variant: Variant) -> bool:
-        is_bound = any(has_word_prefix(variant.name, bound) for bound in ("comm_only", *BOUNDS))
-        return is_bound or not prefixes or any(has_word_prefix(variant.name, prefix) for prefix in prefixes)
+        wanted = ("comm_only", *BOUNDS, *prefixes)
+        return not prefixes or any(has_word_prefix(variant.name, prefix) for prefix in wanted)
 
     return [v for v in variants if v.serves(op, pass_name) and (is_full or v.is_basic) and is_asked_for(v)]
 
 
-def for_large(variants: Iterable[Variant]) -> list[Variant]:
-    """Without those of ours that only differ in the number of chunks: every context keeps buffers of its own."""
-    return [
-        v for v in variants if not isinstance(v, Ours) or v.options.kind != "linears" or v.options.chunks_per_shard == 1
-    ]
-
-
-def _gemms(device: torch.device) -> tuple[Literal["torch", "persistent"], ...]:
+def _gemms(device: torch.device) -> tuple[bounds.Gemm, ...]:
     return ("torch", "persistent") if device.type == "cuda" else ("torch",)
+
+
+def _compute_only(device: torch.device) -> list[Variant]:
+    names = {"torch": "compute_only", "persistent": "compute_only persistent"}
+    return [Plain(names[gemm], "compute", partial(bounds.compute, gemm=gemm)) for gemm in _gemms(device)]
+
+
+def _slices_only(device: torch.device, chunks: tuple[int, ...]) -> list[Variant]:
+    found: list[Variant] = []
+    for m in chunks:
+        for gemm in _gemms(device):
+            make_call = partial(bounds.slices, gemm=gemm, chunks_per_shard=m)
+            found.append(Plain(f"slices_only m={m} {gemm}", "slices", make_call, chunks_per_shard=m))
+    return found
+
+
+def _slicing(
+    counts: Iterable[int], make_call: Callable[..., Callable[[], object]], passes: tuple[str, ...] = PASSES
+) -> list[Variant]:
+    found: list[Variant] = []
+    for n in counts:
+        call = partial(make_call, num_pieces=n)
+        found.append(Plain(f"slicing C={n}", "slicing", call, passes=passes, is_compared=True, chunks_per_shard=n))
+    return found

@@ -11,17 +11,21 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from commfuse_megatron.config import CONFIG_VARIABLE, config_file_from_environment
+from commfuse_megatron.tools.bench import tables
+from commfuse_megatron.tools.bench.figure import draw_rows
 from commfuse_megatron.tools.bench.plans import require_plans_alone, run_write_plans
-from commfuse_megatron.tools.common.cases import CPU_SHRINK
+from commfuse_megatron.tools.bench.report import run_report
+from commfuse_megatron.tools.bench.rows import Report, Row, load_report
+from commfuse_megatron.tools.bench.summary import Summary, check_limits, parse_limits, summarize
+from commfuse_megatron.tools.common.cases import CPU_SHRINK, FULL_M, KINDS, LINEARS, PASSES
 from commfuse_megatron.tools.common.launch import launch
-from commfuse_megatron.tools.common.options import add_rank_options, for_ranks
+from commfuse_megatron.tools.common.options import add_rank_options, for_ranks, refuse_given, require_positive
 from commfuse_megatron.tools.common.output import each_once, make_progress, results, say_count
 from commfuse_megatron.tools.common.ranks import Rank, UsageError, choose_several_ranks, is_speaker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from commfuse_megatron.tools.bench.rows import Row
     from commfuse_megatron.tools.bench.run import Outcome, Piece, Settings
 
 SUMMARY = "time the linears beside their lower bounds, the stock ones and the peers; on the CPU, check them only"
@@ -35,14 +39,11 @@ MAX_OFFENDERS_SHOWN = 10
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `commfuse bench` takes besides ranks and device. Imports no torch."""
-    from commfuse_megatron.tools.common.cases import ATTENTION_MODELS, FULL_M, LINEARS, MODELS, PASSES
-    from commfuse_megatron.tools.common.ulysses_cases import ULYSSES_MODELS
-
     add_rank_options(parser)
     add = parser.add_argument
-    known = list(dict.fromkeys((*MODELS, *ATTENTION_MODELS)))
-    models = f"of {', '.join(MODELS)}; with --attention of {', '.join(ATTENTION_MODELS)}"
-    models += f"; with --ulysses of {', '.join(ULYSSES_MODELS)}"
+    of_linears, of_attention, of_ulysses = (", ".join(kind.models) for kind in KINDS.values())
+    models = f"of {of_linears}; with --attention of {of_attention}; with --ulysses of {of_ulysses}"
+    known = each_once(model for kind in KINDS.values() for model in kind.models)
     add_kind = parser.add_mutually_exclusive_group().add_argument
     add_kind("--attention", action="store_true", help="attention with its projection instead of linears")
     add_kind(
@@ -83,17 +84,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the grid. 0: all that ran was right; 1: a result was wrong, a path not taken, a limit missed; 2: none ran."""
     if arguments.report:
-        from commfuse_megatron.tools.bench.report import run_report
-
         return run_report(arguments)
 
     import torch
 
-    from commfuse_megatron.tools.bench.rows import load_report
     from commfuse_megatron.tools.bench.run import Settings, require_work
-    from commfuse_megatron.tools.bench.summary import parse_limits
-    from commfuse_megatron.tools.common.cases import ATTENTION_TOKENS, TOKENS
-    from commfuse_megatron.tools.common.ulysses_cases import ULYSSES_TOKENS
 
     num_ranks = choose_several_ranks(arguments.ranks)
     _require_sense(arguments, num_ranks)
@@ -102,8 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
     asked: dict[str, Any] = {name: each_once(v) if isinstance(v, list) else v for name, v in vars(arguments).items()}
     asked |= {
         "kind": kind,
-        "models": asked["models"] or _models_of(kind),
-        "tokens": asked["tokens"] or {"attention": ATTENTION_TOKENS, "ulysses": ULYSSES_TOKENS}.get(kind, TOKENS),
+        "models": asked["models"] or KINDS[kind].models,
+        "tokens": asked["tokens"] or KINDS[kind].tokens,
         "config_files": () if arguments.write_plans else each_once(_config_files(arguments)),
         "rounds": arguments.rounds if is_gpu else 1,
         "shrink": arguments.shrink or (1 if is_gpu else CPU_SHRINK),
@@ -132,12 +127,7 @@ def _config_files(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 def _require_sense(arguments: argparse.Namespace, num_ranks: int) -> None:
     """Before any rank starts: what could only end in an error later."""
-    numbers = {"--tokens": arguments.tokens or [1], "--chunks": arguments.chunks, "--rounds": [arguments.rounds]}
-    numbers |= {"--shrink": [1 if arguments.shrink is None else arguments.shrink]}
-    numbers |= {"--virtual-ranks": arguments.virtual_ranks}
-    for option, values in numbers.items():
-        if any(value < 1 for value in values):
-            raise UsageError(f"{option} must be at least 1, got {min(values)}")
+    require_positive(arguments, ("tokens", "chunks", "rounds", "shrink", "virtual_ranks"))
     for option, seconds in (("--case-s", arguments.case_s), ("--budget-s", arguments.budget_s)):
         if seconds is not None and not 0 <= seconds < math.inf:
             raise UsageError(f"{option} must be a time in seconds, got {seconds}")
@@ -173,30 +163,18 @@ def _kind_of(arguments: argparse.Namespace) -> str:
     return "ulysses" if arguments.ulysses else "attention" if arguments.attention else "linears"
 
 
-def _models_of(kind: str) -> tuple[str, ...]:
-    from commfuse_megatron.tools.common.cases import ATTENTION_MODELS, MODELS
-    from commfuse_megatron.tools.common.ulysses_cases import ULYSSES_MODELS
-
-    return {"linears": MODELS, "attention": ATTENTION_MODELS, "ulysses": ULYSSES_MODELS}[kind]
-
-
 def _require_models(arguments: argparse.Namespace) -> None:
-    from commfuse_megatron.tools.common.cases import LINEARS
-
     kind = _kind_of(arguments)
-    known = _models_of(kind)
+    known = KINDS[kind].models
     unknown = [model for model in arguments.models or () if model not in known]
     if unknown:
         what = "linears" if kind == "linears" else "attention blocks"
         raise UsageError(f"there are no {what} of {', '.join(unknown)}; known are {', '.join(known)}")
     if arguments.tokens and all(model.startswith("paper") for model in arguments.models or ("any",)):
         raise UsageError("--tokens: the paper's cases have their own; leave it out, or name another model")
-    of_linears = {"--linears": arguments.linears != list(LINEARS)}
-    of_linears |= {"--config": arguments.config and not arguments.write_plans}
-    of_linears |= {"--check": arguments.check, "--figure": arguments.figure}
-    given = [option for option, value in of_linears.items() if value]
-    if kind != "linears" and given:
-        raise UsageError(f"{', '.join(given)}: for linears, not for --{kind}")
+    if kind != "linears":
+        of_linears = ["linears", "check", "figure"] + ["config"] * (not arguments.write_plans)
+        refuse_given(arguments, of_linears, f"{{}}: for linears, not for --{kind}")
 
 
 def _require_same_columns(settings: Settings, header: dict[str, Any], file: str) -> None:
@@ -216,40 +194,36 @@ def _bench_on_rank(rank: Rank, options: argparse.Namespace) -> int:
     from torch import distributed as dist
 
     from commfuse_megatron.tools.bench.assemble import run_header, this_commit
-    from commfuse_megatron.tools.bench.rows import Report, load_report
-    from commfuse_megatron.tools.bench.run import grid, run_grid
-    from commfuse_megatron.tools.bench.variant import link_name
+    from commfuse_megatron.tools.bench.run import Piece, grid, run_grid
 
     device, settings = rank.device, options.settings
     path = None if options.json is None else Path(options.json)
     # All ranks must skip the same pieces, but only the first one's file counts.
-    kept: list[Any] = [[], {}]  # rows and header
-    if rank.is_first and options.resume and path is not None and path.exists():
-        kept[1], kept[0] = load_report(path)
+    goes_on = rank.is_first and options.resume and path is not None and path.exists()
+    kept: list[Any] = [load_report(path) if goes_on and path is not None else ({}, [])]
     dist.broadcast_object_list(kept)
+    before, rows_before = kept[0]
     header = run_header(device, rank.world_size, settings.commit or this_commit())
-    header["settings"] = _settings_of_all(settings, kept[1].get("settings", {}))
-    report = Report(path if rank.is_first else None, header, kept[0])
+    here = (settings.shrink, header["link"], header["device"])
     done = {
-        (row.case, row.M * row.shrink, row.pass_name, row.group_size, row.emulated)
-        for row in kept[0]
-        if (row.shrink, row.link, row.device) == (settings.shrink, link_name(device), header["device"])
+        Piece(row.case, row.M * row.shrink, row.pass_name, row.group_size, row.emulated)
+        for row in rows_before
+        if (row.shrink, row.link, row.device) == here
     }
-    pieces = [
-        piece
-        for piece in grid(settings, rank.world_size)
-        if (piece.name, piece.M, piece.pass_name, piece.group_size, piece.is_emulated) not in done
-    ]
-    left = {str(piece) for piece in pieces}
-    still_missing = [text for text in kept[1].get("missing", []) if text.partition(":")[0] not in left]
+    pieces = [piece for piece in grid(settings, rank.world_size) if piece not in done]
+    waiting = {str(piece): f"{piece}: not reached" for piece in pieces}
+    still_missing = [text for text in before.get("missing", []) if text.partition(":")[0] not in waiting]
+    header["settings"] = _settings_of_all(settings, before.get("settings", {}))
     # Until the end, for whoever interrupts this.
-    header["missing"] = [*still_missing, *(f"{piece}: not reached" for piece in pieces)]
-    header["left_out"], header["failures"] = kept[1].get("left_out", {}), kept[1].get("failures", [])
+    header["missing"] = [*still_missing, *waiting.values()]
+    header["left_out"], header["failures"] = before.get("left_out", {}), before.get("failures", [])
+    report = Report(path if rank.is_first else None, header, rows_before)
     with make_progress(is_shown=rank.is_first) as progress:
         task = progress.add_task("measuring" if device.type == "cuda" else "checking", total=len(pieces))
 
         def add_rows(piece: Piece, rows: list[Row]) -> None:
-            header["missing"] = [text for text in header["missing"] if text.partition(":")[0] != str(piece)]
+            waiting.pop(str(piece), None)
+            header["missing"] = [*still_missing, *waiting.values()]
             report.add(rows)
             progress.update(task, advance=1, description=str(piece))
 
@@ -258,28 +232,27 @@ def _bench_on_rank(rank: Rank, options: argparse.Namespace) -> int:
                 progress.console.print(escape(text))
 
         outcome = run_grid(pieces, rank.group, device, settings, on_rows=add_rows, on_note=note)
-    failures: list[list[str] | None] = [None] * rank.world_size
+    failures: list[Any] = [None] * rank.world_size
     dist.all_gather_object(failures, outcome.failures)
-    outcome.failures = list(dict.fromkeys(failure for own in [header["failures"], *failures] for failure in own or []))
+    outcome.failures = list(each_once(failure for own in [header["failures"], *failures] for failure in own))
     outcome.missing = [*still_missing, *outcome.missing]
     outcome.left_out = header["left_out"] | outcome.left_out
-    report.header |= {"missing": outcome.missing, "left_out": outcome.left_out, "failures": outcome.failures}
+    header |= asdict(outcome)
     report.write()
     # Every rank has the same rows, so all come to the same exit code; the first one says why.
-    is_empty = bool(pieces) and len(report.rows) == len(kept[0])
     exit_code = _conclude(report.rows, outcome, options, is_first=rank.is_first)
     not_run = configurations_without_rows(settings.config_files, report.rows) if pieces else []
     if not_run and rank.is_first:
         results().print(f"[red]not run[/] {escape(', '.join(not_run))}: see what was left out", soft_wrap=True)
+    is_empty = bool(pieces) and len(report.rows) == len(rows_before)
     return exit_code or (2 if is_empty or not_run else 0)
 
 
 def _settings_of_all(settings: Settings, before: dict[str, Any]) -> dict[str, Any]:
     """Of the rows that there will be: what lists name was measured by this call or by those before it."""
-    now = asdict(settings)
     return {
-        name: list(dict.fromkeys([*before.get(name, ()), *value])) if isinstance(value, tuple) else value
-        for name, value in now.items()
+        name: each_once([*before.get(name, ()), *value]) if isinstance(value, tuple) else value
+        for name, value in asdict(settings).items()
     }
 
 
@@ -290,62 +263,53 @@ def configurations_without_rows(config_files: Iterable[str], rows: Iterable[Row]
 
 
 def _conclude(rows: list[Row], outcome: Outcome, options: argparse.Namespace, *, is_first: bool) -> int:
-    from commfuse_megatron.tools.bench.figure import draw_rows
-    from commfuse_megatron.tools.bench.summary import check_limits, summarize
-
     summary = summarize(rows)
     complaints = check_limits(summary, options.limits)
     if is_first:
-        _print(rows, outcome)
-        for complaint in complaints:
-            results().print(f"[red]missed[/] {escape(complaint)}")
+        _print_rows(rows, summary)
+        _print_outcome(rows, outcome)
+        _print_each("[red]missed[/]", complaints)
         if options.figure:
             results().print(f"drawn: {draw_rows(options.figure, rows)}")
     return 1 if outcome.failures or complaints else 0
 
 
-def _print(rows: list[Row], outcome: Outcome) -> None:
-    from commfuse_megatron.tools.bench.summary import summarize
-    from commfuse_megatron.tools.bench.tables import (
-        attention_table,
-        checked_table,
-        overview_table,
-        rows_table,
-        summary_table,
-        ulysses_table,
-    )
-
+def _print_rows(rows: list[Row], summary: Summary) -> None:
     console = results()
     timed = [row for row in rows if row.is_comparable]
-    checked = [row for row in rows if not row.is_comparable]
-    if checked:
-        console.print(checked_table(checked))
+    if len(timed) < len(rows):
+        console.print(tables.checked_table([row for row in rows if not row.is_comparable]))
     if timed and len(timed) <= MAX_ROWS_SHOWN:
-        console.print(rows_table(timed))
-    for op, make_its_table in (("query_split_attention", attention_table), ("ulysses_attention", ulysses_table)):
+        console.print(tables.rows_table(timed))
+    of_blocks = {"query_split_attention": tables.attention_table, "ulysses_attention": tables.ulysses_table}
+    for op, make_its_table in of_blocks.items():
         blocks = [row for row in timed if row.op == op]
-        timed = [row for row in timed if row not in blocks]
         if blocks:
             console.print(make_its_table(blocks))
-    if timed:
-        console.print(overview_table(timed))
-        summary = summarize(rows)
-        console.print(summary_table(summary))
+    linears = [row for row in timed if row.is_linear]
+    if linears:
+        console.print(tables.overview_table(linears))
+        console.print(tables.summary_table(summary))
         slower = [(ratio, row) for ratio, row in summary.offenders if ratio > 1]
         console.print(f"planned is slower than stock in {len(slower)} of {len(summary.offenders)} cases")
         for ratio, row in slower[:MAX_OFFENDERS_SHOWN]:
             console.print(f"    {ratio:.3f}  {row.case} M={row.M} {row.pass_name}: {row.path}, {escape(row.reason)}")
-    for variant, reason in outcome.left_out.items():
-        console.print(f"[yellow]left out[/] {escape(f'{variant}: {reason}')}")
-    for piece in outcome.missing:
-        console.print(f"[yellow]missing[/] {escape(piece)}")
-    for failure in outcome.failures:
-        console.print(f"[red]failed[/] {escape(failure)}")
+
+
+def _print_outcome(rows: list[Row], outcome: Outcome) -> None:
+    _print_each("[yellow]left out[/]", (f"{variant}: {reason}" for variant, reason in outcome.left_out.items()))
+    _print_each("[yellow]missing[/]", outcome.missing)
+    _print_each("[red]failed[/]", outcome.failures)
     shrunk = sorted({row.shrink for row in rows} - {1})
     if shrunk:
-        console.print(f"sizes are the models' divided by {' and '.join(map(str, shrunk))} (--shrink)")
-    cases = len({row.problem for row in rows})
-    console.print(
-        f"{say_count(len(rows), 'row')} of {say_count(cases, 'case')}, {len(outcome.missing)} missing,"
-        f" {say_count(len(outcome.left_out), 'variant')} left out, {len(outcome.failures)} failed"
+        results().print(f"sizes are the models' divided by {' and '.join(map(str, shrunk))} (--shrink)")
+    results().print(
+        f"{say_count(len(rows), 'row')} of {say_count(len({row.problem for row in rows}), 'case')},"
+        f" {len(outcome.missing)} missing, {say_count(len(outcome.left_out), 'variant')} left out,"
+        f" {len(outcome.failures)} failed"
     )
+
+
+def _print_each(word: str, texts: Iterable[str]) -> None:
+    for text in texts:
+        results().print(f"{word} {escape(text)}")

@@ -5,305 +5,241 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from commfuse_megatron.tools.bench.rows import Row, by_problem, has_word_prefix
-from commfuse_megatron.tools.bench.summary import stock_times, summarize
-from commfuse_megatron.tools.common.cases import PLANNED
+from commfuse_megatron.tools.bench.rows import BOUND_PATHS, Problem, Row, by_problem, has_word_prefix, ratio
+from commfuse_megatron.tools.bench.summary import summarize
+from commfuse_megatron.tools.common.cases import FREE, PLANNED, STOCK
 
-_BOUNDS = ("compute", "transfers", "slices")
-_PEERS = {"sequential": "sequential", "megatron": "Megatron", "async_tp": "async-TP", "userbuffers": "userbuffers"}
+Json = dict[str, Any]
+
+_PEERS = {"megatron": "Megatron", "async_tp": "async-TP", "userbuffers": "userbuffers"}
 
 
-def _table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def _table(headings: Iterable[str], lines: Iterable[Sequence[str]]) -> str:
     """Markdown; columns without a word are left out."""
-    lines = list(lines)
+    headings, lines = list(headings), list(lines)
     kept = [n for n, _ in enumerate(headings) if any(line[n] for line in lines)]
     first, *rest = ("| " + " | ".join(row[n] for n in kept) + " |" for row in (headings, *lines))
     return "\n".join((first, "|" + "---|" * len(kept), *rest))
 
 
-def _ms(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}" if value < 100 else f"{value:.1f}"
+def _text(value: object) -> str:
+    """Of a time, in ms."""
+    if isinstance(value, float):
+        return f"{value:.3f}" if value < 100 else f"{value:.1f}"
+    return "" if value is None else str(value)
 
 
-def _by_problem(rows: Iterable[dict[str, Any]]) -> list[dict[str, Row]]:
-    return by_problem(map(Row.from_json, rows))
-
-
-def _ours(variants: dict[str, Row]) -> Row | None:
-    """The planned one, or else the fastest of ours."""
-    others = ("slicing", "transformer_engine", *_PEERS)
-    own = [
-        row
-        for row in variants.values()
-        if row.path not in _BOUNDS and not any(has_word_prefix(row.variant, other) for other in others)
-    ]
-    return variants.get(PLANNED) or min(own, key=lambda row: row.median_ms, default=None)
-
-
-def _path(row: Row) -> str:
-    chunks = f" m={row.chunks_per_shard}" if row.path in ("sliced", "query_split", "overlapped") else ""
-    ring = " ring" if row.algorithm == "ring" else ""
-    return f"{row.path}{ring}{chunks}"
-
-
-def _label(row: Row, problems: Iterable[dict[str, Row]]) -> str:
-    """The case, with what tells it from the others of the table."""
-    others = [next(iter(variants.values())) for variants in problems]
-    label = row.case
-    telling = {"group_size": "TP{}", "M": "M {}", "link": "{}", "cuda_device_max_connections": "hardware queues {}"}
-    for name, text in telling.items():
-        if len({getattr(other, name) for other in others}) > 1:
-            label += ", " + text.format(getattr(row, name) or "unset")
-    return label if row.pass_name == "fprop" else f"{label}, backward"
-
-
-def _linears(rows: Sequence[dict[str, Any]]) -> str:
-    """One line per linear and pass, in ms per call; the last: ours over each column, geometric mean."""
-    problems = [variants for variants in _by_problem(rows) if _ours(variants)]
-    headings = ("linear", "GEMM", "transfers", *_PEERS.values(), "**ours**", "path", "/ sequential")
-    lines, ratios = [], []
-    for variants in problems:
-        ours = _ours(variants)
-        assert ours is not None
-        others: list[float | None] = [ours.compute_only_ms, ours.comm_only_ms, ours.sequential_ms]
-        others += [variants[name].median_ms if name in variants else None for name in list(_PEERS)[1:]]
-        ratios.append([None if other is None else ours.median_ms / other for other in others])
-        share = ours.median_ms / ours.sequential_ms
-        label = _label(ours, problems)
-        lines.append((label, *map(_ms, others), f"**{_ms(ours.median_ms)}**", _path(ours), f"{share:.3f}"))
-    if len(lines) > 1:
-        means = [_mean(column) if n != 1 else "" for n, column in enumerate(zip(*ratios, strict=True))]
-        lines.append(("*ours / this, geometric mean*", *means, "", "", means[2]))
-    return _table(headings, lines)
+def _share(value: float | None, other: float | None) -> str | None:
+    share = ratio(value, other)
+    return None if share is None else f"{share:.3f}"
 
 
 def _mean(ratios: Iterable[float | None]) -> str:
-    known = [ratio for ratio in ratios if ratio is not None]
+    known = [each for each in ratios if each is not None]
     return f"{statistics.geometric_mean(known):.3f}" if known else ""
 
 
-def _grid(rows: Sequence[dict[str, Any]]) -> str:
-    """One line per sequence length and pass: geometric means over all linears."""
-    groups: dict[tuple[int, str], list[dict[str, Row]]] = {}
-    for variants in _by_problem(rows):
-        if PLANNED in variants:
-            groups.setdefault((variants[PLANNED].M, variants[PLANNED].pass_name), []).append(variants)
+def _pass(pass_name: str) -> str:
+    return pass_name.replace("fprop", "forward")
+
+
+# --- problems: one line for each, with a time of ours -----------------------------------------------------------------
+
+
+def _ours(problem: Problem) -> Row | None:
+    """The planned one, or else the fastest of ours."""
+    others = ("sequential", "slicing", "transformer_engine", *_PEERS)
+    own = [
+        row
+        for row in problem.values()
+        if row.path not in BOUND_PATHS and not any(has_word_prefix(row.variant, other) for other in others)
+    ]
+    return problem.planned or min(own, key=lambda row: row.median_ms, default=None)
+
+
+def _problems(rows: Iterable[Json]) -> list[tuple[str, Problem, Row]]:
+    """(the case with what tells it from the others of the table, problem, row of ours)."""
+    found = [(p, ours) for p in by_problem(map(Row.from_json, rows)) if (ours := _ours(p)) is not None]
+    telling = {"group_size": "TP{}", "M": "M {}", "link": "{}", "cuda_device_max_connections": "hardware queues {}"}
+    telling = {name: text for name, text in telling.items() if len({getattr(p.any, name) for p, _ in found}) > 1}
+    named = []
+    for problem, ours in found:
+        words = [ours.case.removesuffix(".ulysses").replace(".attention", "")]
+        words += [text.format(getattr(ours, name) or "unset") for name, text in telling.items()]
+        named.append((", ".join(words + ["backward"] * (ours.pass_name != "fprop")), problem, ours))
+    return named
+
+
+def _path(row: Row) -> str:
+    return row.schedule if row.path in ("sliced", "query_split", "overlapped") else row.path
+
+
+def _linears(rows: Sequence[Json]) -> str:
+    """One line per linear and pass, in ms per call; the last: ours over each column, geometric mean."""
+    lines, ratios = [], []
+    for label, problem, ours in _problems(rows):
+        others = (ours.compute_only_ms, ours.comm_only_ms, ours.sequential_ms, *map(problem.ms, _PEERS))
+        ratios.append([ratio(ours.median_ms, other) for other in others])
+        share = _share(ours.median_ms, ours.sequential_ms) or ""
+        lines.append((label, *map(_text, others), f"**{_text(ours.median_ms)}**", _path(ours), share))
+    if len(lines) > 1:
+        means = [_mean(column) if n != 1 else "" for n, column in enumerate(zip(*ratios, strict=True))]
+        lines.append(("*ours / this, geometric mean*", *means, "", "", means[2]))
+    others_named = ("GEMM", "transfers", "sequential", *_PEERS.values())
+    return _table(("linear", *others_named, "**ours**", "path", "/ sequential"), lines)
+
+
+def _attention(rows: Sequence[Json]) -> str:
+    """One line per block and pass, in ms per call."""
+    ways = ("sequential", "slicing", "row_parallel", "query_split", PLANNED)
     lines = []
-    for (m, pass_name), members in sorted(groups.items(), key=lambda item: (item[0][0], item[0][1] != "fprop")):
-        planned = [variants[PLANNED] for variants in members]
-        stock = [variants[PLANNED].median_ms / min(stock_times(variants)) for variants in members]
+    for label, problem, ours in _problems(rows):
+        times = (ours.compute_only_ms, ours.comm_only_ms, *map(problem.best_ms, ways))
+        lines.append((label, *map(_text, times), _path(ours), _share(ours.median_ms, ours.compute_only_ms) or ""))
+    bounds = ("without communication", "transfers alone")
+    return _table(("block", *bounds, *ways, "path", "/ without communication"), lines)
+
+
+def _ulysses(rows: Sequence[Json]) -> str:
+    """One line per block and pass, in ms per call; exposed: beyond the block without communication."""
+    lines = []
+    for label, problem, ours in _problems(rows):
+        theirs_ms, least_ms = problem.ms("transformer_engine"), ours.compute_only_ms
+        times = (least_ms, ours.comm_only_ms, problem.ms("sequential"), theirs_ms, ours.median_ms)
+        theirs, own = None if theirs_ms is None else theirs_ms - least_ms, ours.median_ms - least_ms
+        share = "" if theirs is None else f"{max(own, 0.0) / theirs:.2f}"
+        lines.append((label, *map(_text, times), f"{_path(ours)}, {ours.transport}", _text(theirs), _text(own), share))
+    bounds = ("without communication", "all-to-alls alone")
+    exposed = ("exposed, Transformer Engine", "exposed, ours", "ours / theirs")
+    return _table(("block", *bounds, "sequential", "Transformer Engine", "ours", "path", *exposed), lines)
+
+
+def _grid(rows: Sequence[Json]) -> str:
+    """One line per sequence length and pass: geometric means over all linears."""
+    groups: dict[tuple[int, bool, str], list[tuple[Row, Problem]]] = {}
+    for problem in by_problem(map(Row.from_json, rows)):
+        if (row := problem.planned) is not None:
+            groups.setdefault((row.M, row.pass_name != "fprop", row.pass_name), []).append((row, problem))
+    lines = []
+    for (m, _, pass_name), members in sorted(groups.items(), key=lambda item: item[0]):
+        planned = [row for row, _ in members]
+        stock = [share for row, problem in members if (share := ratio(row.median_ms, problem.stock_ms)) is not None]
         host = [row.host_us for row in planned if row.host_us is not None]
-        lines.append(
-            (
-                str(m),
-                "forward" if pass_name == "fprop" else pass_name,
-                str(len(members)),
-                _mean(row.median_ms / row.sequential_ms for row in planned),
-                _mean(stock),
-                f"{max(stock):.3f}",
-                _mean(row.median_ms / row.ideal_ms for row in planned),
-                f"{min(host):.0f} to {max(host):.0f}" if host else "",
-            )
-        )
+        means = [_mean(row.median_ms / row.sequential_ms for row in planned), _mean(stock), f"{max(stock):.3f}"]
+        means.append(_mean(row.median_ms / row.ideal_ms for row in planned))
+        host_us = f"{min(host):.0f} to {max(host):.0f}" if host else ""
+        lines.append((str(m), _pass(pass_name), str(len(members)), *means, host_us))
     ratios = ("/ sequential", "/ stock", "worst of that", "/ max(GEMM, transfers)")
     return _table(("M", "pass", "linears", *ratios, "host us per call"), lines)
 
 
-def _slower(rows: Sequence[dict[str, Any]]) -> str:
+def _slower(rows: Sequence[Json]) -> str:
     """Passes in which the planned path took longer than the better of sequential and Megatron's own."""
     offenders = summarize([Row.from_json(row) for row in rows]).offenders
-    slower = [(ratio, row) for ratio, row in offenders if ratio > 1]
-    count = sum(ratio > 1.02 for ratio, _ in slower)
+    slower = [(share, row) for share, row in offenders if share > 1]
+    count = sum(share > 1.02 for share, _ in slower)
     lines = [
-        [
-            row.case,
-            str(row.M),
-            row.pass_name.replace("fprop", "forward"),
-            _ms(row.median_ms),
-            _path(row),
-            f"{ratio:.3f}",
-        ]
-        for ratio, row in slower
+        (row.case, str(row.M), _pass(row.pass_name), _text(row.median_ms), _path(row), f"{share:.3f}")
+        for share, row in slower
     ]
-    lines.append([f"*{len(slower)} of {len(offenders)} passes, {count} by more than 2 %*", *[""] * 5])
+    lines.append((f"*{len(slower)} of {len(offenders)} passes, {count} by more than 2 %*", "", "", "", "", ""))
     return _table(("linear", "M", "pass", "planned, ms", "path", "/ stock"), lines)
 
 
-def _attention(rows: Sequence[dict[str, Any]]) -> str:
-    """One line per block and pass, in ms per call."""
-    problems = [variants for variants in _by_problem(rows) if _ours(variants)]
-    names = ("sequential", "slicing", "row_parallel", "query_split", PLANNED)
-    headings = ("block", "without communication", "transfers alone", *names, "path", "/ without communication")
-    lines = []
-    for variants in problems:
-        ours = _ours(variants)
-        assert ours is not None
-        best = [
-            min((row.median_ms for variant, row in variants.items() if has_word_prefix(variant, name)), default=None)
-            for name in names
-        ]
-        lines.append(
-            (
-                _label(ours, problems).replace(".attention", ""),
-                *map(_ms, (ours.compute_only_ms, ours.comm_only_ms, *best)),
-                _path(ours),
-                f"{ours.median_ms / ours.compute_only_ms:.3f}",
-            )
-        )
-    return _table(headings, lines)
+# --- other rows: of steps of whole models, and of what has a line of its own ------------------------------------------
 
 
-def _ulysses(rows: Sequence[dict[str, Any]]) -> str:
-    """One line per block and pass, in ms per call; exposed: beyond the block without communication."""
-    problems = [variants for variants in _by_problem(rows) if _ours(variants)]
-    lines = []
-    for variants in problems:
-        ours = _ours(variants)
-        assert ours is not None
-        found = [variants.get(name) for name in ("sequential", "transformer_engine")]
-        times = [None if row is None else row.median_ms for row in (*found, ours)]
-        theirs, own = (None if ms is None else ms - ours.compute_only_ms for ms in times[1:])
-        lines.append(
-            (
-                _label(ours, problems).replace(".ulysses", ""),
-                *map(_ms, (ours.compute_only_ms, ours.comm_only_ms, *times)),
-                f"{_path(ours)}, {ours.transport}",
-                *map(_ms, (theirs, own)),
-                "" if theirs is None or own is None else f"{max(own, 0.0) / theirs:.2f}",
-            )
-        )
-    headings = (
-        "block",
-        "without communication",
-        "all-to-alls alone",
-        "sequential",
-        "Transformer Engine",
-        "ours",
-        "path",
-    )
-    return _table((*headings, "exposed, Transformer Engine", "exposed, ours", "ours / theirs"), lines)
-
-
-def _steps(rows: Sequence[dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
-    steps: dict[tuple[object, ...], dict[str, dict[str, Any]]] = {}
+def _steps(rows: Sequence[Json]) -> list[tuple[str, dict[str, Json]]]:
+    """(model and sizes, rows by variant) of each step that was timed."""
+    steps: dict[tuple[object, ...], dict[str, Json]] = {}
     for row in rows:
         key = tuple(row.get(name) for name in ("case", "layers", "sequence", "group_size", "commit"))
         steps.setdefault(key, {})[row["variant"]] = row
-    return list(steps.values())
+    return [("{case}, {layers} layers, S {sequence}".format_map(step[STOCK]), step) for step in steps.values()]
 
 
-def _step_name(row: dict[str, Any]) -> str:
-    return f"{row['case']}, {row['layers']} layers, S {row['sequence']}"
-
-
-def _whole_step(rows: Sequence[dict[str, Any]]) -> str:
+def _whole_step(rows: Sequence[Json]) -> str:
     """Forward and backward of a Megatron GPT, in ms; exposed: beyond the step without communication."""
-    variants = ("stock", "stock with tp_comm_overlap", PLANNED, "no_communication")
-    headings = ("step", "stock", "stock, tp_comm_overlap", "**plugin**", "without communication", "plugin / stock")
     lines = []
-    for step in _steps(rows):
-        stock, ours, tp_overlap, least = (
-            step.get(name, {}).get("step_ms", math.nan) for name in (variants[0], variants[2], variants[1], variants[3])
-        )
-        times = (stock, tp_overlap, ours, least, stock - least, ours - least)
-        cells = ["" if math.isnan(ms) else f"{ms:.1f}" for ms in times]
-        share = f"{ours / stock:.3f}"
-        lines.append((_step_name(step["stock"]), *cells[:2], f"**{cells[2]}**", cells[3], share, *cells[4:]))
-    return _table((*headings, "exposed, stock", "exposed, plugin"), lines)
+    for name, step in _steps(rows):
+        variants = (STOCK, "stock with tp_comm_overlap", PLANNED, FREE)
+        stock, tp_overlap, ours, least = (step[v]["step_ms"] if v in step else math.nan for v in variants)
+        cells = ["" if math.isnan(ms) else f"{ms:.1f}" for ms in (stock, tp_overlap, ours, least)]
+        exposed = ["" if math.isnan(ms - least) else f"{ms - least:.1f}" for ms in (stock, ours)]
+        lines.append((name, *cells[:2], f"**{cells[2]}**", cells[3], f"{ours / stock:.3f}", *exposed))
+    times = ("stock", "stock, tp_comm_overlap", "**plugin**", "without communication")
+    return _table(("step", *times, "plugin / stock", "exposed, stock", "exposed, plugin"), lines)
 
 
-def _step_memory(rows: Sequence[dict[str, Any]]) -> str:
+def _step_memory(rows: Sequence[Json]) -> str:
     """The most memory that a rank used in a step, GiB."""
     lines = []
-    for step in _steps(rows):
-        if "peak_allocated_bytes" in step["stock"]:
-            both = (step[name][key] for key in ("peak_allocated_bytes", "device_bytes") for name in ("stock", PLANNED))
-            lines.append((_step_name(step["stock"]), *(f"{size / 2**30:.2f}" for size in both)))
+    for name, step in _steps(rows):
+        if "peak_allocated_bytes" in step[STOCK]:
+            sizes = (step[v][key] for key in ("peak_allocated_bytes", "device_bytes") for v in (STOCK, PLANNED))
+            lines.append((name, *(f"{size / 2**30:.2f}" for size in sizes)))
     headings = ("allocated, stock", "allocated, plugin", "whole device, stock", "whole device, plugin")
     return _table(("step, GiB", *headings), lines)
 
 
-def _gemm(rows: Sequence[dict[str, Any]]) -> str:
+def _gemm(rows: Sequence[Json]) -> str:
     """TFLOP/s of each variant by size, with the speed relative to torch.mm."""
-    sizes = list(dict.fromkeys((row["M"], row["N"], row["K"]) for row in rows))
-    found = {(row["variant"], (row["M"], row["N"], row["K"])): row for row in rows}
-    lines = []
-    for variant in dict.fromkeys(row["variant"] for row in rows):
-        cells = [found.get((variant, size)) for size in sizes]
-        lines.append((variant, *("" if c is None else f"{c['tflop_s']:.0f} ({c['ratio']:.3f})" for c in cells)))
-    return _table(("TFLOP/s", *(" x ".join(map(str, size)) for size in sizes)), lines)
+    found: dict[str, dict[str, str]] = {}
+    for row in rows:
+        speed = "{tflop_s:.0f} ({ratio:.3f})".format_map(row)
+        found.setdefault(row["variant"], {})["{M} x {N} x {K}".format_map(row)] = speed
+    sizes = list(dict.fromkeys("{M} x {N} x {K}".format_map(row) for row in rows))
+    lines = [(name, *(cells.get(size, "") for size in sizes)) for name, cells in found.items()]
+    return _table(("TFLOP/s", *sizes), lines)
 
 
-def _plain(*columns: tuple[str, Callable[[dict[str, Any]], str]]) -> Callable[[Sequence[dict[str, Any]]], str]:
-    """A table with one line per row."""
-    return lambda rows: _table([name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows])
+def _plain(columns: str) -> Callable[[Sequence[Json]], str]:
+    """A table with one line per row. columns: "heading: {key}", apart by " | "."""
+    headings, cells = zip(*(column.split(": ", 1) for column in columns.split(" | ")), strict=True)
+    return lambda rows: _table(headings, [[cell.format_map(_with_derived(row)) for cell in cells] for row in rows])
 
 
-def _overlapped(row: dict[str, Any]) -> str:
-    return f"{row['layers_overlapped']} of {row['layers']}" if "layers_overlapped" in row else "stock"
+def _with_derived(row: Json) -> Json:
+    """With what follows from a row: sizes in MiB, the ratio of two distances, in how many layers calls overlapped."""
+    sizes = {key.removesuffix("_bytes"): n for key, n in row.items() if key.endswith("_bytes") and n is not None}
+    derived: Json = {f"{name}_mib": size / 2**20 for name, size in sizes.items()}
+    if "pass_name" in row:
+        derived["pass"] = _pass(row["pass_name"])
+    if "distance" in row:
+        derived["ratio"] = row["distance"] / row["stock"]
+        derived["overlapped"] = "stock"
+    if "layers_overlapped" in row:
+        derived["overlapped"] = "{layers_overlapped} of {layers}".format_map(row)
+    return row | derived
 
 
-_TRAINING = _plain(
-    ("model", lambda row: row["case"]),
-    ("run", lambda row: row["run"]),
-    ("quantity", lambda row: row["quantity"]),
-    ("distance from stock in fp32", lambda row: f"{row['distance']:.3g}"),
-    ("stock's own in bf16", lambda row: f"{row['stock']:.3g}"),
-    ("ratio", lambda row: f"{row['distance'] / row['stock']:.2f}"),
-    ("layers overlapped", _overlapped),
-)
-_DEMO = _plain(
-    ("dtype", lambda row: row["dtype"]),
-    ("steps", lambda row: str(row["steps"])),
-    ("forward calls overlapped", lambda row: str(row["calls"])),
-    ("largest difference of a loss from stock's", lambda row: f"{row['max_loss_difference']:.2g}"),
-)
-_MEMORY = _plain(
-    ("weights", lambda row: row["weights"]),
-    ("run", lambda row: row["run"]),
-    ("saved by autograd, MiB", lambda row: f"{row['saved_bytes'] / 2**20:.1f}"),
-    ("peak, MiB", lambda row: f"{row['peak_bytes'] / 2**20:.1f}"),
-    ("step, ms", lambda row: f"{row['step_ms']:.2f}"),
-)
-_TRANSFERS = _plain(
-    ("link", lambda row: row["link"]),
-    ("channels", lambda row: str(row["channels"])),
-    ("MiB", lambda row: str(row["mebibytes"])),
-    ("us", lambda row: f"{row['median_us']:.0f}"),
-    ("GB/s", lambda row: f"{row['bandwidth_gb_s']:.0f}"),
-)
-_LOST = _plain(
-    ("tried", lambda row: row["tried"]),
-    ("case", lambda row: row["case"]),
-    ("took", lambda row: f"{row['took']:g} {row['unit']}"),
-    ("what took its place", lambda row: f"{row['instead']}: {row['instead_took']:g}"),
-    ("where", lambda row: f"{row['device']}, {row['commit']}"),
-)
-
-_TRIALS = _plain(
-    ("pass", lambda row: row["pass_name"].replace("fprop", "forward")),
-    ("tokens", lambda row: str(row["M"])),
-    ("features", lambda row: str(row["N"])),
-    ("planned", lambda row: row["path"]),
-    ("why", lambda row: row["reason"]),
-)
-
-_LINEARS = ("all_gather_linear", "linear_reduce_scatter")
+_OF_LINEARS = ("all_gather_linear", "linear_reduce_scatter")
+# By the name in a document and the operation whose rows it takes.
+_PLAIN = {
+    ("embedding", "embedding_reduce_scatter"): "pass: {pass} | tokens: {M} | features: {N} | planned: {path}"
+    " | why: {reason}",
+    ("training", "training"): "model: {case} | run: {run} | quantity: {quantity}"
+    " | distance from stock in fp32: {distance:.3g} | stock's own in bf16: {stock:.3g} | ratio: {ratio:.2f}"
+    " | layers overlapped: {overlapped}",
+    ("demo", "demo"): "dtype: {dtype} | steps: {steps} | forward calls overlapped: {calls}"
+    " | largest difference of a loss from stock's: {max_loss_difference:.2g}",
+    ("memory", "memory"): "weights: {weights} | run: {run} | saved by autograd, MiB: {saved_mib:.1f}"
+    " | peak, MiB: {peak_mib:.1f} | step, ms: {step_ms:.2f}",
+    ("transfers", "transfer"): "link: {link} | channels: {channels} | MiB: {mebibytes} | us: {median_us:.0f}"
+    " | GB/s: {bandwidth_gb_s:.0f}",
+    ("lost", "lost"): "tried: {tried} | case: {case} | took: {took:g} {unit}"
+    " | what took its place: {instead}: {instead_took:g} | where: {device}, {commit}",
+}
 
 #: By the name in a document: the operations whose rows it takes, and what makes the table.
-KINDS: dict[str, tuple[Sequence[str | None], Callable[[Sequence[dict[str, Any]]], str]]] = {
-    "linears": (_LINEARS, _linears),
-    "grid": (_LINEARS, _grid),
-    "slower": (_LINEARS, _slower),
+KINDS: dict[str, tuple[Sequence[str | None], Callable[[Sequence[Json]], str]]] = {
+    "linears": (_OF_LINEARS, _linears),
+    "grid": (_OF_LINEARS, _grid),
+    "slower": (_OF_LINEARS, _slower),
     "attention": (("query_split_attention",), _attention),
-    "embedding": (("embedding_reduce_scatter",), _TRIALS),
     "ulysses": (("ulysses_attention",), _ulysses),
     "whole-step": (("whole_step",), _whole_step),
     "step-memory": (("whole_step",), _step_memory),
-    "training": (("training",), _TRAINING),
-    "demo": (("demo",), _DEMO),
-    "memory": (("memory",), _MEMORY),
     "gemm": ((None,), _gemm),
-    "transfers": (("transfer",), _TRANSFERS),
-    "lost": (("lost",), _LOST),
+    **{kind: ((op,), _plain(columns)) for (kind, op), columns in _PLAIN.items()},
 }

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from commfuse_megatron.errors import UnsupportedError
-from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
+from commfuse_megatron.tools.bench.rows import Row, by_problem
 from commfuse_megatron.tools.common.cases import HEADLINE_M, HEADLINE_MODELS, PLANNED
 from commfuse_megatron.tools.common.pictures import drawn
 
@@ -27,23 +27,22 @@ def draw_rows(path: str | Path, rows: Sequence[Row]) -> Path:
     comparable = [row for row in rows if row.is_comparable]
     wanted = [r for r in comparable if r.case.split(".")[0] in HEADLINE_MODELS and r.M == HEADLINE_M and not r.emulated]
     wanted = wanted or comparable
-    problems: dict[tuple[object, ...], list[Row]] = {}
-    for row in wanted:
-        problems.setdefault(row.problem, []).append(row)
+    problems = by_problem(wanted)
     if not problems:
         raise UnsupportedError("no rows to compare: times from a CPU are not drawn")
     passes = sorted({row.pass_name for row in wanted}, reverse=True)
     with drawn(path, len(passes), (12, 3.6 * len(passes))) as (figure, all_axes):
         for axes, pass_name in zip(all_axes, passes, strict=True):
-            groups = [members for members in problems.values() if members[0].pass_name == pass_name]
+            groups = [problem for problem in problems if problem.any.pass_name == pass_name]
             width = 0.8 / len(COLORS)
             for offset, (prefix, color) in enumerate(COLORS.items()):
-                bars = [(at, found) for at, rows in enumerate(groups) if (found := _ratio(rows, prefix)) is not None]
+                found = [(at, problem.best(prefix), problem.any.ideal_ms) for at, problem in enumerate(groups)]
+                bars = [(at, row.median_ms / ideal_ms) for at, row, ideal_ms in found if row is not None]
                 if bars:
                     label = f"best {prefix}" if prefix == "slicing" else prefix
                     places = [at + (offset + 0.5) * width - 0.4 for at, _ in bars]
-                    axes.bar(places, [ratio for _, ratio in bars], width, color=color, label=label)
-            axes.set_xticks(range(len(groups)), [_label(members[0]) for members in groups], fontsize=8)
+                    axes.bar(places, [height for _, height in bars], width, color=color, label=label)
+            axes.set_xticks(range(len(groups)), [_label(problem.any) for problem in groups], fontsize=8)
             axes.set_ylim(bottom=0.8)
             label_axes(axes, pass_name)
         all_axes[0].legend(ncols=len(COLORS), fontsize=8, loc="upper left")
@@ -57,11 +56,6 @@ def label_axes(axes: Any, title: str) -> None:
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_ylabel("time / max(compute, comm)")
     axes.set_title(title, loc="left", fontsize=10)
-
-
-def _ratio(rows: Sequence[Row], prefix: str) -> float | None:
-    times = [row.median_ms for row in rows if has_word_prefix(row.variant, prefix)]
-    return min(times) / rows[0].ideal_ms if times else None
 
 
 def _label(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""The tensors of one case, drawn once and shared by all variants, and the results that every variant must give."""
+"""The tensors of one case, drawn once and shared by all variants, and what is held against the results expected."""
 
 import functools
 from collections.abc import Callable
@@ -9,11 +9,13 @@ from torch import distributed as dist
 
 from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.errors import VerificationError
-from commfuse_megatron.tools.common.cases import AttentionCase, LinearCase
-from commfuse_megatron.tools.common.ulysses_cases import UlyssesCase
+from commfuse_megatron.tools.common.cases import Case
 
 # Two results in 16 bits of fp32 sums differ by about 3e-3 (bf16); a crossed or missing partial by order 1.
 _TOLERANCE = 1e-2
+
+#: "y", or the gradients by the names of the operands: "x.grad".
+Results = dict[str, torch.Tensor]
 
 
 class Pool:
@@ -64,33 +66,35 @@ class Operands:
 
 @dataclass(slots=True)
 class Work:
-    """One pass of one case on this rank: what a variant is built from. expected: results by name."""
+    """One pass of one case on this rank: what a variant is built from."""
 
-    case: LinearCase
+    case: Case
     pass_name: str
     group: dist.ProcessGroup
     pool: Pool
     operands: Operands
-    expected: dict[str, torch.Tensor]
+    expected: Results = field(default_factory=dict)
 
     @property
     def dtype_name(self) -> str:
         """As problems and rows have it."""
         return str(self.pool.dtype).removeprefix("torch.")
 
+    def named(self, found: torch.Tensor | tuple[torch.Tensor, ...]) -> Results:
+        """The result of a forward pass, or the gradients of all operands in their order, by name."""
+        if isinstance(found, torch.Tensor):
+            return {"y": found}
+        return {f"{name}.grad": gradient for name, gradient in zip(self.operands.leaves, found, strict=True)}
 
-def draw(case: LinearCase, pool: Pool) -> Operands:
+
+def draw(case: Case, pool: Pool) -> Operands:
     """The operands of `case` on this rank."""
-    if isinstance(case, UlyssesCase):
+    if case.op == "ulysses_attention":
         return _draw_split(case, pool)
-    rows, shard_rows = case.M // case.batch, case.M // case.batch // case.group_size
-    x = pool.tensor("x", shard_rows if case.gathers else rows, case.batch, case.K)
-    grad_y = pool.tensor("grad_y", rows if case.gathers else shard_rows, case.batch, case.N)
-    features = case.shard_shape[1]
-    others: dict[str, torch.Tensor] = {}
-    if isinstance(case, AttentionCase):
-        shape = (case.rows, case.batch, case.kv_heads, case.head_dim)
-        others = {name: pool.tensor(name, *shape).detach().requires_grad_() for name in ("k", "v")}
+    shard_rows, features = case.rows // case.group_size, case.shard_shape[1]
+    x = pool.tensor("x", shard_rows if case.gathers else case.rows, case.batch, case.K)
+    grad_y = pool.tensor("grad_y", case.rows if case.gathers else shard_rows, case.batch, case.N)
+    heads = (case.rows, case.batch, case.kv_heads, case.head_dim)
     return Operands(
         x=x.detach().requires_grad_(),
         weight=pool.tensor("weight", case.N, case.K).detach().requires_grad_(),
@@ -99,33 +103,29 @@ def draw(case: LinearCase, pool: Pool) -> Operands:
         grad_full=grad_y.flatten(0, -2) if case.gathers else pool.tensor("grad_full", case.M, case.N),
         wire_shard=pool.tensor("wire_shard", case.M // case.group_size, features),
         wire_full=pool.tensor("wire_full", case.M, features),
-        others=others,
+        others={n: pool.tensor(n, *heads).detach().requires_grad_() for n in ("k", "v")} if case.heads else {},
     )
 
 
-def _draw_split(case: UlyssesCase, pool: Pool) -> Operands:
+def _draw_split(case: Case, pool: Pool) -> Operands:
     rows, scale = case.M // case.group_size, case.N**-0.5
     x, grad_y = pool.tensor("x", rows, 1, case.N), pool.tensor("grad_y", rows, 1, case.N)
-    # Scaled, so that scores are as large as a model's.
-    weight = (pool.tensor("weight", case.N, case.K) * scale).requires_grad_()
-    qkv = (pool.tensor("qkv", case.qkv_features, case.N) * scale).requires_grad_()
     # Of a token queries, keys and values travel one way, what is attended to the other.
-    shape = (rows, case.qkv_features + case.K)
+    travelling = (rows, case.qkv_features + case.K)
     return Operands(
         x=x.detach().requires_grad_(),
-        weight=weight,
+        # Scaled, so that scores are as large as a model's.
+        weight=(pool.tensor("weight", case.N, case.K) * scale).requires_grad_(),
         grad_y=grad_y,
         x_full=x.flatten(0, 1),
         grad_full=grad_y.flatten(0, 1),
-        wire_shard=pool.tensor("wire_shard", *shape),
-        wire_full=pool.tensor("wire_full", *shape),
-        others={"qkv": qkv},
+        wire_shard=pool.tensor("wire_shard", *travelling),
+        wire_full=pool.tensor("wire_full", *travelling),
+        others={"qkv": (pool.tensor("qkv", case.qkv_features, case.N) * scale).requires_grad_()},
     )
 
 
-def ulysses_block(
-    case: UlyssesCase, o: Operands, attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+def ulysses_block(case: Case, o: Operands, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Both linears of the case around `attend(q, k, v)` of this rank's rows: [S_r, B, H, D] of each -> [S_r, B, K]."""
     mixed = torch.nn.functional.linear(o.x, o.others["qkv"])
     numbers = (case.heads, case.kv_heads, case.kv_heads)
@@ -134,43 +134,26 @@ def ulysses_block(
     return torch.nn.functional.linear(attend(q.contiguous(), k.contiguous(), v), o.weight)
 
 
-def our_result(case: LinearCase, o: Operands, context: OverlapContext) -> torch.Tensor:
+def our_result(case: Case, o: Operands, context: OverlapContext) -> torch.Tensor:
     """What our operation gives of these operands."""
-    if isinstance(case, UlyssesCase):
+    if case.op == "ulysses_attention":
         return ulysses_block(case, o, functools.partial(ops.ulysses_attention, order="zigzag", context=context))
-    if isinstance(case, AttentionCase):
+    if case.op == "query_split_attention":
         queries = o.x.view(case.rows, case.batch, case.heads, case.head_dim)
         return ops.query_split_attention(queries, o.others["k"], o.others["v"], o.weight, context=context)
     return getattr(ops, case.op)(o.x, o.weight, context=context)
 
 
-def make_work(case: LinearCase, pass_name: str, group: dist.ProcessGroup, pool: Pool) -> Work:
-    """Operands, and the results of the sequential program on them."""
-    operands = draw(case, pool)
-    reference = getattr(ops.reference, case.op)
-    if pass_name == "fprop":
-        with torch.no_grad():
-            expected = {"y": reference(operands.x, operands.weight, group=group)}
-    else:
-        y = reference(operands.x, operands.weight, group=group)
-        grads = torch.autograd.grad(y, [operands.x, operands.weight], operands.grad_y)
-        expected = dict(zip(("x.grad", "weight.grad"), grads, strict=True))
-    return Work(case, pass_name, group, pool, operands, expected)
-
-
-def check_results(work: Work, variant: str, found: dict[str, torch.Tensor]) -> float:
+def check_results(work: Work, variant: str, found: Results) -> float:
     """The largest relative difference from the sequential program. Raises VerificationError if one is too large."""
-    worst = 0.0
+    worst, what = 0.0, f"{work.case.name} {work.pass_name}, {variant}"
     for name, expected in work.expected.items():
         tensor = found[name]
         if tensor.shape != expected.shape:
             shapes = f"{list(tensor.shape)}, expected {list(expected.shape)}"
-            raise VerificationError(f"{work.case.name} {work.pass_name}, {variant}: {name} has shape {shapes}")
+            raise VerificationError(f"{what}: {name} has shape {shapes}")
         error = (torch.dist(tensor, expected).float() / expected.norm().float()).item()
         if not error < _TOLERANCE:
-            raise VerificationError(
-                f"{work.case.name} {work.pass_name}, {variant}: {name} differs from the sequential program by "
-                f"{error:.1e} relative"
-            )
+            raise VerificationError(f"{what}: {name} differs from the sequential program by {error:.1e} relative")
         worst = max(worst, error)
     return worst

@@ -4,7 +4,7 @@ Beware: a forced path that fell back raises, and never becomes a row.
 """
 
 from dataclasses import dataclass, replace
-from typing import override
+from typing import Any, override
 
 import torch
 
@@ -16,6 +16,16 @@ from commfuse_megatron.tools.bench.operands import Work, our_result
 from commfuse_megatron.tools.bench.variant import Ready, WithContext, backends_of, differentiable
 from commfuse_megatron.tools.common.cases import PLANNED
 from commfuse_megatron.tools.common.options import choices_of
+
+_BACKWARD_PATHS = ("bulk", "async")
+_IN_CHUNKS = ("sliced", "query_split", "overlapped")
+# Of linears, no paths of ours to be forced: what the planner is for, and what `sequential` measures.
+_NOT_FORCED = ("auto", "sequential")
+_PATHS = {
+    "linears": tuple(path for path in choices_of(PassConfig, "path") if path not in _NOT_FORCED),
+    "attention": ("sequential", "row_parallel", "query_split"),
+    "ulysses": ("sequential", "overlapped"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,59 +54,36 @@ class PathOptions:
 
     def config(self, *, record: bool = False) -> OverlapConfig:
         """The configuration that forces this path (or leaves it all to the planner)."""
-        settings: dict[str, object] = {"transport": {"backend": self.backend}, "record": record}
+        settings: dict[str, Any] = {"transport": {"backend": self.backend}, "record": record}
+        forced: dict[str, Any] = {"path": self.path}
         sliced = {"path": "sliced", "algorithm": self.algorithm, "chunks_per_shard": self.chunks_per_shard}
-        if self.kind == "ulysses":
-            number = self.chunks_per_shard if self.path == "overlapped" else None
-            return OverlapConfig.from_dict(settings | {"ulysses": {"path": self.path, "head_groups": number}})
-        if self.kind == "attention":
-            attention: dict[str, object] = {"path": self.path}
-            if self.path == "query_split":
-                attention |= {"splits_per_shard": self.chunks_per_shard, "backward": self.path}
-            if self.path == "row_parallel":  # its projection
-                settings["linear"] = {"fprop": sliced, "dgrad": sliced}
-            return OverlapConfig.from_dict(settings | {"attention": attention})
-        forced = sliced if self.path == "sliced" else {"path": self.path}
-        # What covers the transfers of a backward pass only has no fprop; that is then the planner's.
-        fprop = {"path": "sequential"} if self.path in _BACKWARD_PATHS else forced
-        return OverlapConfig.from_dict(settings | {"linear": {"fprop": fprop, "dgrad": forced}})
+        if self.path == "sliced":
+            forced = sliced
+        elif self.path == "query_split":
+            forced |= {"splits_per_shard": self.chunks_per_shard, "backward": self.path}
+        elif self.path == "overlapped":
+            forced["head_groups"] = self.chunks_per_shard
+        elif self.path == "row_parallel":  # its projection
+            settings["linear"] = {"fprop": sliced, "dgrad": sliced}
+        if self.kind == "linears":
+            # What covers the transfers of a backward pass only has no fprop; that is then the planner's.
+            fprop = {"path": "sequential"} if self.path in _BACKWARD_PATHS else forced
+            settings["linear"] = {"fprop": fprop, "dgrad": forced}
+        else:
+            settings[self.kind] = forced
+        return OverlapConfig.from_dict(settings)
 
 
-_BACKWARD_PATHS = ("bulk", "async")
-_IN_CHUNKS = ("sliced", "query_split", "overlapped")
-# No paths of ours to be forced: what the planner is for, and what `Sequential` measures.
-_NOT_FORCED = ("auto", "sequential")
-
-
-def forced_paths(device: torch.device, group_size: int, chunks: tuple[int, ...]) -> list[PathOptions]:
+def forced_paths(kind: str, device: torch.device, group_size: int, chunks: tuple[int, ...]) -> list[PathOptions]:
     """Every path that a configuration can force, over every transport of the device."""
     found = []
-    for path in (path for path in choices_of(PassConfig, "path") if path not in _NOT_FORCED):
-        for backend in ("auto",) if path == "async" else backends_of(device):
-            options = PathOptions(path=path, backend=backend)
-            found += [replace(options, chunks_per_shard=m) for m in chunks] if path == "sliced" else [options]
+    for path in _PATHS[kind]:
+        for backend in ("auto",) if path in ("async", "sequential") else backends_of(device):
+            options = PathOptions(path=path, backend=backend, kind=kind)
+            found += [replace(options, chunks_per_shard=m) for m in (chunks if path in _IN_CHUNKS else (1,))]
             if path == "sliced" and group_size > 2:  # in a group of two, ring and direct send the same
                 found.append(replace(options, algorithm="ring", chunks_per_shard=2))
     return found
-
-
-def attention_paths(device: torch.device, splits: tuple[int, ...]) -> list[PathOptions]:
-    """The same of attention. splits: of one shard's queries, for query_split."""
-    found = [PathOptions(path="sequential", kind="attention")]
-    for path in ("row_parallel", "query_split"):
-        for backend in backends_of(device):
-            counts = splits if path == "query_split" else (1,)
-            found += [PathOptions(path=path, backend=backend, chunks_per_shard=m, kind="attention") for m in counts]
-    return found
-
-
-def ulysses_paths(device: torch.device, group_counts: tuple[int, ...]) -> list[PathOptions]:
-    """The same of attention over a split sequence. group_counts: of a rank's heads."""
-    overlapped = [(backend, m) for backend in backends_of(device) for m in group_counts]
-    return [
-        PathOptions(path="sequential", kind="ulysses"),
-        *(PathOptions(path="overlapped", backend=b, chunks_per_shard=m, kind="ulysses") for b, m in overlapped),
-    ]
 
 
 class Ours(WithContext):
@@ -107,15 +94,13 @@ class Ours(WithContext):
 
     def __init__(self, options: PathOptions, config: OverlapConfig | None = None, name: str | None = None) -> None:
         # What is left to the planner may take any link, and so may what names none.
-        super().__init__(
-            options.config() if config is None else config, "nccl" if options.backend == "auto" else options.backend
-        )
+        backend = "nccl" if options.backend == "auto" else options.backend
+        super().__init__(config or options.config(), backend)
         self.options = options
-        self.name = options.name if name is None else name
+        self.name = name or options.name
         self.is_basic = self.name == PLANNED or config is not None or options.kind != "linears"
         if options.path in _BACKWARD_PATHS:
             self.passes = ("backward",)
-        self._is_free = config is not None or options.path == "auto"
 
     @override
     def serves(self, op: str, pass_name: str) -> bool:
@@ -135,20 +120,16 @@ class Ours(WithContext):
         what = f"{work.case.name} {work.pass_name} M={work.case.M}, {self.name}"
         if record is None:
             raise VerificationError(f"{what}: the report does not list this call")
-        if not self._is_free and record.path != self.options.path:
+        if self.options.path not in ("auto", record.path):
             raise VerificationError(f"{what}: fell back to {record.path}: {record.reason}")
         ready.path, ready.reason, ready.transport = record.path, record.reason, record.transport
+        ready.gemm = record.gemm
         if record.attention:
             ready.reason += f"; kernel {record.attention}"
         if record.path in _IN_CHUNKS:
             ready.algorithm, ready.chunks_per_shard = record.algorithm, record.chunks_per_shard
         if record.path == "row_parallel":
             ready.transport = (self._find_record(work, "linear_reduce_scatter") or record).transport
-
-    def gemm_name(self, work: Work) -> str | None:
-        """The GEMM that computes the slices; None before the first call."""
-        record = self._find_record(work, work.case.op)
-        return None if record is None else record.gemm
 
     def _find_record(self, work: Work, op: str) -> OpRecord | None:
         """Cases of as many tokens differ in their batch, which records do not say: the newest is this one's."""

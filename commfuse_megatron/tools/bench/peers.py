@@ -10,15 +10,7 @@ from torch import distributed as dist
 
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.tools.bench.operands import Work
-from commfuse_megatron.tools.bench.variant import (
-    Ready,
-    Results,
-    Variant,
-    collective_name,
-    differentiable,
-    require_own_link,
-    with_forward_ahead,
-)
+from commfuse_megatron.tools.bench.variant import Ready, Variant, collective_name, differentiable, require_own_link
 from commfuse_megatron.tools.common.userbuffers import close_userbuffers, missing_userbuffers, open_userbuffers
 
 
@@ -118,10 +110,8 @@ class AsyncTP(Variant):
 
         call = gather_matmul if work.case.gathers else matmul_scatter
 
-        def results() -> Results:
-            return {"y": call().view(shape)}
-
-        return Ready(call=call, results=results, path="async_tp", transport="symmetric memory")
+        path, transport = "async_tp", "symmetric memory"
+        return Ready(call=call, read=lambda y: {"y": y.view(shape)}, path=path, transport=transport)
 
 
 class Userbuffers(Variant):
@@ -150,16 +140,9 @@ class Userbuffers(Variant):
             self.close()
             open_userbuffers(shape, work.case.group_size, work.pool.dtype)
             self._shape = shape
-        o = work.operands
-        layer = _make_layer(work)
-        if work.pass_name == "fprop":
-
-            def call() -> torch.Tensor:
-                with torch.no_grad():
-                    return layer(o.x)
-
-            return Ready(call=call, results=lambda: {"y": call()}, path="userbuffers", transport="userbuffers")
-        ready = with_forward_ahead(work, lambda: layer(o.x), {"x": o.x, "weight": layer.weight})
+        x, layer = work.operands.x, _make_layer(work)
+        leaves = {"x": x, "weight": layer.weight}
+        ready = differentiable(work, lambda: layer(x), leaves, keeps_tensors=False)
         ready.path = ready.transport = "userbuffers"
         return ready
 

@@ -22,8 +22,11 @@ from typing import Any, Self
 
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.problem import DTYPE_BYTES
+from commfuse_megatron.tools.common.cases import PLANNED
 
 _TIMES = ("median_ms", "p95_ms", "compute_only_ms", "comm_only_ms", "comm_only_collective_ms", "sequential_ms")
+#: Of variants that do not do all that a pass is for.
+BOUND_PATHS = ("compute", "transfers", "slices")
 _DERIVED = ("exposed_ms", "overlap_efficiency", "ideal_fraction", "schedule_fraction")
 
 
@@ -87,6 +90,12 @@ class Row:
         return self.op in ("all_gather_linear", "linear_reduce_scatter")
 
     @property
+    def schedule(self) -> str:
+        """The path, and how its shards are cut and sent: "sliced ring m=2"."""
+        ring = " ring" if self.algorithm == "ring" else ""
+        return f"{self.path}{ring} m={self.chunks_per_shard}"
+
+    @property
     def exposed_ms(self) -> float | None:
         """Time that communication adds to the computation."""
         return self.median_ms - self.compute_only_ms if self.is_comparable else None
@@ -143,15 +152,12 @@ class Row:
     def complain(self) -> str | None:
         """What of it nobody can have measured, in one sentence; None if nothing."""
         for name in _TIMES:
-            time_ms = getattr(self, name)
-            if time_ms is None and name == "sequential_ms":  # of earlier versions
+            ms = getattr(self, name)
+            if ms is None and name == "sequential_ms":  # of earlier versions
                 continue
-            if (
-                not isinstance(time_ms, int | float)
-                or not 0 <= time_ms < math.inf
-                or (name == "median_ms" and not time_ms)
-            ):
-                return f"{name} is no time in milliseconds: {time_ms!r}"
+            is_time = isinstance(ms, int | float) and 0 <= ms < math.inf
+            if not is_time or (name == "median_ms" and not ms):
+                return f"{name} is no time in milliseconds: {ms!r}"
         for name, least in (("M", 1), ("N", 1), ("K", 1), ("group_size", 2), ("shrink", 1)):
             number = getattr(self, name)
             if not isinstance(number, int) or number < least:
@@ -220,9 +226,52 @@ def has_word_prefix(name: str, prefix: str) -> bool:
     return f"{name} ".startswith(f"{prefix} ")
 
 
-def by_problem(rows: Iterable[Row]) -> list[dict[str, Row]]:
-    """The variants of each problem by name, in the order of the rows."""
-    problems: dict[tuple[object, ...], dict[str, Row]] = {}
+class Problem(dict[str, Row]):
+    """The rows of one problem by variant, in their order."""
+
+    @property
+    def any(self) -> Row:
+        """One of them, for what they share."""
+        return next(iter(self.values()))
+
+    @property
+    def planned(self) -> Row | None:
+        """That of the path that the planner took."""
+        return self.get(PLANNED)
+
+    @property
+    def fastest(self) -> Row:
+        """That of the least time, bounds aside."""
+        return min((row for row in self.values() if row.path not in BOUND_PATHS), key=lambda row: row.median_ms)
+
+    @property
+    def stock_ms(self) -> float | None:
+        """The better of what a user has without us."""
+        return min((self[name].median_ms for name in ("sequential", "megatron") if name in self), default=None)
+
+    def ms(self, variant: str) -> float | None:
+        """Of one variant, if it is there."""
+        return self[variant].median_ms if variant in self else None
+
+    def best(self, prefix: str) -> Row | None:
+        """The fastest of the variants whose first words are `prefix`."""
+        rows = [row for name, row in self.items() if has_word_prefix(name, prefix)]
+        return min(rows, key=lambda row: row.median_ms, default=None)
+
+    def best_ms(self, prefix: str) -> float | None:
+        """Its time."""
+        row = self.best(prefix)
+        return None if row is None else row.median_ms
+
+
+def by_problem(rows: Iterable[Row]) -> list[Problem]:
+    """The problems in the order of their first rows."""
+    problems: dict[tuple[object, ...], Problem] = {}
     for row in rows:
-        problems.setdefault(row.problem, {})[row.variant] = row
+        problems.setdefault(row.problem, Problem())[row.variant] = row
     return list(problems.values())
+
+
+def ratio(value: float | None, other: float | None) -> float | None:
+    """None where one of them is."""
+    return None if value is None or other is None else value / other

@@ -4,7 +4,6 @@ Beware: every decision that could differ between ranks (what is left out, whethe
 agreed on by all of them before anyone acts on it.
 """
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -14,38 +13,16 @@ import torch
 from torch import distributed as dist
 
 from commfuse_megatron.errors import CommFuseError, ConfigError, UnsupportedError, VerificationError
-from commfuse_megatron.tools.bench.assemble import Measured, make_rows, this_commit
-from commfuse_megatron.tools.bench.attention import attention_variants, attention_work
-from commfuse_megatron.tools.bench.catalog import (
-    BOUNDS,
-    choose,
-    for_large,
-    make_emulated_variants,
-    make_variants,
-)
-from commfuse_megatron.tools.bench.emulate import emulated_attention_variants, make_emulated_work
-from commfuse_megatron.tools.bench.operands import Pool, Work, check_results, make_work
+from commfuse_megatron.tools.bench import catalog
+from commfuse_megatron.tools.bench.assemble import make_rows, this_commit
+from commfuse_megatron.tools.bench.operands import Pool, Work, check_results
 from commfuse_megatron.tools.bench.ours import Ours
 from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
 from commfuse_megatron.tools.bench.tail import TailMeter
 from commfuse_megatron.tools.bench.timing import Timed, measure, measure_host_us
-from commfuse_megatron.tools.bench.ulysses import ulysses_variants, ulysses_work
 from commfuse_megatron.tools.bench.variant import Ready, Variant
-from commfuse_megatron.tools.common.cases import (
-    ATTENTION_CASE_NAMES,
-    CASE_NAMES,
-    FULL_M,
-    LINEARS,
-    PASSES,
-    TOKENS,
-    LinearCase,
-    attention_case,
-    attention_tokens,
-    linear_case,
-    tokens_of,
-)
+from commfuse_megatron.tools.common.cases import FULL_M, KINDS, LINEARS, PASSES, Case, tokens_of
 from commfuse_megatron.tools.common.turns import largest_of_ranks
-from commfuse_megatron.tools.common.ulysses_cases import ULYSSES_CASE_NAMES, ulysses_case
 
 # Host time is measured where 30 calls take no longer than about 0.1 s.
 _LONGEST_CALL_FOR_HOST_MS = 3.0
@@ -54,15 +31,6 @@ _LONGEST_CALL_FOR_HOST_MS = 3.0
 _SIZES_TO_PROPOSE = (2, 3, 4, 8, 16)
 
 _CHUNKS = (1, 2, 4)
-
-#: By what is timed: the names of its cases, what makes one, and what makes its operands.
-_CASE_NAMES = {"linears": CASE_NAMES, "attention": ATTENTION_CASE_NAMES, "ulysses": ULYSSES_CASE_NAMES}
-_MAKE_CASE: dict[str, Callable[[str, int, int, int], LinearCase]] = {
-    "linears": linear_case,
-    "attention": attention_case,
-    "ulysses": ulysses_case,
-}
-_MAKE_WORK = {"linears": make_work, "attention": attention_work, "ulysses": ulysses_work}
 
 _MOST_UNUSED_BYTES = 16 << 30
 _LEAST_FREE_BYTES = 24 << 30
@@ -77,7 +45,7 @@ class Settings:
 
     models: tuple[str, ...]
     linears: tuple[str, ...] = LINEARS
-    tokens: tuple[int, ...] = TOKENS
+    tokens: tuple[int, ...] = KINDS["linears"].tokens
     passes: tuple[str, ...] = PASSES
     variants: tuple[str, ...] = ()
     chunks: tuple[int, ...] = ()
@@ -117,37 +85,27 @@ class Outcome:
 
 def grid(settings: Settings, group_size: int) -> list[Piece]:
     """Everything that `settings` asks for, what matters most first."""
-    sizes = [(v, True) for v in settings.virtual_ranks] or [(group_size, False)]
-    if settings.kind != "linears":
-        return _attention_grid(settings, sizes)
-    names = [
-        name
-        for model, linear in itertools.product(settings.models, settings.linears)
-        if (name := f"{model}.{linear}") in CASE_NAMES
-    ]
-    asked, own = settings.tokens, [name for name in names if tokens_of(name.split(".")[0], ()) != ()]
-    by_tokens = [(M, [name for name in names if name not in own]) for M in asked]
-    by_tokens += [(tokens_of(name.split(".")[0], ())[0], [name]) for name in own]
-    return [
+    known, is_emulated = KINDS[settings.kind].case_names, bool(settings.virtual_ranks)
+    names = [name for name in known if name.split(".")[0] in settings.models]
+    if settings.kind == "linears":
+        asked = (f"{model}.{linear}" for model in settings.models for linear in settings.linears)
+        names = [name for name in asked if name in known]
+    sizes = settings.virtual_ranks or (group_size,)
+    pieces = [
         Piece(name, M, pass_name, size, is_emulated)
-        for size, is_emulated in sizes
-        for M, its_names in by_tokens
-        for model in settings.models
+        for size in sizes
         for pass_name in (("fprop",) if is_emulated else settings.passes)
-        for name in its_names
-        if name.startswith(f"{model}.")
+        for name in names
+        for M in tokens_of(name, settings.tokens)
     ]
 
+    def place(piece: Piece) -> tuple[int, ...]:
+        """By length, then by model; the paper's cases, which have one length, come last."""
+        has_own = bool(tokens_of(piece.name, ()))
+        of_name = (1 + names.index(piece.name), 0) if has_own else (0, settings.tokens.index(piece.M))
+        return sizes.index(piece.group_size), *of_name, settings.models.index(piece.name.split(".")[0])
 
-def _attention_grid(settings: Settings, sizes: list[tuple[int, bool]]) -> list[Piece]:
-    return [
-        Piece(name, M, pass_name, size, is_emulated)
-        for size, is_emulated in sizes
-        for pass_name in (("fprop",) if is_emulated else settings.passes)
-        for name in _CASE_NAMES[settings.kind]
-        if name.split(".")[0] in settings.models
-        for M in (settings.tokens if settings.kind == "ulysses" else attention_tokens(name, settings.tokens))
-    ]
+    return sorted(pieces, key=place) if settings.kind == "linears" else pieces
 
 
 def require_work(settings: Settings, device: torch.device, group_size: int) -> None:
@@ -157,10 +115,9 @@ def require_work(settings: Settings, device: torch.device, group_size: int) -> N
     """
     pieces = grid(settings, group_size)
     if not pieces:
-        known = _CASE_NAMES[settings.kind]
-        asked_for = ", ".join(settings.linears)
-        cases = ", ".join(name for name in known if name.split(".")[0] in settings.models)
-        raise ConfigError(f"there is no {asked_for} among the cases of these models, which are {cases}")
+        cases = [name for name in KINDS[settings.kind].case_names if name.split(".")[0] in settings.models]
+        asked_for = f"there is no {', '.join(settings.linears)} among the cases of these models"
+        raise ConfigError(f"{asked_for}, which are {', '.join(cases)}")
     possible, reasons = _sort_out(settings, pieces)
     if not possible:
         sizes = [str(size) for size in _SIZES_TO_PROPOSE if _sort_out(settings, grid(settings, size))[0]]
@@ -187,9 +144,9 @@ def require_work(settings: Settings, device: torch.device, group_size: int) -> N
         raise ConfigError(f"none of the variants that are asked for has chunks to force; those that have: {having}")
 
 
-def _sort_out(settings: Settings, pieces: list[Piece]) -> tuple[list[tuple[Piece, LinearCase]], list[str]]:
+def _sort_out(settings: Settings, pieces: list[Piece]) -> tuple[list[tuple[Piece, Case]], list[str]]:
     """The pieces that can run, with their cases, and why the others cannot, each reason once."""
-    possible: list[tuple[Piece, LinearCase]] = []
+    possible: list[tuple[Piece, Case]] = []
     reasons: dict[str, None] = {}
     for piece in pieces:
         try:
@@ -199,9 +156,9 @@ def _sort_out(settings: Settings, pieces: list[Piece]) -> tuple[list[tuple[Piece
     return possible, list(reasons)
 
 
-def make_case(settings: Settings, piece: Piece) -> LinearCase:
+def make_case(settings: Settings, piece: Piece) -> Case:
     """The case of a piece; ConfigError where it cannot run."""
-    return _MAKE_CASE[settings.kind](piece.name, piece.M, piece.group_size, settings.shrink)
+    return KINDS[settings.kind].make_case(piece.name, piece.M, piece.group_size, settings.shrink)
 
 
 def dtype_of(device: torch.device) -> torch.dtype:
@@ -211,21 +168,20 @@ def dtype_of(device: torch.device) -> torch.dtype:
 
 def _make_variants(settings: Settings, device: torch.device, group_size: int) -> list[Variant]:
     chunks = settings.chunks or _CHUNKS
-    if settings.kind == "ulysses":
-        return ulysses_variants(device, chunks)
-    if settings.kind == "attention":
-        return (emulated_attention_variants if settings.virtual_ranks else attention_variants)(device, chunks)
     if settings.virtual_ranks:
-        return make_emulated_variants(device)
-    return make_variants(device, group_size, chunks, settings.config_files)
+        return catalog.make_emulated_variants(settings.kind, device, chunks)
+    return catalog.make_variants(settings.kind, device, group_size, chunks, settings.config_files)
 
 
 def _choose(
-    variants: list[Variant], settings: Settings, case: LinearCase, piece: Piece, prefixes: tuple[str, ...]
+    variants: list[Variant], settings: Settings, case: Case, piece: Piece, prefixes: tuple[str, ...]
 ) -> list[Variant]:
     is_full = _is_full(settings, piece)
-    chosen = choose(variants, case.op, piece.pass_name, is_full=is_full, prefixes=prefixes)
-    return for_large(chosen) if _is_paper(piece) else chosen
+    chosen = catalog.choose(variants, case.op, piece.pass_name, is_full=is_full, prefixes=prefixes)
+    if settings.kind != "linears" or not _is_paper(piece):
+        return chosen
+    # Large ones: without those of ours that only differ in the number of chunks, as contexts keep buffers of their own.
+    return [variant for variant in chosen if not isinstance(variant, Ours) or variant.options.chunks_per_shard == 1]
 
 
 def _is_paper(piece: Piece) -> bool:
@@ -285,24 +241,23 @@ class _Runner:
             self.outcome.missing.append(f"{piece}: {error}")
             return []
         self._return_memory()
-        work = self._work(case, piece)
-        is_paper, is_full = _is_paper(piece), _is_full(settings, piece)
+        work = catalog.make_work(case, piece.pass_name, self._group, self._pool, is_emulated=piece.is_emulated)
         chosen = _choose(self._variants, settings, case, piece, settings.variants)
-        measured = {variant.name: entry for variant in chosen if (entry := self._build(variant, work)) is not None}
-        lacking = [name for name in BOUNDS if not any(has_word_prefix(found, name) for found in measured)]
+        measured = {variant.name: ready for variant in chosen if (ready := self._build(variant, work)) is not None}
+        lacking = [name for name in catalog.BOUNDS if not any(has_word_prefix(found, name) for found in measured)]
         if lacking:
             self.outcome.missing.append(f"{piece}: nothing to compare with: there is no {', no '.join(lacking)}")
             return []
-        timed = {name: Timed(entry.ready.call, entry.ready.before_burst) for name, entry in measured.items()}
+        timed = {name: Timed(ready.call, ready.before_burst) for name, ready in measured.items()}
         samples = measure(timed, self._group, rounds=settings.rounds, limit_s=settings.case_s, device=self._device)
         for variant in chosen:
-            entry = measured.get(variant.name)
-            if entry is None or not entry.ready.is_op:
+            ready = measured.get(variant.name)
+            if ready is None or ready.read is None:
                 continue
             if not piece.is_emulated and samples[variant.name].median_ms <= _LONGEST_CALL_FOR_HOST_MS:
-                entry.host_us = measure_host_us(timed[variant.name], self._group, self._device)
-            if isinstance(variant, Ours) and is_full and not is_paper:
-                entry.tail_ms = self._tails.measure_ms(work, entry.ready)
+                ready.host_us = measure_host_us(timed[variant.name], self._group, self._device)
+            if isinstance(variant, Ours) and _is_full(settings, piece) and not _is_paper(piece):
+                ready.tail_ms = self._tails.measure_ms(work, ready)
         commit = settings.commit or this_commit()
         return make_rows(work, measured, samples, is_emulated=piece.is_emulated, commit=commit)
 
@@ -329,51 +284,37 @@ class _Runner:
             self.close()
             torch.cuda.empty_cache()
 
-    def _work(self, case: LinearCase, piece: Piece) -> Work:
-        if piece.is_emulated:
-            return make_emulated_work(case, self._group, self._pool)
-        return _MAKE_WORK[self._settings.kind](case, piece.pass_name, self._group, self._pool)
-
-    def _build(self, variant: Variant, work: Work) -> Measured | None:
+    def _build(self, variant: Variant, work: Work) -> Ready | None:
         """The variant, built and found right on all ranks; None when it is left out, with the reason noted once."""
         name, name_in_pass = variant.name, f"{variant.name}, {work.pass_name}"
         if name in self.outcome.left_out or name_in_pass in self.outcome.left_out:
             return None
-        entry: Measured | None = None
+        ready: Ready | None = None
         failure: Exception | None = None
         try:
-            entry = self._build_here(variant, work)
-        except (UnsupportedError, ConfigError, VerificationError) as error:
-            failure = error
+            ready = variant.build(work)
+            results = ready.results()
+            if results:
+                ready.max_error = check_results(work, name, results)
+                variant.check_path(work, ready)
         except Exception as error:
-            if not variant.is_foreign:
+            if not variant.is_foreign and not isinstance(error, UnsupportedError | ConfigError | VerificationError):
                 raise
             failure = error
         if not self.any_rank(failure is not None):
-            return entry
+            return ready
         # What is left out from now on must be the same on all ranks, also on those where nothing failed.
         is_wrong = self.any_rank(isinstance(failure, VerificationError) and not variant.is_foreign)
         is_impossible = self.any_rank(isinstance(failure, UnsupportedError | ConfigError))
         reason = "it failed on another rank" if failure is None else _describe(failure)
         if is_wrong:
-            self.outcome.failures.append(f"{variant.name}: {reason}")
-            self._on_note(f"wrong: {variant.name}: {reason}")
-            return None
-        key = name if is_impossible else name_in_pass  # what failed may yet work in the other pass
-        self.outcome.left_out[key] = reason
-        self._on_note(f"left out: {key}: {reason}")
-        return None
-
-    def _build_here(self, variant: Variant, work: Work) -> Measured:
-        ready: Ready = variant.build(work)
-        error = None
-        if ready.results is not None:
-            error = check_results(work, variant.name, ready.results())
-            variant.check_path(work, ready)
+            self.outcome.failures.append(f"{name}: {reason}")
+            self._on_note(f"wrong: {name}: {reason}")
         else:
-            ready.call()
-        gemm = variant.gemm_name(work) if isinstance(variant, Ours) else None
-        return Measured(ready, error, gemm)
+            key = name if is_impossible else name_in_pass  # what failed may yet work in the other pass
+            self.outcome.left_out[key] = reason
+            self._on_note(f"left out: {key}: {reason}")
+        return None
 
 
 def _describe(error: Exception) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from commfuse_megatron.errors import ConfigError
-from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
-from commfuse_megatron.tools.common.cases import HEADLINE_M, HEADLINE_MODELS, LINEARS, PLANNED
+from commfuse_megatron.tools.bench.rows import Problem, Row, ratio
+from commfuse_megatron.tools.common.cases import HEADLINE_M, HEADLINE_MODELS, LINEARS
 
 #: Name -> what it says; all are ratios of times, smaller is better.
 METRICS = {
@@ -47,56 +47,40 @@ def summarize(rows: Sequence[Row]) -> Summary:
     A file may hold several runs: the headline is that of the machine and link of its last row, and what was measured
     again, by another commit, counts as it was last.
     """
-    problems: dict[tuple[object, ...], dict[str, Row]] = {}
+    problems: dict[tuple[object, ...], Problem] = {}
     for row in rows:
         if row.is_comparable and not row.emulated:
-            variants = problems.pop(row.problem, {})
-            variants[row.variant] = row
-            problems[row.problem] = variants  # behind what was measured before
-    latest: dict[tuple[object, ...], dict[str, Row]] = {}
-    for variants in problems.values():
-        if PLANNED in variants:
-            latest.pop(variants[PLANNED].task, None)
-            latest[variants[PLANNED].task] = variants
-    planned = [(variants[PLANNED], variants) for variants in latest.values()]
-    here = next(((row.device, row.link, row.group_size) for row, _ in reversed(planned)), None)
-    headline = [
-        (row, variants)
-        for row, variants in planned
-        if _is_headline(row) and (row.device, row.link, row.group_size) == here
-    ]
+            problem = problems.pop(row.problem, Problem())
+            problem[row.variant] = row
+            problems[row.problem] = problem  # behind what was measured before
+    latest: dict[tuple[object, ...], tuple[Row, Problem]] = {}
+    for problem in problems.values():
+        if problem.planned is not None:
+            latest.pop(problem.planned.task, None)
+            latest[problem.planned.task] = problem.planned, problem
+    planned = list(latest.values())
+    headline = [(row, problem) for row, problem in planned if _is_headline(row, planned[-1][0])]
     ratios: dict[str, list[float]] = {"ideal": [row.median_ms / row.ideal_ms for row, _ in headline]}
     for name in ("sequential", "megatron", "async_tp", "userbuffers", "slicing"):
-        ratios[f"vs_{name}"] = [
-            row.median_ms / other for row, variants in headline if (other := _best(variants, name)) is not None
-        ]
+        others = [(row, problem.best_ms(name)) for row, problem in headline]
+        ratios[f"vs_{name}"] = [row.median_ms / other for row, other in others if other is not None]
     metrics = {
         name: Metric(name, statistics.geometric_mean(values), len(values), NUM_HEADLINES)
         for name, values in ratios.items()
         if values
     }
-    offenders = sorted(
-        ((row.median_ms / min(stock), row) for row, variants in planned if (stock := stock_times(variants))),
-        key=lambda pair: pair[0],
-        reverse=True,
-    )
+    stock = [(ratio(row.median_ms, problem.stock_ms), row) for row, problem in planned]
+    offenders = [(share, row) for share, row in stock if share is not None]
+    offenders.sort(key=lambda pair: pair[0], reverse=True)
     if offenders:
         metrics["never_slower"] = Metric("never_slower", offenders[0][0], len(offenders), len(offenders))
     return Summary(metrics, offenders)
 
 
-def _is_headline(row: Row) -> bool:
+def _is_headline(row: Row, last: Row) -> bool:
+    is_here = (row.device, row.link, row.group_size) == (last.device, last.link, last.group_size)
     is_one = row.is_linear and row.case.split(".")[0] in HEADLINE_MODELS
-    return is_one and (row.M, row.pass_name, row.shrink, row.recipe) == (HEADLINE_M, "fprop", 1, None)
-
-
-def _best(variants: dict[str, Row], prefix: str) -> float | None:
-    return min((row.median_ms for name, row in variants.items() if has_word_prefix(name, prefix)), default=None)
-
-
-def stock_times(variants: dict[str, Row]) -> list[float]:
-    """What a user has without us."""
-    return [variants[name].median_ms for name in ("sequential", "megatron") if name in variants]
+    return is_here and is_one and (row.M, row.pass_name, row.shrink, row.recipe) == (HEADLINE_M, "fprop", 1, None)
 
 
 def parse_limits(texts: Sequence[str]) -> dict[str, float]:

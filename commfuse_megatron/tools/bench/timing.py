@@ -62,25 +62,22 @@ def measure(
     """
     device = torch.device("cuda") if device is None else device
     timed = {name: v if isinstance(v, Timed) else Timed(v) for name, v in variants.items()}
-    names = list(timed)
-    for name in names:
-        _burst(timed[name], group, device, _WARM_UP_CALLS)
-    first = [_burst(timed[name], group, device, 2) for name in names]
+    for each in timed.values():
+        _burst(each, group, device, _WARM_UP_CALLS)
+    first = [_burst(each, group, device, 2) for each in timed.values()]
     first_ms = largest_of_ranks([burst.device_ms for burst in first], device, group)
-    head_starts_us = {name: _head_start_us(burst) for name, burst in zip(names, first, strict=True)}
     most_calls = 1 if device.type == "cpu" else _MOST_CALLS
     calls = [max(1, min(most_calls, round(_BURST_MS / max(ms, 1e-3)))) for ms in first_ms]
     if limit_s is not None:
         round_s = sum(number * ms for number, ms in zip(calls, first_ms, strict=True)) / 1e3
         rounds = max(min(_FEWEST_ROUNDS, rounds), min(rounds, int(limit_s / max(round_s, 1e-6))))
-    calls_of = dict(zip(names, calls, strict=True))
-
-    def sample(name: str) -> float:
-        return _burst(timed[name], group, device, calls_of[name], head_starts_us[name]).device_ms
-
-    times_ms = take_turns({name: functools.partial(sample, name) for name in names}, rounds)
-    slowest = largest_of_ranks(list(times_ms.values()), device, group)
-    return {name: _summary(row) for name, row in zip(names, slowest, strict=True)}
+    bursts = {
+        name: functools.partial(_burst, each, group, device, number, _head_start_us(burst))
+        for (name, each), number, burst in zip(timed.items(), calls, first, strict=True)
+    }
+    times_ms = [[burst.device_ms for burst in row] for row in take_turns(bursts, rounds).values()]
+    slowest = largest_of_ranks(times_ms, device, group)
+    return {name: _summary(row) for name, row in zip(timed, slowest, strict=True)}
 
 
 def measure_host_us(timed: Timed, group: dist.ProcessGroup, device: torch.device) -> float:

@@ -8,81 +8,49 @@ overlapped m=C <...>  heads in C groups, one attended while the next travels
 planned               what the planner chooses
 
 The sequence is in zigzag order, as Megatron deals it; queries and keys are contiguous, as a rotary embedding leaves
-them. Results are held to PyTorch's attention between all-to-alls that are written out here.
+them. Results are held to PyTorch's attention between plain all-to-alls.
 """
 
 import importlib
 import importlib.util
+from collections.abc import Callable
+from functools import partial
 from typing import Any, override
 
 import torch
 from torch import distributed as dist
+from torch.distributed.nn.functional import all_to_all_single
 
 from commfuse_megatron.errors import UnsupportedError
-from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.ops.split_attention import Heads, SplitAttention
-from commfuse_megatron.problem import RowRange
-from commfuse_megatron.tools.bench.operands import Pool, Work, draw, ulysses_block
-from commfuse_megatron.tools.bench.ours import Ours, PathOptions, ulysses_paths
-from commfuse_megatron.tools.bench.variant import Ready, Variant, collective_name, differentiable, with_forward_ahead
-from commfuse_megatron.tools.common.cases import LinearCase
-from commfuse_megatron.tools.common.ulysses_cases import UlyssesCase
+from commfuse_megatron.tools.bench.attention import plain_attention, split_attention
+from commfuse_megatron.tools.bench.operands import Results, Work, ulysses_block
+from commfuse_megatron.tools.bench.variant import Ready, Variant, differentiable, in_turn
 
 
-def ulysses_case_of(work: Work) -> UlyssesCase:
-    """The case of a work that is one of a split sequence."""
-    assert isinstance(work.case, UlyssesCase)
-    return work.case
+def expected(work: Work) -> Results:
+    """The results that every variant must give."""
+    attend = partial(_attend_all, group=work.group)
+    return differentiable(work, lambda: ulysses_block(work.case, work.operands, attend)).results()
 
 
-def ulysses_work(case: LinearCase, pass_name: str, group: dist.ProcessGroup, pool: Pool) -> Work:
-    """Operands, and the results that every variant must give."""
-    assert isinstance(case, UlyssesCase)
-    work = Work(case, pass_name, group, pool, draw(case, pool), {})
-    ready = differentiable(work, lambda: ulysses_block(case, work.operands, _PlainAttention(group)))
-    assert ready.results is not None
-    work.expected = ready.results()
-    return work
-
-
-class _PlainAttention:
+def _attend_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """PyTorch's attention between plain all-to-alls, rows in zigzag order."""
+    size, rows = group.size(), q.size(0) * group.size()
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._size = group, group.size()
+    def exchanged(parts: torch.Tensor) -> torch.Tensor:
+        return all_to_all_single(torch.empty_like(parts), parts, group=group)
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        rows = q.size(0) * self._size
-        chunks = torch.arange(rows, device=q.device).chunk(2 * self._size)
-        dealt = torch.cat([part for rank in range(self._size) for part in (chunks[rank], chunks[-1 - rank])])
-        order = torch.argsort(dealt)
-        q, k, v = (self._to_heads(each)[order].permute(1, 2, 0, 3) for each in (q, k, v))
-        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        parts = attended.permute(2, 0, 1, 3)[dealt].unflatten(0, (self._size, -1))
-        home = _AllToAll.apply(parts.contiguous(), self._group)  # [R, S_r, B, heads of a rank, D]
-        return home.permute(1, 2, 0, 3, 4).flatten(2)
-
-    def _to_heads(self, rows: torch.Tensor) -> torch.Tensor:
+    def to_heads(part: torch.Tensor) -> torch.Tensor:
         """[S_r, B, H, D] -> [S, B, heads of this rank, D], as ranks hold the rows."""
-        parts = rows.unflatten(2, (self._size, -1)).permute(2, 0, 1, 3, 4)
-        return _AllToAll.apply(parts.contiguous(), self._group).flatten(0, 1)
+        return exchanged(part.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4).contiguous()).flatten(0, 1)
 
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _exchanged(parts, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _exchanged(grad.contiguous(), ctx.group), None
-
-
-def _exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    found = torch.empty_like(parts)
-    dist.all_to_all_single(found, parts, group=group)
-    return found
+    chunks = torch.arange(rows, device=q.device).chunk(2 * size)
+    dealt = torch.cat([part for rank in range(size) for part in (chunks[rank], chunks[-1 - rank])])
+    order = torch.argsort(dealt)
+    attended = plain_attention(*(to_heads(each)[order] for each in (q, k, v)))
+    home = exchanged(attended[dealt].unflatten(0, (size, -1)).contiguous())  # [R, S_r, B, heads of a rank, D]
+    return home.permute(1, 2, 0, 3, 4).flatten(2)
 
 
 class _LocalAttention(torch.autograd.Function):
@@ -103,46 +71,25 @@ class _LocalAttention(torch.autograd.Function):
         return *(each.to(grad.dtype) for each in found), None
 
 
-class UlyssesComputeOnly(Variant):
+def compute(work: Work) -> Callable[[], object]:
     """The block of one rank; its rows stand for its heads' share of all rows, so nothing is exchanged."""
+    case, attention = work.case, split_attention(work, None)
 
-    name = "compute_only"
-    is_basic = True
+    def attend(*heads: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.reshape(case.rows, 1, -1, case.head_dim) for each in heads)
+        return _LocalAttention.apply(q, k, v, attention).view(-1, 1, case.K)
 
-    @override
-    def build(self, work: Work) -> Ready:
-        case = ulysses_case_of(work)
-        problem = case.attention(work.dtype_name)
-        kernel = AttentionKernels(work.pool.device).choose(problem, "auto")
-        attention = SplitAttention(problem, kernel, [RowRange(0, case.rows)], case.head_dim**-0.5, None, None)
-
-        def attend(*heads: torch.Tensor) -> torch.Tensor:
-            q, k, v = (each.reshape(case.rows, 1, -1, case.head_dim) for each in heads)
-            return _LocalAttention.apply(q, k, v, attention).view(-1, 1, case.K)
-
-        ready = differentiable(work, lambda: ulysses_block(case, work.operands, attend))
-        return Ready(call=ready.call, path="compute", transport="none", is_op=False)
+    return differentiable(work, lambda: ulysses_block(case, work.operands, attend)).call
 
 
-class UlyssesCommOnly(Variant):
-    """The group's all-to-alls of one pass, towards the heads and home; as many features travel in both passes."""
-
-    name = "comm_only collective"
-    is_basic = True
-
-    @override
-    def build(self, work: Work) -> Ready:
-        case, o = ulysses_case_of(work), work.operands
-        sides = [
-            tuple(wire.view(-1)[: wire.size(0) * features].view(-1, features) for wire in (o.wire_full, o.wire_shard))
-            for features in (case.qkv_features, case.K)
-        ]
-
-        def call() -> None:
-            for target, source in sides:
-                dist.all_to_all_single(target, source, group=work.group)
-
-        return Ready(call=call, path="transfers", transport=collective_name(work.pool.device), is_op=False)
+def all_to_alls(work: Work) -> Callable[[], None]:
+    """The group's, of one pass, towards the heads and home; as many features travel in both passes."""
+    full, shard = work.operands.wire_full, work.operands.wire_shard
+    ways = [
+        [wire.view(-1)[: wire.size(0) * features].view(-1, features) for wire in (full, shard)]
+        for features in (work.case.qkv_features, work.case.K)
+    ]
+    return in_turn(*(partial(dist.all_to_all_single, target, source, group=work.group) for target, source in ways))
 
 
 class TransformerEngineExchange(Variant):
@@ -165,7 +112,7 @@ class TransformerEngineExchange(Variant):
             raise UnsupportedError("Transformer Engine is not installed")
         from transformer_engine import pytorch as te
 
-        case = ulysses_case_of(work)
+        case = work.case
         layer = te.DotProductAttention(
             num_attention_heads=case.heads,
             kv_channels=case.head_dim,
@@ -176,24 +123,6 @@ class TransformerEngineExchange(Variant):
         )
         ranks = dist.get_process_group_ranks(work.group)
         layer.set_context_parallel_group(work.group, ranks, torch.cuda.Stream(), "a2a")
-
-        def forward() -> torch.Tensor:
-            return ulysses_block(case, work.operands, layer)
-
-        if work.pass_name == "fprop":
-            ready = differentiable(work, forward)
-        else:
-            ready = with_forward_ahead(work, forward, work.operands.leaves)
+        ready = differentiable(work, lambda: ulysses_block(case, work.operands, layer), keeps_tensors=False)
         ready.path = "transformer_engine"
         return ready
-
-
-def ulysses_variants(device: torch.device, group_counts: tuple[int, ...]) -> list[Variant]:
-    """Everything that can be asked for on `device`. group_counts: of a rank's heads, for the overlapped path."""
-    return [
-        UlyssesComputeOnly(),
-        UlyssesCommOnly(),
-        TransformerEngineExchange(device),
-        *(Ours(options) for options in ulysses_paths(device, group_counts)),
-        Ours(PathOptions(path="auto", kind="ulysses")),
-    ]

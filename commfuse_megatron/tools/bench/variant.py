@@ -8,36 +8,44 @@ impossible must do so on all ranks alike, or before anything is sent.
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import override
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, override
 
 import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.errors import UnsupportedError
-from commfuse_megatron.tools.bench.operands import Work
-
-Results = dict[str, torch.Tensor]
+from commfuse_megatron.tools.bench.operands import Results, Work
+from commfuse_megatron.tools.common.cases import PASSES
 
 
 @dataclass(slots=True, kw_only=True)
 class Ready:
     """One pass, ready to be called.
 
-    results: runs it once and returns what it computes, to be compared; None where there is nothing to compare.
-    before_burst: see `Timed`. path .. reason: for the row. is_op: whether it does all that the pass is for, so that its
-    host time means something; lower bounds do not.
+    read: finds in what a call returned what is compared; None where nothing is, as of lower bounds. before_burst: see
+    `Timed`. path .. tail_ms: for the row, as far as they are known. gemm: what computes the slices.
     """
 
-    call: Callable[[], object]
-    results: Callable[[], Results] | None = None
+    call: Callable[[], Any]
+    read: Callable[[Any], Results] | None = None
     before_burst: Callable[[int], None] | None = None
     path: str = "sequential"
     transport: str = "nccl"
     algorithm: str = ""
     chunks_per_shard: int | None = None
     reason: str = ""
-    is_op: bool = True
+    max_error: float | None = None
+    host_us: float | None = None
+    tail_ms: float | None = None
+    gemm: str = ""
+
+    def results(self) -> Results:
+        """Run it once. What it computes, by name."""
+        if self.before_burst is not None:
+            self.before_burst(1)
+        found = self.call()
+        return {} if self.read is None else self.read(found)
 
 
 class Variant(ABC):
@@ -48,7 +56,7 @@ class Variant(ABC):
     """
 
     name: str
-    passes: tuple[str, ...] = ("fprop", "backward")
+    passes: tuple[str, ...] = PASSES
     is_foreign = False
     is_basic = False
 
@@ -65,6 +73,36 @@ class Variant(ABC):
 
     def close(self) -> None:  # noqa: B027  # most variants keep nothing
         """Free what was kept between cases."""
+
+
+@dataclass(eq=False)
+class Plain(Variant):
+    """What keeps nothing between cases. make_call: what is timed, for one piece of work.
+
+    path: "compute" or "slices", which send nothing; else the group's collectives do. is_compared: what a call returns
+    are results; of a lower bound they are not. chunks_per_shard: of what is cut, which is not run at every size.
+    """
+
+    name: str
+    path: str
+    make_call: Callable[[Work], Callable[[], Any]]
+    _: KW_ONLY
+    passes: tuple[str, ...] = PASSES
+    is_compared: bool = False
+    chunks_per_shard: int | None = None
+
+    def __post_init__(self) -> None:
+        self.is_basic = self.chunks_per_shard is None
+
+    @override
+    def build(self, work: Work) -> Ready:
+        return Ready(
+            call=self.make_call(work),
+            read=work.named if self.is_compared else None,
+            path=self.path,
+            transport="none" if self.path in ("compute", "slices") else collective_name(work.pool.device),
+            chunks_per_shard=self.chunks_per_shard,
+        )
 
 
 class WithContext(Variant):
@@ -92,44 +130,41 @@ class WithContext(Variant):
             self._context = None
 
 
-def differentiable(work: Work, forward: Callable[[], torch.Tensor]) -> Ready:
-    """`forward` in a fprop pass, its backward pass (dgrad and wgrad) in a backward pass."""
-    leaves, grad_y = work.operands.leaves, work.operands.grad_y
-    if work.pass_name == "fprop":
+def in_turn(*calls: Callable[[], object]) -> Callable[[], None]:
+    """All of them, one after the other."""
 
-        def call() -> torch.Tensor:
-            with torch.no_grad():
-                return forward()
+    def call() -> None:
+        for each in calls:
+            each()
 
-        return Ready(call=call, results=lambda: {"y": call()})
-    y = forward()
-
-    def backward() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(y, list(leaves.values()), grad_y, retain_graph=True)
-
-    names = [f"{name}.grad" for name in leaves]
-    return Ready(call=backward, results=lambda: dict(zip(names, backward(), strict=True)))
+    return call
 
 
-def with_forward_ahead(work: Work, forward: Callable[[], torch.Tensor], leaves: dict[str, torch.Tensor]) -> Ready:
-    """The backward pass of what frees its saved tensors: a forward pass for each call runs before the clock does.
+def differentiable(
+    work: Work,
+    forward: Callable[[], torch.Tensor],
+    leaves: dict[str, torch.Tensor] | None = None,
+    *,
+    keeps_tensors: bool = True,
+) -> Ready:
+    """`forward` in a fprop pass, its backward pass (dgrad and wgrad) in a backward pass.
 
-    leaves: what gets gradients, by the names of the case's operands.
+    leaves: what gets gradients, by the names of the case's operands; these by default. keeps_tensors: False for what
+    frees its saved tensors: a forward pass for each backward pass then runs before the clock does.
     """
-    ahead: list[torch.Tensor] = []
+    if work.pass_name == "fprop":
+        return Ready(call=torch.no_grad()(forward), read=work.named)
+    inputs, grad_y = list((leaves or work.operands.leaves).values()), work.operands.grad_y
+    ahead = [forward()] if keeps_tensors else []
 
     def run_ahead(calls: int) -> None:
         ahead[:] = [forward() for _ in range(calls)]
 
     def backward() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(ahead.pop(), list(leaves.values()), work.operands.grad_y)
+        y = ahead[0] if keeps_tensors else ahead.pop()
+        return torch.autograd.grad(y, inputs, grad_y, retain_graph=keeps_tensors)
 
-    def results() -> Results:
-        run_ahead(1)
-        # What it returns may lie in a communication buffer.
-        return {f"{name}.grad": grad.clone() for name, grad in zip(leaves, backward(), strict=True)}
-
-    return Ready(call=backward, results=results, before_burst=run_ahead)
+    return Ready(call=backward, read=work.named, before_burst=None if keeps_tensors else run_ahead)
 
 
 def backends_of(device: torch.device) -> tuple[str, ...]:

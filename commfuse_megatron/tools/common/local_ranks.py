@@ -48,8 +48,7 @@ def launch_local(body: Body, options: Any, *, num_ranks: int, device_type: str, 
     # The store takes a free port itself and keeps it, so that nobody can take it between choice and use.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spawn = multiprocessing.get_context("spawn")
-    processes: list[SpawnProcess] = []
-    pipes: list[Connection] = []
+    ranks: list[tuple[SpawnProcess, Connection]] = []
     grace_s = 0.0
     try:
         with _terminate_as_interrupt(), _environment_of_ranks(num_ranks):
@@ -65,57 +64,52 @@ def launch_local(body: Body, options: Any, *, num_ranks: int, device_type: str, 
                     )
                     process.start()
                     writer.close()
-                    processes.append(process)
-                    pipes.append(reader)
-            exit_code = _wait_for_all(processes, pipes)
+                    ranks.append((process, reader))
+            exit_code = _conclude(_wait_for_all(ranks))
         grace_s = _GRACE_S
         return exit_code
     finally:
-        _stop(processes, grace_s=grace_s)
-        for pipe in pipes:
+        _stop([process for process, _ in ranks], grace_s=grace_s)
+        for _, pipe in ranks:
             pipe.close()
 
 
-def _wait_for_all(processes: list[SpawnProcess], pipes: list[Connection]) -> int:
-    """The worst exit code that the bodies returned; raises RankFailedError as soon as one rank fails.
+def _wait_for_all(ranks: list[tuple[SpawnProcess, Connection]]) -> dict[int, _Report]:
+    """What the ranks report, by number: all of them, or once one has failed what the others report soon after."""
+    reports: dict[int, _Report] = {}
+    open_pipes = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
+    while open_pipes:
+        has_failed = any(report.failure is not None for report in reports.values())
+        ready = wait(list(open_pipes), timeout=_CONSEQUENCES_S if has_failed else None)
+        if not ready:
+            break
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = open_pipes.pop(pipe)
+            try:
+                reports[rank] = pipe.recv()
+            except EOFError:
+                reports[rank] = _Report(failure=_cause_of_death(ranks[rank][0]))
+    return reports
+
+
+def _conclude(reports: dict[int, _Report]) -> int:
+    """The worst exit code that the bodies returned; raises RankFailedError if one rank failed.
 
     What the others report soon after is mostly a broken connection, so failures are listed in the order in which they
     happened, silent deaths first. Where the first one was a refusal, that is raised, with what else is no consequence:
     CannotRunError or UsageError.
     """
-    exit_codes: dict[int, int] = {}
-    refusals: dict[int, CannotRunError | UsageError] = {}
-    own_errors: dict[int, str] = {}
-    failures: list[tuple[float, int, str]] = []
-    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
-    while open_pipes:
-        ready = wait(list(open_pipes), timeout=_CONSEQUENCES_S if failures else None)
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            rank = open_pipes.pop(pipe)
-            try:
-                report = pipe.recv()
-            except EOFError:
-                report = _Report(failure=_cause_of_death(processes[rank]))
-            if report.failure is None:
-                exit_codes[rank] = report.exit_code
-                continue
-            failures.append((report.failed_at_s, rank, report.failure))
-            if report.refusal is not None:
-                refusals[rank] = report.refusal
-            elif report.own_error is not None:
-                own_errors[rank] = report.own_error
-        if failures and not ready:
-            break
-    if failures:
-        failures.sort()
-        first = failures[0][1]
-        if first in refusals:
-            others = [f"rank {rank}: {own_errors[rank]}" for _, rank, _ in failures[1:] if rank in own_errors]
-            raise type(refusals[first])("\n".join([str(refusals[first]), *others]))
-        raise RankFailedError("\n".join(f"rank {rank} {failure}" for _, rank, failure in failures))
+    failed = [rank for rank, report in reports.items() if report.failure is not None]
+    failed.sort(key=lambda rank: (reports[rank].failed_at_s, rank))
+    if failed:
+        refusal = reports[failed[0]].refusal
+        if refusal is not None:
+            others = [f"rank {rank}: {reports[rank].own_error}" for rank in failed[1:] if reports[rank].own_error]
+            raise type(refusal)("\n".join([str(refusal), *others]))
+        raise RankFailedError("\n".join(f"rank {rank} {reports[rank].failure}" for rank in failed))
     # A check that failed (1) counts for more than a rank that could not run it (2).
-    codes = set(exit_codes.values())
+    codes = {report.exit_code for report in reports.values()}
     return 1 if 1 in codes else max(codes)
 
 
@@ -207,7 +201,7 @@ def _no_interrupt_while_starting() -> Iterator[None]:
 def _run_rank(
     body: Body, options: Any, rank: Rank, port: int, timeout_s: float, report: Connection, log_level: int
 ) -> None:
-    """Run the body; send (exit code, None, 0, None), or what `_describe` says of a failure, to the starting process."""
+    """Run the body; send its exit code, or what `_describe` says of a failure, to the starting process."""
     from commfuse_megatron.tools.common.output import configure_logging
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the starting process stops us
@@ -235,25 +229,18 @@ def _run_rank(
 
 
 def _describe(error: BaseException) -> _Report:
-    from commfuse_megatron.errors import (
-        CommFuseError,
-        ConfigError,
-        TransportError,
-        TransportTimeoutError,
-        UnsupportedError,
-    )
+    from commfuse_megatron import errors
 
-    text, cause = f"{type(error).__name__}: {error}", error.__cause__
-    refusal: CannotRunError | UsageError | None = None
-    own_error = None
-    if isinstance(error, CannotRunError | UsageError | ConfigError | UnsupportedError):
+    failure, at_s, cause = f"raised\n{traceback.format_exc()}", time.time(), error.__cause__
+    if isinstance(error, CannotRunError | UsageError | errors.ConfigError | errors.UnsupportedError):
         why = str(error)
         if cause is not None and str(cause) not in why:
             why += f" ({type(cause).__name__}: {cause})"
-        refusal = UsageError(why) if isinstance(error, UsageError | ConfigError) else CannotRunError(why)
-    elif isinstance(error, CommFuseError) and not isinstance(error, TransportError | TransportTimeoutError):
-        own_error = text
-    return _Report(0, f"raised\n{traceback.format_exc()}", time.time(), refusal, own_error)
+        is_usage = isinstance(error, UsageError | errors.ConfigError)
+        return _Report(0, failure, at_s, refusal=UsageError(why) if is_usage else CannotRunError(why))
+    is_of_peers = isinstance(error, errors.TransportError | errors.TransportTimeoutError)
+    is_own = isinstance(error, errors.CommFuseError) and not is_of_peers
+    return _Report(0, failure, at_s, own_error=f"{type(error).__name__}: {error}" if is_own else None)
 
 
 def _end_with_the_starting_process() -> None:

@@ -23,21 +23,12 @@ OVERLAPPED = OverlapConfig(
 NormOutput = Literal["rows", "gathered"]
 
 
-def _sizes(hidden: int, heads: int, groups: int, ffn: int, vocabulary: int) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_query_groups": groups,
-        "ffn_hidden_size": ffn,
-        "vocab_size": vocabulary,
-    }
-
-
+_SIZES = ("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "vocab_size")
 #: Sizes of a `Task` by name, from the models' published configurations; the layers are as many as asked for.
-MODELS = {
-    "demo": _sizes(256, 8, 8, 512, 256),
-    "llama-8b": _sizes(4096, 32, 8, 14336, 128256),
-    "llama-70b": _sizes(8192, 64, 8, 28672, 128256),
+MODELS: dict[str, dict[str, Any]] = {
+    "demo": dict(zip(_SIZES, (256, 8, 8, 512, 256), strict=True)),
+    "llama-8b": dict(zip(_SIZES, (4096, 32, 8, 14336, 128256), strict=True)),
+    "llama-70b": dict(zip(_SIZES, (8192, 64, 8, 28672, 128256), strict=True)),
 }
 
 

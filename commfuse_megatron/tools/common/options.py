@@ -35,11 +35,12 @@ def refuse_given(arguments: argparse.Namespace, names: Sequence[str], why: str) 
 
 
 def require_positive(arguments: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raise UsageError where one of these options is given and below 1."""
+    """Raise UsageError where one of these options is given and below 1, or has such a value among several."""
     for name in names:
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name} must be at least 1, got {value}")
+        given = getattr(arguments, name)
+        values = given if isinstance(given, list) else [given]
+        if any(value is not None and value < 1 for value in values):
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {min(values)}")
 
 
 def add_rank_options(parser: argparse.ArgumentParser, *, which: str = "default 2") -> None:

@@ -91,10 +91,8 @@ def read_launcher() -> dict[str, int] | None:
             f"the environment is that of half a launcher: it has {', '.join(given)}, not {', '.join(missing)}; {advice}"
         )
     numbers: dict[str, int] = {}
-    for name in _NUMBERS:
-        text = os.environ.get(name)
-        if text is None:
-            continue
+    for name in (name for name in _NUMBERS if name in os.environ):
+        text = os.environ[name]
         try:
             numbers[name] = int(text)
         except ValueError:

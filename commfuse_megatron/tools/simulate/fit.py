@@ -20,7 +20,7 @@ from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem
 from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.tools.bench.rows import Row, load_report
-from commfuse_megatron.tools.common.cases import LinearCase
+from commfuse_megatron.tools.common.cases import Case
 from commfuse_megatron.transport.select import DIRECT, THROUGH_HOST_MEMORY
 
 #: Of all that is fitted and predicted.
@@ -160,7 +160,7 @@ def way_of(row: Row) -> tuple[GemmProblem, PassPlan] | None:
         plan = PassPlan("sliced", "", Algorithm(row.algorithm), row.chunks_per_shard, keep_gathered_input=False)
     elif row.variant != "sequential":
         return None
-    case = LinearCase(row.case, row.op, row.M, row.N, row.K, row.group_size)
+    case = Case(row.case, row.op, row.M, row.N, row.K, row.group_size)
     return case.problem(row.pass_name, DTYPE), plan
 
 

@@ -16,7 +16,7 @@ from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import GemmProblem
 from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.tools.bench.rows import Row
-from commfuse_megatron.tools.common.cases import LinearCase, linear_case
+from commfuse_megatron.tools.common.cases import Case, linear_case
 from commfuse_megatron.tools.simulate.fit import DTYPE, SEQUENTIAL, Machines, way_of
 
 #: What decides a predicted time, and what that means.
@@ -90,7 +90,7 @@ class Comparison(NamedTuple):
         return None if self.predicted_ms is None else self.predicted_ms / self.measured_ms - 1
 
 
-def predict(case: LinearCase, machines: Machines) -> list[Prediction]:
+def predict(case: Case, machines: Machines) -> list[Prediction]:
     """The sequential program and all that the planner would consider over every transport, the fastest first."""
     problem = case.problem("fprop", DTYPE)
     sequential_us = predict_us(problem, SEQUENTIAL, machines.any)
@@ -218,6 +218,6 @@ def say_errors(what: str, errors: Sequence[float]) -> str:
     return f"median size of the error of {what}: {median_size(errors)}; the largest: {largest:.1f} %"
 
 
-def cases_of(names: Iterable[str], tokens: Iterable[int], ranks: Iterable[int]) -> list[LinearCase]:
+def cases_of(names: Iterable[str], tokens: Iterable[int], ranks: Iterable[int]) -> list[Case]:
     """All that the sizes allow."""
     return [linear_case(name, M, group_size) for group_size in ranks for M in tokens for name in names]

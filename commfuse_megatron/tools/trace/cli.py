@@ -10,10 +10,10 @@ from typing import Any
 from commfuse_megatron.config import OverlapConfig, PassConfig, TransportConfig, config_file_from_environment
 from commfuse_megatron.tools.common.cases import (
     CPU_SHRINK,
-    AttentionCase,
+    Case,
     attention_case,
-    attention_tokens,
     linear_case,
+    tokens_of,
 )
 from commfuse_megatron.tools.common.launch import launch
 from commfuse_megatron.tools.common.options import (
@@ -204,11 +204,11 @@ def _checked_block(arguments: argparse.Namespace, num_ranks: int) -> argparse.Na
     return _ready(arguments, f"{case.name}_{arguments.pass_name}", case=case, configs=configs)
 
 
-def _block(arguments: argparse.Namespace, num_ranks: int) -> AttentionCase:
+def _block(arguments: argparse.Namespace, num_ranks: int) -> Case:
     name = arguments.case or "llama-8b.attention"
-    (M,) = attention_tokens(name, (arguments.seq or 8192,))
+    (M,) = tokens_of(name, (arguments.seq or 8192,))
     case = attention_case(name, M, num_ranks, arguments.shrink or (1 if arguments.device == "cuda" else CPU_SHRINK))
-    if arguments.seq and attention_tokens(name, (0,)) != (0,):
+    if arguments.seq and tokens_of(name, (0,)) != (0,):
         raise UsageError(f"--case {name} has a sequence of its own; leave out --seq")
     return case
 
