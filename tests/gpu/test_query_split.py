@@ -13,12 +13,13 @@ from commfuse_megatron.kernels.attention import Dropout, MathAttention, SplitMas
 from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
 from commfuse_megatron.transport.mapped_window import MappedWindow
-from tests.harness import run_spawned
+from tests.harness import on_processes, run_spawned
 from tests.harness.captures import CapturedStep
 from tests.threaded.test_query_split_attention import Case, draw, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(240)]
 two_gpus = pytest.mark.multi_gpu(2)
+BACKENDS = pytest.mark.parametrize("backend", ["nccl", "copy_engine"])
 
 NAMES = ("cudnn", "flash")
 BASE = AttentionProblem(
@@ -270,7 +271,7 @@ def _operation(group, device, backend, kernel):
 
 
 @two_gpus
-@pytest.mark.parametrize("backend", ["nccl", "copy_engine"])
+@BACKENDS
 @pytest.mark.parametrize("kernel", ["auto", "flash", "math"])
 def test_every_path_equals_the_reference(backend, kernel):
     kernels = run_spawned(2, _operation, backend, kernel, backend="nccl")
@@ -295,7 +296,7 @@ def _long_rows(group, device, backend):
 
 
 @two_gpus
-@pytest.mark.parametrize("backend", ["nccl", "copy_engine"])
+@BACKENDS
 def test_long_sequences_on_two_lanes(backend):
     assert run_spawned(2, _long_rows, backend, backend="nccl") == [[True] * 3] * 2
 
@@ -349,7 +350,7 @@ def _planned(group, device, backend):
 
 
 @two_gpus
-@pytest.mark.parametrize("backend", ["nccl", "copy_engine"])
+@BACKENDS
 def test_all_ranks_measure_and_choose_alike(backend):
     first, second = run_spawned(2, _planned, backend, backend="nccl")
     assert first == second
@@ -363,7 +364,10 @@ def test_all_ranks_measure_and_choose_alike(backend):
     assert forward[4] == backward[4] == 2
 
 
-def _captured(group, device, backend):
+@two_gpus
+@BACKENDS
+@on_processes(2)
+def test_a_forward_pass_can_be_captured(group, device, backend):
     case = Case(rows=256, batch=1, heads=4, kv_heads=2, head_dim=64, value_dim=64, N=128, dtype=torch.bfloat16)
     operands = {name: None if t is None else t.to(device) for name, t in draw(case, group.rank(), 2)[0].items()}
     with OverlapContext(group, config(backend, m=2)) as context, torch.no_grad():
@@ -379,13 +383,12 @@ def _captured(group, device, backend):
         del captured
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @two_gpus
-@pytest.mark.parametrize("backend", ["nccl", "copy_engine"])
-def test_a_forward_pass_can_be_captured(backend):
-    run_spawned(2, _captured, backend, backend="nccl")
-
-
-def _both_passes_captured(group, device, backend, backward):
+@pytest.mark.parametrize("backward", ["query_split", "row_parallel"])
+@BACKENDS
+@on_processes(2)
+def test_both_passes_can_be_captured(group, device, backend, backward):
     case = Case(rows=256, batch=1, heads=4, kv_heads=2, head_dim=64, value_dim=64, N=128, dtype=torch.bfloat16)
     operands, grad_y = draw(case, group.rank(), 2)
     leaves = [tensor.to(device).requires_grad_() for tensor in operands.values()]
@@ -411,11 +414,3 @@ def _both_passes_captured(group, device, backend, backward):
                 torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2, msg=what)
             assert torch.equal(captured.results[0], eager[0])
         del captured
-
-
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
-@two_gpus
-@pytest.mark.parametrize("backward", ["query_split", "row_parallel"])
-@pytest.mark.parametrize("backend", ["nccl", "copy_engine"])
-def test_both_passes_can_be_captured(backend, backward):
-    run_spawned(2, _both_passes_captured, backend, backward, backend="nccl")
