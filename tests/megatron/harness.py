@@ -30,14 +30,14 @@ def checks_of_module(module: str, *group_sizes: int) -> Checks:
     }
 
 
-def make_cpu_test(ranks: int, checks: Checks) -> Callable[..., None]:
+def make_cpu_test(ranks: int, checks: Checks, *, without_shims: tuple[str, ...] = ()) -> Callable[..., None]:
     """The test of all `checks`, which run in one group of `ranks` processes."""
-    return make_test(ranks, on_the_cpu, checks, checks)
+    return make_test(ranks, _on_the_cpu, checks, checks, without_shims)
 
 
 @contextmanager
-def on_the_cpu(
-    group: dist.ProcessGroup, _: torch.device, checks: Checks, without_shims: tuple[str, ...] = ()
+def _on_the_cpu(
+    group: dist.ProcessGroup, _: torch.device, checks: Checks, without_shims: tuple[str, ...]
 ) -> Iterator[Callable[[str], None]]:
     with cpu_megatron(without=without_shims), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -117,12 +117,19 @@ def save(m: Any, folder: str) -> None:
     save_entries(sharded(m), folder)
 
 
-def save_entries(entries: dict[str, Any], folder: str) -> None:
+@contextmanager
+def plain_checkpoints() -> Iterator[None]:
+    """Megatron saves within its own process."""
     with pytest.MonkeyPatch.context() as patch:
-        # Megatron logs the memory of the process, for which alone it needs psutil, and fails without it.
+        # It logs the memory of the process, for which alone it needs psutil, and fails without it.
         patch.setattr(filesystem_async, "_process_memory", lambda: 0)
         # Its own queue lives in a process that takes longer to start than all else.
         patch.setattr(filesystem_async, "_results_queue", queue.Queue(), raising=False)
+        yield
+
+
+def save_entries(entries: dict[str, Any], folder: str) -> None:
+    with plain_checkpoints():
         dist_checkpointing.save(entries, folder)
 
 

@@ -63,7 +63,10 @@ def run_all(group: dist.ProcessGroup, _: torch.device, folder: str, runs: dict[s
     warnings.simplefilter("ignore")
     # Megatron reads the help of every flag out of sources, again for every run.
     with cpu_pretraining(), mock.patch.object(inspect, "getsource", functools.cache(inspect.getsource)):
-        return {name: _run(Path(folder), name, run) for name, run in runs.items()}
+        from tests.megatron.models import plain_checkpoints
+
+        with plain_checkpoints():
+            return {name: _run(Path(folder), name, run) for name, run in runs.items()}
 
 
 def _run(folder: Path, name: str, run: Run) -> dict[str, Any]:

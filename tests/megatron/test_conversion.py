@@ -21,7 +21,6 @@ from commfuse_megatron.plugin import (
     CommFuseColumnParallelLinear,
     CommFuseLayerNormColumnParallelLinear,
     CommFuseRowParallelLinear,
-    CommFuseVocabParallelEmbedding,
     apply_to_spec,
     convert,
     convert_model,
@@ -322,19 +321,6 @@ def check_tensors_of_other_classes_are_not_passed_by(group_size: int, kind: str)
         assert type(found) is type(expected)
         assert torch.equal(found.as_subclass(torch.Tensor), expected.as_subclass(torch.Tensor))
         layers.assert_stock(ours, f"the {what} is a Tagged: only plain tensors are overlapped")
-
-
-def check_registries_find_what_ours_stand_for(_: int) -> None:
-    for stock, ours in (
-        (ColumnParallelLinear, CommFuseColumnParallelLinear),
-        (RowParallelLinear, CommFuseRowParallelLinear),
-        (VocabParallelEmbedding, CommFuseVocabParallelEmbedding),
-    ):
-        assert issubclass(ours, stock)
-        assert ours is not stock
-        assert ours.forward is stock.forward
-        assert ours.__name__ == stock.__name__
-        assert ours.__qualname__.startswith("CommFuse")
 
 
 def check_arguments_that_are_none(group_size: int) -> None:
