@@ -142,6 +142,7 @@ def _attend(
         order="zigzag",
         window=found.window,
         scale=found.scale,
+        dropout=found.dropout,
         context=context,
     )
     count_call(core, context)
@@ -203,15 +204,13 @@ def _judge(
     found = describe_core_attention(core, query, key, None, **others)
     if isinstance(found, str):
         return found
-    reason = _reason_in_sizes(core, query, key, value, found.dropout)
+    if found.dropout and getattr(core.config, "cuda_graph_impl", "none") != "none":
+        return capture.REPEATED_DROPOUT
+    reason = _reason_in_sizes(core, query, key, value)
     return reason or _reason_in_machine(core, query, is_local=is_local) or found
 
 
-def _reason_in_sizes(
-    core: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float
-) -> str | None:
-    if dropout:
-        return f"attention dropout is {dropout}: only attention without is overlapped"
+def _reason_in_sizes(core: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:
     if len({tensor.dtype for tensor in (query, key, value)}) > 1:
         return f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: only one dtype is overlapped"
     ranks, heads, kv_heads = compat.group_of(core).size(), query.size(2), key.size(2)

@@ -89,7 +89,6 @@ def check_what_is_not_exchanged_is_transformer_engines(ranks: int) -> None:
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("cp_comm_type is p2p", {"comm_type": "p2p"}, {}),
         ("cp_comm_type is all_gather", {"comm_type": "all_gather"}, {}),
-        ("attention dropout is 0.1", {"attention_dropout": 0.1}, {}),
         ("the mask is of type padding", {}, {"attn_mask_type": AttnMaskType.padding}),
         ("sequences are packed", {}, {"packed_seq_params": SimpleNamespace(cp_group=None, local_cp_size=None)}),
         ("an attention bias", {}, {"attention_bias": torch.ones(1)}), ("num_splits", {}, {"num_splits": 2}),
