@@ -21,6 +21,7 @@ from commfuse_megatron.plugin import (
     apply_to_spec,
     convert_model,
     model_report,
+    reset_contexts,
 )
 from commfuse_megatron.plugin.compat import AttnMaskType
 from commfuse_megatron.plugin.core_attention import CoreAttention
