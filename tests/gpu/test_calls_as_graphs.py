@@ -1,5 +1,6 @@
 """Calls of the copy engine that became CUDA graphs: new data, late ranks, hardware queues, garbage meanwhile."""
 
+import dataclasses
 import gc
 import os
 import threading
@@ -17,7 +18,7 @@ from commfuse_megatron.transport.stream_memory import (
     give_stream_back,
 )
 from tests.gpu.test_transports import linear_config
-from tests.harness import run_spawned
+from tests.harness import on_processes, run_spawned
 from tests.harness.linear_cases import OPS, Case, assert_equal, draw, drawn, overlapped, reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu(2), pytest.mark.slow, pytest.mark.timeout(180)]
@@ -32,12 +33,8 @@ def _calls_at_the_same_addresses(group, device):
                 for has_bias in (True, False):
                     case = Case(op=op, rows=512, N=64, K=64, dtype=torch.bfloat16, has_bias=has_bias)
                     for seed in range(CALLS):
-                        operands = draw(
-                            Case(op=op, rows=512, N=64, K=64, dtype=torch.bfloat16, has_bias=has_bias, seed=seed),
-                            group.rank(),
-                            group.size(),
-                            device,
-                        )
+                        case = dataclasses.replace(case, seed=seed)
+                        operands = draw(case, group.rank(), group.size(), device)
                         if seed % group.size() == group.rank():
                             torch.cuda._sleep(5_000_000)  # this rank's stream runs some milliseconds behind
                         found = overlapped(case, operands, context)
@@ -58,7 +55,8 @@ def test_calls_at_the_same_addresses_see_new_data(connections, monkeypatch):
     run_spawned(2, _calls_at_the_same_addresses, backend="nccl")
 
 
-def _collect_garbage_during_captures(group, device):
+@on_processes(2)
+def test_garbage_that_is_found_during_a_capture_does_no_harm(group, device):
     case = Case(op=OPS[0], rows=512, N=64, K=64, dtype=torch.bfloat16)
     operands, expected = drawn(case, group, device)
     gc.collect()
@@ -94,11 +92,17 @@ def _collect_garbage_during_captures(group, device):
         gc.unfreeze()
 
 
-def test_garbage_that_is_found_during_a_capture_does_no_harm():
-    run_spawned(2, _collect_garbage_during_captures, backend="nccl")
+def _in_another_thread(do):
+    def run():
+        thread = threading.Thread(target=do)
+        thread.start()
+        thread.join()
+
+    return run
 
 
-def _destroy_graphs_during_a_capture(group, device):
+@on_processes(2)
+def test_graphs_may_be_destroyed_while_another_is_captured(group, device):
     """As garbage collection may, in any thread: a tape that is found then takes its graphs and events with it."""
     source, target = torch.arange(8.0, device=device), torch.zeros(8, device=device)
     stream, memory = borrow_stream(device), StreamMemory()
@@ -121,16 +125,3 @@ def _destroy_graphs_during_a_capture(group, device):
     assert torch.equal(16 * source, target)
     del made
     give_stream_back(device, stream)
-
-
-def _in_another_thread(do):
-    def run():
-        thread = threading.Thread(target=do)
-        thread.start()
-        thread.join()
-
-    return run
-
-
-def test_graphs_may_be_destroyed_while_another_is_captured():
-    run_spawned(2, _destroy_graphs_during_a_capture, backend="nccl")

@@ -13,7 +13,6 @@ are compared: the same kernels, up to what attention's backward adds in any orde
 
 import functools
 import gc
-import importlib.util
 import sys
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -24,15 +23,15 @@ from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.config import AttentionConfig, LinearConfig, PassConfig, TransportConfig
+from tests.gpu import models
+from tests.gpu.models import LENGTH, gradients_of, make_gpt, tokens_of
 from tests.harness.checks import make_test
 
-LENGTH, BATCH, NUM_STEPS, WARM_UP = 128, 2, 6, 2
-
-HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
+NUM_STEPS, WARM_UP = 6, 2
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2**-6}
 TF32 = 1e-2
 
-pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu(2), pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = models.NEEDS_TWO_GPUS
 
 
 class Steps(NamedTuple):
@@ -56,28 +55,12 @@ def _config(transport, path="sliced", *, m=1, attention="row_parallel"):
 
 
 def _build(device, spec, dtype, overlap, graphs, **options):
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    from commfuse_megatron.plugin.spec import block_spec
-    from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, transformer_config
 
     is_te = spec == "te"
     model_parallel_cuda_manual_seed(1234, te_rng_tracker=is_te, use_cudagraphable_rng=True, force_reset_rng=True)
-    gpt = SmallGPT(hidden_size=512, ffn_hidden_size=1024, max_sequence_length=LENGTH, dtype=dtype)
-    if is_te:
-        options = {"transformer_impl": "transformer_engine", "use_cpu_initialization": False, **options}
-    config = transformer_config(
-        gpt,
-        2,
-        init_method_std=0.05,
-        cuda_graph_impl=graphs,
-        cuda_graph_modules=[],
-        cuda_graph_warmup_steps=WARM_UP,
-        **options,
-    )
-    layers = block_spec(get_gpt_layer_with_transformer_engine_spec(), config) if is_te else None
-    return build_gpt(gpt, config, overlap=overlap, device=device, spec=layers)
+    options |= {"cuda_graph_impl": graphs, "cuda_graph_modules": [], "cuda_graph_warmup_steps": WARM_UP}
+    return models.build(make_gpt(dtype), 2, device, overlap=overlap, is_te=is_te, **options)
 
 
 def _set_weights(model):
@@ -95,11 +78,6 @@ def _move_weights(model, step):
         for number, (_, parameter) in enumerate(sorted(model.named_parameters())):
             generator = torch.Generator().manual_seed(1000 * (step + 1) + number)
             parameter.add_((0.01 * torch.randn(parameter.shape, generator=generator)).to(parameter))
-
-
-def _tokens(device, step):
-    generator = torch.Generator().manual_seed(100 + step)
-    return torch.randint(256, (BATCH, LENGTH + 1), generator=generator).to(device)
 
 
 def _clean_up():
@@ -134,8 +112,8 @@ def _train(device, spec, dtype, overlap, *, graphs="none", fuses_gradients=False
     steps = Steps([], [], None)
     for step in range(NUM_STEPS):
         _move_weights(model, step)
-        steps.losses.append(run.backward(_tokens(device, step)))
-        steps.gradients.append({name: p.main_grad.float().cpu() for name, p in model.named_parameters()})
+        steps.losses.append(run.backward(tokens_of(device, step)))
+        steps.gradients.append({name: g.cpu() for name, g in gradients_of(model).items()})
     steps = steps._replace(report=model_report(model) if overlap else None)
     del run, model
     _clean_up()
@@ -247,13 +225,13 @@ def _full_iteration(device, config):
         for step in range(NUM_STEPS):
             _move_weights(model, step)
             run.wrapped.zero_grad_buffer()
-            data = iter([{"tokens": _tokens(device, step)}])
+            data = iter([{"tokens": tokens_of(device, step)}])
             loss = step_graph(
                 model=run.wrapped, data_iterator=data, num_microbatches=1, seq_length=LENGTH, forward_only=False
             )
             finalize_model_grads([run.wrapped])
             steps.losses.append(loss.item())
-            steps.gradients.append({name: p.main_grad.float().cpu() for name, p in model.named_parameters()})
+            steps.gradients.append({name: g.cpu() for name, g in gradients_of(model).items()})
         report = model_report(model)
         step_graph.reset_cuda_graph()
     del run, model, step_graph, loss
@@ -294,7 +272,7 @@ def _enter(group, device):
     from commfuse_megatron.testing.gpt import tensor_parallel
 
     def run(name):
-        if "Transformer" in name and not HAS_TRANSFORMER_ENGINE:
+        if "Transformer" in name and not models.HAS_TRANSFORMER_ENGINE:
             pytest.skip("Transformer Engine is not installed")
         body, *arguments = CHECKS[name]
         body(device, *arguments)

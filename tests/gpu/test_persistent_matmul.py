@@ -9,6 +9,7 @@ import torch
 from commfuse_megatron.errors import ShapeError, UnsupportedError
 from commfuse_megatron.kernels import launch, persistent_matmul, persistent_matmul_unavailable_reason
 from commfuse_megatron.kernels.tiles import TILES
+from tests.harness.captures import capture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
@@ -43,19 +44,14 @@ def integers(rows: int, cols: int, dtype: torch.dtype = BF16, seed: int = 0) -> 
     return torch.randint(-3, 4, (rows, cols), generator=generator, device=DEVICE).to(dtype)
 
 
-def operands(
-    sizes: tuple[int, int, int], pass_name: str = "fprop", *, dtype: torch.dtype = BF16, offset: int = 0, pad: int = 0,
-    seed: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def operands(sizes, pass_name="fprop", *, dtype=BF16, offset=0, pad=0, seed=0) -> tuple[torch.Tensor, torch.Tensor]:
     M, N, K = sizes
     a = place(integers(M, K, dtype, seed), transposed=pass_name == "wgrad", offset=offset, pad=pad)
     b = place(integers(K, N, dtype, seed + 1), transposed=pass_name == "fprop", offset=offset, pad=pad)
     return a, b
 
 
-def exact(
-    a: torch.Tensor, b: torch.Tensor, addend: torch.Tensor | None = None, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def exact(a, b, addend: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Integers below 2**24: exact in fp32 whatever the order, so rounded once they are the one right answer."""
     product = a.double() @ b.double()
     if addend is not None:
@@ -64,14 +60,18 @@ def exact(
     return product.float().to(dtype or a.dtype)
 
 
-def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None, **keywords) -> torch.Tensor:
+def product(a, b, dtype: torch.dtype | None = None, **keywords) -> torch.Tensor:
     """In a new tensor."""
     out = torch.full((a.size(0), b.size(1)), torch.nan, dtype=dtype or a.dtype, device=DEVICE)
     return persistent_matmul(a, b, out=out, **keywords)
 
 
-def assert_same(actual: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, wanted, rtol=0, atol=0)
+def assert_same(actual: torch.Tensor, wanted: torch.Tensor, what: str = "") -> None:
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=0, msg=lambda message: f"{what} {message}")
+
+
+def assert_exact(a, b, dtype: torch.dtype | None = None, **keywords) -> None:
+    assert_same(product(a, b, dtype, **keywords), exact(a, b, keywords.get("addend"), dtype))
 
 
 # ---- values ----
@@ -81,26 +81,22 @@ def assert_same(actual: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize("sizes", AWKWARD_SIZES, ids=str)
 def test_awkward_sizes_are_exact(sizes, pass_name):
     for out_dtype in (BF16, FP32):
-        a, b = operands(sizes, pass_name)
-        assert_same(product(a, b, out_dtype), exact(a, b, dtype=out_dtype))
+        assert_exact(*operands(sizes, pass_name), out_dtype)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("pass_name", PASSES)
 @pytest.mark.parametrize("sizes", [(2048, 1024, 512), (4096, 3072, 256), (256, 128, 64)], ids=str)
 def test_aligned_sizes_are_exact(sizes, pass_name, dtype):
-    a, b = operands(sizes, pass_name, dtype=dtype)
-    assert_same(product(a, b), exact(a, b))
+    assert_exact(*operands(sizes, pass_name, dtype=dtype))
 
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.block_m}x{tile.block_n}")
 @pytest.mark.parametrize("out_dtype", [BF16, FP32])
 def test_every_tile_of_the_table_is_exact(tile, out_dtype):
     for pass_name, with_addend in itertools.product(PASSES, (False, True)):
-        a, b = operands((712, 776, 328), pass_name)
         addend = integers(712, 776, out_dtype, seed=5) if with_addend else None
-        out = product(a, b, out_dtype, addend=addend, tile=tile)
-        assert_same(out, exact(a, b, addend, out_dtype))
+        assert_exact(*operands((712, 776, 328), pass_name), out_dtype, addend=addend, tile=tile)
 
 
 @pytest.mark.parametrize("pass_name", PASSES)
@@ -118,18 +114,15 @@ def test_any_base_and_stride_is_exact(where, pass_name):
 
 def test_operands_of_different_alignment():
     (a, b), (a_off, b_off) = operands((520, 392, 264)), operands((520, 392, 264), offset=1)
-    wanted = exact(a, b)
-    assert_same(product(a_off, b), wanted)
-    assert_same(product(a, b_off), wanted)
+    assert_exact(a_off, b)
+    assert_exact(a, b_off)
 
 
 def test_expanded_and_windowed_inputs():
     row = integers(1, 512)
     b = integers(512, 384, seed=1)
-    assert_same(product(row.expand(300, 512), b), exact(row.expand(300, 512), b))
-    signal = integers(1, 2000)[0]
-    windows = signal.as_strided((400, 512), (1, 1))
-    assert_same(product(windows, b), exact(windows, b))
+    assert_exact(row.expand(300, 512), b)
+    assert_exact(integers(1, 2000)[0].as_strided((400, 512), (1, 1)), b)
 
 
 def test_writes_nothing_around_out():
@@ -191,9 +184,7 @@ def test_addends_of_every_kind(sizes, out_dtype, addend_dtype):
         "scalar": matrix[:1, :1].expand(M, N),
     }  # fmt: skip
     for name, addend in addends.items():
-        out = product(a, b, out_dtype, addend=addend)
-        wanted = exact(a, b, addend, out_dtype)
-        torch.testing.assert_close(out, wanted, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+        assert_same(product(a, b, out_dtype, addend=addend), exact(a, b, addend, out_dtype), name)
 
 
 @pytest.mark.parametrize("pass_name", PASSES)
@@ -228,7 +219,7 @@ def test_any_number_of_blocks(num_sms):
     for sizes in ((1024, 1544, 328), (127, 65, 33)):
         a, b = operands(sizes)
         for _ in range(3):
-            assert_same(product(a, b, num_sms=num_sms), exact(a, b))
+            assert_exact(a, b, num_sms=num_sms)
 
 
 def test_runs_are_bit_identical():
@@ -240,15 +231,6 @@ def test_runs_are_bit_identical():
 
 
 # ---- CUDA graphs ----
-
-
-def capture(call) -> torch.cuda.CUDAGraph:
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
 
 
 @pytest.mark.parametrize("pass_name", PASSES)
@@ -348,15 +330,19 @@ def test_a_plan_serves_more_addresses_than_it_keeps_descriptors(monkeypatch):
     _, b = operands((256, 128, 64))
     copies = [place(integers(256, 64, seed=i), transposed=False) for i in range(8)]
     for copy in copies + copies:
-        assert_same(product(copy, b), exact(copy, b))
+        assert_exact(copy, b)
 
 
 # ---- refusals ----
 
 
+def zeros(rows: int, cols: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(rows, cols, dtype=dtype, device=DEVICE)
+
+
 def test_refuses_overlap():
-    buffer = torch.zeros(64, 256, dtype=BF16, device=DEVICE)
-    a, b = buffer[:, :128], torch.zeros(128, 128, dtype=BF16, device=DEVICE)
+    buffer, b = zeros(64, 256), zeros(128, 128)
+    a = buffer[:, :128]
     persistent_matmul(a, b, out=buffer[:, 128:])  # side by side: apart
     with pytest.raises(ShapeError, match="out overlaps a"):
         persistent_matmul(a, b, out=buffer[:, 64:192])
@@ -365,28 +351,28 @@ def test_refuses_overlap():
     with pytest.raises(ShapeError, match="out overlaps addend"):
         persistent_matmul(a, b, out=buffer[:, 128:], addend=buffer[:, 120:248])
     with pytest.raises(ShapeError, match="overlaps itself"):
-        persistent_matmul(a, b, out=torch.zeros(1, 128, dtype=BF16, device=DEVICE).expand(64, 128))
+        persistent_matmul(a, b, out=zeros(1, 128).expand(64, 128))
 
 
 def test_refuses_what_does_not_fit():
-    a, b = torch.zeros(8, 16, dtype=BF16, device=DEVICE), torch.zeros(16, 24, dtype=BF16, device=DEVICE)
+    a, b, out = (zeros(*shape) for shape in ((8, 16), (16, 24), (8, 24)))
     for arguments, error, words in (
         ((a, b[:8]), ShapeError, "inner sizes differ"),
         ((a[0], b), ShapeError, "a matrix is needed"),
         ((a, b.half()), UnsupportedError, "must be the same"),
         ((a.float(), b.float()), UnsupportedError, "bfloat16 and float16"),
         ((a, b.cpu()), ShapeError, "CUDA device"),
-        ((torch.zeros(16, 32, dtype=BF16, device=DEVICE)[::2, ::2], b), ShapeError, "must be 1"),
+        ((zeros(16, 32)[::2, ::2], b), ShapeError, "must be 1"),
     ):
         with pytest.raises(error, match=words):
-            persistent_matmul(*arguments, out=torch.zeros(8, 24, dtype=BF16, device=DEVICE))
+            persistent_matmul(*arguments, out=out)
     for keywords, error, words in (
-        ({"out": torch.zeros(8, 23, dtype=BF16, device=DEVICE)}, ShapeError, "out has shape"),
-        ({"out": torch.zeros(8, 24, dtype=FP16, device=DEVICE)}, UnsupportedError, "out is torch.float16"),
-        ({"out": torch.zeros(8, 24, dtype=BF16)}, ShapeError, "out is on CUDA device -1"),
-        ({"addend": torch.zeros(24, dtype=BF16, device=DEVICE)}, ShapeError, "addend has shape"),
-        ({"addend": torch.zeros(8, 24, dtype=torch.float64, device=DEVICE)}, UnsupportedError, "addend is"),
+        ({"out": zeros(8, 23)}, ShapeError, "out has shape"),
+        ({"out": out.half()}, UnsupportedError, "out is torch.float16"),
+        ({"out": out.cpu()}, ShapeError, "out is on CUDA device -1"),
+        ({"addend": out[0]}, ShapeError, "addend has shape"),
+        ({"addend": out.double()}, UnsupportedError, "addend is"),
         ({"num_sms": 0}, ShapeError, "num_sms is 0"),
     ):
         with pytest.raises(error, match=words):
-            persistent_matmul(a, b, **{"out": torch.zeros(8, 24, dtype=BF16, device=DEVICE)} | keywords)
+            persistent_matmul(a, b, **{"out": out} | keywords)

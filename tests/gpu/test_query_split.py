@@ -13,12 +13,13 @@ from commfuse_megatron.kernels.attention import Dropout, MathAttention, SplitMas
 from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
 from commfuse_megatron.transport.mapped_window import MappedWindow
-from tests.harness import run_spawned
+from tests.harness import on_processes, run_spawned
 from tests.harness.captures import CapturedStep
 from tests.threaded.test_query_split_attention import Case, draw, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(240)]
 two_gpus = pytest.mark.multi_gpu(2)
+BACKENDS = pytest.mark.parametrize("backend", ["nccl", "copy_engine"])
 
 NAMES = ("cudnn", "flash")
 BASE = AttentionProblem(
@@ -65,6 +66,29 @@ def assert_near(found, exact, dtype, what):
     assert error.item() <= 4 * torch.finfo(dtype).eps + 1e-3, (what, error.item())
 
 
+def splits_of(problem, whole):
+    """(mask, (q, k, v, gradient of the output)) of every split."""
+    for (queries,) in chunk_ranges(problem.rows, problem.group_size, 1):
+        band = problem.visible_keys(queries)
+        rows, keys = slice(queries.start, queries.stop), slice(band.keys.start, band.keys.stop)
+        yield SplitMask(band), [tensor[part] for tensor, part in zip(whole, (rows, keys, keys, rows), strict=True)]
+
+
+def both_passes(kernel, mask, operands, scale=0.11):
+    """The output, and the gradients of q, k and v."""
+    *inputs, grad = operands
+    out = torch.empty_like(grad)
+    state = kernel.forward((*inputs, out), mask, scale, None)
+    return out, *kernel.backward(grad, (*inputs, out), state, mask, scale, None)
+
+
+def assert_near_the_plain_one(found, mask, operands):
+    exact = both_passes(MathAttention(), mask, [tensor.double() for tensor in operands])
+    for what, value, right in zip(("out", "dq", "dk", "dv"), found, exact, strict=True):
+        assert value.shape == right.shape
+        assert_near(value, right, value.dtype, (what, mask))
+
+
 # A kernel's name, and what it takes for cuDNN to compute a split's backward pass in two pieces: nothing, or too much.
 WAYS = {"cudnn in pieces": ("cudnn", 0), "cudnn whole": ("cudnn", 1e30), "flash": ("flash", 0)}
 
@@ -76,22 +100,8 @@ def test_splits_of_a_kernel_equal_the_plain_one(way, kind, monkeypatch):
     monkeypatch.setattr(attention_pieces, "_WORTH_A_CALL", worth)
     problem = PROBLEMS[kind]
     kernel, device = kernel_or_skip(name, problem), torch.device("cuda", 0)
-    q, k, v, grad = heads_of(problem, device)
-    dtype = q.dtype
-    for queries in [shard for (shard,) in chunk_ranges(problem.rows, problem.group_size, 1)]:
-        band = problem.visible_keys(queries)
-        rows, keys = slice(queries.start, queries.stop), slice(band.keys.start, band.keys.stop)
-        given = (q[rows], k[keys], v[keys])
-        results = []
-        for each, cast in ((kernel, lambda t: t), (MathAttention(), torch.Tensor.double)):
-            operands = tuple(cast(t) for t in given)
-            out = torch.empty_like(cast(grad[rows]))
-            state = each.forward((*operands, out), SplitMask(band), 0.11, None)
-            grads = each.backward(cast(grad[rows]), (*operands, out), state, SplitMask(band), 0.11, None)
-            results.append((out, *grads))
-        for what, found, exact in zip(("out", "dq", "dk", "dv"), *results, strict=True):
-            assert found.shape == exact.shape
-            assert_near(found, exact, dtype, (what, queries))
+    for mask, operands in splits_of(problem, heads_of(problem, device)):
+        assert_near_the_plain_one(both_passes(kernel, mask, operands), mask, operands)
 
 
 @pytest.mark.parametrize("worth", [0, 1e30], ids=["in pieces", "whole"])
@@ -101,23 +111,19 @@ def test_cudnn_bound_to_addresses_equals_the_plain_one(kind, worth, monkeypatch)
     monkeypatch.setattr(attention_pieces, "_WORTH_A_CALL", worth)
     problem, device = PROBLEMS[kind], torch.device("cuda", 0)
     kernel = kernel_or_skip("cudnn", problem)
-    whole = heads_of(problem, device)
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     calls = []
-    for number, (queries,) in enumerate(chunk_ranges(problem.rows, problem.group_size, 1)):
-        band = problem.visible_keys(queries)
-        rows, keys = slice(queries.start, queries.stop), slice(band.keys.start, band.keys.stop)
-        q, k, v, grad = (tensor[part] for tensor, part in zip(whole, (rows, keys, keys, rows), strict=True))
-        out, mask = torch.empty_like(grad), SplitMask(band)
-        stats = torch.empty(problem.batch, problem.heads, queries.size, 1, device=device)
-        gradients = [torch.empty_like(tensor) for tensor in (q, k, v)]
+    for number, (mask, operands) in enumerate(splits_of(problem, heads_of(problem, device))):
+        q, k, v, grad = operands
+        out, gradients = torch.empty_like(grad), [torch.empty_like(tensor) for tensor in (q, k, v)]
+        stats = torch.empty(problem.batch, problem.heads, grad.size(0), 1, device=device)
         bound = (
             kernel.bind_forward((q, k, v, out), mask, 0.11),
             kernel.bind_backward(grad, (q, k, v, out), mask, 0.11),
         )
         loaded = [tensor.data_ptr() for tensor in (q, k, v, out, stats)]
         more = [tensor.data_ptr() for tensor in (grad, *gradients)]
-        calls.append((streams[number % 2], bound, loaded, more, (q, k, v, grad), mask, (out, *gradients), stats))
+        calls.append((streams[number % 2], bound, loaded, more, operands, mask, (out, *gradients), stats))
 
     scratch_bytes = max(each.scratch_bytes for _, bound, *_ in calls for each in bound)
     scratch = {stream: torch.empty(scratch_bytes, dtype=torch.uint8, device=device) for stream in streams}
@@ -148,13 +154,8 @@ def test_cudnn_bound_to_addresses_equals_the_plain_one(kind, worth, monkeypatch)
             with torch.cuda.stream(stream):
                 graph.replay()
     torch.cuda.synchronize()
-    for *_, (q, k, v, grad), mask, found, _ in calls:
-        exact = torch.empty_like(grad, dtype=torch.float64)
-        operands = (q.double(), k.double(), v.double(), exact)
-        MathAttention().forward(operands, mask, 0.11, None)
-        wanted = (exact, *MathAttention().backward(grad.double(), operands, (), mask, 0.11, None))
-        for what, value, right in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
-            assert_near(value, right, value.dtype, (what, mask))
+    for *_, operands, mask, found, _ in calls:
+        assert_near_the_plain_one(found, mask, operands)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -162,16 +163,14 @@ def test_strided_operands(name):
     problem = BASE
     kernel, device = kernel_or_skip(name, problem), torch.device("cuda", 0)
     q, k, v, grad = heads_of(problem, device)
-    band = problem.visible_keys(RowRange(128, 256))
+    mask = SplitMask(problem.visible_keys(RowRange(128, 256)))
     results = []
     for is_strided in (False, True):
         operands = [q[128:256], k[:256], v[:256]]
         if is_strided:  # as views into a fused projection
             operands = [torch.cat([t, t], dim=-1)[..., : t.size(-1)] for t in operands]
             assert not operands[0].is_contiguous()
-        out = torch.empty_like(grad[128:256])
-        state = kernel.forward((*operands, out), SplitMask(band), 0.125, None)
-        results.append((out, *kernel.backward(grad[128:256], (*operands, out), state, SplitMask(band), 0.125, None)))
+        results.append(both_passes(kernel, mask, (*operands, grad[128:256]), 0.125))
     for plain, strided in zip(*results, strict=True):
         torch.testing.assert_close(plain, strided, atol=2e-2, rtol=2e-2)
 
@@ -226,6 +225,8 @@ CASES = (
     Case(rows=96, heads=2, kv_heads=2, head_dim=64, value_dim=64, N=64, keywords={"window": (20, 0)}),
     Case(rows=3, heads=2, kv_heads=2, head_dim=64, value_dim=64, N=64),
 )
+LONG = Case(rows=4096, batch=1, heads=8, kv_heads=2, head_dim=128, value_dim=128, N=1024)
+SMALL = Case(rows=256, batch=1, heads=4, kv_heads=2, head_dim=64, value_dim=64, N=128, dtype=torch.bfloat16)
 LATENT = Case(rows=250, heads=2, kv_heads=2, head_dim=192, value_dim=128, N=64)
 
 
@@ -250,13 +251,8 @@ def _operation(group, device, backend, kernel):
     kernels = set()
     cases = CASES if kernel == "flash" else (*CASES, LATENT)  # flash attention takes heads of one size
     split, at_once, plain = "query_split", "row_parallel", "sequential"
-    for path, m, after in (
-        (split, 1, split),
-        (split, 2, split),
-        (split, 2, at_once),
-        (at_once, 1, at_once),
-        (plain, 1, plain),
-    ):
+    ways = ((split, 1, split), (split, 2, split), (split, 2, at_once), (at_once, 1, at_once), (plain, 1, plain))
+    for path, m, after in ways:
         with OverlapContext(group, config(backend, path, m, kernel, after)) as context:
             for _ in range(3):
                 for case in cases:
@@ -270,7 +266,7 @@ def _operation(group, device, backend, kernel):
 
 
 @two_gpus
-@pytest.mark.parametrize("backend", ["nccl", "copy_engine"])
+@BACKENDS
 @pytest.mark.parametrize("kernel", ["auto", "flash", "math"])
 def test_every_path_equals_the_reference(backend, kernel):
     kernels = run_spawned(2, _operation, backend, kernel, backend="nccl")
@@ -281,13 +277,12 @@ def test_every_path_equals_the_reference(backend, kernel):
 
 def _long_rows(group, device, backend):
     """Splits that run side by side on the lanes for long enough to be caught out of order."""
-    case = Case(rows=4096, batch=1, heads=8, kv_heads=2, head_dim=128, value_dim=128, N=1024)
     results = []
     for m, backward in ((1, "query_split"), (2, "query_split"), (4, "row_parallel")):
         with OverlapContext(group, config(backend, m=m, backward=backward)) as context:
             for seed in range(6):
-                _compare(dataclasses.replace(case, seed=seed), group, device, context, 0.05)
-            operands, grad_y = draw(dataclasses.replace(case, dtype=torch.bfloat16), group.rank(), group.size())
+                _compare(dataclasses.replace(LONG, seed=seed), group, device, context, 0.05)
+            operands, grad_y = draw(dataclasses.replace(LONG, dtype=torch.bfloat16), group.rank(), group.size())
             operands = {name: t.to(device) for name, t in operands.items()}
             again = [run(operands, grad_y.to(device), ops.query_split_attention, context=context) for _ in range(5)]
             results.append(all(torch.equal(each["y"], again[0]["y"]) for each in again))
@@ -295,15 +290,14 @@ def _long_rows(group, device, backend):
 
 
 @two_gpus
-@pytest.mark.parametrize("backend", ["nccl", "copy_engine"])
+@BACKENDS
 def test_long_sequences_on_two_lanes(backend):
     assert run_spawned(2, _long_rows, backend, backend="nccl") == [[True] * 3] * 2
 
 
 def _memory_kept(group, device, backward):
     """In bytes: what calls leave allocated beside their context's buffers, and the scratch memory that one needs."""
-    case = Case(rows=4096, batch=1, heads=8, kv_heads=2, head_dim=128, value_dim=128, N=1024, dtype=torch.bfloat16)
-    operands, grad_y = draw(case, group.rank(), group.size())
+    operands, grad_y = draw(dataclasses.replace(LONG, dtype=torch.bfloat16), group.rank(), group.size())
     leaves = [tensor.to(device).requires_grad_() for tensor in operands.values()]
     grad_y = grad_y.to(device)
     before = torch.cuda.memory_allocated()
@@ -338,7 +332,7 @@ def test_scratch_memory_is_free_after_a_call(backward):
 
 def _planned(group, device, backend):
     settings = config(backend, "auto")
-    case = Case(rows=2048, batch=1, heads=8, kv_heads=2, head_dim=128, value_dim=128, N=1024)
+    case = dataclasses.replace(LONG, rows=2048)
     before = torch.cuda.get_rng_state()
     with OverlapContext(group, settings) as context:
         for _ in range(2):
@@ -349,7 +343,7 @@ def _planned(group, device, backend):
 
 
 @two_gpus
-@pytest.mark.parametrize("backend", ["nccl", "copy_engine"])
+@BACKENDS
 def test_all_ranks_measure_and_choose_alike(backend):
     first, second = run_spawned(2, _planned, backend, backend="nccl")
     assert first == second
@@ -363,9 +357,11 @@ def test_all_ranks_measure_and_choose_alike(backend):
     assert forward[4] == backward[4] == 2
 
 
-def _captured(group, device, backend):
-    case = Case(rows=256, batch=1, heads=4, kv_heads=2, head_dim=64, value_dim=64, N=128, dtype=torch.bfloat16)
-    operands = {name: None if t is None else t.to(device) for name, t in draw(case, group.rank(), 2)[0].items()}
+@two_gpus
+@BACKENDS
+@on_processes(2)
+def test_a_forward_pass_can_be_captured(group, device, backend):
+    operands = {name: None if t is None else t.to(device) for name, t in draw(SMALL, group.rank(), 2)[0].items()}
     with OverlapContext(group, config(backend, m=2)) as context, torch.no_grad():
         captured = CapturedStep(lambda: [ops.query_split_attention(*operands.values(), context=context)])
         (expected,) = captured.run()
@@ -379,15 +375,13 @@ def _captured(group, device, backend):
         del captured
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @two_gpus
-@pytest.mark.parametrize("backend", ["nccl", "copy_engine"])
-def test_a_forward_pass_can_be_captured(backend):
-    run_spawned(2, _captured, backend, backend="nccl")
-
-
-def _both_passes_captured(group, device, backend, backward):
-    case = Case(rows=256, batch=1, heads=4, kv_heads=2, head_dim=64, value_dim=64, N=128, dtype=torch.bfloat16)
-    operands, grad_y = draw(case, group.rank(), 2)
+@pytest.mark.parametrize("backward", ["query_split", "row_parallel"])
+@BACKENDS
+@on_processes(2)
+def test_both_passes_can_be_captured(group, device, backend, backward):
+    operands, grad_y = draw(SMALL, group.rank(), 2)
     leaves = [tensor.to(device).requires_grad_() for tensor in operands.values()]
     grad_y = grad_y.to(device)
     with OverlapContext(group, config(backend, m=2, backward=backward)) as context:
@@ -411,11 +405,3 @@ def _both_passes_captured(group, device, backend, backward):
                 torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2, msg=what)
             assert torch.equal(captured.results[0], eager[0])
         del captured
-
-
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
-@two_gpus
-@pytest.mark.parametrize("backward", ["query_split", "row_parallel"])
-@pytest.mark.parametrize("backend", ["nccl", "copy_engine"])
-def test_both_passes_can_be_captured(backend, backward):
-    run_spawned(2, _both_passes_captured, backend, backward, backend="nccl")

@@ -1,6 +1,7 @@
-"""More ranks than GPUs over the copy engine: correctness of larger groups on two GPUs, or on one."""
+"""More ranks than GPUs over the copy engine: correctness of larger groups on two GPUs, or on one; adapters' calls."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -8,35 +9,56 @@ import torch
 from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.config import TransportConfig
 from commfuse_megatron.errors import TransportTimeoutError
+from commfuse_megatron.ops import DeferredWeightGrad, WeightGradQueue
 from tests.gpu.test_query_split import CASES as ATTENTION_CASES
 from tests.gpu.test_query_split import config as attention_config
 from tests.gpu.test_transports import linear_config
-from tests.harness import run_spawned
+from tests.harness import on_processes
 from tests.harness.linear_cases import OPS, Case, Operands, assert_equal, draw, overlapped, reference
 from tests.harness.mixed_calls import MixedCalls, draw_cases
 from tests.harness.transport_contract import run_contract
+from tests.threaded.test_gathered_input import OUTPUTS, draw_gathered, results
 from tests.threaded.test_query_split_attention import Case as AttentionCase
 from tests.threaded.test_query_split_attention import draw as draw_attention
 from tests.threaded.test_query_split_attention import run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(240)]
 
+PATHS = (("direct", 1, "sliced"), ("direct", 2, "sliced"), ("direct", 1, "bulk"))
 
-def _on_shared_gpus(group, _cpu):
-    from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 
+@pytest.fixture(autouse=True)
+def _gpus_may_be_shared(monkeypatch):
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+
+
+def own_device(group):
     device = torch.device("cuda", group.rank() % torch.cuda.device_count())
     torch.cuda.set_device(device)
+    return device
+
+
+def to_bf16(operands, device):
+    tensors = (operands.x, operands.weight, operands.bias, operands.grad_y)
+    return Operands(*(None if t is None else t.to(device, torch.bfloat16) for t in tensors))
+
+
+def back(found):
+    return {name: None if value is None else value.float().cpu() for name, value in found.items()}
+
+
+@pytest.mark.multi_gpu(2)
+@pytest.mark.parametrize("group_size", [4, 8])
+@on_processes("group_size", backend="gloo")
+def test_groups_larger_than_the_machine(group, cpu, group_size):
+    from commfuse_megatron.transport.copy_engine import CopyEngineTransport
+
+    device = own_device(group)
     transport = CopyEngineTransport(group, device)
     run_contract(transport, group.rank(), group.size(), device)
     torch.cuda.synchronize()
     transport.close()
-    for algorithm, m, path in (
-        ("direct", 1, "sliced"),
-        ("direct", 2, "sliced"),
-        ("ring", 2, "sliced"),
-        ("direct", 1, "bulk"),
-    ):
+    for algorithm, m, path in (*PATHS, ("ring", 2, "sliced")):
         with OverlapContext(group, linear_config("copy_engine", algorithm, m, path=path)) as context:
             for op in OPS:
                 for rows in (64, 37, 3):
@@ -44,23 +66,14 @@ def _on_shared_gpus(group, _cpu):
                     case = Case(op=op, rows=rows, N=24, K=16, dtype=torch.float32, seed=rows, has_bias=rows != 64)
                     on_cpu = draw(case, group.rank(), group.size(), torch.device("cpu"))
                     expected = reference(case, on_cpu, group)
-                    tensors = (on_cpu.x, on_cpu.weight, on_cpu.bias, on_cpu.grad_y)
-                    moved = Operands(*(None if t is None else t.to(device, torch.bfloat16) for t in tensors))
-                    found = overlapped(case, moved, context)
-                    assert_equal({k: None if v is None else v.float().cpu() for k, v in found.items()}, expected)
+                    assert_equal(back(overlapped(case, to_bf16(on_cpu, device), context)), expected)
 
 
-@pytest.mark.multi_gpu(2)
-@pytest.mark.parametrize("group_size", [4, 8])
-def test_groups_larger_than_the_machine(group_size, monkeypatch):
-    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    run_spawned(group_size, _on_shared_gpus)
-
-
-def _attention_on_shared_gpus(group, _cpu):
+@pytest.mark.parametrize("group_size", [3, 4])
+@on_processes("group_size", backend="gloo")
+def test_attention_of_groups_larger_than_the_machine(group, cpu, group_size):
     """Small splits, hence four lanes, and of more than two ranks, so that what arrived is added up beside attention."""
-    device = torch.device("cuda", group.rank() % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = own_device(group)
     long = AttentionCase(rows=1024, batch=1, heads=4, kv_heads=2, head_dim=128, value_dim=128, N=256)
     for m in (1, 2):
         with OverlapContext(group, attention_config("copy_engine", m=m)) as context:
@@ -85,14 +98,9 @@ def _attention_on_shared_gpus(group, _cpu):
 
 
 @pytest.mark.parametrize("group_size", [3, 4])
-def test_attention_of_groups_larger_than_the_machine(group_size, monkeypatch):
-    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    run_spawned(group_size, _attention_on_shared_gpus)
-
-
-def _mixed_on_shared_gpus(group, _cpu):
-    device = torch.device("cuda", group.rank() % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+@on_processes("group_size", backend="gloo")
+def test_calls_of_other_shapes_follow_at_once(group, cpu, group_size):
+    own_device(group)
     calls = MixedCalls(draw_cases(group.size(), head_dim=64), group)
     direct = linear_config("copy_engine")
     for linear in (
@@ -105,16 +113,10 @@ def _mixed_on_shared_gpus(group, _cpu):
                 calls.check(context, dtype=torch.bfloat16, limit=0.05)
 
 
-@pytest.mark.parametrize("group_size", [3, 4])
-def test_calls_of_other_shapes_follow_at_once(group_size, monkeypatch):
-    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    run_spawned(group_size, _mixed_on_shared_gpus)
-
-
-def _without_one_rank(group, _cpu):
+@on_processes(3, backend="gloo")
+def test_a_rank_that_sends_nothing_and_does_not_come_is_named(group, cpu):
     """Two ranks have no rows for each other; one of them does not come."""
-    device = torch.device("cuda", group.rank() % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = own_device(group)
     config = linear_config("copy_engine", transport=TransportConfig(timeout_s=3.0))
     rank = group.rank()
     context = OverlapContext(group, config)
@@ -133,6 +135,52 @@ def _without_one_rank(group, _cpu):
     group.barrier().wait()
 
 
-def test_a_rank_that_sends_nothing_and_does_not_come_is_named(monkeypatch):
-    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    run_spawned(3, _without_one_rank)
+# --- what adapters and delayed weight gradients ask of the operations -------------------------------------------------
+
+# Often enough to be stepped, replayed from a tape and launched as a graph.
+REPEATS = 6
+
+
+def _gathered(group, device, context):
+    for rows, frozen, outputs in itertools.product((64, 37), ((), ("weight",)), OUTPUTS):
+        case = Case(op="all_gather_linear", rows=rows, N=24, K=16, dtype=torch.float32, seed=rows)
+        on_cpu, grad = draw(case, group.rank(), group.size(), torch.device("cpu")), draw_gathered(case, group.rank())
+        options = {"frozen": frozen, "outputs": outputs}
+        expected = results(case, on_cpu, grad, ops.reference.all_gather_linear, group=group, **options)
+        moved, moved_grad = to_bf16(on_cpu, device), grad.to(device, torch.bfloat16)
+        for _ in range(REPEATS):
+            found = results(case, moved, moved_grad, ops.all_gather_linear, context=context, **options)
+            assert_equal(back(found), expected)
+
+
+def _deferred_and_partial(group, device, context):
+    for op in OPS:
+        case = Case(op=op, rows=48, N=24, K=16, dtype=torch.float32, seed=5)
+        on_cpu = draw(case, group.rank(), group.size(), torch.device("cpu"))
+        expected = reference(case, on_cpu, group)
+        moved, call = to_bf16(on_cpu, device), getattr(ops, op)
+        for _ in range(REPEATS):
+            leaves, queue = moved.copies(), WeightGradQueue()
+            y = call(leaves.x, leaves.weight, leaves.bias, context=context, weight_grad=DeferredWeightGrad(queue))
+            y.backward(moved.grad_y)
+            assert leaves.weight.grad is None
+            found = {"x.grad": leaves.x.grad, "bias.grad": leaves.bias.grad, "weight.grad": queue.pop()()}
+            assert_equal(back(found), {name: expected[name] for name in found})
+            leaves = moved.copies()
+            y = call(leaves.x, leaves.weight, leaves.bias, context=context)
+            (grad_x,) = torch.autograd.grad(y, [leaves.x], moved.grad_y, retain_graph=True)
+            y.backward(moved.grad_y, inputs=[leaves.weight])
+            assert leaves.x.grad is None
+            found = {"x.grad": grad_x, "weight.grad": leaves.weight.grad}
+            assert_equal(back(found), {name: expected[name] for name in found})
+
+
+@pytest.mark.parametrize("group_size", [2, 3])
+@on_processes("group_size", backend="gloo")
+def test_exact_on_integers_step_by_step_from_tapes_and_as_graphs(group, cpu, group_size):
+    """Small enough for bf16 to hold every sum, so results must be those of fp32 on the CPU."""
+    device = own_device(group)
+    for algorithm, m, path in PATHS:
+        with OverlapContext(group, linear_config("copy_engine", algorithm, m, path=path)) as context:
+            _gathered(group, device, context)
+            _deferred_and_partial(group, device, context)

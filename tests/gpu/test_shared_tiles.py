@@ -5,6 +5,7 @@ import torch
 
 from commfuse_megatron.errors import ShapeError
 from commfuse_megatron.kernels import TileShare, persistent_matmul
+from tests.harness.captures import capture
 
 pytestmark = pytest.mark.gpu
 
@@ -19,6 +20,10 @@ def operands(sizes, seed=0):
         return torch.randint(-2, 3, (rows, cols), generator=generator, device="cuda").to(torch.bfloat16)
 
     return draw(M, K), draw(N, K).t(), torch.full((M, N), 777.0, device="cuda")
+
+
+def counter_and_stream():
+    return torch.zeros(8, dtype=torch.int32, device="cuda"), torch.cuda.Stream()
 
 
 def shared(a, b, out, counter, side, *, delay=0, team=(100, 32)):
@@ -37,8 +42,7 @@ def shared(a, b, out, counter, side, *, delay=0, team=(100, 32)):
 @pytest.mark.parametrize("delay", [0, 200_000, 20_000_000])
 @pytest.mark.parametrize("team", [(100, 32), (1, 131), (131, 1)])
 def test_every_tile_is_computed_whenever_the_second_joins(sizes, delay, team):
-    counter = torch.zeros(8, dtype=torch.int32, device="cuda")
-    side = torch.cuda.Stream()
+    counter, side = counter_and_stream()
     for seed in range(3):
         a, b, out = operands(sizes, seed)
         shared(a, b, out, counter, side, delay=delay, team=team)
@@ -47,8 +51,7 @@ def test_every_tile_is_computed_whenever_the_second_joins(sizes, delay, team):
 
 
 def test_bits_do_not_depend_on_who_computes_a_tile():
-    counter = torch.zeros(8, dtype=torch.int32, device="cuda")
-    side = torch.cuda.Stream()
+    counter, side = counter_and_stream()
     a, b = torch.randn(2048, 1024, device="cuda").bfloat16(), torch.randn(1024, 1536, device="cuda").bfloat16()
     out = torch.empty(2048, 1536, device="cuda")
     shared(a, b, out, counter, side)
@@ -60,13 +63,9 @@ def test_bits_do_not_depend_on_who_computes_a_tile():
 
 
 def test_capture_and_replay():
-    counter = torch.zeros(8, dtype=torch.int32, device="cuda")
-    side = torch.cuda.Stream()
+    counter, side = counter_and_stream()
     a, b, out = operands((1000, 776, 40))
-    shared(a, b, out, counter, side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        shared(a, b, out, counter, side)
+    graph = capture(lambda: shared(a, b, out, counter, side))
     for seed in range(1, 4):
         new_a, new_b, _ = operands((1000, 776, 40), seed)
         a.copy_(new_a)

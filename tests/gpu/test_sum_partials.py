@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from commfuse_megatron.kernels import sum_partials
+from tests.harness.captures import capture
 
 pytestmark = pytest.mark.gpu
 
@@ -59,11 +60,7 @@ def test_strided_and_unaligned():
 def test_graph_replay():
     own, partials, bias = make(64, 1024, 3, BF16, FP32)
     out = torch.empty(64, 1024, dtype=BF16, device="cuda")
-    sum_partials(own, partials, bias=bias, out=out)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        sum_partials(own, partials, bias=bias, out=out)
+    graph = capture(lambda: sum_partials(own, partials, bias=bias, out=out))
     for _ in range(3):
         own.normal_()
         partials.normal_()

@@ -4,7 +4,6 @@ Stock and ours get the same weights and the same batches. Ours is built from a s
 Transformer Engine takes long to import, so one group of processes makes all checks.
 """
 
-import importlib.util
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -13,68 +12,21 @@ import torch
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.config import AttentionConfig, LinearConfig, PassConfig
+from tests.gpu import models
+from tests.gpu.models import BATCH, build, errors, gradients_of, make_gpt, parallel, tokens_of
 from tests.harness.checks import make_test
 
 SLICED = PassConfig(path="sliced", algorithm="direct", chunks_per_shard=1)
 OVERLAP = OverlapConfig(linear=LinearConfig(fprop=SLICED, dgrad=SLICED), attention=AttentionConfig(path="row_parallel"))
-LENGTH, BATCH, NUM_STEPS, NUM_LINEARS = 128, 2, 4, 9  # and the embedding
+NUM_STEPS, NUM_LINEARS = 4, 9  # and the embedding
 
-pytestmark = [
-    pytest.mark.gpu, pytest.mark.multi_gpu(2), pytest.mark.slow, pytest.mark.timeout(400),
-    pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None,
-     reason="Transformer Engine is not installed"),
-]  # fmt: skip
-
-
-@contextmanager
-def _parallel(group):
-    from commfuse_megatron.plugin import reset_contexts
-    from commfuse_megatron.testing.gpt import tensor_parallel
-
-    with tensor_parallel(group.size()):
-        yield
-        torch.cuda.synchronize()
-        reset_contexts()
-
-
-def _gpt(variant, dtype):
-    from commfuse_megatron.testing.gpt import SmallGPT
-
-    sizes = {"hidden_size": 512, "ffn_hidden_size": 1024, "max_sequence_length": LENGTH, "dtype": dtype}
-    return SmallGPT.layer_norm_and_bias(**sizes) if variant == "layer_norm_and_bias" else SmallGPT(**sizes)
-
-
-def _model(gpt, device, *, overlap, **options):
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-
-    from commfuse_megatron.plugin.spec import block_spec
-    from commfuse_megatron.testing.gpt import build_gpt, transformer_config
-
-    config = transformer_config(
-        gpt, 2, transformer_impl="transformer_engine", use_cpu_initialization=False, init_method_std=0.05, **options
-    )
-    spec = block_spec(get_gpt_layer_with_transformer_engine_spec(), config)
-    return build_gpt(gpt, config, overlap=overlap, device=device, spec=spec)
-
-
-def _tokens(device, step=0):
-    generator = torch.Generator().manual_seed(100 + step)
-    return torch.randint(256, (BATCH, LENGTH + 1), generator=generator).to(device)
-
-
-def _without_extra_state(model):
-    return {name: value for name, value in model.state_dict().items() if not name.endswith("_extra_state")}
+pytestmark = models.NEEDS_TRANSFORMER_ENGINE
 
 
 def _gradients(run, device):
     """Loss and gradients of one batch, final over the ranks."""
-    loss = run.backward(_tokens(device))
-    return loss, {name: p.main_grad.float().clone() for name, p in run.wrapped.module.named_parameters()}
-
-
-def _errors(oracle, found):
-    assert oracle.keys() == found.keys()
-    return {name: ((g - found[name]).abs().max() / g.abs().max()).item() for name, g in oracle.items()}
+    loss = run.backward(tokens_of(device))
+    return loss, gradients_of(run.wrapped.module)
 
 
 def _compare(group, device, variant, dtype):
@@ -83,15 +35,17 @@ def _compare(group, device, variant, dtype):
     from tests.megatron.models import perturb
 
     options = {"layernorm_zero_centered_gamma": True} if variant == "zero_centered" else {}
-    with _parallel(group):
-        gpt = _gpt(variant, dtype)
-        stock = _model(gpt, device, overlap=False, **options)
+    with parallel(group.size()):
+        gpt = make_gpt(dtype, make=variant)
+        stock = build(gpt, 2, device, overlap=False, **options)
         perturb(stock)
-        wide = _model(_gpt(variant, torch.float32), device, overlap=False, **options)
-        wide.load_state_dict({name: value.float() for name, value in _without_extra_state(stock).items()}, strict=False)
-        ours = _model(gpt, device, overlap=OVERLAP, **options)
+        wide = build(make_gpt(torch.float32, make=variant), 2, device, overlap=False, **options)
+        wide.load_state_dict(
+            {name: value.float() for name, value in models.without_extra_state(stock).items()}, strict=False
+        )
+        ours = build(gpt, 2, device, overlap=OVERLAP, **options)
         ours.load_state_dict(stock.state_dict())  # strictly: every name is there
-        converted = _model(gpt, device, overlap=False, **options)
+        converted = build(gpt, 2, device, overlap=False, **options)
         converted.load_state_dict(ours.state_dict())
         parameters = dict(converted.named_parameters())
         convert_model(converted, OVERLAP)
@@ -103,16 +57,16 @@ def _compare(group, device, variant, dtype):
         oracle_loss, oracle = _gradients(Training(wide), device)
         runs = [Training(m) for m in (stock, ours, converted)]
         (stock_loss, stock_gradients), *others = [_gradients(run, device) for run in runs]
-        stock_errors = _errors(oracle, stock_gradients)
+        stock_errors = errors(oracle, stock_gradients)
         # Transformer Engine multiplies fp32 in TF32, ours in fp32: a few of TF32's units (4.9e-4) lie between them.
         # In bf16 ours may be twice as far from the fp32 model as stock is, and one unit (3.9e-3) more.
         unit, loss_limit = (1e-2, 2e-3) if dtype == torch.float32 else (2**-8, 2e-2)
         for loss, gradients in others:
             assert abs(loss - oracle_loss) <= 2 * abs(stock_loss - oracle_loss) + loss_limit
-            for name, error in _errors(oracle, gradients).items():
+            for name, error in errors(oracle, gradients).items():
                 assert error <= 2 * stock_errors[name] + unit, f"{name}: {error:.1e}, stock {stock_errors[name]:.1e}"
         for step in range(NUM_STEPS):
-            expected, *found = [run.step(_tokens(device, step)) for run in runs]
+            expected, *found = [run.step(tokens_of(device, step)) for run in runs]
             for loss in found:
                 assert abs(loss - expected) <= 5 * loss_limit, f"step {step}: {loss} instead of {expected}"
         for model in (ours, converted):
@@ -126,16 +80,16 @@ def _compare(group, device, variant, dtype):
 def _checkpoints(group, device):
     from tests.megatron.models import assert_same, folders, load, perturb, save, values
 
-    with _parallel(group), folders(2) as (of_stock, of_ours):
-        gpt = _gpt("layer_norm_and_bias", torch.bfloat16)
-        stock = _model(gpt, device, overlap=False)
+    with parallel(group.size()), folders(2) as (of_stock, of_ours):
+        gpt = make_gpt(torch.bfloat16, make="layer_norm_and_bias")
+        stock = build(gpt, 2, device, overlap=False)
         perturb(stock)
         save(stock, of_stock)
-        ours = _model(gpt, device, overlap=OVERLAP)
+        ours = build(gpt, 2, device, overlap=OVERLAP)
         load(ours, of_stock)
         assert_same(values(stock), values(ours))
         save(ours, of_ours)
-        again = _model(gpt, device, overlap=False)
+        again = build(gpt, 2, device, overlap=False)
         load(again, of_ours)
         assert_same(values(stock), values(again))
 
@@ -148,10 +102,11 @@ def _fp8(group, device, recipe):
 
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("FP8 needs compute capability 8.9")
-    with _parallel(group):
-        gpt = _gpt("swiglu", torch.bfloat16)
+    with parallel(group.size()):
+        gpt = make_gpt(torch.bfloat16)
         stock, ours, converted = (
-            _model(gpt, device, overlap=overlap, fp8="hybrid", fp8_recipe=recipe) for overlap in (False, OVERLAP, False)
+            build(gpt, 2, device, overlap=overlap, fp8="hybrid", fp8_recipe=recipe)
+            for overlap in (False, OVERLAP, False)
         )
         convert_model(converted, OVERLAP)
         with torch.no_grad():
@@ -162,7 +117,7 @@ def _fp8(group, device, recipe):
         for model in (stock, ours, converted):
             FP8GlobalStateManager.reset()  # one model after the other, each as if it were alone
             run = Training(model)
-            losses.append([run.step(_tokens(device, step)) for step in range(NUM_STEPS)])
+            losses.append([run.step(tokens_of(device, step)) for step in range(NUM_STEPS)])
         for found in losses[1:]:
             assert found[0] == losses[0][0], "the same layers run"
             for expected, loss in zip(losses[0], found, strict=True):
@@ -223,9 +178,9 @@ def _main_grad(group, device):
     from commfuse_megatron.plugin import convert_model
     from commfuse_megatron.testing.gpt import transformer_config
 
-    with _parallel(group):
+    with parallel(group.size()):
         config = transformer_config(
-            _gpt("swiglu", torch.bfloat16), 2, use_cpu_initialization=False, gradient_accumulation_fusion=True
+            make_gpt(torch.bfloat16), 2, use_cpu_initialization=False, gradient_accumulation_fusion=True
         )
         layer = TELayerNormColumnParallelLinear(
             512, 1024, config=config, init_method=torch.nn.init.normal_, gather_output=False, bias=False,

@@ -15,7 +15,7 @@ from commfuse_megatron.runtime import gemm
 from commfuse_megatron.transport import nccl
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.nccl import NcclTransport
-from tests.harness import run_spawned
+from tests.harness import on_processes, run_spawned
 from tests.harness.captures import CapturedStep
 from tests.harness.linear_cases import OPS, Case, assert_equal, check_linear, draw, drawn, overlapped, reference
 from tests.harness.transport_contract import run_contract
@@ -32,7 +32,9 @@ def linear_config(backend, algorithm="direct", m=1, *, path="sliced", transport=
     return OverlapConfig(linear=LinearConfig(fprop=fprop, dgrad=chosen), transport=transport, **others)
 
 
-def _contract(group, device, backend):
+@BACKENDS
+@on_processes(2)
+def test_contract(group, device, backend):
     if backend == "copy_engine":
         transport = CopyEngineTransport(group, device)
         run_contract(transport, group.rank(), group.size(), device)
@@ -46,11 +48,6 @@ def _contract(group, device, backend):
         run_contract(transport, group.rank(), group.size(), device)
         torch.cuda.synchronize()
         transport.close()
-
-
-@BACKENDS
-def test_contract(backend):
-    run_spawned(2, _contract, backend, backend="nccl")
 
 
 def _copy_engine_configurations():
@@ -76,7 +73,9 @@ def _configurations():
     yield torch.float32, linear_config("nccl", "ring", 2)
 
 
-def _linears(group, device, backend):
+@BACKENDS
+@on_processes(2)
+def test_linears_are_exact_on_integers(group, device, backend):
     gemm._REGAIN_FLOPS = 0  # small problems too
     nccl._LEAST_BYTES_TO_CUT = 16
     for dtype, config in _configurations() if backend == "nccl" else _copy_engine_configurations():
@@ -96,11 +95,8 @@ def _linears(group, device, backend):
 
 
 @BACKENDS
-def test_linears_are_exact_on_integers(backend):
-    run_spawned(2, _linears, backend, backend="nccl")
-
-
-def _identical_runs(group, device, backend):
+@on_processes(2)
+def test_a_hundred_runs_are_bit_identical(group, device, backend):
     gemm._REGAIN_FLOPS = 0
     for op in OPS:
         case = Case(op=op, rows=1024, N=512, K=768, dtype=torch.bfloat16, exact=False)
@@ -111,12 +107,10 @@ def _identical_runs(group, device, backend):
                 assert_equal(overlapped(case, operands, context), first)
 
 
+@pytest.mark.parametrize("calls_before", [1, 6])
 @BACKENDS
-def test_a_hundred_runs_are_bit_identical(backend):
-    run_spawned(2, _identical_runs, backend, backend="nccl")
-
-
-def _late_peer(group, device, backend, calls_before):
+@on_processes(2)
+def test_the_watchdog_frees_the_stream_and_names_who_is_missing(group, device, backend, calls_before):
     context = OverlapContext(group, linear_config(backend, transport=TransportConfig(timeout_s=3.0)))
     x = torch.ones(64, 1, 64, device=device, dtype=torch.bfloat16)
     weight = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
@@ -136,13 +130,11 @@ def _late_peer(group, device, backend, calls_before):
     dist.barrier()
 
 
-@pytest.mark.parametrize("calls_before", [1, 6])
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+@pytest.mark.parametrize("path", ["sliced", "bulk"])
 @BACKENDS
-def test_the_watchdog_frees_the_stream_and_names_who_is_missing(backend, calls_before):
-    run_spawned(2, _late_peer, backend, calls_before, backend="nccl")
-
-
-def _captured(group, device, backend, path):
+@on_processes(2)
+def test_forward_and_backward_replay_from_a_cuda_graph(group, device, backend, path):
     gemm._REGAIN_FLOPS = 0
     with OverlapContext(group, linear_config(backend, m=2 if path == "sliced" else 1, path=path)) as context:
         x = torch.randn(512, 1, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -173,14 +165,13 @@ def _captured(group, device, backend, path):
         del captured
 
 
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
-@pytest.mark.parametrize("path", ["sliced", "bulk"])
 @BACKENDS
-def test_forward_and_backward_replay_from_a_cuda_graph(backend, path):
-    run_spawned(2, _captured, backend, path, backend="nccl")
+@on_processes(2)
+def test_late_ranks_two_contexts_and_two_streams(group, device, backend):
+    late_ranks(group, device, backend)
 
 
-def _delays(group, device, backend):
+def late_ranks(group, device, backend):
     gemm._REGAIN_FLOPS = 0
     nccl._LEAST_BYTES_TO_CUT = 16
     case = Case(op=OPS[1], rows=4096, N=64, K=64, dtype=torch.bfloat16)  # partials below 256: exact in bf16
@@ -208,12 +199,8 @@ def _delays(group, device, backend):
         assert_equal(on_side, expected)
 
 
-@BACKENDS
-def test_late_ranks_two_contexts_and_two_streams(backend):
-    run_spawned(2, _delays, backend, backend="nccl")
-
-
-def _storm(group, device):
+@on_processes(2)
+def test_what_is_sent_may_be_freed_at_once(group, device):
     """Transfers run late, and what they send is freed and its memory written to as soon as PyTorch allows."""
     case = Case(op=OPS[0], rows=2048, N=64, K=64, dtype=torch.bfloat16)
     operands = draw(case, group.rank(), group.size(), device)
@@ -235,11 +222,8 @@ def _storm(group, device):
         assert reused, "the allocator did not hand the memory out again: nothing was tested"
 
 
-def test_what_is_sent_may_be_freed_at_once():
-    run_spawned(2, _storm, backend="nccl")
-
-
-def _first_messages(group, device):
+@on_processes(2)
+def test_the_first_messages_in_new_memory_stay_there(group, device):
     """The default stream is late, on one rank or the other, when windows are made and first written to."""
     case = Case(op=OPS[1], rows=512, N=64, K=64, dtype=torch.bfloat16)
     operands, expected = drawn(case, group, device)
@@ -255,12 +239,8 @@ def _first_messages(group, device):
         torch.cuda.synchronize()
 
 
-def test_the_first_messages_in_new_memory_stay_there():
-    run_spawned(2, _first_messages, backend="nccl")
-
-
 @pytest.mark.parametrize("connections", ["1", "8", "32"])
 @BACKENDS
 def test_any_number_of_hardware_queues(backend, connections, monkeypatch):
     monkeypatch.setitem(os.environ, "CUDA_DEVICE_MAX_CONNECTIONS", connections)
-    run_spawned(2, _delays, backend, backend="nccl")
+    run_spawned(2, late_ranks, backend, backend="nccl")

@@ -1,4 +1,4 @@
-"""A step of a test in a CUDA graph, captured as programs do it: rehearsed on a side stream, all ranks at a time."""
+"""Calls of a test in a CUDA graph: of one rank, or as programs do it, rehearsed on a side stream by all ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,9 +6,19 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-__all__ = ["CapturedStep"]
+__all__ = ["CapturedStep", "capture"]
 
 _REHEARSALS = 3
+
+
+def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """What has been called once before."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
 
 
 class CapturedStep:

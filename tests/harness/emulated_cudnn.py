@@ -80,25 +80,16 @@ class _Tensor:
         self.dim, self.stride, self.uid, self.data_type = dim, stride, uid, data_type
         self.is_output = False
 
-    def set_uid(self, uid: int) -> "_Tensor":
-        self.uid = uid
-        return self
+    def __getattr__(self, name: str) -> Callable[[Any], "_Tensor"]:
+        attribute = {"set_output": "is_output"}.get(name, name.removeprefix("set_"))
+        if attribute == name or attribute not in vars(self):
+            raise AttributeError(name)
 
-    def set_output(self, is_output: bool) -> "_Tensor":
-        self.is_output = is_output
-        return self
+        def set_attribute(value: Any) -> "_Tensor":
+            setattr(self, attribute, value)
+            return self
 
-    def set_dim(self, dim: list[int]) -> "_Tensor":
-        self.dim = dim
-        return self
-
-    def set_stride(self, stride: list[int]) -> "_Tensor":
-        self.stride = stride
-        return self
-
-    def set_data_type(self, data_type: str) -> "_Tensor":
-        self.data_type = data_type
-        return self
+        return set_attribute
 
     def at(self, address: int) -> torch.Tensor:
         assert address % _ALIGNMENT == 0, f"tensor {self.uid} at {address:#x}"
@@ -124,11 +115,9 @@ class _Graph:
     def tensor(self, *, dim, stride, uid, name, data_type=None) -> _Tensor:
         return _Tensor(dim, stride, uid, data_type or self._io_type, name)
 
-    def sdpa(
-        self, *, q, k, v, generate_stats, attn_scale, use_causal_mask=False, use_causal_mask_bottom_right=False
-    ) -> tuple[_Tensor, _Tensor]:
+    def sdpa(self, *, q, k, v, generate_stats, attn_scale, **masks) -> tuple[_Tensor, _Tensor]:
         assert generate_stats
-        self._set("forward", q, k, use_causal_mask, use_causal_mask_bottom_right)
+        self._set("forward", q, k, **masks)
         out, stats = _Tensor(), _Tensor()
         self._tensors = {"q": q, "k": k, "v": v, "out": out, "stats": stats}
 
@@ -143,21 +132,10 @@ class _Graph:
         return out, stats
 
     def sdpa_backward(
-        self,
-        *,
-        q,
-        k,
-        v,
-        o,
-        dO,
-        stats,
-        attn_scale,
-        use_deterministic_algorithm,
-        use_causal_mask=False,
-        use_causal_mask_bottom_right=False,
+        self, *, q, k, v, o, dO, stats, attn_scale, use_deterministic_algorithm, **masks
     ) -> tuple[_Tensor, _Tensor, _Tensor]:
         self._cudnn.is_deterministic.append(use_deterministic_algorithm)
-        self._set("backward", q, k, use_causal_mask, use_causal_mask_bottom_right)
+        self._set("backward", q, k, **masks)
         gradients = _Tensor(), _Tensor(), _Tensor()
         inputs = {"q": q, "k": k, "v": v, "out": o, "stats": stats, "grad_out": dO}
         self._tensors = inputs | dict(zip(("grad_q", "grad_k", "grad_v"), gradients, strict=True))
@@ -178,11 +156,13 @@ class _Graph:
         self._compute = compute
         return gradients
 
-    def _set(self, kind: str, q: _Tensor, k: _Tensor, is_top_left: bool, is_bottom_right: bool) -> None:
-        assert not (is_top_left and is_bottom_right)
+    def _set(
+        self, kind: str, q: _Tensor, k: _Tensor, *, use_causal_mask=False, use_causal_mask_bottom_right=False
+    ) -> None:
+        assert not (use_causal_mask and use_causal_mask_bottom_right)
         queries, keys = q.dim[2], k.dim[2]
         assert (queries, keys) != (1, 1), "refused: one query that sees one key"
-        mask = "top left" if is_top_left else "bottom right" if is_bottom_right else "none"
+        mask = "top left" if use_causal_mask else "bottom right" if use_causal_mask_bottom_right else "none"
         self._launch = Launch(kind, mask, queries, keys)
 
     def _scores(self, given: dict[str, torch.Tensor], scale: float) -> torch.Tensor:
@@ -226,12 +206,10 @@ class _Graph:
         _, kv_heads, keys, value_dim = sizes["v"]
         assert heads % kv_heads == 0
         wanted = {
-            "q": (batch, heads, queries, head_dim),
-            "k": (batch, kv_heads, keys, head_dim),
-            "v": (batch, kv_heads, keys, value_dim),
-            "out": (batch, heads, queries, value_dim),
+            "q": (batch, heads, queries, head_dim), "k": (batch, kv_heads, keys, head_dim),
+            "v": (batch, kv_heads, keys, value_dim), "out": (batch, heads, queries, value_dim),
             "stats": (batch, heads, queries, 1),
-        }
+        }  # fmt: skip
         for name, dim in sizes.items():
             assert tuple(dim) == wanted[name.removeprefix("grad_")], name
 

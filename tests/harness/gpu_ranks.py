@@ -16,7 +16,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
-__all__ = ["run_on_gpu_ranks"]
+__all__ = ["run_on_gpu_ranks", "wait_for_ranks"]
 
 # A rank that fails breaks the connections of the others, one of which may say so first.
 _CONSEQUENCES_S = 1.0
@@ -40,6 +40,25 @@ class _Job(NamedTuple):
     folder: str
     body: Callable[..., Any]
     args: tuple
+
+
+def wait_for_ranks(running: dict[Connection, int], processes: Mapping[int, Any]) -> None:
+    """Until each has said through its pipe how it ended, None or what failed; raises what failed first and what fails
+    soon after. Those that are waited for no longer are left in `running`."""
+    failures: list[str] = []
+    while running and (ready := wait(list(running), timeout=_CONSEQUENCES_S if failures else None)):
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = running.pop(pipe)
+            try:
+                failure = pipe.recv()
+            except (EOFError, OSError):
+                processes[rank].join()
+                failure = f"ended with exit code {processes[rank].exitcode}"
+            if failure is not None:
+                failures.append(f"rank {rank} {failure}")
+    if failures:
+        raise RuntimeError("\n".join(failures))
 
 
 def run_on_gpu_ranks(world_size: int, backend: str, folder: str, body: Callable[..., Any], args: tuple) -> None:
@@ -85,21 +104,7 @@ class _Ranks:
         sent = pickle.dumps(job)
         for pipe in self._pipes:
             pipe.send(sent)
-        running = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        failures: list[str] = []
-        while running and (ready := wait(list(running), timeout=_CONSEQUENCES_S if failures else None)):
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                rank = running.pop(pipe)
-                try:
-                    failure = pipe.recv()
-                except (EOFError, OSError):
-                    self._processes[rank].join()
-                    failure = f"ended with exit code {self._processes[rank].exitcode}"
-                if failure is not None:
-                    failures.append(f"rank {rank} {failure}")
-        if failures:
-            raise RuntimeError("\n".join(failures))
+        wait_for_ranks({pipe: rank for rank, pipe in enumerate(self._pipes)}, dict(enumerate(self._processes)))
 
     def end(self) -> None:
         """Let them destroy their group; who does not is killed."""

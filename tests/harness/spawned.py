@@ -8,8 +8,10 @@ must agree has hung groups before. A process that has asked for CUDA must not be
 
 import atexit
 import contextlib
+import functools
 import importlib
 import importlib.util
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -26,9 +28,9 @@ import torch
 from torch import distributed as dist
 
 from commfuse_megatron.testing import cpu_pretraining
-from tests.harness.gpu_ranks import run_on_gpu_ranks
+from tests.harness.gpu_ranks import run_on_gpu_ranks, wait_for_ranks
 
-__all__ = ["fork_ranks", "run_spawned"]
+__all__ = ["fork_ranks", "on_processes", "run_spawned"]
 
 
 def run_spawned(world_size: int, body: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
@@ -40,6 +42,32 @@ def run_spawned(world_size: int, body: Callable[..., Any], *args: Any, backend: 
         else:
             fork_ranks(world_size, _enter, *job)
         return [torch.load(f"{folder}/result-{rank}", weights_only=False) for rank in range(world_size)]
+
+
+def on_processes(
+    world_size: int | str, *, backend: str = "nccl"
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorates a test `test(group, device, ...)` that so many processes run, each as one rank; a text names the
+    parameter with their number."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**given: Any) -> None:
+            number = given[world_size] if isinstance(world_size, str) else world_size
+            run_spawned(number, body, given, backend=backend)
+
+        def body(group: dist.ProcessGroup, device: torch.device, given: dict[str, Any]) -> None:
+            test(group, device, **given)
+
+        # Ranks find it by its name in the module of the test.
+        body.__module__, body.__name__ = test.__module__, f"_{test.__name__}_on_a_rank"
+        body.__qualname__ = body.__name__
+        test.__globals__[body.__name__] = body
+        _, _, *others = inspect.signature(test).parameters.values()
+        run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def _enter(rank: int, world_size: int, backend: str, folder: str, body: Callable[..., Any], args: tuple) -> None:
@@ -54,9 +82,6 @@ def _enter(rank: int, world_size: int, backend: str, folder: str, body: Callable
 
 
 # --- forked ranks: the process that runs the tests --------------------------------------------------------------------
-
-# A rank that fails breaks the connections of the others, one of which may say so first.
-_CONSEQUENCES_S = 1.0
 
 _sources: dict[int, "_Source"] = {}
 
@@ -88,16 +113,7 @@ def fork_ranks(world_size: int, body: Callable[..., None], *args: Any) -> None:
     try:
         for pipe, rank in running.items():
             pipe.send((dict(os.environ), os.getcwd(), pickle.dumps((body, rank, *args))))
-        failures: list[str] = []
-        while running and (ready := wait(list(running), timeout=_CONSEQUENCES_S if failures else None)):
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                failure = pipe.recv()
-                rank = running.pop(pipe)
-                if failure is not None:
-                    failures.append(f"rank {rank} {failure}")
-        if failures:
-            raise RuntimeError("\n".join(failures))
+        wait_for_ranks(running, {rank: _sources[rank].process for rank in ranks})
     finally:
         for rank in running.values():
             _sources.pop(rank).stop()

@@ -1,6 +1,6 @@
 """Models with adapters, in every order of adapting, converting and describing by a spec; what training them gives."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,8 +8,10 @@ import torch
 from torch import distributed as dist
 
 from commfuse_megatron.plugin import apply_to_spec, convert_model, model_report
-from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, transformer_config
-from tests.megatron.models import differing_checkpoint_entries, perturb
+from commfuse_megatron.plugin.spec import block_spec, local_layer_spec
+from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, transformer_config
+from tests.megatron.layers import assert_equal, random
+from tests.megatron.models import differing_checkpoint_entries, draw_tokens, loss_and_gradients, perturb
 
 #: Order -> what is done to the model of a stock spec, one after the other.
 ORDERS: dict[str, tuple[str, ...]] = {
@@ -24,6 +26,19 @@ GPTS = (SmallGPT(dtype=torch.float64), SmallGPT.layer_norm_and_bias(dtype=torch.
 TOLERANCE = 1e-13
 
 Adapt = Callable[[Any], Any]
+
+
+def local_spec(config: Any) -> Any:
+    """Of a block of local layers with a norm that works under sequence parallelism."""
+    return block_spec(local_layer_spec(), config, with_torch_norm=True)
+
+
+def linears_of(model: Any, name: str | None = None) -> list[Any]:
+    """What is reported of the four linears of both layers, or of what is held under this name in their adapters."""
+    names = LINEARS if name is None else (name,)
+    found = [layer for layer in model_report(model).layers if layer.name.rpartition(".")[2] in names]
+    assert len(found) == 2 * len(LINEARS), [layer.name for layer in found]
+    return found
 
 
 def model_in_order(
@@ -55,9 +70,8 @@ def _draw_weights(adapted: torch.nn.Module) -> None:
     perturb(adapted)  # norm weights of one would hide a norm that is left out
     for number, parameter in enumerate(p for p in adapted.parameters() if p.requires_grad):
         rank = dist.get_rank() if getattr(parameter, "tensor_model_parallel", False) else 0
-        generator = torch.Generator().manual_seed(1000 * rank + number)
         with torch.no_grad():
-            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+            parameter.copy_(0.1 * random(parameter.shape, 1000 * rank + number))
 
 
 def _take_over(stock: torch.nn.Module, adapted: torch.nn.Module) -> None:
@@ -73,18 +87,11 @@ def _gpt_of(adapted: Any) -> Any:
     return adapted.base_model.model if hasattr(adapted, "base_model") else adapted
 
 
-def loss_and_gradients(gpt: SmallGPT, adapted: Any) -> dict[str, torch.Tensor]:
+def second_step(adapted: Any) -> dict[str, torch.Tensor]:
     """Two calls, since what a layer keeps from the first must not change the second; of the second, everything."""
-    generator = torch.Generator().manual_seed(5)
-    found: dict[str, torch.Tensor] = {}
-    for _ in range(2):
-        tokens = torch.randint(gpt.vocab_size, (2, 33), generator=generator)
-        adapted.zero_grad(set_to_none=True)
-        loss = loss_of(adapted, tokens)
-        loss.backward()
-        found = {"loss": loss.detach()}
-        found |= {name: p.grad for name, p in adapted.named_parameters() if p.requires_grad}
-    return found
+    for seed in (5, 6):
+        found = loss_and_gradients(adapted, draw_tokens(2, 32, seed), with_mask=True)
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def assert_equals_stock(
@@ -106,7 +113,7 @@ def assert_equals_stock(
     for gpt in gpts:
         stock = model_in_order(gpt, group_size, STOCK, adapt, spec_of, building)
         _draw_weights(stock)
-        expected = loss_and_gradients(gpt, stock)
+        expected = second_step(stock)
         assert all(value.abs().max() > 0 for value in expected.values())
         problems: list[str] = []
         for name, order in ORDERS.items():
@@ -114,20 +121,10 @@ def assert_equals_stock(
             _take_over(stock, adapted)
             entries = differing_checkpoint_entries(_gpt_of(stock), _gpt_of(adapted))
             problems += [f"{name}: {entry} is another in a distributed checkpoint" for entry in entries]
-            error, worst = max(_differences(expected, loss_and_gradients(gpt, adapted)))
-            if error > TOLERANCE:
-                problems.append(f"{name}: {worst} differs by {error:.1e}")
-            problems += [f"{name}: {each}" for each in _not_overlapped(adapted, base_name)]
+            try:
+                assert_equal(expected, second_step(adapted), TOLERANCE)
+            except AssertionError as error:
+                problems.append(f"{name}: {error}")
+            not_overlapped = [layer for layer in linears_of(adapted, base_name) if layer.path != "overlapped"]
+            problems += [f"{name}: {layer.name} is {layer.path}: {layer.reasons}" for layer in not_overlapped]
         assert not problems, "\n".join(problems)
-
-
-def _differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> Iterator[tuple[float, str]]:
-    assert expected.keys() == found.keys()
-    for name, value in expected.items():
-        yield ((value - found[name]).abs().max() / value.abs().max()).item(), name
-
-
-def _not_overlapped(adapted: Any, base_name: str) -> list[str]:
-    bases = [layer for layer in model_report(adapted).layers if layer.name.endswith(f".{base_name}")]
-    assert len(bases) == 2 * len(LINEARS), [layer.name for layer in bases]
-    return [f"{layer.name} is {layer.path}: {layer.reasons}" for layer in bases if layer.path != "overlapped"]

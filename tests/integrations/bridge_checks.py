@@ -7,10 +7,9 @@ from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.bridge.peft.lora import LoRA
 
 from commfuse_megatron.plugin import apply_to_spec, convert_model
-from commfuse_megatron.plugin.spec import block_spec, local_layer_spec
 from commfuse_megatron.testing.gpt import build_gpt, transformer_config
 from tests.integrations import transformer_engine_on_cpu as te_on_cpu
-from tests.integrations.adapters import GPTS, LINEARS, assert_equals_stock
+from tests.integrations.adapters import GPTS, LINEARS, assert_equals_stock, local_spec
 
 HELD_AS = "to_wrap"
 
@@ -21,10 +20,6 @@ def adapt(model: Any, **options: Any) -> Any:
 
 def adapt_and_regather(model: Any) -> Any:
     return adapt(model, sequence_parallel_input_regather=True)
-
-
-def local_spec(config: Any) -> Any:
-    return block_spec(local_layer_spec(), config, with_torch_norm=True)
 
 
 def check_lora_on_local_layers(group_size: int) -> None:

@@ -7,84 +7,69 @@ import modelopt.torch.quantization as mtq
 import torch
 from modelopt.torch.quantization.nn import QuantModule, TensorQuantizer
 
-from commfuse_megatron.plugin import apply_to_spec, convert_model, model_report
-from commfuse_megatron.plugin.spec import block_spec, local_layer_spec
+from commfuse_megatron.plugin import apply_to_spec, convert_model
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, transformer_config
-from tests.megatron.models import perturb
+from tests.integrations.adapters import GPTS, LINEARS, TOLERANCE, linears_of, local_spec
+from tests.megatron.layers import assert_equal
+from tests.megatron.models import draw_tokens, loss_and_gradients, perturb
 
-LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+TOKENS = draw_tokens(2, 32, seed=5)
 
 
 def build(gpt: SmallGPT, group_size: int, *, by_spec: bool = False) -> Any:
     config = transformer_config(gpt, group_size)
-    spec = block_spec(local_layer_spec(), config, with_torch_norm=True)
+    spec = local_spec(config)
     model = build_gpt(gpt, config, overlap=False, spec=apply_to_spec(spec) if by_spec else spec)
     perturb(model)
     return model
 
 
-def tokens(gpt: SmallGPT) -> torch.Tensor:
-    return torch.randint(gpt.vocab_size, (2, 33), generator=torch.Generator().manual_seed(5))
-
-
-def quantized(model: Any, gpt: SmallGPT) -> Any:
+def quantized(model: Any) -> Any:
     def calibrate(model: Any) -> None:
         with torch.no_grad():
-            loss_of(model, tokens(gpt))
+            loss_of(model, TOKENS)
 
     return mtq.quantize(model, mtq.INT8_DEFAULT_CFG, calibrate)
 
 
-def measured(model: Any, gpt: SmallGPT) -> dict[str, Any]:
-    """How much is quantised, how often its quantisers are called, and what loss and gradients come out."""
+def measured(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is quantised and which quantisers are called how often; loss and gradients."""
     calls: list[str] = []
     handles = [
         module.register_forward_hook(lambda *_, name=name: calls.append(name))
         for name, module in model.named_modules()
         if isinstance(module, TensorQuantizer) and module.is_enabled
     ]
-    model.zero_grad(set_to_none=True)
-    loss = loss_of(model, tokens(gpt))
-    loss.backward()
+    results = loss_and_gradients(model, TOKENS, with_mask=True)
     for handle in handles:
         handle.remove()
-    return {
-        "quantised": sorted(name for name, m in model.named_modules() if isinstance(m, QuantModule)),
-        "calls": calls,
-        "loss": loss.item(),
-        "gradients": {name: p.grad for name, p in model.named_parameters()},
-    }
+    quantised = sorted(name for name, module in model.named_modules() if isinstance(module, QuantModule))
+    return {"quantised": quantised, "calls": calls}, results
 
 
 def assert_as_stock(group_size: int, make: Callable[[SmallGPT], Any], words: str) -> None:
-    for gpt in (SmallGPT(dtype=torch.float64), SmallGPT.layer_norm_and_bias(dtype=torch.float64)):
-        plain = loss_of(build(gpt, group_size), tokens(gpt)).item()
-        expected = measured(quantized(build(gpt, group_size), gpt), gpt)
-        model = make(gpt)
-        found = measured(model, gpt)
+    for gpt in GPTS:
+        plain = loss_of(build(gpt, group_size), TOKENS).item()
+        (expected, results), model = measured(quantized(build(gpt, group_size))), make(gpt)
+        found, found_results = measured(model)
         assert len(expected["calls"]) >= 2 * 2 * len(LINEARS)
-        assert expected["loss"] != plain
-        assert found["quantised"] == expected["quantised"]
-        assert found["calls"] == expected["calls"]
-        assert found["loss"] == expected["loss"]
-        for name, gradient in expected["gradients"].items():
-            difference = (gradient - found["gradients"][name]).abs().max() / gradient.abs().max()
-            assert difference <= 1e-13, f"{name}: {difference:.1e}"
-        linears = [r for r in model_report(model).layers if r.name.rsplit(".", 1)[-1] in LINEARS]
-        assert len(linears) == 2 * len(LINEARS), [r.name for r in model_report(model).layers]
-        for report in linears:
+        assert results["loss"].item() != plain
+        assert found == expected
+        assert found_results["loss"] == results["loss"]
+        assert_equal(results, found_results, TOLERANCE)
+        for report in linears_of(model):
             assert report.path == "stock", f"{report.name} is {report.path}"
             assert any(words in reason for reason in report.reasons), f"{report.name}: {report.reasons}"
 
 
 def check_converted_then_quantised(group_size: int) -> None:
-    assert_as_stock(group_size, lambda gpt: quantized(convert_model(build(gpt, group_size)), gpt), "derives from")
+    assert_as_stock(group_size, lambda gpt: quantized(convert_model(build(gpt, group_size))), "derives from")
 
 
 def check_built_by_spec_then_quantised(group_size: int) -> None:
-    assert_as_stock(group_size, lambda gpt: quantized(build(gpt, group_size, by_spec=True), gpt), "derives from")
+    assert_as_stock(group_size, lambda gpt: quantized(build(gpt, group_size, by_spec=True)), "derives from")
 
 
 def check_quantised_then_converted(group_size: int) -> None:
     words = "is not among the classes that are replaced"
-    assert_as_stock(group_size, lambda gpt: convert_model(quantized(build(gpt, group_size), gpt)), words)
+    assert_as_stock(group_size, lambda gpt: convert_model(quantized(build(gpt, group_size))), words)

@@ -5,10 +5,10 @@ from typing import Any
 import modelopt.torch.quantization as mtq
 from modelopt.torch.quantization.nn import QuantModule
 
-from commfuse_megatron.plugin import apply_to_spec, convert_model, model_report
+from commfuse_megatron.plugin import apply_to_spec, convert_model
 from commfuse_megatron.testing.gpt import build_gpt, transformer_config
 from tests.integrations import transformer_engine_on_cpu as te_on_cpu
-from tests.integrations.adapters import GPTS, LINEARS
+from tests.integrations.adapters import GPTS, LINEARS, linears_of
 
 
 def check_as_many_linears_are_quantised(group_size: int) -> None:
@@ -29,9 +29,7 @@ def check_as_many_linears_are_quantised(group_size: int) -> None:
             (convert_model(_quantize(build())), "is not among the classes that are replaced"),
         ):
             assert quantised(model) == expected
-            linears = [r for r in model_report(model).layers if r.name.rsplit(".", 1)[-1] in LINEARS]
-            assert len(linears) == gpt.num_layers * len(LINEARS)
-            for report in linears:
+            for report in linears_of(model):
                 assert any(words in reason for reason in report.reasons), f"{report.name}: {report.reasons}"
 
 

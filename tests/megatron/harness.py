@@ -1,4 +1,4 @@
-"""Runs code of ours in processes that have Megatron on the CPU, with tensor-parallel groups of all ranks.
+"""Checks in processes that have Megatron on the CPU, in tensor-parallel groups of all ranks or of their own.
 
 Imports no Megatron itself: the shims come first.
 """
@@ -6,25 +6,19 @@ Imports no Megatron itself: the shims come first.
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
 from commfuse_megatron.testing import cpu_megatron
-from tests.harness import run_spawned
 from tests.harness.checks import checks_in, make_test
 
 KINDS = ("column", "row")
 
 #: Id -> (ranks in a tensor-parallel group, 0 where the check makes the groups; module; function; what it gets besides).
 Checks = dict[str, tuple[int, str, str, tuple[Any, ...]]]
-
-
-def run_megatron(group_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run the module-level `body(group_size, *args)` on every rank; results by rank."""
-    return run_spawned(group_size, _enter, body.__module__, body.__name__, args)
 
 
 def checks_of_module(module: str, *group_sizes: int) -> Checks:
@@ -36,40 +30,56 @@ def checks_of_module(module: str, *group_sizes: int) -> Checks:
     }
 
 
-def make_cpu_test(ranks: int, checks: Checks) -> Callable[..., None]:
+def make_cpu_test(ranks: int, checks: Checks, *, without_shims: tuple[str, ...] = ()) -> Callable[..., None]:
     """The test of all `checks`, which run in one group of `ranks` processes."""
-    return make_test(ranks, on_the_cpu, checks, checks)
+    return make_test(ranks, _on_the_cpu, checks, checks, without_shims)
 
 
 @contextmanager
-def on_the_cpu(
-    group: dist.ProcessGroup, _: torch.device, checks: Checks, without_shims: tuple[str, ...] = ()
+def _on_the_cpu(
+    group: dist.ProcessGroup, _: torch.device, checks: Checks, without_shims: tuple[str, ...]
 ) -> Iterator[Callable[[str], None]]:
     with cpu_megatron(without=without_shims), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from megatron.core import parallel_state
 
-        yield lambda name: _run(group.size(), *checks[name])
-        parallel_state.destroy_model_parallel()
+        def run(name: str) -> None:
+            size, module, function, more = checks[name]
+            with tensor_parallel(size) if size else nullcontext():
+                getattr(importlib.import_module(module), function)(size or group.size(), *more)
+
+        yield run
 
 
-def _run(ranks: int, group_size: int, module: str, function: str, more: tuple[Any, ...]) -> None:
+#: What Megatron's parallel state holds at every layout that there was in this process; without one at ().
+_states: dict[tuple, dict[str, Any]] = {}
+
+
+@contextmanager
+def tensor_parallel(size: int, *, seed: int = 1234, **other_sizes: Any) -> Iterator[None]:
+    """As `testing.gpt.tensor_parallel`, and it may be nested. Groups stay for the next check that needs them: to make
+    them takes longer than most models run."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    is_there = parallel_state.is_initialized()
-    if not is_there or parallel_state.get_tensor_model_parallel_world_size() != group_size:
-        parallel_state.destroy_model_parallel()
-        if group_size:
-            parallel_state.initialize_model_parallel(tensor_model_parallel_size=group_size)
-            model_parallel_cuda_manual_seed(1234)
-    getattr(importlib.import_module(module), function)(group_size or ranks, *more)
+    before = _held_by(parallel_state)
+    _states.setdefault((), before)
+    key = (size, *sorted(other_sizes.items()))
+    vars(parallel_state).update(_states.get(key, _states[()]))
+    if key not in _states:
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size, **other_sizes)
+        _states[key] = _held_by(parallel_state)
+    model_parallel_cuda_manual_seed(seed)
+    try:
+        yield
+    finally:
+        if not parallel_state.is_initialized():  # a check has destroyed its groups
+            del _states[key]
+        vars(parallel_state).update(before)
 
 
-def _enter(group: dist.ProcessGroup, _: torch.device, module: str, name: str, args: tuple) -> Any:
-    with cpu_megatron():
-        body = getattr(importlib.import_module(module), name)
-        from commfuse_megatron.testing.gpt import tensor_parallel
-
-        with tensor_parallel(group.size()):
-            return body(group.size(), *args)
+def _held_by(parallel_state: Any) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(parallel_state).items()
+        if name.startswith("_") and not name.startswith("__") and not callable(value)
+    }

@@ -1,6 +1,7 @@
 """Whole models: how their weights are drawn, compared, saved and loaded; groups of other sizes within a check."""
 
 import copy
+import queue
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,18 +12,70 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention
 from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig
+from commfuse_megatron.plugin import reset_contexts
 from commfuse_megatron.plugin.compat import ColumnParallelLinear
+from commfuse_megatron.plugin.spec import replace_in_spec
 from commfuse_megatron.testing import models
-from commfuse_megatron.testing.gpt import tensor_parallel
+from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, losses_of, transformer_config
 from commfuse_megatron.testing.models import Recipe, build_chunks, make_config
-from commfuse_megatron.tools.verify.megatron_cases import choose_configurations
+from commfuse_megatron.testing.training import Training
+from commfuse_megatron.tools.verify.megatron_cases import LATENT
+from tests.megatron.harness import tensor_parallel
 
-(MLA,) = choose_configurations(2, ["mla"])
+QUERY_SPLIT = OverlapConfig.from_dict({"attention": {"path": "query_split"}})
+ROW_PARALLEL = OverlapConfig.from_dict({"attention": {"path": "row_parallel"}})
+TINY = SmallGPT(dtype=torch.float64, num_layers=1)
+
+
+def with_attention_and_norm(spec: Any, attention: type, norm: type) -> Any:
+    """A copy of the spec of a block of dense layers with other classes for core attention and for every norm."""
+    layers = [layer.submodules for layer in spec.layer_specs]
+    replacements = {layer.self_attention.submodules.core_attention: attention for layer in layers}
+    norms = [spec.layer_norm, *(n for layer in layers for n in (layer.input_layernorm, layer.pre_mlp_layernorm))]
+    return replace_in_spec(spec, {**replacements, **dict.fromkeys(norms, norm)})
+
+
+def draw_tokens(batch: int = 2, length: int = 16, seed: int = 1) -> torch.Tensor:
+    """One more than the length, since the next one of each is predicted."""
+    return torch.randint(256, (batch, length + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def tiny_gpt(group_size: int, overlap: OverlapConfig | bool, **options: Any) -> Any:
+    """One layer of the default sizes in float64."""
+    return build_gpt(TINY, transformer_config(TINY, group_size, **options), overlap=overlap)
+
+
+def build_model(recipe: Recipe, group_size: int, overlap: OverlapConfig | None, *, seed: int = 7) -> Any:
+    (model,) = build_chunks(recipe, make_config(recipe, group_size), overlap=overlap, seed=seed)
+    return model
+
+
+def loss_and_gradients(model: Any, tokens: torch.Tensor, *, with_mask: bool = False) -> dict[str, torch.Tensor | None]:
+    """By name; gradients are those of this rank alone."""
+    model.zero_grad(set_to_none=True)
+    loss = losses_of(model, tokens, with_mask=with_mask).mean()
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def losses_and_final_gradients(
+    model: Any, tokens: torch.Tensor, *, with_mask: bool = False
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Of every token; by name, summed over the ranks as Megatron's data-parallel wrapper does."""
+    wrapped = Training(model).wrapped
+    wrapped.zero_grad_buffer()
+    losses = losses_of(wrapped, tokens, with_mask=with_mask)
+    losses.mean().backward()
+    finalize_model_grads([wrapped])
+    gradients = {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+    assert len(gradients) >= 13
+    return losses.detach(), gradients
 
 
 def perturb(model: torch.nn.Module) -> None:
@@ -57,12 +110,12 @@ def _describe_checkpoint(entries: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def tensor_parallel_size(size: int, **other_sizes: int) -> Iterator[None]:
-    """Other groups inside the with-block, those of all ranks again after it."""
-    parallel_state.destroy_model_parallel()
-    with tensor_parallel(size, **other_sizes):
+def sharing_sequences(context: int, tensor: int = 1, **other_sizes: int) -> Iterator[None]:
+    """Groups of so many context-parallel ranks inside the with-block."""
+    with tensor_parallel(tensor, context_parallel_size=context, **other_sizes):
         yield
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+        dist.barrier()
+        reset_contexts()
 
 
 def sharded(m: Any) -> dict[str, Any]:
@@ -73,10 +126,19 @@ def save(m: Any, folder: str) -> None:
     save_entries(sharded(m), folder)
 
 
-def save_entries(entries: dict[str, Any], folder: str) -> None:
-    # Megatron logs the memory of the process, for which alone it needs psutil, and fails without it.
+@contextmanager
+def plain_checkpoints() -> Iterator[None]:
+    """Megatron saves within its own process."""
     with pytest.MonkeyPatch.context() as patch:
+        # It logs the memory of the process, for which alone it needs psutil, and fails without it.
         patch.setattr(filesystem_async, "_process_memory", lambda: 0)
+        # Its own queue lives in a process that takes longer to start than all else.
+        patch.setattr(filesystem_async, "_results_queue", queue.Queue(), raising=False)
+        yield
+
+
+def save_entries(entries: dict[str, Any], folder: str) -> None:
+    with plain_checkpoints():
         dist_checkpointing.save(entries, folder)
 
 
@@ -112,12 +174,11 @@ def assert_same(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor
 
 def build_latent(group_size: int, overlap: OverlapConfig | None, *, is_fused: bool = False, **options: Any) -> Any:
     """The model of `commfuse verify --megatron --only mla`; Megatron fuses it with Transformer Engine's layers only."""
-    recipe = Recipe(options={**MLA.options, **options})
+    recipe = Recipe(options={**LATENT, **options})
     with pytest.MonkeyPatch.context() as patch:
         if is_fused:
             patch.setattr(models, "get_gpt_layer_local_spec", _with_fused_down_projection)
-        (model,) = build_chunks(recipe, make_config(recipe, group_size), overlap=overlap)
-    return model
+        return build_model(recipe, group_size, overlap)
 
 
 def _with_fused_down_projection(**options: Any) -> Any:

@@ -1,6 +1,8 @@
 """Run on every rank: `examples/pretrain_gpt.py` again and again in one process, since starting Megatron takes long."""
 
+import functools
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -10,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -58,8 +61,12 @@ def run_all(group: dist.ProcessGroup, _: torch.device, folder: str, runs: dict[s
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(group.rank()), str(group.size())
     os.environ["LOCAL_RANK"], os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "0", "1"
     warnings.simplefilter("ignore")
-    with cpu_pretraining():
-        return {name: _run(Path(folder), name, run) for name, run in runs.items()}
+    # Megatron reads the help of every flag out of sources, again for every run.
+    with cpu_pretraining(), mock.patch.object(inspect, "getsource", functools.cache(inspect.getsource)):
+        from tests.megatron.models import plain_checkpoints
+
+        with plain_checkpoints():
+            return {name: _run(Path(folder), name, run) for name, run in runs.items()}
 
 
 def _run(folder: Path, name: str, run: Run) -> dict[str, Any]:
@@ -93,7 +100,7 @@ def _run(folder: Path, name: str, run: Run) -> dict[str, Any]:
 
 def unmodified_script(example: ModuleType, log: Path) -> Any:
     """As Megatron's own scripts: it knows nothing of the plugin."""
-    return _train(example, log, lambda config: None)
+    return _train(example, log)
 
 
 def unmodified_script_that_refuses_the_last_flag(example: ModuleType, log: Path) -> Any:
@@ -108,27 +115,21 @@ def script_with_our_flags(example: ModuleType, log: Path) -> Any:
     """As Megatron's own scripts with `add_arguments` passed on, which is all it knows of the plugin."""
     from commfuse_megatron.plugin import add_arguments
 
-    return _train(example, log, lambda config: None, add_arguments)
+    return _train(example, log, add_arguments)
 
 
 def script_that_sets_attributes(example: ModuleType, log: Path) -> Any:
-    def set_attributes(transformer_config: Any) -> None:
-        transformer_config.commfuse = True
-        transformer_config.commfuse_config = str(log.parent / "attribute.yaml")
-
-    return _train(example, log, set_attributes)
+    return _train(example, log, commfuse=True, commfuse_config=str(log.parent / "attribute.yaml"))
 
 
 def script_that_switches_off(example: ModuleType, log: Path) -> Any:
-    def switch_off(transformer_config: Any) -> None:
-        transformer_config.commfuse = False
-
-    return _train(example, log, switch_off)
+    return _train(example, log, commfuse=False)
 
 
 def _train(
-    example: ModuleType, log: Path, change: Callable[[Any], None], extra_arguments: Callable[..., Any] | None = None
+    example: ModuleType, log: Path, extra_arguments: Callable[..., Any] | None = None, **attributes: Any
 ) -> list[Any]:
+    """attributes: set on Megatron's configuration before the model is built."""
     from megatron.training.arguments import parse_and_validate_args
 
     from commfuse_megatron.plugin import compat_training
@@ -140,7 +141,8 @@ def _train(
     compat_training.let_wheel_start()
     example.datasets.is_distributed = True
     config = compat_training.model_config_from_arguments(arguments)
-    change(config.transformer)
+    for name, value in attributes.items():
+        setattr(config.transformer, name, value)
     chunks: list[Any] = []
     config.pre_wrap_hooks.append(lambda models: chunks.extend(models) or models)
     compat_training.pretrain(arguments, config, example.datasets, example.forward_step)

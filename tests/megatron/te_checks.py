@@ -6,9 +6,8 @@ are checked here; what such models compute, in `tests/gpu`.
 
 import copy
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,18 +34,8 @@ from commfuse_megatron.plugin.decision import state_of
 from commfuse_megatron.plugin.spec import block_spec
 from commfuse_megatron.plugin.support import unsupported_reason
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, transformer_config
-from tests.megatron.layers import (
-    EPS,
-    IN,
-    OUT,
-    StockNormAndLinear,
-    assert_equal,
-    assert_norm_output,
-    assert_overlapped,
-    config,
-    example_input,
-    run,
-)
+from tests.megatron import layers
+from tests.megatron.layers import EPS, IN, OUT, Pair, StockNormAndLinear, assert_equal, assert_overlapped, config, run
 from tests.megatron.models import differing_checkpoint_entries
 
 OURS = {
@@ -57,12 +46,9 @@ OURS = {
 GPTS = (SmallGPT(dtype=torch.float64), SmallGPT.layer_norm_and_bias(dtype=torch.float64))
 
 
-@contextmanager
-def on_the_cpu() -> Iterator[None]:
+def on_the_cpu() -> Any:
     """Wall: Transformer Engine's constructors ask for a GPU, though with `use_cpu_initialization` they use none."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        yield
+    return mock.patch.object(torch.cuda, "is_available", return_value=True)
 
 
 def te_gpt(gpt: SmallGPT, group_size: int, *, overlap: Any, seed: int = 7, **options: Any) -> Any:
@@ -72,15 +58,23 @@ def te_gpt(gpt: SmallGPT, group_size: int, *, overlap: Any, seed: int = 7, **opt
         return build_gpt(gpt, transformer, overlap=overlap, spec=spec, seed=seed)
 
 
+def kind_of(leaf: Any) -> str:
+    return "row" if "Row" in (leaf.module if hasattr(leaf, "module") else leaf).__name__ else "column"
+
+
 def te_layer(leaf: Any, transformer: Any, **options: Any) -> Any:
-    is_row = "Row" in (leaf.module if hasattr(leaf, "module") else leaf).__name__
-    sides = {"input_is_parallel": True} if is_row else {"gather_output": False}
+    """Built as Megatron builds it."""
+    sides = {"column": {"gather_output": False}, "row": {"input_is_parallel": True}}[kind_of(leaf)]
     arguments: dict[str, Any] = {
         "config": transformer, "init_method": torch.nn.init.normal_, "bias": True, "skip_bias_add": False,
         "is_expert": False, **sides,
     }  # fmt: skip
     with on_the_cpu():
         return build_module(leaf, IN, OUT, **{**arguments, **options})
+
+
+def example_input(leaf: Any, group_size: int, rows: int = layers.ROWS, dtype: torch.dtype = torch.float64) -> Any:
+    return layers.example_input(kind_of(leaf), group_size, rows, dtype)
 
 
 def types_of_linears(model: Any) -> list[type]:
@@ -130,44 +124,41 @@ def _assert_same_parameters(stock: torch.nn.Module, ours: torch.nn.Module) -> No
 
 
 def check_reasons_to_take_transformer_engines_path(group_size: int) -> None:
-    off, fp8, fp4, inference, offloading = (config(group_size) for _ in range(5))
-    off.commfuse = False
-    fp8.fp8, fp4.fp4, offloading.cpu_offloading = "hybrid", "e2m1", True
-    inference.transformer_impl = "inference_optimized"
-    without = config(group_size, sequence_parallel=False)
-    cases = [(fp8, "config.fp8"), (fp4, "config.fp4"), (without, "sequence_parallel is off"), (off, "switched off")]
-    cases += [(inference, "inference_optimized"), (offloading, "cpu_offloading")]
+    cases = (
+        ("fp8", "hybrid", "config.fp8"), ("fp4", "e2m1", "config.fp4"), ("commfuse", False, "switched off"),
+        ("transformer_impl", "inference_optimized", "inference_optimized"), ("cpu_offloading", True, "cpu_offloading"),
+    )  # fmt: skip
     for stock, ours in OURS.items():
-        for transformer, words in cases:
-            plain, transformer_fp8 = config(group_size, sequence_parallel=transformer.sequence_parallel), transformer
-            layer = te_layer(apply_to_spec(stock), plain)
-            layer.config = transformer_fp8
-            assert type(layer) is ours
-            (report,) = model_report(torch.nn.ModuleList([layer])).layers
-            assert (report.path, report.overlapped_calls) == ("not called yet", 0)
-            assert words in report.reasons[0], (words, report.reasons)
         layer = te_layer(apply_to_spec(stock), config(group_size))
-        for change, words in (
-            ({"parallel_mode": None}, "the caller communicates"),
-            ({"te_quant_params": object()}, "quantisation recipe"),
+        without = te_layer(apply_to_spec(stock), config(group_size, sequence_parallel=False))
+        assert "sequence_parallel is off" in reason_before_calls(without)
+        for name, value, words in cases:
+            layer = te_layer(apply_to_spec(stock), config(group_size))
+            setattr(layer.config, name, value)
+            assert type(layer) is ours
+            assert words in reason_before_calls(layer)
+        layer = te_layer(apply_to_spec(stock), config(group_size))
+        for name, value, words in (
+            ("parallel_mode", None, "the caller communicates"),
+            ("te_quant_params", object(), "quantisation recipe"),
         ):
-            before = {name: getattr(layer, name) for name in change}
-            for name, value in change.items():
-                setattr(layer, name, value)
-            assert words in unsupported_reason(layer)
-            for name, value in before.items():
-                setattr(layer, name, value)
+            with mock.patch.object(layer, name, value):
+                assert words in unsupported_reason(layer)
         assert unsupported_reason(layer) is None
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(te.FP8GlobalStateManager, "is_fp8_enabled", lambda: True)
+        with mock.patch.object(te.FP8GlobalStateManager, "is_fp8_enabled", return_value=True):
             assert "fp8 is on around this call" in unsupported_reason(layer)
-        strict = te_layer(apply_to_spec(stock), config(group_size))
-        state_of(strict).overlap_config = OverlapConfig(fallback=FallbackConfig(unsupported="raise"))
-        strict.config = fp8
+        state_of(layer).overlap_config = OverlapConfig(fallback=FallbackConfig(unsupported="raise"))
+        layer.config.fp8 = "hybrid"
         with pytest.raises(UnsupportedError, match=r"config\.fp8"):
-            strict(torch.zeros(4, 1, IN, dtype=torch.float64))
+            layer(torch.zeros(4, 1, IN, dtype=torch.float64))
     expert = te_layer(apply_to_spec(te.TEColumnParallelLinear), config(group_size), is_expert=True, skip_bias_add=True)
     assert "expert" in unsupported_reason(expert)
+
+
+def reason_before_calls(layer: Any) -> str:
+    (report,) = model_report(torch.nn.ModuleList([layer])).layers
+    assert (report.path, report.overlapped_calls) == ("not called yet", 0)
+    return report.reasons[0]
 
 
 def check_others_find_what_stock_has(group_size: int) -> None:
@@ -243,47 +234,41 @@ def _check_converted_model(gpt: SmallGPT, group_size: int) -> None:
     assert convert_model(model) is model
 
 
-def _local_and_built(kind: str, transformer: Any, skip_bias_add: bool) -> tuple[Any, Any]:
-    """A local layer and one of Transformer Engine's, with equal random parameters."""
-    local, stock, sides = {
-        "column": (StockNormAndLinear, te.TELayerNormColumnParallelLinear, {"gather_output": False}),
-        "row": (RowParallelLinear, te.TERowParallelLinear, {"input_is_parallel": True}),
+def _local_and_converted(kind: str, transformer: Any, skip_bias_add: bool) -> Pair:
+    """A local layer and one of Transformer Engine's that is ours, with equal random parameters."""
+    local, stock = {
+        "column": (StockNormAndLinear, te.TELayerNormColumnParallelLinear),
+        "row": (RowParallelLinear, te.TERowParallelLinear),
     }[kind]
     built = te_layer(stock, transformer, skip_bias_add=skip_bias_add)
     with torch.no_grad():
         for parameter in built.parameters():
             parameter.copy_(torch.randn_like(parameter))
-    options = {"config": transformer, "init_method": torch.nn.init.normal_, "bias": True, **sides}
-    expected = local(IN, OUT, skip_bias_add=skip_bias_add, **options)
+    expected = layers.build(kind, local, transformer, skip_bias_add=skip_bias_add)
     expected.load_state_dict({k: v for k, v in built.state_dict().items() if k != "_extra_state"})
-    return expected, built
+    ours = convert_model(torch.nn.ModuleList([built]))[0]
+    return Pair(expected, ours, example_input(stock, transformer.tensor_model_parallel_size))
 
 
 def check_converted_layers_compute_the_same(group_size: int, kind: str) -> None:
     for options in ({"normalization": "LayerNorm"}, {"layernorm_zero_centered_gamma": True}):
         for skip_bias_add in (False, True):
             transformer = config(group_size, layernorm_epsilon=EPS, **options)
-            expected, built = _local_and_built(kind, transformer, skip_bias_add)
-            ours = convert_model(torch.nn.ModuleList([built]))[0]
-            x = example_input(kind, group_size)
-            assert_equal(run(expected, x), run(ours, x))
-            assert_overlapped(ours)
+            _local_and_converted(kind, transformer, skip_bias_add).assert_overlapped()
 
 
 def check_converted_layers_return_the_norms_output(group_size: int) -> None:
     transformer = config(group_size, layernorm_epsilon=EPS, normalization="LayerNorm")
     for is_gathered, skip_bias_add in itertools.product((False, True), repeat=2):
-        expected, built = _local_and_built("column", transformer, skip_bias_add)
-        built.return_layernorm_output, built.return_layernorm_output_gathered = True, is_gathered
-        ours = convert_model(torch.nn.ModuleList([built]))[0]
-        assert_norm_output(expected, ours, is_gathered=is_gathered)
+        layer = _local_and_converted("column", transformer, skip_bias_add)
+        layer.set(return_layernorm_output=True, return_layernorm_output_gathered=is_gathered).assert_overlapped()
 
 
 def check_a_bias_of_another_dtype(group_size: int) -> None:
     """Fails without casting it: the operation takes one dtype for all."""
     for stock, skip_bias_add in itertools.product(OURS, (False, True)):
         layer = te_layer(apply_to_spec(stock), config(group_size, dtype=torch.bfloat16), skip_bias_add=skip_bias_add)
-        x = example_input("row" if "Row" in stock.__name__ else "column", group_size, dtype=torch.bfloat16)
+        x = example_input(stock, group_size, dtype=torch.bfloat16)
         values = torch.arange(layer.bias.numel()) / 4
         results = []
         for dtype in (torch.bfloat16, torch.float32):
@@ -302,7 +287,7 @@ def check_dtypes_under_autocast(group_size: int) -> None:
         has_norm = hasattr(layer, "return_layernorm_output")
         if has_norm:
             layer.return_layernorm_output, layer.return_layernorm_output_gathered = True, is_gathered
-        x = example_input("row" if "Row" in stock.__name__ else "column", group_size, dtype=torch.float32)
+        x = example_input(stock, group_size, dtype=torch.float32)
         with torch.autocast("cpu", torch.bfloat16):
             returned = [found for found in tree_leaves(layer(x)) if found is not None]
         assert [found.dtype for found in returned] == [torch.bfloat16] * (1 + skip_bias_add + has_norm)
@@ -312,14 +297,12 @@ def check_dtypes_under_autocast(group_size: int) -> None:
 def check_delayed_weight_gradients(group_size: int) -> None:
     """Megatron's contract of `delay_wgrad_compute`: `backward_dw` computes the gradients of two micro-batches."""
     for stock, is_fused in itertools.product(OURS, (False, True)):
-        transformer = config(group_size)
-        plain = te_layer(apply_to_spec(stock), transformer)
+        plain = te_layer(apply_to_spec(stock), config(group_size))
         transformer = config(group_size, gradient_accumulation_fusion=is_fused)
         transformer.delay_wgrad_compute = True
         delayed = te_layer(apply_to_spec(stock), transformer)
         delayed.load_state_dict(plain.state_dict())
-        kind = "row" if "Row" in stock.__name__ else "column"
-        batches = [example_input(kind, group_size, rows) for rows in (4, 3)]
+        batches = [example_input(stock, group_size, rows) for rows in (4, 3)]
         total = torch.zeros_like(plain.weight)
         for layer in (plain, delayed):
             layer.weight.main_grad = torch.zeros_like(layer.weight)

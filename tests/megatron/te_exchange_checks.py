@@ -4,8 +4,6 @@ Both ranks of one spawn share sequences. What ours exchanges runs on the CPU; Tr
 not, so where it is to be taken it is watched instead.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -32,43 +30,31 @@ from commfuse_megatron.plugin.spec import block_spec
 from commfuse_megatron.plugin.ulysses import _reason_in_kernel
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, transformer_config
 from tests.megatron import layers
-from tests.megatron.models import tensor_parallel_size
+from tests.megatron.models import sharing_sequences
 from tests.megatron.te_checks import on_the_cpu
 
 ROWS, HEADS, SIZE = 4, 8, 8  # rows of a rank
 OVERLAPPED = OverlapConfig.from_dict({"ulysses": {"path": "overlapped"}})
 
 
-@contextmanager
-def sharing_sequences(ranks: int) -> Iterator[None]:
-    with tensor_parallel_size(1, context_parallel_size=ranks):
-        yield
-        reset_contexts()
-
-
 def build(leaf: Any, ranks: int, comm_type: str = "a2a", **options: Any) -> Any:
     transformer = layers.config(1, context_parallel_size=ranks, cp_comm_type=comm_type, **options)
-    groups = SimpleNamespace(
-        tp=parallel_state.get_tensor_model_parallel_group(),
-        cp=parallel_state.get_context_parallel_group(),
-        hcp=None,
-    )
+    groups = {
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(), "hcp": None,
+    }  # fmt: skip
     with on_the_cpu():
         return build_module(
-            leaf,
-            config=transformer,
-            layer_number=1,
-            attn_mask_type=AttnMaskType.causal,
-            attention_type="self",
-            cp_comm_type=comm_type,
-            pg_collection=groups,
-        )
+            leaf, config=transformer, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self",
+            cp_comm_type=comm_type, pg_collection=SimpleNamespace(**groups),
+        )  # fmt: skip
 
 
 def heads() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(parallel_state.get_context_parallel_rank())
-    shapes = [(ROWS, 2, number, SIZE) for number in (HEADS, 4, 4)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    rank = parallel_state.get_context_parallel_rank()
+    return [
+        layers.random((ROWS, 2, heads, SIZE), 3 * rank + n).requires_grad_() for n, heads in enumerate((HEADS, 4, 4))
+    ]
 
 
 def attend(core: Any) -> list[torch.Tensor]:

@@ -5,9 +5,11 @@ import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.nn.modules import module as of_all_modules
 
 from commfuse_megatron import OverlapConfig, OverlapContext
@@ -31,54 +33,60 @@ from commfuse_megatron.plugin.compat import (
 )
 from commfuse_megatron.plugin.decision import state_of
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, transformer_config
+from commfuse_megatron.tools.verify.megatron_cases import FULL
 from tests.megatron import layers
 from tests.megatron.harness import checks_of_module, make_cpu_test
-from tests.megatron.models import build_latent
+from tests.megatron.layers import random
+from tests.megatron.models import QUERY_SPLIT, ROW_PARALLEL, build_latent, draw_tokens, loss_and_gradients, tiny_gpt
 
-QUERY_SPLIT = OverlapConfig(attention=AttentionConfig(path="query_split"))
-ROW_PARALLEL = OverlapConfig(attention=AttentionConfig(path="row_parallel"))
 AUTO = OverlapConfig()
-TOKENS = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
+TOKENS = draw_tokens()
+DDP = "megatron.core.distributed.distributed_data_parallel"
 
 
 def build(group_size: int, overlap: OverlapConfig | bool = QUERY_SPLIT, **options: Any) -> Any:
-    gpt = SmallGPT(dtype=torch.float64, num_layers=1)
-    return build_gpt(gpt, transformer_config(gpt, group_size, **options), overlap=overlap)
+    return tiny_gpt(group_size, overlap, **options)
+
+
+def attentions_of(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, SelfAttention | MLASelfAttention)]
 
 
 def attention_of(model: Any) -> Any:
-    (attention,) = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    (attention,) = attentions_of(model)
     return attention
 
 
-def run(model: Any, **options: Any) -> dict[str, torch.Tensor]:
-    loss = loss_of(model, TOKENS, **{"with_mask": False, **options})
-    loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+def run(model: Any, *, with_mask: bool = False) -> dict[str, torch.Tensor | None]:
+    return loss_and_gradients(model, TOKENS, with_mask=with_mask)
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=1e-12, rtol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    layers.assert_equal(expected, found, tolerance=1e-12)
 
 
-def assert_stays(
+def assert_stays(words: str, model: Any, stock: Any, *, with_mask: bool = False) -> Any:
+    """The model runs as stock does, and says why no attention of it is split; all projections are overlapped still."""
+    assert_equal(run(model, with_mask=with_mask), run(stock, with_mask=with_mask))
+    report = model_report(model)
+    assert len(report.attentions) == len(attentions_of(stock)) > 0
+    for each in report.attentions:
+        assert (each.path, each.overlapped_calls) == ("stock", 0)
+        assert all(words in reason for reason in each.reasons), each.reasons
+    assert {layer.path for layer in report.layers if layer.name.endswith("linear_proj")} == {"overlapped"}
+    return report
+
+
+def assert_tiny_stays(
     group_size: int, words: str, overlap: OverlapConfig = QUERY_SPLIT, *, with_mask: bool = False, **options: Any
 ) -> Any:
-    """The model runs as stock does, and says why its attention is not split; the projection is overlapped still."""
-    model = build(group_size, overlap, **options)
-    assert_equal(run(model, with_mask=with_mask), run(build(group_size, False, **options), with_mask=with_mask))
-    (report,) = model_report(model).attentions
-    assert (report.path, report.overlapped_calls) == ("stock", 0)
-    assert all(words in reason for reason in report.reasons), report.reasons
-    return model
+    models = build(group_size, overlap, **options), build(group_size, False, **options)
+    return assert_stays(words, *models, with_mask=with_mask)
 
 
 def check_attention_is_megatrons_if_asked_for(group_size: int) -> None:
     """And nothing of ours is planned or made ready for it."""
-    row_parallel = OverlapConfig(attention=AttentionConfig(path="row_parallel"))
-    model = assert_stays(group_size, "attention.path is row_parallel", row_parallel)
-    report = model_report(model)
+    report = assert_tiny_stays(group_size, "attention.path is row_parallel", ROW_PARALLEL)
     assert {layer.path for layer in report.layers} == {"overlapped"}
     assert "query_split_attention" not in {record.op for record in report.ops}
     words, _, reason = report.lines()[1].partition("; ")
@@ -87,8 +95,7 @@ def check_attention_is_megatrons_if_asked_for(group_size: int) -> None:
 
 
 def check_planned_attention_is_megatrons_on_the_cpu(group_size: int) -> None:
-    model = assert_stays(group_size, "planned as row_parallel: default on the CPU", AUTO)
-    report = model_report(model)
+    report = assert_tiny_stays(group_size, "planned as row_parallel: default on the CPU", AUTO)
     assert {layer.path for layer in report.layers} == {"overlapped"}
     (record,) = [record for record in report.ops if record.op == "query_split_attention"]
     assert (record.path, record.calls) == ("row_parallel", 0)
@@ -96,15 +103,15 @@ def check_planned_attention_is_megatrons_on_the_cpu(group_size: int) -> None:
 
 def check_selective_recompute_of_core_attention(group_size: int) -> None:
     options = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    assert_stays(group_size, "recomputed by itself", with_mask=True, **options)
+    assert_tiny_stays(group_size, "recomputed by itself", with_mask=True, **options)
 
 
 def check_an_output_gate(group_size: int) -> None:
-    assert_stays(group_size, "attention_output_gate", attention_output_gate=True)
+    assert_tiny_stays(group_size, "attention_output_gate", attention_output_gate=True)
 
 
 def check_learnable_softmax_offset(group_size: int) -> None:
-    assert_stays(group_size, "softmax_type is off-by-one", softmax_type="off-by-one")
+    assert_tiny_stays(group_size, "softmax_type is off-by-one", softmax_type="off-by-one")
 
 
 def check_without_overlap_nothing_is_split(group_size: int) -> None:
@@ -135,22 +142,17 @@ def check_flags_that_say_no(group_size: int) -> None:
     model = build(group_size)
     attention = attention_of(model)
     expected = run(build(group_size, False))
-    for name in ("offload_core_attention", "offload_attn_proj"):
-        setattr(attention, name, True)
-        before = attention.training
-        # Offloading itself needs a GPU: evaluated, Megatron does not do it, and we must not look at that.
-        attention.eval() if name == "offload_core_attention" else None
-        if name == "offload_core_attention":
-            model.zero_grad(set_to_none=True)
-            assert_equal(run(model), expected)
-        attention.train(before)
-        assert "are offloaded" in model_report(model).attentions[0].reasons[0]
-        setattr(attention, name, False)
+    attention.offload_core_attention = True
+    # Offloading itself needs a GPU: evaluated, Megatron does not do it, and we must not look at that.
+    attention.eval()
+    assert_equal(run(model), expected)
+    attention.train()
+    assert "are offloaded" in model_report(model).attentions[0].reasons[0]
+    attention.offload_core_attention, attention.offload_attn_proj = False, True
+    assert "are offloaded" in model_report(model).attentions[0].reasons[0]
 
 
 def check_arguments_that_say_no(group_size: int) -> None:
-    from commfuse_megatron.plugin.attention import attention_unsupported_reason
-
     attention = attention_of(build(group_size))
     assert attention_unsupported_reason(attention) is None
     for name in ("inference_context", "inference_params", "packed_seq_params", "attention_bias", "key_value_states"):
@@ -184,7 +186,6 @@ def check_what_does_not_fit_together_is_a_reason(group_size: int) -> None:
     hook.remove()
     (reason,) = state_of(attention).stock_calls
     assert "one dtype" in reason
-    model.zero_grad(set_to_none=True)
     assert_equal(run(model), expected)
     assert model_report(model).attentions[0].path == "mixed"
 
@@ -200,7 +201,7 @@ def check_a_bias_of_another_dtype(group_size: int) -> None:
             projection = attention.linear_proj
             projection.skip_bias_add = not is_added
             projection.bias = torch.nn.Parameter(torch.linspace(-1, 1, projection.bias.numel()))
-            hidden = torch.randn(8, 2, 64, generator=torch.Generator().manual_seed(5)).to(dtype)
+            hidden = random((8, 2, 64), 5, dtype)
             with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
                 if dtype == torch.float32:  # stock's backward pass refuses
                     results.append(dict(zip(("output", "bias"), attention(hidden, None), strict=True)))
@@ -213,7 +214,7 @@ def check_a_bias_of_another_dtype(group_size: int) -> None:
 
 def check_a_kernel_that_cannot_is_a_reason(group_size: int) -> None:
     overlap = OverlapConfig(attention=AttentionConfig(path="query_split", kernel="flash"))
-    assert_stays(group_size, "flash attention runs on CUDA devices", overlap)
+    assert_tiny_stays(group_size, "flash attention runs on CUDA devices", overlap)
 
 
 def check_raising_instead(group_size: int) -> None:
@@ -221,9 +222,8 @@ def check_raising_instead(group_size: int) -> None:
     model = build(group_size, overlap, attention_output_gate=True)
     with pytest.raises(UnsupportedError, match="attention_output_gate"):
         run(model)
-    row_parallel = AttentionConfig(path="row_parallel")
-    for attention, words in ((AUTO.attention, "planned as row_parallel"), (row_parallel, "attention.path is")):
-        assert_stays(group_size, words, OverlapConfig(attention=attention, fallback=overlap.fallback))
+    for asked, words in ((AUTO, "planned as row_parallel"), (ROW_PARALLEL, "attention.path is")):
+        assert_tiny_stays(group_size, words, OverlapConfig(attention=asked.attention, fallback=overlap.fallback))
 
 
 def check_a_lost_placeholder_is_an_error(group_size: int) -> None:
@@ -235,20 +235,18 @@ def check_a_lost_placeholder_is_an_error(group_size: int) -> None:
         seen.append(torch.nn.Module.__call__(module, *args, **kwargs))
         return seen[-1] * 1.0
 
-    with pytest.MonkeyPatch.context() as patch:  # where no attention looks
-        patch.setattr(type(attention.core_attention), "__call__", copies)
-        with pytest.raises(UnsupportedError, match="placeholder"):
-            run(model)
+    core = type(attention.core_attention)  # where no attention looks
+    with mock.patch.object(core, "__call__", copies), pytest.raises(UnsupportedError, match="placeholder"):
+        run(model)
     assert torch.isnan(seen[0]).all()
     assert "forward" not in vars(attention.core_attention)
     assert "forward" not in vars(attention.linear_proj)
-    model.zero_grad(set_to_none=True)
     assert_equal(run(model), run(build(group_size, False)))
 
     def bypass(*_: Any) -> None:
         raise RuntimeError("somebody's hook")
 
-    bypass.__module__ = "megatron.core.distributed.distributed_data_parallel"
+    bypass.__module__ = DDP
     hook = attention.linear_proj.register_forward_pre_hook(bypass)
     with pytest.raises(RuntimeError, match="somebody's hook"):
         run(model)
@@ -264,7 +262,7 @@ def check_hooks_of_both_modules_run(group_size: int) -> None:
     def hook(module: Any, _: Any) -> None:
         called.append(type(module).__qualname__)
 
-    hook.__module__ = "megatron.core.distributed.distributed_data_parallel"
+    hook.__module__ = DDP
     for module in (attention.core_attention, attention.linear_proj):
         module.register_forward_pre_hook(hook)
     run(model)
@@ -283,12 +281,10 @@ def check_converted_models(group_size: int) -> None:
     attention = attention_of(model)
     assert type(attention) is CommFuseSelfAttention
     assert model_report(model).attentions[0].path == "not called yet"
-    model.zero_grad(set_to_none=True)
     assert_equal(run(model), expected)
     assert model_report(model).attentions[0].path == "overlapped"
     assert state_of(attention).name.endswith("self_attention")
-    convert_model(model, OverlapConfig(attention=AttentionConfig(path="row_parallel")))
-    model.zero_grad(set_to_none=True)
+    convert_model(model, ROW_PARALLEL)
     assert_equal(run(model), expected)
     assert model_report(model).attentions[0].path == "mixed"
     assert pickle.loads(pickle.dumps(state_of(attention))).overlapped_calls == 0
@@ -304,8 +300,7 @@ def check_evaluation_is_split_too(group_size: int) -> None:
 
 def check_queries_are_split_over_nccl_outside_of_captures(group_size: int) -> None:
     """What layers over NCCL say while a graph is captured was said of every call."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OverlapContext, "transport_name", property(lambda context: "nccl"))
+    with mock.patch.object(OverlapContext, "transport_name", "nccl"):
         model = build(group_size)
         run(model)
     (attention, *_) = model_report(model).attentions
@@ -315,11 +310,8 @@ def check_queries_are_split_over_nccl_outside_of_captures(group_size: int) -> No
 
 def check_dropout_is_repeated_when_recomputed(group_size: int) -> None:
     """With another mask in the recomputed pass, gradients would differ by order 1."""
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     results = []
-    for options in ({}, full):
+    for options in ({}, FULL):
         model = build(group_size, attention_dropout=0.3, **options)
         model_parallel_cuda_manual_seed(3)  # layers under sequence parallelism draw from Megatron's own states
         results.append(run(model))
@@ -362,39 +354,27 @@ def derive(module: Any) -> None:
     module.__class__ = type("Derived", (base,), {"forward": forward})
 
 
+def hook(register: str, function: Callable[..., Any]) -> Callable[[Any], None]:
+    """What registers a hook with a module."""
+    return lambda module: getattr(module, register)(function)
+
+
 def scale_gradients(_: Any, *gradients: Any) -> tuple:
     return tuple(None if gradient is None else gradient * FACTOR for gradient in gradients[0])
 
 
-def hook_backward(module: Any) -> None:
-    module.register_full_backward_hook(scale_gradients)
+def wait_for_parameters(*_: Any) -> None:
+    """As Megatron's data-parallel wrapper does, which does not look at the input."""
 
 
-def hook_before_backward(module: Any) -> None:
-    module.register_full_backward_pre_hook(scale_gradients)
+wait_for_parameters.__module__ = DDP
 
-
-def hook_before_forward(module: Any) -> None:
-    module.register_forward_pre_hook(lambda _, inputs: (inputs[0] * FACTOR, *inputs[1:]))
-
-
-def hook_forward(module: Any) -> None:
-    module.register_forward_hook(lambda _, __, output: scaled(output))
-
-
-def adapt_by_hook(module: Any) -> None:
-    """As an adapter that adds something of its own to what the projection makes of its input."""
-    module.register_forward_hook(lambda _, inputs, output: (output[0] + 0 * inputs[0].sum(), output[1]))
-
-
-def wait_for_parameters(module: Any) -> None:
-    """As Megatron's data-parallel wrapper, which does not look at the input."""
-
-    def hook(*_: Any) -> None:
-        return None
-
-    hook.__module__ = "megatron.core.distributed.distributed_data_parallel"
-    module.register_forward_pre_hook(hook)
+hook_backward = hook("register_full_backward_hook", scale_gradients)
+hook_before_backward = hook("register_full_backward_pre_hook", scale_gradients)
+hook_before_forward = hook("register_forward_pre_hook", lambda _, inputs: (inputs[0] * FACTOR, *inputs[1:]))
+hook_forward = hook("register_forward_hook", lambda _, __, output: scaled(output))
+#: As an adapter that adds something of its own to what the projection makes of its input.
+adapt_by_hook = hook("register_forward_hook", lambda _, inputs, output: (output[0] + 0 * inputs[0].sum(), output[1]))
 
 
 class Change(NamedTuple):
@@ -422,7 +402,7 @@ CHANGES = (
     Change(PROJECTION, hook_forward, "linear_proj has forward hooks"),
     Change(PROJECTION, hook_before_forward, "linear_proj has forward pre-hooks"),
     Change(PROJECTION, adapt_by_hook, "linear_proj has forward hooks"),
-    Change(PROJECTION, wait_for_parameters, None),
+    Change(PROJECTION, hook("register_forward_pre_hook", wait_for_parameters), None),
 )
 
 
@@ -468,11 +448,11 @@ def check_hooks_of_all_modules_see_no_placeholder(group_size: int) -> None:
 
     seen: list[bool] = []
     model = build(group_size)
-    hook = of_all_modules.register_module_forward_hook(look)
+    handle = of_all_modules.register_module_forward_hook(look)
     try:
         assert_equal(run(model), run(build(group_size, False)))
     finally:
-        hook.remove()
+        handle.remove()
     assert seen
     assert not any(seen)
     (attention,) = model_report(model).attentions
@@ -485,44 +465,27 @@ def check_hooks_of_all_modules_see_no_placeholder(group_size: int) -> None:
         of_all_modules.register_module_full_backward_hook,
         of_all_modules.register_module_full_backward_pre_hook,
     ):
-        hook = register(lambda *_: None)
+        handle = register(lambda *_: None)
         assert "hooks of all modules" in str(attention_unsupported_reason(attention_of(model)))
-        hook.remove()
+        handle.remove()
     assert attention_unsupported_reason(attention_of(model)) is None
 
 
-def attentions_of(model: Any) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, MLASelfAttention)]
-
-
-def assert_latent_stays(group_size: int, words: str, overlap: OverlapConfig, **options: Any) -> None:
-    """The model runs as stock does, and says why its attentions are not split; projections are overlapped still."""
-    model = build_latent(group_size, overlap, **options)
-    assert_equal(run(model, with_mask=True), run(build_latent(group_size, None, **options), with_mask=True))
-    report = model_report(model)
-    assert len(report.attentions) == 2
-    for each in report.attentions:
-        assert (each.layer, each.path, each.overlapped_calls) == ("CommFuseMLASelfAttention", "stock", 0)
-        assert all(words in reason for reason in each.reasons), each.reasons
-    projections = [layer for layer in report.layers if layer.name.endswith("linear_proj")]
-    assert [layer.path for layer in projections] == ["overlapped"] * 2
+def assert_latent_stays(group_size: int, words: str, overlap: OverlapConfig = QUERY_SPLIT, **options: Any) -> None:
+    models = (build_latent(group_size, each, **options) for each in (overlap, None))
+    report = assert_stays(words, *models, with_mask=True)
+    assert [each.layer for each in report.attentions] == ["CommFuseMLASelfAttention"] * 2
 
 
 def check_latent_attention_as_planned_and_as_asked_for(group_size: int) -> None:
-    row_parallel = OverlapConfig(attention=AttentionConfig(path="row_parallel"))
-    assert_latent_stays(group_size, "attention.path is row_parallel", row_parallel)
+    assert_latent_stays(group_size, "attention.path is row_parallel", ROW_PARALLEL)
     assert_latent_stays(group_size, "planned as row_parallel: default on the CPU", AUTO)
 
 
-def check_recomputed_up_projections(group_size: int) -> None:
-    """Fails without the reason: Megatron frees query, key and value before the projection is called."""
-    options = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
-    assert_latent_stays(group_size, "recompute_modules has mla_up_proj", QUERY_SPLIT, **options)
-
-
-def check_latent_core_attention_recomputed(group_size: int) -> None:
-    options = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    assert_latent_stays(group_size, "recomputed by itself", QUERY_SPLIT, **options)
+def check_latent_attention_with_recomputed_parts(group_size: int) -> None:
+    """Fails without the reason for up-projections: Megatron frees query, key and value before the projection."""
+    for part, words in (("mla_up_proj", "recompute_modules has mla_up_proj"), ("core_attn", "recomputed by itself")):
+        assert_latent_stays(group_size, words, recompute_granularity="selective", recompute_modules=[part])
 
 
 def check_calls_of_latent_attention_that_say_no(group_size: int) -> None:
@@ -549,7 +512,6 @@ def check_converted_latent_attention(group_size: int) -> None:
     assert all("converted" in each.reasons[0] for each in model_report(model).attentions)
     convert_model(model, QUERY_SPLIT)
     assert {type(each) for each in attentions_of(model)} == {CommFuseMLASelfAttention}
-    model.zero_grad(set_to_none=True)
     assert_equal(run(model), expected)
     assert {each.path for each in model_report(model).attentions} == {"overlapped"}
 

@@ -7,79 +7,66 @@ from our classes here, which need no Transformer Engine.
 from typing import Any
 
 import torch
-from megatron.core.transformer.identity_op import IdentityOp
 
-from commfuse_megatron.plugin import CommFuseLayerNormColumnParallelLinear, model_report
-from commfuse_megatron.plugin.compat import ColumnParallelLinear
-from commfuse_megatron.plugin.spec import block_spec, local_layer_spec, replace_in_spec
-from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, transformer_config
+from commfuse_megatron import OverlapConfig
+from commfuse_megatron.plugin import model_report
+from commfuse_megatron.testing.gpt import SmallGPT, loss_of
+from commfuse_megatron.testing.models import Recipe
 from commfuse_megatron.testing.training import Training
-from tests.megatron.harness import checks_of_module, make_cpu_test
+from tests.megatron.harness import checks_of_module, make_cpu_test, tensor_parallel
+from tests.megatron.layers import assert_equal
 from tests.megatron.models import (
     assert_same,
+    build_model,
+    draw_tokens,
     folders,
     load,
     perturb,
     save,
     save_entries,
     sharded,
-    tensor_parallel_size,
     values,
 )
 
 GPT = SmallGPT.layer_norm_and_bias(dtype=torch.float64, num_layers=2)
 TOLERANCE = 1e-13
-
-
-def fused_layout(config: Any) -> Any:
-    """The spec of a block laid out like Transformer Engine's."""
-    layer = replace_in_spec(local_layer_spec(), {ColumnParallelLinear: CommFuseLayerNormColumnParallelLinear})
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
-    layer.submodules.sharded_state_dict_keys_map = {}
-    return block_spec(layer, config, with_torch_norm=True)
+TOKENS = draw_tokens(2, 32, seed=5)
+FIRST, OTHER = 7, 99
 
 
 def model(group_size: int, kind: str, *, seed: int) -> Any:
-    config = transformer_config(GPT, group_size)
-    spec = fused_layout(config) if kind == "fused" else None
-    built = build_gpt(GPT, config, overlap=kind != "stock", seed=seed, spec=spec)
+    recipe, overlap = Recipe(gpt=GPT, is_fused=kind == "fused"), None if kind == "stock" else OverlapConfig()
+    built = build_model(recipe, group_size, overlap, seed=seed)
     if seed == FIRST:
         perturb(built)
     return built
 
 
-FIRST, OTHER = 7, 99
-
-
-def batch() -> torch.Tensor:
-    return torch.randint(GPT.vocab_size, (2, 33), generator=torch.Generator().manual_seed(5))
-
-
 def check_checkpoints_go_both_ways_between_layouts_and_sizes(_: int) -> None:
     with folders(3) as (of_stock, of_fused, of_ours):
-        with tensor_parallel_size(2):
+        with tensor_parallel(2):
             stock = model(2, "stock", seed=FIRST)
-            expected, loss = values(stock), loss_of(stock, batch()).item()
+            expected, loss = values(stock), loss_of(stock, TOKENS).item()
             save(stock, of_stock)
-        with tensor_parallel_size(4):
+        with tensor_parallel(4):
             for kind in ("ours", "fused"):
                 loaded = _loaded(4, kind, of_stock, loss)
             save(loaded, of_fused)
-        with tensor_parallel_size(2):
+        with tensor_parallel(2):
             assert_same(expected, values(_loaded(2, "stock", of_fused, loss)))
             loaded = _loaded(2, "ours", of_fused, loss)
             assert_same(expected, values(loaded))
             save(loaded, of_ours)
-        with tensor_parallel_size(4):
+        with tensor_parallel(4):
             _loaded(4, "stock", of_ours, loss)
 
 
 def _loaded(group_size: int, kind: str, folder: str, expected_loss: float) -> Any:
     """A model that had other weights before it loaded `folder`, and has the expected loss since."""
     m = model(group_size, kind, seed=OTHER)
-    assert abs(loss_of(m, batch()).item() - expected_loss) > 1e-3
+    assert abs(loss_of(m, TOKENS).item() - expected_loss) > 1e-3
     load(m, folder)
-    assert abs(loss_of(m, batch()).item() - expected_loss) <= TOLERANCE * expected_loss
+    assert abs(loss_of(m, TOKENS).item() - expected_loss) <= TOLERANCE * expected_loss
     paths = {layer.path for layer in model_report(m).layers}
     assert paths == {"stock" if kind == "stock" else "overlapped"}
     return m
@@ -111,34 +98,26 @@ def check_extra_state_as_transformer_engine_writes_it(group_size: int) -> None:
 
 
 def check_fused_layout_trains_like_stock(group_size: int) -> None:
+    stock, fused = model(group_size, "stock", seed=FIRST), model(group_size, "fused", seed=OTHER)
     with folders(1) as (folder,):
-        stock = model(group_size, "stock", seed=FIRST)
         save(stock, folder)
-        fused = model(group_size, "fused", seed=OTHER)
         load(fused, folder)
     runs = [Training(m) for m in (stock, fused)]
-    losses = [training.backward(batch()) for training in runs]
+    losses = [training.backward(TOKENS) for training in runs]
     assert abs(losses[0] - losses[1]) <= TOLERANCE * losses[0]
     gradients = [
         {
-            entry.key + str(entry.global_offset): entry.data.main_grad
+            f"{entry.key} {entry.global_offset}": entry.data.main_grad
             for entry in sharded(m).values()
-            if _is_parameter(entry)
+            if isinstance(getattr(entry, "data", None), torch.nn.Parameter)
         }
         for m in (stock, fused)
     ]
-    assert gradients[0].keys() == gradients[1].keys()
     assert len(gradients[0]) >= 13
-    for name, gradient in gradients[0].items():
-        error = ((gradient - gradients[1][name]).abs().max() / gradient.abs().max()).item()
-        assert error <= TOLERANCE, f"gradient of {name} differs by {error:.1e}"
+    assert_equal(*gradients, TOLERANCE)
     for _ in range(2):
-        losses = [training.step(batch()) for training in runs]
+        losses = [training.step(TOKENS) for training in runs]
         assert abs(losses[0] - losses[1]) <= 1e-12 * losses[0]
-
-
-def _is_parameter(entry: Any) -> bool:
-    return isinstance(getattr(entry, "data", None), torch.nn.Parameter)
 
 
 test_checkpoints = make_cpu_test(4, checks_of_module(__name__, 4))

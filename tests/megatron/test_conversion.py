@@ -4,10 +4,10 @@ import functools
 import logging
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel import mappings as megatron_mappings
@@ -21,7 +21,6 @@ from commfuse_megatron.plugin import (
     CommFuseColumnParallelLinear,
     CommFuseLayerNormColumnParallelLinear,
     CommFuseRowParallelLinear,
-    CommFuseVocabParallelEmbedding,
     apply_to_spec,
     convert,
     convert_model,
@@ -31,35 +30,19 @@ from commfuse_megatron.plugin import (
 from commfuse_megatron.plugin.compat import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from commfuse_megatron.plugin.decision import state_of
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, transformer_config
+from commfuse_megatron.tools.verify.megatron_cases import FULL
+from tests.megatron import layers
 from tests.megatron.harness import checks_of_module, make_cpu_test
-from tests.megatron.layers import (
-    IN,
-    KINDS,
-    OUT,
-    _values,
-    assert_equal,
-    assert_ours_pass_for,
-    assert_overlapped_as_stock,
-    assert_stock,
-    build,
-    config,
-    example_input,
-    fsdp_takes_it_for,
-    make_embedding,
-    make_linear,
-    pair,
-    pair_and_input,
-    run,
-)
+from tests.megatron.layers import IN, KINDS, OUT, Pair, assert_equal, config, fsdp_takes_it_for, make_embedding, pair
+from tests.megatron.models import draw_tokens, loss_and_gradients, tiny_gpt
 
-_FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+TOKENS = draw_tokens()
+STRICT = FallbackConfig(unsupported="raise")
 
 
 def check_convert_model(group_size: int) -> None:
-    gpt = SmallGPT(dtype=torch.float64, num_layers=1)
-    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
-    stock = build_gpt(gpt, transformer_config(gpt, group_size), overlap=False)
-    expected = loss_of(stock, tokens)
+    stock = tiny_gpt(group_size, False)
+    expected = loss_of(stock, TOKENS)
     hooked: list[Any] = []
     stock.output_layer.register_forward_hook(lambda *_: hooked.append(1))
     parameters = dict(stock.named_parameters())
@@ -69,7 +52,7 @@ def check_convert_model(group_size: int) -> None:
     assert convert_model(stock) is stock
     assert type(stock.output_layer) is CommFuseColumnParallelLinear
     assert all(p is parameters[name] for name, p in stock.named_parameters())
-    found = loss_of(stock, tokens)
+    found = loss_of(stock, TOKENS)
     assert abs(found - expected) <= 1e-13 * abs(expected)
     report = model_report(stock)
     assert [layer.path for layer in report.layers] == ["overlapped"] * 6
@@ -82,9 +65,8 @@ def check_convert_model(group_size: int) -> None:
 
 def check_conversion_keeps_layers_with_tensors_of_somebody_else(group_size: int) -> None:
     """Fails without the look at names: such layers were re-classed, and nothing said so."""
-    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
     stock, ours, off = (_gpt_with_adapters(group_size) for _ in range(3))
-    strict = OverlapConfig(fallback=FallbackConfig(unsupported="raise"))
+    strict = OverlapConfig(fallback=STRICT)
     with pytest.raises(UnsupportedError, match=r"embedding.*does not know: scale_of_words"):
         convert_model(ours, strict)
     assert not any(type(module).__qualname__.startswith("CommFuse") for module in ours.modules())
@@ -92,30 +74,22 @@ def check_conversion_keeps_layers_with_tensors_of_somebody_else(group_size: int)
     convert_model(off, strict)
     convert_model(ours)
     assert type(ours.decoder.layers[0].mlp.linear_fc2) is RowParallelLinear
-    losses = []
-    for model in (stock, ours):
-        losses.append(loss_of(model, tokens))
-        losses[-1].backward()
-    assert abs(losses[0] - losses[1]) <= 1e-13 * losses[0]
-    for (name, expected), found in zip(stock.named_parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad, atol=1e-12, rtol=1e-12, msg=name)
-    layers = {layer.name: layer for layer in model_report(ours).layers}
+    assert_equal(*(loss_and_gradients(model, TOKENS, with_mask=True) for model in (stock, ours)))
+    found = {layer.name: layer for layer in model_report(ours).layers}
     kept = {
         "embedding.word_embeddings": "CommFuseVocabParallelEmbedding does not know: scale_of_words",
         "decoder.layers.0.mlp.linear_fc1": "CommFuseColumnParallelLinear does not know: calls",
         "decoder.layers.0.mlp.linear_fc2": "CommFuseRowParallelLinear does not know: adapter.weight",
     }
     for name, words in kept.items():
-        assert layers[name].path == "stock"
-        assert words in layers[name].reasons[0]
-    assert {layer.path for name, layer in layers.items() if name not in kept} == {"overlapped"}
+        assert found[name].path == "stock"
+        assert words in found[name].reasons[0]
+    assert {layer.path for name, layer in found.items() if name not in kept} == {"overlapped"}
 
 
 def check_conversion_keeps_layers_with_a_forward_of_the_instance(group_size: int) -> None:
     """Profilers wrap so. Fails without the look at it: such layers were re-classed, and Megatron's forward ran on."""
-    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
-    gpt = SmallGPT(dtype=torch.float64, num_layers=1)
-    stock, ours = (build_gpt(gpt, transformer_config(gpt, group_size), overlap=False) for _ in range(2))
+    stock, ours = (tiny_gpt(group_size, False) for _ in range(2))
     layer = ours.decoder.layers[0]
     wrapped = {
         "embedding.word_embeddings": ours.embedding.word_embeddings,
@@ -127,21 +101,20 @@ def check_conversion_keeps_layers_with_a_forward_of_the_instance(group_size: int
         module.forward = functools.partial(module.forward)
     split = AttentionConfig(path="query_split")
     with pytest.raises(UnsupportedError, match=r"embedding.*forward of its own in the instance"):
-        convert_model(ours, OverlapConfig(attention=split, fallback=FallbackConfig(unsupported="raise")))
+        convert_model(ours, OverlapConfig(attention=split, fallback=STRICT))
     convert_model(ours, OverlapConfig(attention=split))
-    assert loss_of(ours, tokens) == loss_of(stock, tokens)
+    assert loss_of(ours, TOKENS) == loss_of(stock, TOKENS)
     report = model_report(ours)
-    layers = {layer.name: layer for layer in (*report.layers, *report.attentions)}
+    found = {layer.name: layer for layer in (*report.layers, *report.attentions)}
     for name in wrapped:
-        assert layers[name].path == "stock"
-        assert "forward of its own in the instance" in layers[name].reasons[0]
-    assert layers["output_layer"].path == "overlapped"
+        assert found[name].path == "stock"
+        assert "forward of its own in the instance" in found[name].reasons[0]
+    assert found["output_layer"].path == "overlapped"
 
 
 def _gpt_with_adapters(group_size: int) -> Any:
     """A stock model: a parameter, a buffer and a module were put into three of its layers, and hooks that use them."""
-    gpt = SmallGPT(dtype=torch.float64, num_layers=1)
-    model = build_gpt(gpt, transformer_config(gpt, group_size), overlap=False)
+    model = tiny_gpt(group_size, False)
     words, mlp = model.embedding.word_embeddings, model.decoder.layers[0].mlp
     words.scale_of_words = torch.nn.Parameter(torch.full((), 1.5, dtype=torch.float64))
     words.register_forward_hook(lambda module, _, output: output * module.scale_of_words)
@@ -161,20 +134,17 @@ def _gpt_with_adapters(group_size: int) -> Any:
 def check_sliding_windows_are_masked_in_recomputed_layers(group_size: int) -> None:
     # Fails without a shim around autograd's engine: Megatron makes that mask on "cuda", in the recomputation, too.
     gpt = SmallGPT(dtype=torch.float64)
-    tokens = torch.randint(gpt.vocab_size, (1, 17), generator=torch.Generator().manual_seed(9))
-    found = []
-    for overlap in (False, True):
-        for recompute in ({}, _FULL_RECOMPUTE):
-            transformer = transformer_config(gpt, group_size, window_size=(3, 0), **recompute)
-            model = build_gpt(gpt, transformer, overlap=overlap)
-            loss_of(model, tokens, with_mask=False).backward()
-            found.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    for others in found[1:]:
-        assert_equal(found[0], others)
-    model = build_gpt(gpt, transformer_config(gpt, group_size), overlap=False)
-    loss_of(model, tokens, with_mask=False).backward()
-    name, parameter = next((n, p) for n, p in model.named_parameters() if "linear_qkv" in n)
-    assert not torch.allclose(parameter.grad, found[0][name]), "the window changes nothing"
+
+    def gradients(*, overlap: bool, **options: Any) -> dict[str, Any]:
+        model = build_gpt(gpt, transformer_config(gpt, group_size, **options), overlap=overlap)
+        return loss_and_gradients(model, draw_tokens(1, seed=9))
+
+    expected = gradients(overlap=False, window_size=(3, 0))
+    for overlap, recompute in ((False, FULL), (True, {}), (True, FULL)):
+        assert_equal(expected, gradients(overlap=overlap, window_size=(3, 0), **recompute))
+    name = next(each for each in expected if "linear_qkv" in each)
+    without = gradients(overlap=False)
+    assert not torch.allclose(without[name], expected[name]), "the window changes nothing"
 
 
 FUNCTIONS = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
@@ -205,14 +175,15 @@ def _halving(function: Any, calls: list[str]) -> Any:
 
 def check_quantised_layers_are_not_passed_by(group_size: int, kind: str) -> None:
     for is_converted_first in (True, False):
-        stock, ours, x = pair_and_input(kind, group_size)
+        layer = pair(kind, group_size)
+        stock, ours, _ = layer
         if not is_converted_first:
             ours.__class__ = type(stock)
         calls: list[str] = []
-        for layer in (stock, ours):
-            quantised(layer, calls)
+        for each in (stock, ours):
+            quantised(each, calls)
         convert_model(torch.nn.ModuleList([ours]))
-        assert_equal(run(stock, x), run(ours, x))
+        layer.compare()
         assert calls == [FUNCTIONS[0]] * 2
         report = model_report(torch.nn.ModuleList([ours])).layers[0]
         assert (report.path, report.overlapped_calls) == ("stock", 0)
@@ -249,19 +220,15 @@ def check_replaced_functions_are_not_passed_by(group_size: int) -> None:
         (True, ("column",), getattr(megatron_mappings, gather), "forward"),
     ):
         for kind in kinds:
-            stock, ours = pair(kind, group_size)
-            for layer in (stock, ours):
-                layer.weight.requires_grad_(not is_frozen)
-            x = example_input(kind, group_size)
+            layer = pair(kind, group_size)
+            layer.train(not is_frozen, "weight")
             calls: list[str] = []
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(holder, name, _counting(vars(holder)[name], calls))
-                assert_equal(run(stock, x), run(ours, x))
+            with mock.patch.object(holder, name, _counting(vars(holder)[name], calls)):
+                layer.assert_stock(f"{name} of {holder.__name__} is replaced")
             assert len(calls) >= 2, "by stock and by ours"
             assert calls[: len(calls) // 2] == calls[len(calls) // 2 :]
-            assert_stock(ours, f"{name} of {holder.__name__} is replaced")
             if not is_frozen:  # by a frozen weight Megatron gives the bias no gradient, either
-                assert_equal(run(stock, x), run(ours, x))
+                layer.compare()
 
 
 def _counting(found: Any, calls: list[str]) -> Any:
@@ -280,14 +247,12 @@ def _counting(found: Any, calls: list[str]) -> Any:
 
 def check_functions_of_ours_by_their_class(group_size: int) -> None:
     """Of a fused norm and linear, the class's forward includes the norm."""
-    fused = build("column", CommFuseLayerNormColumnParallelLinear, config(group_size), is_expert=False)
-    x = example_input("column", group_size)
+    _, fused, x = layers.norm_pair(group_size)
     assert torch.equal(type(fused).forward(fused, x)[0], fused(x)[0])
-    _, ours, x = pair_and_input("row", group_size)
+    _, ours, x = pair("row", group_size)
     expected = ours(x)[0]
     forward = CommFuseRowParallelLinear.forward
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CommFuseRowParallelLinear, "forward", lambda layer, x: forward(layer, x))
+    with mock.patch.object(CommFuseRowParallelLinear, "forward", lambda layer, x: forward(layer, x)):
         assert (ours(x)[0] - expected).abs().max() < 1e-13
         assert "forward is replaced" in unsupported_reason(ours)
 
@@ -298,11 +263,10 @@ def check_parametrized_layers_are_overlapped(group_size: int) -> None:
             return 2 * weight
 
     for kind in KINDS:
-        stock, ours = pair(kind, group_size)
-        for layer in (stock, ours):
-            parametrize.register_parametrization(layer, "weight", Doubled())
-        x = example_input(kind, group_size)
-        assert_overlapped_as_stock(stock, ours, x)
+        layer = pair(kind, group_size)
+        for each in layer[:2]:
+            parametrize.register_parametrization(each, "weight", Doubled())
+        layer.assert_overlapped()
 
 
 class Counted(torch.nn.Module):
@@ -321,40 +285,24 @@ def check_parametrized_weights_are_computed_as_often_as_in_stock(group_size: int
     for change in ({}, {"commfuse": False}, {"cpu_offloading": True}):
         for kind in (*KINDS, "embedding"):
             if kind == "embedding":
-                stock, ours = (embedding(cls, group_size) for cls in (VocabParallelEmbedding, None))
+                made = [make_embedding(VocabParallelEmbedding, config(group_size), 8 * group_size) for _ in range(2)]
+                layer = Pair(made[0], convert_model(made[1]), ids)
             else:
-                stock, ours = pair(kind, group_size)
+                layer = pair(kind, group_size)
             for name, value in change.items():
-                setattr(ours.config, name, value)
-            counted = []
-            for layer in (stock, ours):
-                counted.append(Counted())
-                parametrize.register_parametrization(layer, "weight", counted[-1])
-                counted[-1].calls = 0  # registering tries it out
-            model_report(torch.nn.ModuleList([ours]))
+                setattr(layer.ours.config, name, value)
+            counted = [Counted(), Counted()]
+            for each, weight in zip(layer[:2], counted, strict=True):
+                parametrize.register_parametrization(each, "weight", weight)
+                weight.calls = 0  # registering tries it out
+            model_report(torch.nn.ModuleList([layer.ours]))
             assert counted[1].calls == 0
-            results = []
-            for layer in (stock, ours):
-                for _ in range(3):
-                    output = layer(ids) if kind == "embedding" else layer(example_input(kind, group_size))[0]
-                results.append({"output": output})
-            assert_equal(*results)
+            for _ in range(3):
+                outputs = [each(layer.x) if kind == "embedding" else each(layer.x)[0] for each in layer[:2]]
+            assert_equal(*({"output": output} for output in outputs))
             assert counted[0].calls == counted[1].calls > 0
             if kind != "embedding" or not change.get("cpu_offloading"):  # embeddings may stay overlapped
-                assert bool(state_of(ours).stock_calls) == bool(change)
-
-
-def embedding(cls: type | None, group_size: int) -> Any:
-    torch.manual_seed(3)
-    made = VocabParallelEmbedding(
-        8 * group_size,
-        IN,
-        init_method=torch.nn.init.normal_,
-        reduce_scatter_embeddings=True,
-        config=config(group_size),
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
-    )
-    return made if cls is VocabParallelEmbedding else convert_model(made)
+                assert bool(state_of(layer.ours).stock_calls) == bool(change)
 
 
 class Tagged(torch.Tensor):
@@ -364,7 +312,7 @@ class Tagged(torch.Tensor):
 def check_tensors_of_other_classes_are_not_passed_by(group_size: int, kind: str) -> None:
     """Fails without the look at input and bias: what their class does was passed by, and the output had another."""
     for what in ("input", "bias"):
-        stock, ours, x = pair_and_input(kind, group_size)
+        stock, ours, x = pair(kind, group_size)
         for layer in (stock, ours):
             if what == "bias":
                 layer.bias = torch.nn.Parameter(layer.bias.detach().as_subclass(Tagged))
@@ -372,25 +320,12 @@ def check_tensors_of_other_classes_are_not_passed_by(group_size: int, kind: str)
         (expected, _), (found, _) = stock(x), ours(x)
         assert type(found) is type(expected)
         assert torch.equal(found.as_subclass(torch.Tensor), expected.as_subclass(torch.Tensor))
-        assert_stock(ours, f"the {what} is a Tagged: only plain tensors are overlapped")
-
-
-def check_registries_find_what_ours_stand_for(_: int) -> None:
-    for stock, ours in (
-        (ColumnParallelLinear, CommFuseColumnParallelLinear),
-        (RowParallelLinear, CommFuseRowParallelLinear),
-        (VocabParallelEmbedding, CommFuseVocabParallelEmbedding),
-    ):
-        assert issubclass(ours, stock)
-        assert ours is not stock
-        assert ours.forward is stock.forward
-        assert ours.__name__ == stock.__name__
-        assert ours.__qualname__.startswith("CommFuse")
+        layers.assert_stock(ours, f"the {what} is a Tagged: only plain tensors are overlapped")
 
 
 def check_arguments_that_are_none(group_size: int) -> None:
     """Fails without the check: the layers were converted, and the first forward pass failed."""
-    stock, _ = pair("row", group_size)
+    stock = pair("row", group_size).stock
     held = torch.nn.ModuleList([stock])
     for wrong in ({}, {"linear": {}}, OverlapConfig().linear, 3, object):
         for call in (convert_model, apply_to_spec):
@@ -418,24 +353,18 @@ def check_arguments_that_are_none(group_size: int) -> None:
 
 def check_nothing_converted_is_said(_: int) -> None:
     """Fails without the warning: a list that was empty by mistake trained stock layers in silence."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger("commfuse_megatron.plugin.convert")
-    logger.addHandler(handler)
     convert._log_once.cache_clear()
-    try:
+    with mock.patch.object(logging.getLogger("commfuse_megatron.plugin.convert"), "handle") as handle:
         for model in ([], torch.nn.Linear(2, 2), []):
             assert convert_model(model) is model
-    finally:
-        logger.removeHandler(handler)
-    said = [record.getMessage() for record in records]
+    records = [call.args[0] for call in handle.call_args_list]
+    said = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
     assert len(said) == (dist.get_rank() == 0)
     assert all("nothing was converted" in text for text in said)
 
 
 def check_conversion_of_a_file(group_size: int) -> None:
-    stock, _ = pair("row", group_size)
+    stock = pair("row", group_size).stock
     held = torch.nn.ModuleList([stock])
     assert type(stock) is RowParallelLinear
     convert_model(held, "configs/default.yaml")
@@ -446,36 +375,32 @@ def check_local_layers_pass_for_megatrons(group_size: int) -> None:
     known = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, torch.nn.Linear)
     for skip_bias_add in (False, True):
         for kind, stock in (("column", ColumnParallelLinear), ("row", RowParallelLinear)):
-            make = make_linear(kind, config(group_size), skip_bias_add=skip_bias_add)
-            assert_ours_pass_for(stock, make, known, by_spec=True)
-    assert_ours_pass_for(VocabParallelEmbedding, make_embedding(config(group_size)), known, by_spec=False)
+            make = layers.make_linear(kind, config(group_size), skip_bias_add=skip_bias_add)
+            layers.assert_ours_pass_for(stock, make, known, by_spec=True)
+    make = functools.partial(make_embedding, transformer=config(group_size))
+    layers.assert_ours_pass_for(VocabParallelEmbedding, make, known, by_spec=False)
 
 
 def check_the_fused_layer_has_what_is_read_of_the_stock_one(group_size: int) -> None:
     """Where that is not installed there is nothing to compare with: names and values as its documentation has them."""
-    for is_zero_centered in (False, True):
-        for normalization in ("RMSNorm", "LayerNorm"):
-            transformer = config(
-                group_size,
-                normalization=normalization,
-                layernorm_epsilon=3e-3,
-                layernorm_zero_centered_gamma=is_zero_centered,
-            )
-            layer = build("column", CommFuseLayerNormColumnParallelLinear, transformer, skip_bias_add=True)
-            expected = {
-                "in_features": IN, "out_features": OUT // group_size, "tp_size": group_size,
-                "tp_rank": torch.distributed.get_rank(), "use_bias": True, "te_return_bias": True,
-                "fuse_wgrad_accumulation": False, "eps": 3e-3, "zero_centered_gamma": is_zero_centered,
-                "normalization": normalization, "return_layernorm_output": False,
-                "return_layernorm_output_gathered": False,
-            }  # fmt: skip
-            assert _values(layer, tuple(expected)) == expected
-            assert type(layer).__name__ == "TELayerNormColumnParallelLinear"
-            assert isinstance(layer, ColumnParallelLinear)
-            split = {name: fsdp_takes_it_for(name, layer) for name, _ in layer.named_parameters()}
-            norm = {name: "replicated" for name in split if name.startswith("layer_norm")}
-            assert split == {**norm, "weight": "column", "bias": "column"}
-            assert len(norm) == (2 if normalization == "LayerNorm" else 1)
+    for variant in layers.VARIANTS:
+        normalization, is_zero_centered = variant.values()
+        transformer = layers.norm_config(group_size, **variant)
+        layer = layers.build("column", CommFuseLayerNormColumnParallelLinear, transformer, skip_bias_add=True)
+        expected = {
+            "in_features": IN, "out_features": OUT // group_size, "tp_size": group_size,
+            "tp_rank": dist.get_rank(), "use_bias": True, "te_return_bias": True,
+            "fuse_wgrad_accumulation": False, "eps": layers.EPS, "zero_centered_gamma": is_zero_centered,
+            "normalization": normalization, "return_layernorm_output": False,
+            "return_layernorm_output_gathered": False,
+        }  # fmt: skip
+        assert layers.values_of(layer, tuple(expected)) == expected
+        assert type(layer).__name__ == "TELayerNormColumnParallelLinear"
+        assert isinstance(layer, ColumnParallelLinear)
+        split = {name: fsdp_takes_it_for(name, layer) for name, _ in layer.named_parameters()}
+        norm = {name: "replicated" for name in split if name.startswith("layer_norm")}
+        assert split == {**norm, "weight": "column", "bias": "column"}
+        assert len(norm) == (2 if normalization == "LayerNorm" else 1)
 
 
 test_conversion = make_cpu_test(2, checks_of_module(__name__, 2))

@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core import parallel_state
-from torch import distributed as dist
 
 from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.errors import UnsupportedError
@@ -23,9 +22,9 @@ from commfuse_megatron.plugin.compat import AttnMaskType, DotProductAttention
 from commfuse_megatron.plugin.compat_training import rows_of_this_rank
 from commfuse_megatron.plugin.contexts import open_contexts
 from commfuse_megatron.plugin.decision import state_of
-from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, loss_of, tensor_parallel, transformer_config
 from tests.megatron import layers
 from tests.megatron.harness import make_cpu_test
+from tests.megatron.models import loss_and_gradients, sharing_sequences, tiny_gpt
 
 RANKS, ROWS, HEADS, SIZE = 2, 4, 8, 8  # rows of a rank
 STOCK = OverlapConfig.from_dict({"ulysses": {"path": "stock"}})
@@ -109,13 +108,12 @@ def check_hosts_are_counted(_: int) -> None:
 
 def check_dropout_is_none_in_evaluation(_: int) -> None:
     core = build(attention_dropout=0.1).eval()
-    generator = torch.Generator().manual_seed(3)
-    whole = [torch.randn(2, 2 * ROWS, n, SIZE, generator=generator, dtype=torch.float64) for n in (HEADS, 1, 1)]
+    whole = [layers.random((2, 2 * ROWS, heads, SIZE), seed) for seed, heads in enumerate((HEADS, 1, 1))]
     q, k, v = (rows_of_this_rank({"x": each})["x"].transpose(0, 1) for each in whole)
     found = core(q, k, v, None)
     identity = torch.eye(HEADS * SIZE, dtype=torch.float64)
-    with tensor_groups_of_one() as alone:
-        expected = query_split_attention(*(each.transpose(0, 1) for each in whole), identity, group=alone)
+    alone = parallel_state.get_tensor_model_parallel_group()
+    expected = query_split_attention(*(each.transpose(0, 1) for each in whole), identity, group=alone)
     expected = rows_of_this_rank({"x": expected.transpose(0, 1)})["x"].transpose(0, 1)
     torch.testing.assert_close(found, expected, atol=1e-14, rtol=1e-12)
     (report,) = model_report(torch.nn.ModuleDict({"core": core})).layers
@@ -125,20 +123,14 @@ def check_dropout_is_none_in_evaluation(_: int) -> None:
 def check_dropout_is_drawn_by_torchs_generator(_: int) -> None:
     """So that a recomputed forward pass drops what the first one did."""
     core, torch_state = build(attention_dropout=0.4), torch.get_rng_state()
-    generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(ROWS, 2, n, SIZE, generator=generator, dtype=torch.float64) for n in (HEADS, 1, 1))
-    first = core(q, k, v, None)
-    other = core(q, k, v, None)
+    q, k, v = (layers.random((ROWS, 2, number, SIZE), seed) for seed, number in enumerate((HEADS, 1, 1)))
+    first, other = core(q, k, v, None), core(q, k, v, None)
     torch.set_rng_state(torch_state)
     again = core(q, k, v, None)
     assert torch.equal(first, again)
     assert (first - other).abs().max() > 0.1
     (report,) = model_report(torch.nn.ModuleDict({"core": core})).layers
     assert report.path == "overlapped"
-
-
-def tensor_groups_of_one() -> Any:
-    return mock.MagicMock(__enter__=lambda _: parallel_state.get_tensor_model_parallel_group())
 
 
 def check_it_stands_in_for_megatrons(_: int) -> None:
@@ -156,14 +148,13 @@ def check_it_stands_in_for_megatrons(_: int) -> None:
 
 def check_one_tensor_parallel_rank_misses_nothing(_: int) -> None:
     """Fails without: linears of a group of one rank raised, or warned, each."""
-    gpt = SmallGPT(dtype=torch.float64, num_layers=1)
-    transformer = transformer_config(gpt, 1, context_parallel_size=RANKS, cp_comm_type="a2a")
+    logger = logging.getLogger("commfuse_megatron")
     records: list[logging.LogRecord] = []
     handler = mock.Mock(level=logging.WARNING, handle=records.append)
-    logging.getLogger("commfuse_megatron").addHandler(handler)
-    model = build_gpt(gpt, transformer, overlap=RAISES)
-    loss_of(model, torch.arange(2 * 17).view(2, 17), with_mask=False).backward()
-    logging.getLogger("commfuse_megatron").removeHandler(handler)
+    logger.addHandler(handler)
+    model = tiny_gpt(1, RAISES, context_parallel_size=RANKS, cp_comm_type="a2a")
+    loss_and_gradients(model, torch.arange(2 * 17).view(2, 17))
+    logger.removeHandler(handler)
     assert [record.getMessage() for record in records] == []
     paths = {layer.name.rpartition(".")[2]: layer.path for layer in model_report(model).layers}
     assert paths.pop("core_attention") == "overlapped"
@@ -171,10 +162,8 @@ def check_one_tensor_parallel_rank_misses_nothing(_: int) -> None:
 
 
 def in_context_parallel_groups(ranks: int, check: str) -> None:
-    with tensor_parallel(1, context_parallel_size=ranks):
+    with sharing_sequences(ranks):
         globals()[check](ranks)
-        dist.barrier()
-        reset_contexts()
 
 
 test_core_attention = make_cpu_test(

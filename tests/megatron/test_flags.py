@@ -1,17 +1,19 @@
-"""The switches: command line, plain attributes of a configuration, environment variable."""
+"""The switches: command line, plain attributes of a configuration, environment variable; the log of losses."""
 
 import argparse
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.config import CONFIG_VARIABLE
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plugin import add_arguments, arguments, compat_training
-from commfuse_megatron.plugin.pretraining import pretrain
+from commfuse_megatron.plugin.pretraining import ScalarLog, pretrain
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -23,18 +25,17 @@ def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
 
 
-@pytest.mark.parametrize(("words", "expected"), [
-    ((), {}), (("--commfuse",), {"commfuse": True}), (("--no-commfuse",), {"commfuse": False}),
-    (("--commfuse-config", "a.yaml"), {"commfuse_config": "a.yaml"}),
-])  # fmt: skip
-def test_only_given_flags_are_copied(
-    words: tuple[str, ...], expected: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_given_flags_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").touch()
-    config = SimpleNamespace()
-    arguments.set_flags(config, parse(*words))
-    assert vars(config) == expected
+    for given, expected in (
+        (parse(), {}), (parse("--commfuse"), {"commfuse": True}), (parse("--no-commfuse"), {"commfuse": False}),
+        (parse("--commfuse-config", "a.yaml"), {"commfuse_config": "a.yaml"}),
+        (argparse.Namespace(lr=1.0), {}),  # of a script without ours
+    ):  # fmt: skip
+        config = SimpleNamespace()
+        arguments.set_flags(config, given)
+        assert vars(config) == expected
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -69,12 +70,6 @@ def test_help_is_printed_though_other_texts_hold_a_lone_percent() -> None:
     assert "a share (50%) of 7%, not 5% of it" in parser.format_help(), "correcting it again changes nothing"
 
 
-def test_flags_of_a_script_without_ours() -> None:
-    config = SimpleNamespace()
-    arguments.set_flags(config, argparse.Namespace(lr=1.0))
-    assert vars(config) == {}
-
-
 @pytest.mark.parametrize(("flag", "expected"), [(True, True), (False, False), (None, True), (0, False)])
 def test_switch(flag: object, expected: bool) -> None:
     assert arguments.is_switched_on(SimpleNamespace(commfuse=flag)) is expected
@@ -106,3 +101,30 @@ def test_the_environment_is_read_in_one_file_of_the_plugin() -> None:
 
 def test_no_training_arguments_outside_megatron_training() -> None:
     assert compat_training.training_arguments() is None
+
+
+def lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_one_line_per_step(tmp_path: Path) -> None:
+    file = tmp_path / "made" / "log.jsonl"
+    log = ScalarLog(file)
+    log.add_text("args", "ignored", global_step=0)
+    for step in (1, 2):
+        log.add_scalar("lm loss", torch.tensor(step / 3), step)
+        log.add_scalar("lm loss vs samples", 99.0, 8 * step)
+        log.add_scalar("grad-norm", 0.5, step)
+    assert [line["step"] for line in lines(file)] == [1], "a step is written when the next one begins"
+    log.close()
+    loss = float(torch.tensor(2 / 3))
+    assert lines(file)[1] == {"step": 2, "lm loss": loss, "grad-norm": 0.5}
+
+
+def test_a_new_run_begins_anew_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    for is_resumed, expected in ((False, [1]), (True, [1, 1]), (False, [1])):
+        log = ScalarLog(file, is_resumed=is_resumed)
+        log.add_scalar("lm loss", 1.0, 1)
+        log.close()
+        assert [line["step"] for line in lines(file)] == expected

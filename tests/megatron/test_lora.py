@@ -16,24 +16,25 @@ from megatron.core import dist_checkpointing
 from commfuse_megatron import OverlapConfig
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.plugin import convert_model, norm_linear
-from commfuse_megatron.testing.gpt import SmallGPT, loss_of, tensor_parallel
+from commfuse_megatron.testing.gpt import SmallGPT, loss_of
 from commfuse_megatron.testing.lora import add_lora
-from commfuse_megatron.testing.models import Recipe, build_chunks, make_config, name_with_separate_norm
+from commfuse_megatron.testing.models import Recipe, name_with_separate_norm
 from commfuse_megatron.testing.training import Training
 from commfuse_megatron.tools.verify.lora_cases import OPTIONS, choose_lora, lora_configurations, options_of
-from commfuse_megatron.tools.verify.megatron_models import verify_models
 from tests.harness.pairs import cover_pairs
-from tests.megatron.harness import make_cpu_test
-from tests.megatron.models import assert_same, folders, save_entries, sharded
-from tests.megatron.test_models import assert_passed
+from tests.megatron.harness import make_cpu_test, tensor_parallel
+from tests.megatron.layers import random
+from tests.megatron.models import assert_same, build_model, draw_tokens, folders, save_entries, sharded
+from tests.megatron.test_models import assert_passed, verified
 
 TOLERANCE = 1e-13
+TOKENS = draw_tokens(2, 32, seed=5)
 BY_NAME = {each.name: each for each in lora_configurations()}
 FAULTY = "dense spec_first fused kept autograd frozen rows"
 
 
 def equals_stock(ranks: int, name: str) -> None:
-    (result,) = verify_models([BY_NAME[name]])
+    result = verified(BY_NAME[name])
     assert_passed(result)
     assert result.overlapped
     assert result.backward
@@ -41,7 +42,7 @@ def equals_stock(ranks: int, name: str) -> None:
 
 def finds_adapters_on_the_input_of_a_norm(ranks: int) -> None:
     with mock.patch.object(norm_linear, "with_norm_output", lambda _, output, bias, __: (output, bias)):
-        wrong = "\n".join(verify_models([BY_NAME[FAULTY]])[0].complaints)
+        wrong = "\n".join(verified(BY_NAME[FAULTY]).complaints)
     assert "losses differ" in wrong
     assert "gradient of" in wrong
 
@@ -83,27 +84,22 @@ def model(kind: str, group_size: int, norm_output: Any, *, seed: int) -> Any:
     """A GPT of the same weights each time, with adapters drawn from `seed`, which alone are trained."""
     recipe = Recipe(gpt=SmallGPT(dtype=torch.float64), is_fused=kind == "fused")
     overlap = OverlapConfig() if kind in ("spec_first", "fused") else None
-    (built,) = build_chunks(recipe, make_config(recipe, group_size), overlap=overlap)
+    built = build_model(recipe, group_size, overlap)
     for name, parameter in built.named_parameters():
         if "norm" in name:
-            generator = torch.Generator().manual_seed(zlib.crc32(name_with_separate_norm(name).encode()))
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.data += 0.3 * random(parameter.shape, zlib.crc32(name_with_separate_norm(name).encode()))
     built.requires_grad_(False)
     add_lora(built, norm_output=norm_output, seed=seed)
     return convert_model(built, OverlapConfig()) if kind == "lora_first" else built
 
 
-def batch() -> torch.Tensor:
-    return torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(5))
-
-
 def train(m: Any) -> float:
-    return Training(m, lr=1e-2).step(batch())
+    return Training(m, lr=1e-2).step(TOKENS)
 
 
 def evaluate(m: Any) -> float:
     with torch.no_grad():
-        return loss_of(m, batch()).item()
+        return loss_of(m, TOKENS).item()
 
 
 def adapters_of(m: Any) -> dict[str, Any]:

@@ -13,9 +13,15 @@ from commfuse_megatron import ops
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.ops.weight_grad import DueWeightGrad
 from commfuse_megatron.plugin import linear
-from commfuse_megatron.tools.verify.megatron_cases import CONFIGURATIONS, choose_configurations
+from commfuse_megatron.testing import gpt
+from commfuse_megatron.tools.verify.megatron_cases import (
+    CONFIGURATIONS,
+    Configuration,
+    by_name,
+    choose_configurations,
+)
 from commfuse_megatron.tools.verify.megatron_models import ModelResult, verify_models
-from tests.megatron.harness import make_cpu_test
+from tests.megatron.harness import make_cpu_test, tensor_parallel
 
 #: On 4 ranks, what needs them, and what sums more than two terms.
 NAMES = {
@@ -23,6 +29,13 @@ NAMES = {
     4: ["dense", "layer_norm_and_bias", "one_query_group", "mla", "hybrid_moe", "moe_expert_parallel", "pipeline",
         "pipeline_interleaved", "pipeline_variable_lengths", "distributed_optimizer", "tensor_and_context_parallel"],
 }  # fmt: skip
+
+
+def verified(configuration: Configuration) -> ModelResult:
+    """In groups that stay for the next one."""
+    with mock.patch.object(gpt, "tensor_parallel", tensor_parallel):
+        (result,) = verify_models([configuration])
+    return result
 
 
 def assert_passed(result: ModelResult, largest_loss_error: float = 1e-13) -> None:
@@ -35,8 +48,8 @@ def assert_passed(result: ModelResult, largest_loss_error: float = 1e-13) -> Non
 
 
 def equals_stock(ranks: int, name: str) -> None:
-    (configuration,) = choose_configurations(ranks, [name])
-    (result,) = verify_models([configuration])
+    configuration = by_name(name)
+    result = verified(configuration)
     # Megatron's cross-entropies are fp32, and means over parts of them are rounded where ranks share sequences.
     assert_passed(result, 2.0**-22 if configuration.context > 1 else 1e-13)
     assert bool(result.overlapped) != configuration.is_all_stock
@@ -57,7 +70,7 @@ def finds_a_fault(ranks: int, fault: str, words: tuple[str, ...], not_words: str
             ops, "linear_reduce_scatter", lambda *args, **kwargs: scatter(*args, **kwargs).flip(0)
         ),
     }[fault]:
-        (result,) = verify_models(choose_configurations(ranks, ["dense"]))
+        result = verified(by_name("dense"))
     complaints = "\n".join(result.complaints)
     assert all(each in complaints for each in words), complaints
     assert not_words not in complaints
@@ -90,8 +103,7 @@ def test_wrong_choices(ranks: int, names: list[str] | None, words: str) -> None:
 
 
 def test_layouts_are_described() -> None:
-    by_name = {each.name: each for each in CONFIGURATIONS}
-    assert by_name["dense"].describe_layout(4) == "TP4"
-    assert by_name["pipeline"].describe_layout(4) == "TP2 x PP2"
-    assert by_name["distributed_optimizer"].describe_layout(4) == "TP2 x DP2"
-    assert by_name["moe_expert_parallel"].describe_layout(2) == "TP2 x EP2"
+    assert by_name("dense").describe_layout(4) == "TP4"
+    assert by_name("pipeline").describe_layout(4) == "TP2 x PP2"
+    assert by_name("distributed_optimizer").describe_layout(4) == "TP2 x DP2"
+    assert by_name("moe_expert_parallel").describe_layout(2) == "TP2 x EP2"

@@ -1,14 +1,17 @@
-"""The README's commands and scripts, run as they stand but for what a machine without a GPU cannot do."""
+"""The README's commands and scripts, run as they stand but for what a machine without a GPU cannot do.
 
-import os
+Ranks are forked; `spawned/test_pretraining_examples.py` starts some by torchrun.
+"""
+
 import re
 import shlex
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests.harness import run_on_ranks
+from tests.megatron.pretraining_runs import load_example
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -47,15 +50,11 @@ def session() -> tuple[str, str]:
     return "\n".join(typed), "\n".join(lines[len(typed) :])
 
 
-def run(command: list[str], folder: Path) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, env=environment)
+def run(folder: Path, script: str, *arguments: str) -> str:
+    """What both ranks print."""
+    ran = run_on_ranks(2, *arguments, script=folder / script)
     assert ran.returncode == 0, ran.stderr[-4000:]
     return ran.stdout
-
-
-def on_ranks(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
 
 
 def test_it_is_short() -> None:
@@ -67,7 +66,7 @@ def test_it_is_short() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_the_script_builds_a_model_and_prints_what_is_shown(tmp_path: Path) -> None:
+def test_the_script_builds_a_model_and_prints_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a checkpoint below: hangs without the guard, since the writer's process ran the script again."""
     typed, shown = session()
     script = block_with("import apply_to_spec")
@@ -76,18 +75,24 @@ def test_the_script_builds_a_model_and_prints_what_is_shown(tmp_path: Path) -> N
         script = script.replace(words, instead)
     below = textwrap.indent(f"{typed}\n{SAVE}", "    ")
     (tmp_path / "script.py").write_text(f"{ENTER}{ONCE}{script}{below}")
-    printed = run(on_ranks("--nproc-per-node", "2", "script.py"), tmp_path)
-    assert printed.strip().endswith(f"{shown}\nsaved")
+    monkeypatch.chdir(tmp_path)
+    printed = [line for line in run(tmp_path, "script.py").splitlines() if not re.match("(WARNING|INFO):", line)]
+    assert "\n".join(printed).strip().endswith(f"{shown}\nsaved")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_command_trains_with_every_linear_overlapped(tmp_path: Path) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+def test_the_command_trains_with_every_linear_overlapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare, train = block_with("pretrain_gpt.py").replace("\\\n", " ").splitlines()
-    run([sys.executable, *shlex.split(prepare)[1:]], tmp_path)
-    variable, torchrun, *arguments = shlex.split(train)
+    python, script, *arguments = shlex.split(prepare)
+    assert (python, script) == ("python", "examples/prepare_text.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [script, *arguments])
+    assert load_example("prepare_text").main() == 0
+    variable, torchrun, *options = shlex.split(train)
     assert (variable, torchrun) == ("CUDA_DEVICE_MAX_CONNECTIONS=1", "torchrun")
-    printed = run(["env", variable, *on_ranks(*arguments, *SMALL.split())], tmp_path)
+    monkeypatch.setenv(*variable.split("="))
+    assert options[:3] == ["--nproc-per-node", "2", "examples/pretrain_gpt.py"]
+    printed = run(ROOT, *options[2:], *SMALL.split())
     assert len(re.findall(r"iteration +\d+/ +2 .*lm loss: \d", printed)) == 2, "a line for every step"
     assert re.search(r"10 layers \(0 of them stock\): [1-9]\d* forward passes overlapped, 0 sequential, 0 on", printed)

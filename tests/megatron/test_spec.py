@@ -8,8 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_mlp_module_spec_for_backend
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_mlp_module_spec_for_backend,
+)
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -26,7 +31,14 @@ from commfuse_megatron.plugin import (
     apply_to_spec,
     compat,
 )
+from commfuse_megatron.plugin.compat import DotProductAttention
 from commfuse_megatron.plugin.spec import gpt_layer_spec, gpt_layer_spec_local
+from commfuse_megatron.testing.gpt import (
+    SmallGPT,
+    missing_transformer_engine,
+    transformer_config,
+)
+from tests.megatron.models import with_attention_and_norm
 
 
 def leaves(node: Any) -> list[type]:
@@ -79,6 +91,23 @@ def test_latent_attention_keeps_what_megatron_checks_by_class(caplog: pytest.Log
     assert attention.linear_q_up_proj is attention.linear_kv_up_proj is CommFuseColumnParallelLinear
     assert attention.linear_proj is CommFuseRowParallelLinear
     assert "convert_model reaches it later" in caplog.text
+
+
+def test_only_attention_and_norms_are_others() -> None:
+    """As where Transformer Engine's stand beside local linears."""
+    attention, norm = (type(name, (), {}) for name in ("TEDotProductAttention", "TENorm"))
+    config, options = transformer_config(SmallGPT(), 1), {"use_transformer_engine": False, "pp_rank": 0}
+    stock = get_gpt_decoder_block_spec(config, normalization=config.normalization, **options)
+    mixed = apply_to_spec(with_attention_and_norm(stock, attention, norm))
+    assert mixed.layer_norm is norm
+    assert len(mixed.layer_specs) == 2
+    for layer in (spec.submodules for spec in mixed.layer_specs):
+        parts, mlp = layer.self_attention.submodules, layer.mlp.keywords["submodules"]
+        assert parts.core_attention is attention
+        assert (layer.input_layernorm, layer.pre_mlp_layernorm) == (norm, norm)
+        assert parts.linear_qkv is mlp.linear_fc1 is CommFuseColumnParallelLinear
+        assert parts.linear_proj is mlp.linear_fc2 is CommFuseRowParallelLinear
+    assert stock.layer_specs[0].submodules.self_attention.submodules.core_attention is DotProductAttention
 
 
 def test_block_shares_layers_as_before() -> None:
@@ -178,3 +207,17 @@ def test_the_default_spec_reads_the_file_before_it_builds(monkeypatch, tmp_path)
     monkeypatch.setenv("COMMFUSE_CONFIG", str(file))
     with pytest.raises(ConfigError, match='unknown key "liner"'):
         gpt_layer_spec(SimpleNamespace(transformer=SimpleNamespace(transformer_impl="local")))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device may have Transformer Engine beside it")
+def test_without_transformer_engine_the_reason_is_given() -> None:
+    assert "Transformer Engine needs a CUDA device" in str(missing_transformer_engine())
+
+
+def test_variants_of_small_models() -> None:
+    gpt = SmallGPT.layer_norm_and_bias(hidden_size=32, dtype=torch.float64)
+    transformer = transformer_config(gpt, 2, calculate_per_token_loss=True)
+    assert (transformer.hidden_size, transformer.normalization, transformer.add_bias_linear) == (32, "LayerNorm", True)
+    assert transformer.calculate_per_token_loss
+    assert transformer.params_dtype == torch.float64
+    assert transformer_config(SmallGPT(), 1).sequence_parallel is False

@@ -1,27 +1,20 @@
 """Transformer Engine's layers in specs and models, where Transformer Engine is installed; no GPU is needed."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import distributed as dist
 
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.plugin.compat import HAVE_TRANSFORMER_ENGINE
 from commfuse_megatron.plugin.decision import biases_of
-from tests.harness.checks import make_test
-from tests.megatron.harness import checks_of_module, on_the_cpu
+from tests.megatron.harness import checks_of_module, make_cpu_test
 
 TE_CHECKS = checks_of_module("tests.megatron.te_checks", 2) | checks_of_module("tests.megatron.te_exchange_checks", 2)
 
 
-def with_transformer_engine(group: dist.ProcessGroup, device: torch.device, checks: Any) -> Any:
-    return on_the_cpu(group, device, checks, ("transformer_engine",))
-
-
 test_transformer_engines_classes = pytest.mark.skipif(not HAVE_TRANSFORMER_ENGINE, reason="it is not installed")(
-    make_test(2, with_transformer_engine, TE_CHECKS, TE_CHECKS)
+    make_cpu_test(2, TE_CHECKS, without_shims=("transformer_engine",))
 )
 
 
