@@ -13,17 +13,6 @@ import torch
 
 from commfuse_megatron.problem import VisibleKeys
 
-__all__ = [
-    "MASKED_SCORE",
-    "AttentionKernel",
-    "BoundAttention",
-    "Dropout",
-    "MathAttention",
-    "Operands",
-    "SplitMask",
-    "join_states",
-]
-
 #: What takes the place of a score that a mask tensor hides: Megatron's number, so that a query that sees nothing gets
 #: the mean of all values there as here.
 MASKED_SCORE = -10000.0

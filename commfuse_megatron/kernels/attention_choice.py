@@ -15,8 +15,6 @@ from commfuse_megatron.kernels.attention_cudnn import CudnnAttention, cudnn_atte
 from commfuse_megatron.kernels.attention_flash import FlashAttention, flash_attention_unavailable_reason
 from commfuse_megatron.problem import AttentionProblem
 
-__all__ = ["AttentionKernels"]
-
 # Sequence lengths that vary from call to call must not fill the memory.
 _MOST_CHOICES = 1024
 

@@ -25,8 +25,6 @@ from commfuse_megatron.kernels.attention_pieces import SplitSizes, forward_piece
 from commfuse_megatron.kernels.cudnn_graph import CudnnGraph
 from commfuse_megatron.problem import AttentionProblem, RowRange, chunk_ranges
 
-__all__ = ["CudnnAttention", "cudnn_attention_unavailable_reason"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_FEATURES = 128

@@ -17,8 +17,6 @@ from commfuse_megatron.kernels.attention_pieces import Piece, SplitSizes, backwa
 from commfuse_megatron.kernels.cudnn_graph import CudnnGraph
 from commfuse_megatron.kernels.sum_partials import bind_sum, sum_partials
 
-__all__ = ["BackwardSplit", "CudnnBackward"]
-
 # Where the gradient of the queries is among a backward pass's addresses, scratch memory aside.
 _GRAD_Q = 6
 

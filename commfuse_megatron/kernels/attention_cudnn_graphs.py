@@ -14,8 +14,6 @@ from commfuse_megatron.kernels.attention_pieces import Mask
 from commfuse_megatron.kernels.cudnn_graph import CudnnGraph
 from commfuse_megatron.kernels.support import raw_stream
 
-__all__ = ["CudnnGraphs", "Layout"]
-
 # Sequence lengths that vary from call to call must not fill the memory.
 _MOST_GRAPHS = 1024
 

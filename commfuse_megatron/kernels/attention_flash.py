@@ -13,8 +13,6 @@ from torch.nn.attention import current_flash_attention_impl
 from commfuse_megatron.kernels.attention import AttentionKernel, Dropout, Operands, SplitMask
 from commfuse_megatron.problem import AttentionProblem
 
-__all__ = ["FlashAttention", "flash_attention_unavailable_reason"]
-
 _MOST_FEATURES = 256
 
 

@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 from commfuse_megatron.problem import RowRange
 
-__all__ = ["Mask", "Piece", "SplitSizes", "backward_pieces", "forward_piece", "one_piece"]
-
 # What a call must save before a second one, and the sum of two gradients, cost less: 43 GFLOP saved -9 to 27 us of a
 # split's backward pass, 21 lost 30 to 37, 86 saved 25 to 103 (H200, cuDNN 9.19, bf16, 1 x 16/4, 8 x 16/16 and 1 x 32/4
 # heads of 128, November 2026).

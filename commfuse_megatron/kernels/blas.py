@@ -14,8 +14,6 @@ import torch
 
 from commfuse_megatron.errors import UnsupportedError
 
-__all__ = ["WORKSPACE_BYTES", "BlasMatmul", "Matrix", "alignment_of", "blas_unavailable_reason"]
-
 # Values of the library's enumerations (cublasLt.h, library_types.h).
 _COMPUTE_32F = 68
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}

@@ -9,8 +9,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["CudnnGraph"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -10,8 +10,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["Launcher", "View", "complete_signature", "make_launcher"]
-
 MAX_DESCRIPTORS = 256  # per operand and plan
 
 Launcher = Callable[..., None]

@@ -8,8 +8,6 @@ the last block to find no tile makes them so.
 import triton
 import triton.language as tl
 
-__all__ = ["ADDEND_NONE", "ADDEND_POINTER", "ADDEND_ROW", "ADDEND_TMA", "persistent_matmul_kernel"]
-
 ADDEND_NONE = tl.constexpr(0)
 ADDEND_POINTER = tl.constexpr(1)  # any strides
 ADDEND_TMA = tl.constexpr(2)  # rows contiguous, aligned

@@ -12,8 +12,6 @@ import torch
 from commfuse_megatron.kernels.launch import complete_signature
 from commfuse_megatron.kernels.tiles import POINTER_TILE, Tile, choose_tile
 
-__all__ = ["Layout", "Operand", "Variant", "choose_variant", "compile_variant", "outer_stride", "span_bytes"]
-
 MAX_TMA_STRIDE_BYTES = 2**40
 SHARED_BYTES = 227 * 1024  # what a block may use on capability 9.0
 POINTER_SHARED_BYTES = 96 * 1024  # the least of what 8.x devices offer

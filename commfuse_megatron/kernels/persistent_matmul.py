@@ -31,8 +31,6 @@ from commfuse_megatron.kernels.support import (
 )
 from commfuse_megatron.kernels.tiles import Tile
 
-__all__ = ["TileShare", "persistent_matmul"]
-
 MAX_SIZE = 2**31 - 512  # tile coordinates are 32 bits
 MAX_PLANS = 4096  # shapes that vary from call to call must not fill the memory
 

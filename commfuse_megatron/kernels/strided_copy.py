@@ -15,8 +15,6 @@ from commfuse_megatron.kernels.launch import Launcher, complete_signature, make_
 from commfuse_megatron.kernels.sum_partials import TRITON_NAMES
 from commfuse_megatron.kernels.support import has_triton
 
-__all__ = ["CopyKind", "bind_copy", "compile_copy", "merge_dimensions"]
-
 BLOCK = 2048
 NUM_WARPS = 4
 _DIMENSIONS = 5

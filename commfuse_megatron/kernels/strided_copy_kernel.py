@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-__all__ = ["strided_copy_kernel"]
-
 
 @triton.jit
 def strided_copy_kernel(

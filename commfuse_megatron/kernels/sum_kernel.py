@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-__all__ = ["sum_partials_kernel"]
-
 
 @triton.jit
 def sum_partials_kernel(

@@ -16,8 +16,6 @@ from commfuse_megatron.errors import ShapeError, UnsupportedError
 from commfuse_megatron.kernels.launch import Launcher, complete_signature, make_launcher
 from commfuse_megatron.kernels.support import has_triton, raw_stream
 
-__all__ = ["bind_sum", "compile_sum", "sum_partials"]
-
 TRITON_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 BLOCK = 2048
 NUM_WARPS = 4

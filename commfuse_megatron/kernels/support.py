@@ -8,8 +8,6 @@ import importlib.util
 
 import torch
 
-__all__ = ["has_triton", "multiprocessor_count", "persistent_matmul_unavailable_reason", "raw_stream", "supports_tma"]
-
 MIN_CAPABILITY = (8, 0)  # bf16 tensor cores
 TMA_CAPABILITY = (9, 0)
 MATMUL_DTYPES = (torch.bfloat16, torch.float16)

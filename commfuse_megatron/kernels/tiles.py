@@ -6,8 +6,6 @@ Knows sizes only; must not know tensors.
 import functools
 from dataclasses import dataclass
 
-__all__ = ["POINTER_TILE", "TILES", "Tile", "choose_tile"]
-
 
 @dataclass(frozen=True, slots=True)
 class Tile:

@@ -23,8 +23,6 @@ from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 from commfuse_megatron.schedule.lower_linear import Asked
 
-__all__ = ["all_gather_linear", "gather_forward"]
-
 
 @overload
 def all_gather_linear(

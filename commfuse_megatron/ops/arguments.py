@@ -21,25 +21,6 @@ from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, Problem, shard_r
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 
-__all__ = [
-    "Operation",
-    "cast_for_autocast",
-    "complain_if_unusable",
-    "find_target_complaint",
-    "is_fitting_target",
-    "key_of_values",
-    "unusable_reason",
-    "join_needs",
-    "needs_autograd",
-    "prepare",
-    "prepare_backward",
-    "remember",
-    "require_context",
-    "require_fitting",
-    "state_problem",
-    "with_unit_stride",
-]
-
 # In which gradients may be added up, whatever the weight is; else in its own dtype.
 _WIDE = (torch.float32, torch.float64)
 

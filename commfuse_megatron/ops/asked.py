@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["gradients_asked_for"]
-
 
 def gradients_asked_for(ctx: Any, count: int) -> list[bool]:
     """Of the first `count` inputs of the function of `ctx`, whose gradients are due; in its `backward`.

@@ -25,20 +25,6 @@ from commfuse_megatron.problem import DTYPE_BYTES, AttentionProblem, UlyssesProb
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PreparedPass
 
-__all__ = [
-    "AttentionInputs",
-    "Window",
-    "draw_dropout",
-    "find_attention_complaint",
-    "find_heads_complaint",
-    "find_number_complaint",
-    "find_tensor_complaint",
-    "key_of_numbers",
-    "prepare_attention",
-    "state_attention_problem",
-    "visible_band",
-]
-
 Window = tuple[int, int]
 
 # More than there are ranks; odd, so that the seed shows in the last 32 bits, which some generators take alone.

@@ -34,8 +34,6 @@ from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.schedule.lower_attention import ADD_GRADIENTS, ATTEND, ATTEND_BACKWARD
 from commfuse_megatron.schedule.lower_linear import Asked
 
-__all__ = ["AttentionCall", "Saved", "attention_backward", "attention_forward", "projection_weight_gradient"]
-
 
 class AttentionCall(NamedTuple):
     """One call: its forward pass, and what differs between calls of one problem."""

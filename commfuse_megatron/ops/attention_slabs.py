@@ -13,8 +13,6 @@ from commfuse_megatron.problem import AttentionProblem, RowRange
 from commfuse_megatron.runtime.tape_program import TapeBinder, Unservable
 from commfuse_megatron.transport.copy_steps import Ref
 
-__all__ = ["GradientSlabs"]
-
 
 class GradientSlabs:
     """The slabs of one problem's splits."""

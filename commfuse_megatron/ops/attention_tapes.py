@@ -18,17 +18,6 @@ from commfuse_megatron.schedule.lower_attention import ATTEND, ATTEND_BACKWARD, 
 from commfuse_megatron.schedule.program import Compute
 from commfuse_megatron.transport.copy_steps import Ref
 
-__all__ = [
-    "attend_backward_at_once",
-    "attend_backward_kernels",
-    "attend_kernels",
-    "new_joint_states",
-    "new_states",
-    "split_states",
-    "splits_of",
-    "state_starts",
-]
-
 _FLOATS_PER_LOAD = 4
 
 

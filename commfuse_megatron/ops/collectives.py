@@ -11,8 +11,6 @@ from torch import distributed as dist
 
 from commfuse_megatron.problem import shard_range
 
-__all__ = ["PendingRows", "gather_rows", "reduce_scatter_rows", "start_gather_rows", "start_reduce_scatter_rows"]
-
 
 class PendingRows:
     """The result of a collective that may still run."""

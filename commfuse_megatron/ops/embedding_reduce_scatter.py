@@ -31,8 +31,6 @@ from commfuse_megatron.runtime.marks import without_marks
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 from commfuse_megatron.schedule.lower_linear import LOOK_UP, Asked
 
-__all__ = ["embedding_reduce_scatter", "state_look_up"]
-
 _FORWARD, _BACKWARD = Asked(), Asked(is_backward=True, has_product=False, keeps_gathered=True)
 
 

@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["OF_TORCH", "find_kind_complaint", "stands_for_others"]
-
 #: Types that do nothing of their own.
 OF_TORCH = (torch.Tensor, torch.nn.Parameter)
 

@@ -24,8 +24,6 @@ from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.marks import without_marks
 from commfuse_megatron.runtime.prepared import PreparedPass
 
-__all__ = ["Linear", "LinearOperands", "call_linear"]
-
 
 class LinearOperands(NamedTuple):
     """What a backward pass works on; what no gradient is due for is None."""

@@ -18,13 +18,6 @@ from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 from commfuse_megatron.schedule.lower_linear import Asked
 
-__all__ = [
-    "OPERATION",
-    "linear_reduce_scatter",
-    "scatter_backward",
-    "scatter_forward",
-]
-
 
 @torch.compiler.disable
 def linear_reduce_scatter(

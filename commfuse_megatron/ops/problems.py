@@ -14,8 +14,6 @@ from commfuse_megatron.ops.ulysses_attention import UlyssesInputs, state_ulysses
 from commfuse_megatron.problem import Problem
 from commfuse_megatron.runtime.context import OverlapContext
 
-__all__ = ["attention_problems", "embedding_problems", "linear_problems", "ulysses_problems"]
-
 
 def linear_problems(op: str, x: torch.Tensor, weight: torch.Tensor, context: OverlapContext) -> tuple[Problem, ...]:
     """Those of `all_gather_linear` without `total_rows`, or of `linear_reduce_scatter`."""

@@ -53,8 +53,6 @@ from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.marks import without_marks
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 
-__all__ = ["find_attention_kernel", "plan_attention", "query_split_attention"]
-
 
 @torch.compiler.disable
 def query_split_attention(

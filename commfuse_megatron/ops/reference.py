@@ -14,14 +14,6 @@ from torch.nn.functional import linear
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 from commfuse_megatron.problem import shard_range
 
-__all__ = [
-    "all_gather_linear",
-    "embedding_reduce_scatter",
-    "linear_reduce_scatter",
-    "query_split_attention",
-    "ulysses_attention",
-]
-
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod

@@ -11,8 +11,6 @@ import torch
 from commfuse_megatron.kernels.attention import AttentionKernel, BoundAttention, Dropout, Operands, SplitMask
 from commfuse_megatron.problem import AttentionProblem, RowRange, VisibleKeys
 
-__all__ = ["Heads", "InputGradients", "SplitAttention", "apart", "operands_for_kernels"]
-
 # Splits draw their dropout masks from seeds this far apart: an odd number of no meaning.
 _SEED_STEP = 0x9E3779B97F4A7C15
 _SEEDS = 1 << 63

@@ -27,8 +27,6 @@ from commfuse_megatron.problem import Problem
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 from commfuse_megatron.runtime.stopwatch import Stopwatch
 
-__all__ = ["Rehearse", "Scratch", "run_trial"]
-
 #: Makes scratch operands for one problem; returns what runs a pass of it on them.
 Rehearse = Callable[[Any, PassContext], Callable[[PreparedPass], object]]
 

@@ -45,8 +45,6 @@ from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.marks import without_marks
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 
-__all__ = ["UlyssesInputs", "state_ulysses_problem", "ulysses_attention"]
-
 _ORDERS = ("contiguous", "zigzag")
 
 

@@ -21,8 +21,6 @@ from commfuse_megatron.runtime.tensor_program import Kernel
 from commfuse_megatron.schedule.exchange import BoundExchange
 from commfuse_megatron.schedule.lower_ulysses import PACK, PLACE, UNPACK
 
-__all__ = ["Marked", "UlyssesCall", "UlyssesPass", "attention_of", "copy_all", "problem_of"]
-
 
 class UlyssesCall(NamedTuple):
     """One call: its forward pass, and what differs between calls of one problem."""

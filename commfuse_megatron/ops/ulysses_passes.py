@@ -22,8 +22,6 @@ from commfuse_megatron.schedule.lower_attention import ATTEND
 from commfuse_megatron.schedule.lower_linear import Asked
 from commfuse_megatron.schedule.lower_ulysses import ATTEND_GROUP, UNPACK
 
-__all__ = ["Saved", "UlyssesCall", "ulysses_backward", "ulysses_forward"]
-
 State = tuple[torch.Tensor, ...]
 
 

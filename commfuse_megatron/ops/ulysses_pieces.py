@@ -12,8 +12,6 @@ import torch
 from commfuse_megatron.ops.split_attention import Heads
 from commfuse_megatron.problem import HeadGroup, RowRange, UlyssesProblem
 
-__all__ = ["CopyPair", "HeadPieces", "Piece", "pack_copies", "sum_pieces", "unpack_copies"]
-
 
 class CopyPair(NamedTuple):
     """target = source. names: of the operands that these are views into."""

@@ -18,8 +18,6 @@ from commfuse_megatron.schedule.lower_attention import ATTEND
 from commfuse_megatron.schedule.lower_ulysses import ATTEND_GROUP
 from commfuse_megatron.schedule.program import Compute, Rows
 
-__all__ = ["FindCopies", "copy_kernel", "ulysses_backward_kernel", "ulysses_forward_kernels"]
-
 _FLOATS_PER_LOAD = 4
 
 #: Which copies a "pack" or an "unpack" is: (group or turn, what it reads, what it writes).

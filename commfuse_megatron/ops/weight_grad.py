@@ -15,16 +15,6 @@ from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.schedule.lower_linear import Asked
 
-__all__ = [
-    "DeferredWeightGrad",
-    "DueWeightGrad",
-    "WeightGrad",
-    "WeightGradQueue",
-    "WeightGradTarget",
-    "ask_backward",
-    "target_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class WeightGradTarget:

@@ -10,8 +10,6 @@ from enum import StrEnum
 
 from commfuse_megatron.errors import ScheduleError
 
-__all__ = ["Algorithm", "Chunk", "Collective", "Receive", "Schedule", "Send", "Step"]
-
 
 class Collective(StrEnum):
     """The collective whose place the schedule takes."""

@@ -6,8 +6,6 @@ t + chunks_per_shard, so the own shard covers the first arrivals and the last st
 
 from commfuse_megatron.schedule.actions import Algorithm, Chunk, Collective, Receive, Schedule, Send, Step
 
-__all__ = ["build_all_gather"]
-
 
 def build_all_gather(group_size: int, algorithm: Algorithm, chunks_per_shard: int = 1) -> Schedule:
     """Return the all-gather in which rank r multiplies shards r, r-1, r-2, ... (mod group_size).

@@ -5,8 +5,6 @@ Knows who sends which piece when, not what a piece is. All of a group's pieces l
 
 from commfuse_megatron.schedule.actions import Algorithm, Chunk, Collective, Receive, Schedule, Send, Step
 
-__all__ = ["build_all_to_all"]
-
 
 def build_all_to_all(group_size: int, groups: int, runs: int, *, is_numbered_by_receiver: bool) -> Schedule:
     """Return the all-to-all in which rank r sends to ranks r+1, r+2, ... (mod group_size), `runs` pieces to each, for

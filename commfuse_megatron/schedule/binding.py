@@ -14,8 +14,6 @@ from commfuse_megatron.schedule.actions import Algorithm, Chunk, Collective, Rec
 from commfuse_megatron.schedule.all_gather import build_all_gather
 from commfuse_megatron.schedule.reduce_scatter import build_reduce_scatter
 
-__all__ = ["BoundSchedule", "BoundStep", "Transfer", "bind"]
-
 
 class Transfer(NamedTuple):
     """One end of a transfer. row: where the chunk arrives in the receiver's buffer of gathered or arrived rows."""

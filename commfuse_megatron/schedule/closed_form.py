@@ -2,8 +2,6 @@
 
 from commfuse_megatron.errors import ScheduleError
 
-__all__ = ["closed_form_us"]
-
 
 def closed_form_us(compute_us: float, transfer_us: float, group_size: int, chunks_per_shard: int = 1) -> float:
     """Return the time of an overlapped all-gather or reduce-scatter whose chunks all cost the same.

@@ -20,8 +20,6 @@ from commfuse_megatron.schedule.all_to_all import build_all_to_all
 from commfuse_megatron.schedule.binding import BoundSchedule, BoundStep, Transfer
 from commfuse_megatron.schedule.program import Rows
 
-__all__ = ["BoundExchange", "Exchange", "bind_exchange", "group_and_run"]
-
 
 @dataclass(frozen=True, slots=True)
 class Exchange:

@@ -17,8 +17,6 @@ from commfuse_megatron.schedule.program import GATHER, SCATTER, Compute, Issue, 
 from commfuse_megatron.schedule.program_data import Checked, Term
 from commfuse_megatron.schedule.program_text import say_rows
 
-__all__ = ["CheckedExchange"]
-
 
 class CheckedExchange(Checked):
     """One rank's program."""

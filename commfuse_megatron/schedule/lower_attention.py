@@ -23,16 +23,6 @@ from commfuse_megatron.schedule.lower_linear import Asked, lower_gather_pass
 from commfuse_megatron.schedule.lowering import Lowering, Policy
 from commfuse_megatron.schedule.program import Compute, Program, Rows, Sum
 
-__all__ = [
-    "ADD_GRADIENTS",
-    "ATTEND",
-    "ATTEND_BACKWARD",
-    "SUM_SLABS",
-    "lower_at_once_backward",
-    "lower_query_split",
-    "lower_query_split_backward",
-]
-
 #: Kinds of `Compute`.
 ATTEND, ATTEND_BACKWARD = "attend", "attend backward"
 ADD_GRADIENTS, SUM_SLABS = "add gradients", "sum slabs"

@@ -15,16 +15,6 @@ from commfuse_megatron.schedule.binding import BoundSchedule
 from commfuse_megatron.schedule.lowering import Lowering, Policy
 from commfuse_megatron.schedule.program import GATHER, Compute, Program, Rows, Sum, WeightGrad
 
-__all__ = [
-    "LOOK_UP",
-    "Asked",
-    "lower_embedding",
-    "lower_gather_alone",
-    "lower_gather_pass",
-    "lower_scatter_pass",
-    "lower_transfers",
-]
-
 _AGAIN = "re-gather of the input"
 
 #: The kind of `Compute` that looks up rows.

@@ -20,8 +20,6 @@ from commfuse_megatron.schedule.lower_attention import ATTEND
 from commfuse_megatron.schedule.lowering import Lowering, Policy
 from commfuse_megatron.schedule.program import GATHER, SCATTER, Compute, Program, Rows
 
-__all__ = ["ATTEND_GROUP", "PACK", "PLACE", "UNPACK", "lower_ulysses"]
-
 #: Kinds of `Compute`, each of one group; ATTEND is of the rows of one piece of a group.
 PACK, PLACE, ATTEND_GROUP, UNPACK = "pack", "place", "attend group", "unpack"
 

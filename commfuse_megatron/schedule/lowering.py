@@ -12,8 +12,6 @@ from commfuse_megatron.schedule import program as prog
 from commfuse_megatron.schedule.actions import Algorithm
 from commfuse_megatron.schedule.binding import BoundSchedule, Transfer
 
-__all__ = ["Lowering", "Policy"]
-
 #: Computes what belongs to a chunk: (chunk, where its result goes, what has arrived and is to be added to it).
 Produce = Callable[[int, prog.Rows, tuple[prog.Rows, ...]], None]
 

@@ -17,34 +17,6 @@ from typing import NamedTuple
 
 from commfuse_megatron.schedule.binding import BoundSchedule
 
-__all__ = [
-    "ARRIVES_IN",
-    "COPIES",
-    "GATHER",
-    "SCATTER",
-    "After",
-    "Batch",
-    "Channel",
-    "Computation",
-    "Compute",
-    "Copy",
-    "Finish",
-    "Fork",
-    "Gemm",
-    "Issue",
-    "Join",
-    "Message",
-    "On",
-    "Op",
-    "Program",
-    "Rows",
-    "Sum",
-    "Wait",
-    "WeightGrad",
-    "rows_read",
-    "rows_written",
-]
-
 #: Which messages a step's number belongs to: an all-gather's, a reduce-scatter's, or copies within the device.
 Channel = str
 GATHER, SCATTER, COPIES = "gather", "scatter", "copies"

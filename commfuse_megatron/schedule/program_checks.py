@@ -20,8 +20,6 @@ from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program_data import Checked, Value
 from commfuse_megatron.schedule.program_text import say_batch, say_rows
 
-__all__ = ["validate_programs"]
-
 
 def validate_programs(programs: Sequence[prog.Program], policy: Policy, asked: Asked, *, attends: bool = False) -> None:
     """Return if the programs of all ranks of a group, by group rank, do what is asked of a pass.

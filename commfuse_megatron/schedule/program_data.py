@@ -16,8 +16,6 @@ from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Compute, Copy, Gemm, Op, Program, Rows, Sum, WeightGrad, rows_read
 from commfuse_megatron.schedule.program_text import render_program, say_rows
 
-__all__ = ["Checked", "Term", "Value"]
-
 #: Of whom, and which row: ("shard", row of all) or (operand, rank, row); ("product", rank, term, is_forward).
 Term = tuple[object, ...]
 Value = tuple[Term, ...]

@@ -7,8 +7,6 @@ Draws broken programs as well as correct ones, since errors print them. Plain AS
 from commfuse_megatron.schedule import program as prog
 from commfuse_megatron.schedule.render import LEFT_OUT, choose_visible, describe
 
-__all__ = ["render_program", "say_batch", "say_rows"]
-
 _HEAD = ("op", "lane", "what", "rows read", "rows written", "batch")
 
 # A sum of sixteen ranks adds fifteen ranges: more than these are cut.

@@ -6,8 +6,6 @@ so the last batch is issued before the first computation of the own shard: no tr
 
 from commfuse_megatron.schedule.actions import Algorithm, Chunk, Collective, Receive, Schedule, Send, Step
 
-__all__ = ["build_reduce_scatter"]
-
 
 def build_reduce_scatter(group_size: int, algorithm: Algorithm, chunks_per_shard: int = 1) -> Schedule:
     """Return the reduce-scatter in which rank r computes its own shard last.

@@ -5,8 +5,6 @@ Plain ASCII. A big group is cut (never wrapped) to `max_width` and `max_steps`, 
 
 from commfuse_megatron.schedule.actions import Algorithm, Chunk, Collective, Schedule, Step
 
-__all__ = ["LEFT_OUT", "choose_visible", "describe", "render"]
-
 #: Stands for what is not shown.
 LEFT_OUT = "..."
 

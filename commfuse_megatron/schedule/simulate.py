@@ -21,8 +21,6 @@ from commfuse_megatron.schedule import program as prog
 from commfuse_megatron.schedule.program_text import render_program, say_batch
 from commfuse_megatron.schedule.timeline import Activity, Interval, Simulation, Timeline
 
-__all__ = ["Costs", "Work", "simulate"]
-
 #: What runs on the device.
 Work = prog.Computation | prog.Copy
 

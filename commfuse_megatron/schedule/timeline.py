@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-__all__ = ["Activity", "Interval", "Simulation", "Timeline"]
-
 
 class Activity(StrEnum):
     """What fills an interval."""
