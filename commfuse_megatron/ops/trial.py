@@ -49,7 +49,7 @@ def run_trial(
 
     Raises TransportError on all ranks, and the context has failed, where one ran out of memory and others did not.
     """
-    with torch.no_grad(), context.unrecorded():
+    with torch.no_grad(), context.rehearsing():
         run = context.consensus.make_together(lambda: rehearse(problem, context), "operands of a trial")
         if isinstance(run, str):
             return run

@@ -398,12 +398,21 @@ class PassContext:
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Record nothing inside the with-block: what runs there is no call of the user's."""
+        """Record nothing inside the with-block."""
         recorder, self.link.recorder = self.link.recorder, None
         try:
             yield
         finally:
             self.link.recorder = recorder
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Record and count nothing inside the with-block: what runs there is no call of the user's."""
+        counted = {prepared: prepared.modes.copy() for prepared in self._prepared.values()}
+        with self.unrecorded():
+            yield
+        for prepared in self._prepared.values():
+            prepared.modes = counted.get(prepared) or dict.fromkeys(prepared.modes, 0)
 
     def enter(self, problem: Problem) -> None:
         """Start one operation's use of the buffers, ordered after the one before, whatever stream that ran on."""
