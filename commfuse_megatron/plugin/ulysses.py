@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from commfuse_megatron import OverlapConfig
-from commfuse_megatron.ops.ulysses_attention import ulysses_attention
+from commfuse_megatron.ops.ulysses_attention import UlyssesInputs, state_ulysses_problem, ulysses_attention
 from commfuse_megatron.plugin import arguments, capture, compat
 from commfuse_megatron.plugin.core_attention import CoreAttention, describe_core_attention
 from commfuse_megatron.plugin.decision import context_of, context_unless, count_call, state_of
@@ -206,8 +206,10 @@ def _judge(
         return found
     if found.dropout and getattr(core.config, "cuda_graph_impl", "none") != "none":
         return capture.REPEATED_DROPOUT
-    reason = _reason_in_sizes(core, query, key, value)
-    return reason or _reason_in_machine(core, query, is_local=is_local) or found
+    reason = _reason_in_sizes(core, query, key, value) or _reason_in_machine(core, query, is_local=is_local)
+    if reason is None and query.is_cuda and not is_local:
+        reason = _reason_in_kernel(core, query, key, value, found)
+    return reason or found
 
 
 def _reason_in_sizes(core: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:
@@ -222,6 +224,19 @@ def _reason_in_sizes(core: Any, query: torch.Tensor, key: torch.Tensor, value: t
     if query.size(0) % 2:
         return f"a context-parallel rank has {query.size(0)} rows, an odd number: they are no two chunks of a sequence"
     return None
+
+
+def _reason_in_kernel(
+    core: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, found: CoreAttention
+) -> str | None:
+    """Why Transformer Engine's own kernels are kept; the same on all ranks, which may not have the same installed."""
+    context = context_of(core)
+    inputs = UlyssesInputs(query, key, value, found.causal, "zigzag", found.window, found.scale, found.dropout, None)
+    problem = state_ulysses_problem(inputs, context.group_size).attention()
+    reason = None
+    if context.attention_kernels.choose(problem, context.config.attention.kernel).name == "math":
+        reason = "only the plain kernel can compute this attention, which keeps the scores of all pairs of rows"
+    return context.consensus.first_reason(("exchanged attention's kernel", problem), reason)
 
 
 def _reason_in_machine(core: Any, query: torch.Tensor, *, is_local: bool) -> str | None:
