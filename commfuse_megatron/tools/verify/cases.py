@@ -4,6 +4,7 @@ And in which modes their calls can run: see `modes_of`. Beware: all ranks build 
 """
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -175,8 +176,10 @@ def make_cases(
             *_ulysses_cases(group_size, each),
         )
     ]
-    order = list(dict.fromkeys(case.config() for case in cases))
-    return sorted(cases, key=lambda case: order.index(case.config()))
+    by_config: dict[OverlapConfig, list[Case]] = defaultdict(list)
+    for case in cases:
+        by_config[case.config()].append(case)
+    return [case for same in by_config.values() for case in same]
 
 
 def _linear_cases(group_size: int, device_type: str, dtype: torch.dtype) -> Iterator[Case]:
