@@ -7,30 +7,29 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import AttentionConfig
 from commfuse_megatron.errors import ConfigError, ShapeError
 from tests.harness import on_ranks, run_threads
+from tests.harness.contexts import in_context
 from tests.threaded.test_planning import TRIAL, MadeUpTimes, machine
 from tests.threaded.test_query_split_attention import Case, attention_config, check, draw, run
 
 
 @pytest.mark.parametrize(("good", "bad"), [(0.4, 1.4), (0.0, -0.4), (0.4, float("nan"))])
-@on_ranks(2)
-def test_a_bad_dropout_after_a_good_one_is_refused(group, device, good, bad):
+@in_context(2, attention_config())
+def test_a_bad_dropout_after_a_good_one_is_refused(group, context, good, bad):
     """Fails with only `dropout > 0` in the key of known calls: what the first call passed, the second would not do."""
     operands, _ = draw(Case(), group.rank(), group.size())
-    with OverlapContext(group, attention_config()) as context:
-        ops.query_split_attention(*operands.values(), context=context, dropout=good)
-        with pytest.raises(ShapeError, match="dropout must be"):
-            ops.query_split_attention(*operands.values(), context=context, dropout=bad)
-        check(Case(), group, context)
+    ops.query_split_attention(*operands.values(), context=context, dropout=good)
+    with pytest.raises(ShapeError, match="dropout must be"):
+        ops.query_split_attention(*operands.values(), context=context, dropout=bad)
+    check(Case(), group, context)
 
 
-@on_ranks(2)
-def test_windows_that_are_no_integers_are_refused(group, device):
+@in_context(2, attention_config())
+def test_windows_that_are_no_integers_are_refused(group, context):
     operands, _ = draw(Case(), group.rank(), group.size())
-    with OverlapContext(group, attention_config()) as context:
-        for window in ((2.5, 0), (1, 2, 3), (-2, 0)):
-            with pytest.raises(ShapeError, match="window must be"):
-                ops.query_split_attention(*operands.values(), window=window, context=context)
-        check(Case(keywords={"window": [3, 0]}), group, context)
+    for window in ((2.5, 0), (1, 2, 3), (-2, 0)):
+        with pytest.raises(ShapeError, match="window must be"):
+            ops.query_split_attention(*operands.values(), window=window, context=context)
+    check(Case(keywords={"window": [3, 0]}), group, context)
 
 
 @pytest.mark.parametrize("path", ["query_split", "row_parallel"])
@@ -52,8 +51,8 @@ def test_autocast_rounds_operands_and_nothing_else(group, device, path):
 
 
 @pytest.mark.parametrize("path", ["query_split", "row_parallel", "sequential"])
-@on_ranks(2)
-def test_a_backward_pass_inside_autocast_is_that_outside(group, device, path):
+@in_context(2, lambda path: attention_config(path))
+def test_a_backward_pass_inside_autocast_is_that_outside(group, context):
     """Fails with backward left inside autocast: its products are then rounded to bfloat16."""
     operands, grad_y = draw(Case(rows=9, kv_heads=2, dtype=torch.float32), group.rank(), group.size())
 
@@ -65,9 +64,8 @@ def test_a_backward_pass_inside_autocast_is_that_outside(group, device, path):
             y.backward(grad_y.bfloat16())
         return [leaf.grad for leaf in leaves]
 
-    with OverlapContext(group, attention_config(path)) as context:
-        for name, found, expected in zip(operands, gradients(is_inside=True), gradients(is_inside=False), strict=True):
-            assert torch.equal(found, expected), name
+    for name, found, expected in zip(operands, gradients(is_inside=True), gradients(is_inside=False), strict=True):
+        assert torch.equal(found, expected), name
 
 
 def test_with_dropout_a_call_is_split_alike_without_gradients(monkeypatch):

@@ -19,6 +19,7 @@ from commfuse_megatron.ops.problems import (
 from commfuse_megatron.ops.ulysses_attention import UlyssesInputs
 from commfuse_megatron.transport.base import MOST_FLAGS
 from tests.harness import on_ranks, run_threads
+from tests.harness.contexts import in_context
 from tests.harness.emulated_gpu import on_copy_engine
 
 
@@ -30,33 +31,31 @@ def _operands(op, group_size, *, rows=4):
 
 @pytest.mark.parametrize("op", ["all_gather_linear", "linear_reduce_scatter"])
 @pytest.mark.parametrize("frozen", [None, "input", "weight", "both"])
-@on_ranks(2)
-def test_a_linear_states_the_problems_that_its_call_meets(group, device, op, frozen):
-    with OverlapContext(group) as context:
-        x, weight = _operands(op, group.size())
-        x.requires_grad_(frozen not in ("input", "both"))
-        weight.requires_grad_(frozen not in ("weight", "both"))
-        bias = torch.zeros(8, requires_grad=True)
-        problems = linear_problems(op, x, weight, context)
-        assert len(problems) == (1 if frozen == "both" else 2)
-        assert not any(map(context.has_run, problems))
-        y = getattr(ops, op)(x, weight, bias, context=context)
-        assert [context.has_run(problem) for problem in problems] == [True, False][: len(problems)]
-        y.sum().backward()
-        assert all(map(context.has_run, problems))
-        assert len(context.report()) == len(problems), "it met no others"
-        with torch.no_grad():
-            assert linear_problems(op, x, weight, context) == problems[:1]
+@in_context(2)
+def test_a_linear_states_the_problems_that_its_call_meets(group, context, op, frozen):
+    x, weight = _operands(op, group.size())
+    x.requires_grad_(frozen not in ("input", "both"))
+    weight.requires_grad_(frozen not in ("weight", "both"))
+    bias = torch.zeros(8, requires_grad=True)
+    problems = linear_problems(op, x, weight, context)
+    assert len(problems) == (1 if frozen == "both" else 2)
+    assert not any(map(context.has_run, problems))
+    y = getattr(ops, op)(x, weight, bias, context=context)
+    assert [context.has_run(problem) for problem in problems] == [True, False][: len(problems)]
+    y.sum().backward()
+    assert all(map(context.has_run, problems))
+    assert len(context.report()) == len(problems), "it met no others"
+    with torch.no_grad():
+        assert linear_problems(op, x, weight, context) == problems[:1]
 
 
-@on_ranks(2)
-def test_an_embedding_states_the_problems_that_its_call_meets(group, device):
-    with OverlapContext(group) as context:
-        ids, weight = torch.zeros(3, 4, dtype=torch.int64), torch.randn(5, 6, requires_grad=True)
-        problems = embedding_problems(ids, weight, context)
-        ops.embedding_reduce_scatter(ids, weight, 0, context=context).sum().backward()
-        assert len(problems) == len(context.report()) == 2
-        assert all(map(context.has_run, problems))
+@in_context(2)
+def test_an_embedding_states_the_problems_that_its_call_meets(group, context):
+    ids, weight = torch.zeros(3, 4, dtype=torch.int64), torch.randn(5, 6, requires_grad=True)
+    problems = embedding_problems(ids, weight, context)
+    ops.embedding_reduce_scatter(ids, weight, 0, context=context).sum().backward()
+    assert len(problems) == len(context.report()) == 2
+    assert all(map(context.has_run, problems))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import AttentionConfig, TransportConfig
 from commfuse_megatron.errors import ShapeError, TransportError, TransportTimeoutError, UnsupportedError
 from tests.harness import on_ranks, run_threads
+from tests.harness.contexts import in_context
 
 EVERY_CALL = OverlapConfig(transport=TransportConfig(timeout_s=4.0), check_agreement=True)
 
@@ -94,18 +95,17 @@ def test_a_question_is_not_answered_by_a_call(asks):
     run_threads(2, body)
 
 
-@on_ranks(2)
-def test_what_one_rank_cannot_make_is_an_error_of_all(group, device):
+@in_context(2, EVERY_CALL)
+def test_what_one_rank_cannot_make_is_an_error_of_all(group, context):
     def make():
         if group.rank() == 1:
             raise RuntimeError("cuBLAS has no handle")
         return "made"
 
-    with OverlapContext(group, EVERY_CALL) as context:
-        with pytest.raises(RuntimeError if group.rank() == 1 else ShapeError, match="cuBLAS has no handle"):
-            context.consensus.make_together(make, "a thing")
-        for value in (1, 2):
-            assert gather(context, value) == [value, value]
+    with pytest.raises(RuntimeError if group.rank() == 1 else ShapeError, match="cuBLAS has no handle"):
+        context.consensus.make_together(make, "a thing")
+    for value in (1, 2):
+        assert gather(context, value) == [value, value]
 
 
 @pytest.mark.parametrize("refusing", [{0}, {0, 1}])

@@ -21,6 +21,7 @@ from commfuse_megatron.runtime import hardware, shutdown
 from commfuse_megatron.transport.gloo import GlooTransport
 from commfuse_megatron.transport.select import create_transport
 from tests.harness import make_groups, on_ranks, run_threads
+from tests.harness.contexts import in_context
 from tests.harness.linear_cases import OPS, Case, check_linear
 
 
@@ -74,14 +75,13 @@ def test_a_rank_that_comes_too_late_is_told_so():
     run_threads(2, leave)
 
 
-@on_ranks(3)
-def test_a_wrong_dtype_on_one_rank_raises_everywhere(group, device):
-    with OverlapContext(group, quick()) as context:
-        x = torch.zeros(4, 2, 5, dtype=torch.float64 if group.rank() == 1 else torch.float32)
-        with pytest.raises(ShapeError, match=r"one dtype|do not agree"):
-            ops.all_gather_linear(x, torch.zeros(4, 5), context=context)
-        y = ops.all_gather_linear(x.float(), torch.ones(4, 5), context=context)
-        assert y.shape == (12, 2, 4)
+@in_context(3, quick())
+def test_a_wrong_dtype_on_one_rank_raises_everywhere(group, context):
+    x = torch.zeros(4, 2, 5, dtype=torch.float64 if group.rank() == 1 else torch.float32)
+    with pytest.raises(ShapeError, match=r"one dtype|do not agree"):
+        ops.all_gather_linear(x, torch.zeros(4, 5), context=context)
+    y = ops.all_gather_linear(x.float(), torch.ones(4, 5), context=context)
+    assert y.shape == (12, 2, 4)
 
 
 @pytest.mark.parametrize(("arguments", "match"), [
@@ -466,8 +466,8 @@ def test_a_call_whose_context_is_closed_meanwhile_says_so(group, device):
 
 
 @pytest.mark.parametrize("does", ["calls", "closes", "leaves"])
-@on_ranks(1)
-def test_a_forked_child_cannot_use_its_parents_context(group, device, does):
+@in_context(1)
+def test_a_forked_child_cannot_use_its_parents_context(group, context, does):
     """It shares the parent's connections: what it sent there broke the parent's calls, and closing hung."""
 
     def in_child(context):
@@ -482,19 +482,18 @@ def test_a_forked_child_cannot_use_its_parents_context(group, device, does):
     def gather(context):
         return ops.all_gather_linear(torch.ones(4, 1, 5), torch.ones(4, 5), context=context)
 
-    with OverlapContext(group) as context:
-        gather(context)
-        child = os.fork()
-        if child == 0:
-            try:
-                in_child(context)
-            except TransportError as error:
-                os._exit(0 if "parent's" in str(error) else 1)
-            except BaseException:
-                os._exit(2)
-            os._exit(3)
-        assert status_of(child) == 0
-        gather(context)
+    gather(context)
+    child = os.fork()
+    if child == 0:
+        try:
+            in_child(context)
+        except TransportError as error:
+            os._exit(0 if "parent's" in str(error) else 1)
+        except BaseException:
+            os._exit(2)
+        os._exit(3)
+    assert status_of(child) == 0
+    gather(context)
 
 
 def status_of(child):

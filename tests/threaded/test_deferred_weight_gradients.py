@@ -10,8 +10,9 @@ from commfuse_megatron.errors import CommFuseError, ShapeError
 from commfuse_megatron.ops import DeferredWeightGrad, WeightGradQueue, WeightGradTarget
 from commfuse_megatron.transport import tape_graphs
 from tests.harness import on_ranks, run_threads
+from tests.harness.contexts import in_context
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part, tapes_of
-from tests.harness.linear_cases import OPS, Case, draw, drawn, reference
+from tests.harness.linear_cases import OPS, Case, draw, draw_own, drawn, reference
 from tests.threaded import test_query_split_attention as attention
 from tests.threaded.test_copy_engine_emulated import PATHS, config_for
 from tests.threaded.test_gathered_input import CONFIGS
@@ -150,27 +151,26 @@ def test_only_what_a_backward_pass_is_asked_for_is_queued(group, device, op):
 
 
 @pytest.mark.parametrize("op", OPS)
-@on_ranks(2)
-def test_operands_that_changed_since_are_refused(group, device, op):
-    with OverlapContext(group) as context:
-        case = Case(op=op, rows=8)
-        for which in ("grad_y", "x"):
-            operands, queue = draw(case, group.rank(), group.size(), device), WeightGradQueue()
-            leaves, grad_y = operands.copies(), operands.grad_y
-            x = leaves.x * 1
-            y = getattr(ops, op)(x, leaves.weight, leaves.bias, context=context, weight_grad=DeferredWeightGrad(queue))
-            y.backward(grad_y)
-            with torch.no_grad():
-                (x if which == "x" else grad_y).add_(1)
-            # What was gathered is a copy.
-            is_copied = which == ("x" if op == "all_gather_linear" else "grad_y")
-            if is_copied:
-                assert torch.equal(
-                    queue.pop()(), reference(case, draw(case, group.rank(), 2, device), group)["weight.grad"]
-                )
-            else:
-                with pytest.raises(CommFuseError, match="was changed in place after the backward pass"):
-                    queue.pop()()
+@in_context(2)
+def test_operands_that_changed_since_are_refused(group, context, op):
+    case = Case(op=op, rows=8)
+    for which in ("grad_y", "x"):
+        operands, queue = draw_own(case, group), WeightGradQueue()
+        leaves, grad_y = operands.copies(), operands.grad_y
+        x = leaves.x * 1
+        y = getattr(ops, op)(x, leaves.weight, leaves.bias, context=context, weight_grad=DeferredWeightGrad(queue))
+        y.backward(grad_y)
+        with torch.no_grad():
+            (x if which == "x" else grad_y).add_(1)
+        # What was gathered is a copy.
+        is_copied = which == ("x" if op == "all_gather_linear" else "grad_y")
+        if is_copied:
+            assert torch.equal(
+                queue.pop()(), reference(case, draw(case, group.rank(), 2, context.device), group)["weight.grad"]
+            )
+        else:
+            with pytest.raises(CommFuseError, match="was changed in place after the backward pass"):
+                queue.pop()()
 
 
 def test_an_empty_queue_and_queues_of_another_kind():
@@ -193,15 +193,14 @@ def test_an_empty_queue_and_queues_of_another_kind():
     run_threads(2, body)
 
 
-@on_ranks(2)
-def test_a_deferred_half_gradient_is_added_into_a_wider_tensor(group, device):
-    with OverlapContext(group) as context:
-        for op in OPS:
-            case = dataclasses.replace(Case(op=op, rows=8), dtype=torch.bfloat16)
-            operands, queue = draw(case, group.rank(), group.size(), device), WeightGradQueue()
-            main_grad = torch.full((case.N, case.K), 3.0)
-            leaves = operands.copies()
-            deferred = DeferredWeightGrad(queue, WeightGradTarget(main_grad, lambda: None))
-            getattr(ops, op)(leaves.x, leaves.weight, context=context, weight_grad=deferred).backward(operands.grad_y)
-            assert queue.pop()() is None
-            assert torch.equal(main_grad, 3 + reference(case, operands, group)["weight.grad"].float())
+@in_context(2)
+def test_a_deferred_half_gradient_is_added_into_a_wider_tensor(group, context):
+    for op in OPS:
+        case = dataclasses.replace(Case(op=op, rows=8), dtype=torch.bfloat16)
+        operands, queue = draw_own(case, group), WeightGradQueue()
+        main_grad = torch.full((case.N, case.K), 3.0)
+        leaves = operands.copies()
+        deferred = DeferredWeightGrad(queue, WeightGradTarget(main_grad, lambda: None))
+        getattr(ops, op)(leaves.x, leaves.weight, context=context, weight_grad=deferred).backward(operands.grad_y)
+        assert queue.pop()() is None
+        assert torch.equal(main_grad, 3 + reference(case, operands, group)["weight.grad"].float())

@@ -12,8 +12,9 @@ from commfuse_megatron.ops import WeightGradTarget
 from commfuse_megatron.problem import shard_range
 from commfuse_megatron.transport import tape_graphs
 from tests.harness import on_ranks, run_threads
+from tests.harness.contexts import in_context
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part, tapes_of
-from tests.harness.linear_cases import Case, assert_equal, draw, linear_config
+from tests.harness.linear_cases import Case, assert_equal, draw, draw_own, linear_config
 from tests.threaded.test_copy_engine_emulated import PATHS, config_for, number_of_graphs
 
 CONFIGS = {
@@ -64,16 +65,15 @@ def check(case, group, device, context, **others) -> None:
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@on_ranks("group_size")
-def test_every_result_is_exact_on_integers(group, device, group_size, config):
-    with OverlapContext(group, config) as context:
-        for seed, rows in enumerate((4 * group_size, 2 * group_size + 1, 1)):
-            case = Case(op="all_gather_linear", rows=rows, seed=seed)
-            for frozen in ((), ("weight",), ("weight", "bias")):
-                for outputs in OUTPUTS:
-                    check(case, group, device, context, frozen=frozen, outputs=outputs)
-        check(Case(op="all_gather_linear", rows=7, N=0), group, device, context)
-        check(Case(op="all_gather_linear", rows=0), group, device, context)
+@in_context("group_size", "config")
+def test_every_result_is_exact_on_integers(group, context, group_size):
+    for seed, rows in enumerate((4 * group_size, 2 * group_size + 1, 1)):
+        case = Case(op="all_gather_linear", rows=rows, seed=seed)
+        for frozen in ((), ("weight",), ("weight", "bias")):
+            for outputs in OUTPUTS:
+                check(case, group, context.device, context, frozen=frozen, outputs=outputs)
+    check(Case(op="all_gather_linear", rows=7, N=0), group, context.device, context)
+    check(Case(op="all_gather_linear", rows=0), group, context.device, context)
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
@@ -119,29 +119,27 @@ def test_kept_input_over_the_copy_engine_and_not(over_copies, monkeypatch):
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@on_ranks(2)
-def test_without_a_gradient_nothing_is_added_to_a_target(group, device, config):
+@in_context(2, "config")
+def test_without_a_gradient_nothing_is_added_to_a_target(group, context):
     """Fails where zeros count as a gradient: `main_grad` was said to hold one, and optimizers made a step of it."""
-    with OverlapContext(group, config) as context:
-        case = Case(op="all_gather_linear", rows=8)
-        leaves = draw(case, group.rank(), group.size(), device).copies()
-        total, asked = torch.ones_like(leaves.weight), []
-        target = WeightGradTarget(total, lambda: asked.append(1))
-        for is_mixed in (False, True):  # or without one on this rank only
-            y, gathered = ops.all_gather_linear(
-                leaves.x, leaves.weight, context=context, return_gathered=True, weight_grad=target
-            )
-            (y if is_mixed and group.rank() == 1 else gathered).sum().backward()
-            assert len(asked) == (is_mixed and group.rank() == 1)
-            assert bool((total == 1).all()) != bool(asked)
+    case = Case(op="all_gather_linear", rows=8)
+    leaves = draw_own(case, group).copies()
+    total, asked = torch.ones_like(leaves.weight), []
+    target = WeightGradTarget(total, lambda: asked.append(1))
+    for is_mixed in (False, True):  # or without one on this rank only
+        y, gathered = ops.all_gather_linear(
+            leaves.x, leaves.weight, context=context, return_gathered=True, weight_grad=target
+        )
+        (y if is_mixed and group.rank() == 1 else gathered).sum().backward()
+        assert len(asked) == (is_mixed and group.rank() == 1)
+        assert bool((total == 1).all()) != bool(asked)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@on_ranks(3)
-def test_some_ranks_without_a_gradient_of_what_was_gathered(group, device, config):
-    with OverlapContext(group, config) as context:
-        case = Case(op="all_gather_linear", rows=9)
-        check(case, group, device, context, outputs=OUTPUTS[group.rank()])
+@in_context(3, "config")
+def test_some_ranks_without_a_gradient_of_what_was_gathered(group, context):
+    case = Case(op="all_gather_linear", rows=9)
+    check(case, group, context.device, context, outputs=OUTPUTS[group.rank()])
 
 
 @on_ranks(2)
@@ -191,24 +189,22 @@ def test_what_is_returned_is_the_callers_own():
         run_threads(group_size, body)
 
 
-@on_ranks(2)
-def test_a_frozen_input_and_calls_without_gradients(group, device):
-    with OverlapContext(group) as context:
-        case = Case(op="all_gather_linear", rows=8)
-        check(case, group, device, context, frozen=("x",), outputs=("y",))
-        leaves = draw(case, group.rank(), group.size(), device).copies()
-        with torch.no_grad():
-            y, gathered = ops.all_gather_linear(leaves.x, leaves.weight, context=context, return_gathered=True)
-        assert not y.requires_grad
-        assert not gathered.requires_grad
-        expected = ops.reference.all_gather_linear(leaves.x, leaves.weight, group=group, return_gathered=True)
-        assert torch.equal(gathered, expected[1])
-        assert torch.equal(y, expected[0])
+@in_context(2)
+def test_a_frozen_input_and_calls_without_gradients(group, context):
+    case = Case(op="all_gather_linear", rows=8)
+    check(case, group, context.device, context, frozen=("x",), outputs=("y",))
+    leaves = draw_own(case, group).copies()
+    with torch.no_grad():
+        y, gathered = ops.all_gather_linear(leaves.x, leaves.weight, context=context, return_gathered=True)
+    assert not y.requires_grad
+    assert not gathered.requires_grad
+    expected = ops.reference.all_gather_linear(leaves.x, leaves.weight, group=group, return_gathered=True)
+    assert torch.equal(gathered, expected[1])
+    assert torch.equal(y, expected[0])
 
 
-@on_ranks(2)
-def test_an_answer_of_another_kind_is_refused(group, device):
-    with OverlapContext(group) as context:
-        with pytest.raises(ShapeError, match="return_gathered must be True or False, got 'yes'"):
-            ops.all_gather_linear(torch.zeros(2, 4), torch.zeros(3, 4), context=context, return_gathered="yes")
-        assert ops.all_gather_linear(torch.zeros(2, 4), torch.zeros(3, 4), context=context).shape == (4, 3)
+@in_context(2)
+def test_an_answer_of_another_kind_is_refused(group, context):
+    with pytest.raises(ShapeError, match="return_gathered must be True or False, got 'yes'"):
+        ops.all_gather_linear(torch.zeros(2, 4), torch.zeros(3, 4), context=context, return_gathered="yes")
+    assert ops.all_gather_linear(torch.zeros(2, 4), torch.zeros(3, 4), context=context).shape == (4, 3)

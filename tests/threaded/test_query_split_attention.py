@@ -13,6 +13,7 @@ from commfuse_megatron.config import AttentionConfig
 from commfuse_megatron.errors import ShapeError, UnsupportedError
 from commfuse_megatron.problem import AttentionProblem, RowRange, shard_range
 from tests.harness import on_ranks, run_threads
+from tests.harness.contexts import in_context
 
 LIMIT = 1e-12  # fp64: rounding is some 1e-15, a wrong or missing split errs by order 1
 NAMES = ("q", "k", "v", "out_weight", "out_bias")
@@ -130,18 +131,16 @@ def test_other_paths_equal_the_reference_and_are_reported(path):
 
 
 @pytest.mark.parametrize(("m", "backward"), [(1, "query_split"), (4, "query_split"), (4, "row_parallel")])
-@on_ranks(3)
-def test_sizes_of_zero_and_one(group, device, m, backward):
-    with OverlapContext(group, attention_config(m=m, backward=backward)) as context:
-        for sizes in ({"rows": 0}, {"rows": 1}, {"rows": 2}, {"batch": 0}, {"N": 0}, {"head_dim": 1}):
-            check(Case(**sizes), group, context)
-        check(Case(rows=3, batch=1, heads=1, kv_heads=1, head_dim=1, value_dim=1, N=1), group, context)
+@in_context(3, lambda m, backward: attention_config(m=m, backward=backward))
+def test_sizes_of_zero_and_one(group, context):
+    for sizes in ({"rows": 0}, {"rows": 1}, {"rows": 2}, {"batch": 0}, {"N": 0}, {"head_dim": 1}):
+        check(Case(**sizes), group, context)
+    check(Case(rows=3, batch=1, heads=1, kv_heads=1, head_dim=1, value_dim=1, N=1), group, context)
 
 
-@on_ranks(2)
-def test_values_of_another_size_than_keys(group, device):
-    with OverlapContext(group, attention_config()) as context:
-        check(Case(head_dim=8, value_dim=3, kv_heads=2), group, context)
+@in_context(2, attention_config())
+def test_values_of_another_size_than_keys(group, context):
+    check(Case(head_dim=8, value_dim=3, kv_heads=2), group, context)
 
 
 def outer_swapped(tensor):
@@ -156,21 +155,19 @@ def first_expanded(tensor):
     return tensor[..., :1].expand(tensor.shape)
 
 
-@on_ranks(2)
-def test_operands_that_are_not_contiguous(group, device):
-    with OverlapContext(group, attention_config(m=2)) as context:
-        for view in (outer_swapped, every_second, first_expanded):
-            check(Case(kv_heads=2), group, context, view)
+@in_context(2, attention_config(m=2))
+def test_operands_that_are_not_contiguous(group, context):
+    for view in (outer_swapped, every_second, first_expanded):
+        check(Case(kv_heads=2), group, context, view)
 
 
-@on_ranks(2)
-def test_an_output_gradient_that_is_not_contiguous(group, device):
+@in_context(2, attention_config())
+def test_an_output_gradient_that_is_not_contiguous(group, context):
     operands, grad_y = draw(Case(), group.rank(), group.size())
     ones = torch.ones((), dtype=grad_y.dtype).expand(grad_y.shape)  # what out.sum() sends back
-    with OverlapContext(group, attention_config()) as context:
-        for grad in (outer_swapped(grad_y), ones):
-            found = run(operands, grad, ops.query_split_attention, context=context)
-            assert_close(found, run(operands, grad, ops.reference.query_split_attention, group=group))
+    for grad in (outer_swapped(grad_y), ones):
+        found = run(operands, grad, ops.query_split_attention, context=context)
+        assert_close(found, run(operands, grad, ops.reference.query_split_attention, group=group))
 
 
 @on_ranks(2)
@@ -241,14 +238,13 @@ def test_interleaved_with_a_linear_and_with_another_context(group, device):
             assert_close(found, expected)
 
 
-@on_ranks(3)
-def test_a_hundred_runs_are_bit_identical(group, device):
+@in_context(3, attention_config())
+def test_a_hundred_runs_are_bit_identical(group, context):
     operands, grad_y = draw(Case(rows=10, dtype=torch.float32), group.rank(), group.size())
-    with OverlapContext(group, attention_config()) as context:
-        first = run(operands, grad_y, ops.query_split_attention, context=context)
-        for _ in range(99):
-            again = run(operands, grad_y, ops.query_split_attention, context=context)
-            assert all(torch.equal(again[name], first[name]) for name in first)
+    first = run(operands, grad_y, ops.query_split_attention, context=context)
+    for _ in range(99):
+        again = run(operands, grad_y, ops.query_split_attention, context=context)
+        assert all(torch.equal(again[name], first[name]) for name in first)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -394,8 +390,8 @@ def test_gradients_under_dropout_are_those_of_the_forward_pass(group, device):
     torch.testing.assert_close(slope, change, rtol=1e-6, atol=1e-6)
 
 
-@on_ranks(2)
-def test_complaints_reach_every_rank_and_leave_the_context(group, device):
+@in_context(2, attention_config())
+def test_complaints_reach_every_rank_and_leave_the_context(group, context):
     operands, _ = draw(Case(), group.rank(), group.size())
     q, k, v, weight, _ = operands.values()
     wrong = {
@@ -405,14 +401,13 @@ def test_complaints_reach_every_rank_and_leave_the_context(group, device):
         "one dtype": (q, k, v.float(), weight),
         "4 heads": (q, k, v, weight.new_zeros(3, 5)),
     }
-    with OverlapContext(group, attention_config()) as context:
-        for words, arguments in wrong.items():
-            with pytest.raises(ShapeError, match=words if group.rank() == 0 else None):
-                ops.query_split_attention(*(arguments if group.rank() == 0 else (q, k, v, weight)), context=context)
-        mask = torch.zeros(1, 1, 12, 12, dtype=torch.bool)
-        with pytest.raises(ShapeError, match="exclude"):
-            ops.query_split_attention(q, k, v, weight, window=(1, 1), mask=mask, context=context)
-        check(Case(), group, context)
+    for words, arguments in wrong.items():
+        with pytest.raises(ShapeError, match=words if group.rank() == 0 else None):
+            ops.query_split_attention(*(arguments if group.rank() == 0 else (q, k, v, weight)), context=context)
+    mask = torch.zeros(1, 1, 12, 12, dtype=torch.bool)
+    with pytest.raises(ShapeError, match="exclude"):
+        ops.query_split_attention(q, k, v, weight, window=(1, 1), mask=mask, context=context)
+    check(Case(), group, context)
 
 
 @on_ranks(2)

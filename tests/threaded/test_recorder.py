@@ -12,6 +12,7 @@ from commfuse_megatron.config import KernelConfig, LinearConfig, PassConfig, Tra
 from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.transport.base import Transfer
 from tests.harness import on_ranks, run_threads
+from tests.harness.contexts import in_context
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
 
 
@@ -34,17 +35,16 @@ def test_a_long_recording_keeps_the_latest_calls(monkeypatch):
     run_threads(2, body)
 
 
-@on_ranks(2)
-def test_a_cleared_recording_goes_on(group, device):
-    with OverlapContext(group, OverlapConfig(record=True)) as context:
-        weight = torch.ones(6, 5)
-        for call in (1, 2):
-            ops.all_gather_linear(torch.ones(2, 2, 5), weight, context=context)
-            assert {interval.call for interval in context.recorder.intervals()} == {call}
-            assert context.report()[0].exposed_comm_us >= 0
-            context.recorder.clear()
-            assert context.recorder.intervals() == []
-            assert context.report()[0].exposed_comm_us is None
+@in_context(2, OverlapConfig(record=True))
+def test_a_cleared_recording_goes_on(group, context):
+    weight = torch.ones(6, 5)
+    for call in (1, 2):
+        ops.all_gather_linear(torch.ones(2, 2, 5), weight, context=context)
+        assert {interval.call for interval in context.recorder.intervals()} == {call}
+        assert context.report()[0].exposed_comm_us >= 0
+        context.recorder.clear()
+        assert context.recorder.intervals() == []
+        assert context.report()[0].exposed_comm_us is None
 
 
 @pytest.mark.parametrize("path", ["sequential", "async"])
