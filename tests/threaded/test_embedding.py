@@ -80,6 +80,7 @@ def test_without_gradients_and_frozen(group, context):
 
 @in_context(2, linear_config())
 def test_two_calls_in_flight_keep_their_own_values(group, context):
+    # Both outputs, and a gradient, must survive what the next call puts into the shared buffers.
     operands = [draw(group, 8, seed=seed) for seed in range(3)]
     weights = [weight.clone().requires_grad_() for _, weight, _, _ in operands]
     outputs = [

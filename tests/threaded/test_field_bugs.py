@@ -22,6 +22,7 @@ def test_01_sequence_lengths_change_and_are_not_divisible(group, context, op):
 @pytest.mark.parametrize("m", [2, 4])
 @in_context(2, lambda algorithm, m: linear_config(algorithm, m))
 def test_02_two_ranks_do_not_cross_slices_of_equal_size(group, context, m):
+    # Every row holds its own number, so that a slice in another's place is seen in every row of it.
     rows = 8 * m
     numbers = torch.arange(2 * rows, dtype=torch.float64).view(-1, 1, 1)
     own = slice(group.rank() * rows, (group.rank() + 1) * rows)
