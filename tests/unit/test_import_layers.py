@@ -4,6 +4,7 @@ Reads syntax trees, so an import inside a function, or for types alone, counts a
 """
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -67,6 +68,7 @@ def own_part(dotted: str) -> str | None:
     return names[1] if len(names) > 1 and names[1] in HEIGHT else "__init__"
 
 
+@functools.cache
 def parse(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"), str(file))
 
