@@ -109,13 +109,10 @@ def test_splits_that_nothing_would_be_split_into_are_an_error():
             AttentionConfig(path=path, backward="row_parallel")
 
 
-def test_the_report_says_why_faster_kernels_were_passed_over():
-    def body(group, device):
-        with OverlapContext(group, attention_config()) as context:
-            check(Case(), group, context)
-            return context.report()
-
-    for records in run_threads(2, body):
-        for record in records:
-            assert record.attention == "math"
-            assert all(f"{name} attention runs on CUDA" in record.attention_reason for name in ("cudnn", "flash"))
+@in_context(2, attention_config())
+def test_the_report_says_why_faster_kernels_were_passed_over(group, context):
+    check(Case(), group, context)
+    records = context.report()
+    for record in records:
+        assert record.attention == "math"
+        assert all(f"{name} attention runs on CUDA" in record.attention_reason for name in ("cudnn", "flash"))

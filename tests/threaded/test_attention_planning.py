@@ -7,6 +7,7 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import AttentionConfig, PlanConfig
 from commfuse_megatron.plan.attention import attention_buffer_needs
 from tests.harness import run_threads
+from tests.harness.contexts import in_context
 from tests.threaded.test_planning import TRIAL, MadeUpTimes, machine
 from tests.threaded.test_query_split_attention import Case, assert_close, attention_config, draw, run
 
@@ -91,14 +92,11 @@ def test_where_nothing_may_be_measured_it_is_row_parallel(monkeypatch):
 
 @pytest.mark.parametrize("m", [1, 2, 3])
 @pytest.mark.parametrize("group_size", [2, 3])
-def test_buffers_are_no_larger_than_the_plan_says(group_size, m):
-    def body(group, device):
-        with OverlapContext(group, attention_config(m=m)) as context:
-            operands, grad_y = draw(Case(rows=13), group.rank(), group.size())
-            run(operands, grad_y, ops.query_split_attention, context=context)
-            (prepared, _) = context._prepared.values()
-            needs = attention_buffer_needs(prepared.problem, prepared.plan)
-            return context.buffer_bytes, sum(-(-size // 256) * 256 for size in needs.values())
-
-    for held, promised in run_threads(group_size, body):
-        assert 0 < held <= promised
+@in_context("group_size", lambda m: attention_config(m=m))
+def test_buffers_are_no_larger_than_the_plan_says(group, context):
+    operands, grad_y = draw(Case(rows=13), group.rank(), group.size())
+    run(operands, grad_y, ops.query_split_attention, context=context)
+    (prepared, _) = context._prepared.values()
+    needs = attention_buffer_needs(prepared.problem, prepared.plan)
+    held, promised = context.buffer_bytes, sum(-(-size // 256) * 256 for size in needs.values())
+    assert 0 < held <= promised

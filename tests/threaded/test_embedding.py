@@ -5,7 +5,7 @@ import torch
 
 from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.errors import ShapeError
-from tests.harness import on_ranks, run_threads
+from tests.harness import on_ranks
 from tests.harness.contexts import in_context
 from tests.harness.linear_cases import linear_config
 
@@ -43,18 +43,15 @@ def check(group, context, rows, dtype=torch.float64, seed=0, **options):
 @pytest.mark.parametrize("algorithm", ["ring", "direct"])
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("m", [1, 2])
-def test_equals_the_reference_exactly(algorithm, group_size, m):
-    def body(group, device):
-        with OverlapContext(group, linear_config(algorithm, m)) as context:
-            for seed, rows in enumerate([4 * group_size * m, 4 * group_size + 1, group_size, 1, 2 * group_size]):
-                check(group, context, rows, seed=seed)
-            return context.report()
-
-    for records in run_threads(group_size, body):
-        assert {record.path for record in records} == {"sliced" if group_size > 1 else "local"}
-        assert {record.pass_name: record.op for record in records} == dict.fromkeys(
-            ("fprop", "backward"), "embedding_reduce_scatter"
-        )
+@in_context("group_size", lambda algorithm, m: linear_config(algorithm, m))
+def test_equals_the_reference_exactly(group, context, group_size, m):
+    for seed, rows in enumerate([4 * group_size * m, 4 * group_size + 1, group_size, 1, 2 * group_size]):
+        check(group, context, rows, seed=seed)
+    records = context.report()
+    assert {record.path for record in records} == {"sliced" if group_size > 1 else "local"}
+    assert {record.pass_name: record.op for record in records} == dict.fromkeys(
+        ("fprop", "backward"), "embedding_reduce_scatter"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

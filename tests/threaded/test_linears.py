@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from commfuse_megatron import OverlapContext, ops
-from tests.harness import on_ranks, run_threads
+from tests.harness import on_ranks
 from tests.harness.contexts import in_context
 from tests.harness.linear_cases import (
     OPS,
@@ -26,16 +26,13 @@ from tests.harness.linear_cases import (
 @pytest.mark.parametrize("algorithm", ["ring", "direct"])
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("m", [1, 2, 3])
-def test_every_result_is_exact_on_integers(op, algorithm, group_size, m):
-    def body(group, device):
-        with OverlapContext(group, linear_config(algorithm, m)) as context:
-            for seed, rows in enumerate([4 * group_size * m, 4 * group_size + 1, group_size - 1, 1, 2 * group_size]):
-                check_linear(Case(op=op, rows=rows, seed=seed), group, context)
-            return context.report()
-
-    for records in run_threads(group_size, body):
-        assert {record.path for record in records} <= {"sliced" if group_size > 1 else "local", "sequential"}
-        assert any(record.path != "sequential" for record in records)
+@in_context("group_size", lambda algorithm, m: linear_config(algorithm, m))
+def test_every_result_is_exact_on_integers(group, context, op, group_size, m):
+    for seed, rows in enumerate([4 * group_size * m, 4 * group_size + 1, group_size - 1, 1, 2 * group_size]):
+        check_linear(Case(op=op, rows=rows, seed=seed), group, context)
+    records = context.report()
+    assert {record.path for record in records} <= {"sliced" if group_size > 1 else "local", "sequential"}
+    assert any(record.path != "sequential" for record in records)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -15,6 +15,7 @@ from commfuse_megatron.tools.trace.kernels import Profile
 from commfuse_megatron.tools.trace.operation import BlockToTrace, BlockTrace, attention_us, trace_block
 from commfuse_megatron.tools.trace.summary import is_attention, is_gemm
 from tests.harness import on_ranks, run_threads
+from tests.harness.contexts import in_context
 from tests.threaded.test_query_split_attention import Case, attention_config, draw, run
 
 BLOCK = BlockToTrace(
@@ -193,15 +194,11 @@ def test_another_way_of_the_projection_than_asked_is_refused(group, device, forc
         assert "for backward passes" in found.projection.reason
 
 
-def test_the_report_does_not_say_attentions_exposed_time_alone():
+@in_context(2, attention_config("row_parallel", record=True))
+def test_the_report_does_not_say_attentions_exposed_time_alone(group, context):
     """Its projection's transfers are those of another record."""
-
-    def body(group, device):
-        operands, grad_y = draw(Case(), group.rank(), group.size())
-        with OverlapContext(group, attention_config("row_parallel", record=True)) as context:
-            run(operands, grad_y, ops.query_split_attention, context=context)
-            return {(r.op, r.pass_name): r.exposed_comm_us for r in context.report()}
-
-    for exposed in run_threads(2, body):
-        assert exposed["query_split_attention", "fprop"] is exposed["query_split_attention", "backward"] is None
-        assert exposed["linear_reduce_scatter", "fprop"] >= 0
+    operands, grad_y = draw(Case(), group.rank(), group.size())
+    run(operands, grad_y, ops.query_split_attention, context=context)
+    exposed = {(r.op, r.pass_name): r.exposed_comm_us for r in context.report()}
+    assert exposed["query_split_attention", "fprop"] is exposed["query_split_attention", "backward"] is None
+    assert exposed["linear_reduce_scatter", "fprop"] >= 0

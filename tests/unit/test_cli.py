@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +16,7 @@ from commfuse_megatron.tools.doctor import machine as machine_module
 from commfuse_megatron.tools.doctor.machine import Ability, Machine, Setting
 from commfuse_megatron.tools.verify import megatron_cli as verify_megatron
 from commfuse_megatron.tools.verify.megatron_models import ModelResult
+from tests.harness import run_python
 
 
 def subcommands() -> list[str]:
@@ -90,9 +90,8 @@ def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_python_m_is_the_same_command() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "commfuse_megatron", "--help"], capture_output=True, text=True, timeout=50, check=True
-    )
+    ran = run_python("-m", "commfuse_megatron", "--help")
+    assert ran.returncode == 0
     assert ran.stdout.startswith("usage: commfuse ")
     assert all(command in ran.stdout for command in subcommands())
 

@@ -4,8 +4,6 @@ import argparse
 import dataclasses
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from commfuse_megatron.tools.common.modes import Mode
 from commfuse_megatron.tools.common.text import batch_of, standard_library_text
 from commfuse_megatron.tools.demo import cli as demo
 from commfuse_megatron.tools.demo.training import Comparison, Run, complaints_of, gradient_limit, loss_limits, task_for
+from tests.harness import run_python
 
 STEPS = 20
 
@@ -181,9 +180,8 @@ def test_what_is_said_of_others_on_import_is_shown_if_asked_for(level: str, are_
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "import megatron.module, transformer_engine, own.module\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-B", "-W", "default", "-c", script], capture_output=True, text=True, timeout=50, check=True
-    )
+    ran = run_python("-B", "-W", "default", "-c", script)
+    assert ran.returncode == 0, ran.stderr
     assert "own/module.py" in ran.stderr
     assert "own lacks something" in ran.stderr
     for foreign in ("megatron/module.py", "megatron lacks something", "transformer_engine lacks something"):

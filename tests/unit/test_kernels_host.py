@@ -1,8 +1,5 @@
 """What the kernels do without a GPU: refuse with words, choose tiles, and sum in torch."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -10,13 +7,13 @@ from commfuse_megatron.errors import ShapeError, UnsupportedError
 from commfuse_megatron.kernels import persistent_matmul, persistent_matmul_unavailable_reason, sum_partials
 from commfuse_megatron.kernels.sum_partials import bind_sum
 from commfuse_megatron.kernels.tiles import TILES, choose_tile
+from tests.harness import run_python
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 
 def test_importing_the_kernels_loads_no_triton() -> None:
-    source = "import sys, commfuse_megatron.kernels; assert 'triton' not in sys.modules"
-    subprocess.run([sys.executable, "-c", source], check=True, timeout=50)
+    run_python("-c", "import sys, commfuse_megatron.kernels; assert 'triton' not in sys.modules").check_returncode()
 
 
 @pytest.mark.parametrize(
