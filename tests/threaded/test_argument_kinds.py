@@ -20,7 +20,7 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.errors import ShapeError
 from commfuse_megatron.ops import DeferredWeightGrad, WeightGradQueue, WeightGradTarget
 from commfuse_megatron.ops.weight_grad import WeightGrad
-from tests.harness import on_ranks, run_threads
+from tests.harness import on_ranks
 from tests.harness.contexts import in_context
 
 # Waiting for a rank that does not come takes as long as this; an error takes milliseconds.
@@ -136,11 +136,11 @@ def test_every_rank_raises_soon(group, context, op, name, bad_rank):
     ("op", "name"),
     [("all_gather_linear", "bias"), ("linear_reduce_scatter", "x"), ("query_split_attention", "k")],
 )
-@on_ranks(2)
-def test_under_autocast(group, device, op: str, name: str) -> None:
+@in_context(2, config())
+def test_under_autocast(group, context, op, name) -> None:
     """Which casts before anything is compared."""
     arguments = good(op, group.rank(), group.size())
-    with OverlapContext(group, config()) as context, torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16):
         for value in (5, [TENSOR], ARRAY):
             expect_refusal(op, name, {**arguments, name: value} if group.rank() else arguments, 1, context)
         assert OPS[op](**arguments, context=context).dtype == torch.bfloat16
@@ -296,26 +296,21 @@ def in_forward_mode(call: Any, x: torch.Tensor) -> None:
 
 
 #: By name: how many ranks take part (the level of forward mode is one for all threads), and how it calls.
+#: By name: how many ranks take part (the level of forward mode is one for all threads), and how it calls.
 TRANSFORMS = {
     "vmap": (2, lambda call, x: torch.vmap(call)(torch.stack([x, x]))),
-    "jvp": (1, lambda call, x: torch.func.jvp(call, (x,), (x,))),
-    "forward_ad": (1, in_forward_mode),
-}
+    "jvp": (1, lambda call, x: torch.func.jvp(call, (x,), (x,))), "forward_ad": (1, in_forward_mode),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("op", [GATHER, "linear_reduce_scatter", ATTENTION])
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own use
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms_are_refused_and_the_context_stays_usable(op: str, transform: str) -> None:
-    group_size, run = TRANSFORMS[transform]
-
-    def body(group: Any, device: torch.device) -> None:
-        arguments = good(op, group.rank(), group.size())
-        name = next(iter(arguments))
-        with OverlapContext(group, config()) as context:
-            OPS[op](**arguments, context=context)
-            with pytest.raises(ShapeError, match="transforms and forward-mode differentiation are not supported"):
-                run(lambda x: OPS[op](**{**arguments, name: x}, context=context), arguments[name])
-            OPS[op](**arguments, context=context)
-
-    run_threads(group_size, body)
+@pytest.mark.parametrize(("group_size", "run"), TRANSFORMS.values(), ids=TRANSFORMS)
+@in_context("group_size", config())
+def test_transforms_are_refused_and_the_context_stays_usable(group, context, op, run) -> None:
+    arguments = good(op, group.rank(), group.size())
+    name = next(iter(arguments))
+    OPS[op](**arguments, context=context)
+    with pytest.raises(ShapeError, match="transforms and forward-mode differentiation are not supported"):
+        run(lambda x: OPS[op](**{**arguments, name: x}, context=context), arguments[name])
+    OPS[op](**arguments, context=context)

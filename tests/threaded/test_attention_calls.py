@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from commfuse_megatron import OverlapConfig, OverlapContext, ops
+from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.config import AttentionConfig
 from commfuse_megatron.errors import ConfigError, ShapeError
-from tests.harness import on_ranks, run_threads
+from tests.harness import on_ranks
 from tests.harness.contexts import in_context
-from tests.threaded.test_planning import TRIAL, MadeUpTimes, machine
+from tests.threaded.test_planning import TRIAL, MadeUpTimes, plan_by_cost
 from tests.threaded.test_query_split_attention import Case, attention_config, check, draw, run
 
 
@@ -68,37 +68,37 @@ def test_a_backward_pass_inside_autocast_is_that_outside(group, context):
         assert torch.equal(found, expected), name
 
 
-def test_with_dropout_a_call_is_split_alike_without_gradients(monkeypatch):
-    """As a recomputed layer is called: splits draw masks of their own, so gradients would be those of other masks.
+BESTS = {"": "query_split m=1", "input+weight": "query_split m=2"}
 
-    Fails with a plan of its own for every set of gradients.
-    """
-    bests = {"": "query_split m=1", "input+weight": "query_split m=2"}
 
+@pytest.fixture
+def best_by_gradients(monkeypatch):
     def time(self, call, *_):
         call()
         plan, needs = call.args[0].plan, call.args[0].problem.needs
-        return 50.0 if plan.name == bests[needs] else 90.0
+        return 50.0 if plan.name == BESTS[needs] else 90.0
 
     monkeypatch.setattr(MadeUpTimes, "burst_us", time)
     monkeypatch.setattr(TRIAL, lambda device: MadeUpTimes(None))
 
-    def body(group, device):
-        operands, grad_y = draw(Case(rows=16, batch=1, dtype=torch.float32), group.rank(), group.size())
-        with OverlapContext(group, OverlapConfig(attention=AttentionConfig(path="auto"))) as context:
-            context.planner.default_reason = None
-            context.planner.machines["float32"] = machine()
-            for dropout in (0.0, 0.5):
-                with torch.no_grad():
-                    ops.query_split_attention(*operands.values(), context=context, dropout=dropout)
-                run(operands, grad_y, ops.query_split_attention, context=context, dropout=dropout)
-            called = [p for p in context._prepared.values() if p.calls and p.problem.pass_name == "fprop"]
-            return {(p.problem.has_dropout, p.problem.needs): p.plan.name for p in called}
 
-    for plans in run_threads(2, body):
-        assert plans[False, ""] == bests[""]
-        assert plans[False, "input+weight"] == bests["input+weight"]
-        assert plans[True, ""] == plans[True, "input+weight"] == bests["input+weight"]
+@pytest.mark.usefixtures("best_by_gradients")
+@in_context(2, attention_config("auto", None))
+def test_with_dropout_a_call_is_split_alike_without_gradients(group, context):
+    """As a recomputed layer is called: splits draw masks of their own, so gradients would be those of other masks.
+
+    Fails with a plan of its own for every set of gradients.
+    """
+    operands, grad_y = draw(Case(rows=16, batch=1, dtype=torch.float32), group.rank(), group.size())
+    plan_by_cost(context)
+    for dropout in (0.0, 0.5):
+        with torch.no_grad():
+            ops.query_split_attention(*operands.values(), context=context, dropout=dropout)
+        run(operands, grad_y, ops.query_split_attention, context=context, dropout=dropout)
+    called = [p for p in context._prepared.values() if p.calls and p.problem.pass_name == "fprop"]
+    plans = {(p.problem.has_dropout, p.problem.needs): p.plan.name for p in called}
+    assert plans[False, ""] == BESTS[""]
+    assert plans[False, "input+weight"] == plans[True, ""] == plans[True, "input+weight"] == BESTS["input+weight"]
 
 
 def test_splits_that_nothing_would_be_split_into_are_an_error():

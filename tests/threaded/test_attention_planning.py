@@ -8,7 +8,7 @@ from commfuse_megatron.config import AttentionConfig, PlanConfig
 from commfuse_megatron.plan.attention import attention_buffer_needs
 from tests.harness import run_threads
 from tests.harness.contexts import in_context
-from tests.threaded.test_planning import TRIAL, MadeUpTimes, machine
+from tests.threaded.test_planning import TRIAL, MadeUpTimes, plan_by_cost
 from tests.threaded.test_query_split_attention import Case, assert_close, attention_config, draw, run
 
 AUTO = AttentionConfig(path="auto")
@@ -21,8 +21,7 @@ def planned(monkeypatch, times, config=None, group_size=2, case=None):
 
     def body(group, device):
         with OverlapContext(group, config or OverlapConfig(attention=AUTO)) as context:
-            context.planner.default_reason = None
-            context.planner.machines["float32"] = machine()
+            plan_by_cost(context)
             operands, grad_y = draw(case, group.rank(), group.size())
             before = torch.get_rng_state()
             found = run(operands, grad_y, ops.query_split_attention, context=context)
@@ -68,8 +67,7 @@ def test_as_many_tokens_in_longer_sequences_are_decided_anew(monkeypatch):
 
     def body(group, device):
         with OverlapContext(group, OverlapConfig(attention=AUTO)) as context:
-            context.planner.default_reason = None
-            context.planner.machines["float32"] = machine()
+            plan_by_cost(context)
             for rows, batch in ((16, 2), (18, 2), (32, 1)):
                 case = Case(rows=rows, batch=batch, dtype=torch.float32)
                 operands, _ = draw(case, group.rank(), group.size())

@@ -153,7 +153,7 @@ def test_a_call_interrupted_at_its_end_keeps_its_messages(group, device):
 def let_go(monkeypatch):
     """Nobody: the transports that should be."""
     found = []
-    monkeypatch.setattr(CopyEngineTransport, "_let_go", found.append)
+    monkeypatch.setattr(CopyEngineTransport, "_let_go", lambda transport: found.append(transport))
     yield found
     assert found == []
 

@@ -154,27 +154,20 @@ def test_kernels_of_the_profiler_go_to_their_calls_and_kinds(monkeypatch):
         assert [record.calls for record in context.report()] == [BLOCK.warm_up + BLOCK.calls]
 
 
-def test_a_profiler_that_saw_nothing_is_refused_on_all_ranks(monkeypatch):
+@on_ranks(2)
+def test_a_profiler_that_saw_nothing_is_refused_on_all_ranks(group, device, monkeypatch):
     a_profiler(monkeypatch, lambda calls: [kernel("attention", 1000 * call, call) for call in range(2, calls + 1)])
-
-    def body(group, device):
-        with pytest.raises(UnsupportedError, match=r"nothing was seen to run .* on the ranks \[0, 1\]"):
-            trace_block(dataclasses.replace(BLOCK, is_profiled=True), attention_config(), group, device)
-
-    run_threads(2, body)
+    with pytest.raises(UnsupportedError, match=r"nothing was seen to run .* on the ranks \[0, 1\]"):
+        trace_block(dataclasses.replace(BLOCK, is_profiled=True), attention_config(), group, device)
 
 
-def test_another_way_than_asked_for_is_refused_on_all_ranks():
+@on_ranks(2)
+def test_another_way_than_asked_for_is_refused_on_all_ranks(group, device):
     config = attention_config(transport=TransportConfig(max_buffer_mib=1))
-    sizes = {"rows": 1024, "batch": 1, "heads": 1, "kv_heads": 1, "N": 512}
-
-    def body(group, device):
-        with pytest.raises(
-            UnsupportedError, match=r"path query_split was asked for and sequential taken: .*max_buffer"
-        ):
-            trace_block(dataclasses.replace(BLOCK, **sizes), config, group, device)
-
-    run_threads(2, body)
+    large = dataclasses.replace(BLOCK, rows=1024, batch=1, heads=1, kv_heads=1, N=512)
+    said = r"path query_split was asked for and sequential taken: .*max_buffer"
+    with pytest.raises(UnsupportedError, match=said):
+        trace_block(large, config, group, device)
 
 
 @pytest.mark.parametrize(("forced", "pass_name", "taken"), [

@@ -39,9 +39,8 @@ def bare_transport(**attributes) -> CopyEngineTransport:
     """Without a device: what gives transfers up."""
     transport = object.__new__(CopyEngineTransport)
     page = SimpleNamespace(set_all=lambda: None)
-    vars(transport).update(
-        {"_page": page, "_is_aborted": False, "_has_let_go": False, "_in_flight": deque()} | attributes
-    )
+    usual = {"_page": page, "_is_aborted": False, "_has_let_go": False, "_in_flight": deque()}
+    vars(transport).update(usual | attributes)
     return transport
 
 
@@ -134,7 +133,7 @@ def test_transfers_are_given_up_at_the_exit_too(monkeypatch):
     """Where no thread can be started any more."""
     let_go = []
     monkeypatch.setattr(copy_engine, "threading", SimpleNamespace(Thread=refuse_to_start))
-    monkeypatch.setattr(CopyEngineTransport, "_let_go", let_go.append)
+    monkeypatch.setattr(CopyEngineTransport, "_let_go", lambda transport: let_go.append(transport))
     transport = bare_transport()
     transport.abort()
     assert let_go == [transport]
