@@ -137,9 +137,7 @@ def test_the_benchmark_checks_every_variant_on_cpu_ranks(tmp_path: Path) -> None
     # Attention decides for both passes; its projection is a linear of its own.
     (("--attention",), "attention: {path: auto}", 3),
 ])  # fmt: skip
-def test_plans_are_written_and_taken_on_cpu_ranks(
-    cases: tuple[str, ...], config: str, count: int, tmp_path: Path
-) -> None:
+def test_plans_are_written_and_taken_on_cpu_ranks(cases, config, count, tmp_path):
     settings, file, found = (tmp_path / name for name in ("job.yaml", "of/plans.json", "found.json"))
     settings.write_text(config, encoding="utf-8")
     words = ("bench", *cases, "--models", "llama-8b", "--tokens", "2048", "--config", str(settings))

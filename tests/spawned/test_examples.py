@@ -49,9 +49,7 @@ RANKS = [script.stem for script in SCRIPTS if is_a_rank(script)]
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_a_rank_without_a_launcher_says_how_to_start_it(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_without_a_launcher_says_how_to_start_it(name, monkeypatch, capsys):
     """Fails without the check: a traceback of torch's rendezvous."""
     for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(variable, raising=False)

@@ -172,9 +172,7 @@ def test_ranks_must_not_contradict_the_launcher(monkeypatch: pytest.MonkeyPatch)
     ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": ""}, "MASTER_PORT='', which is not"),
     ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2 and WORLD_SIZE=2; ranks"),
 ])  # fmt: skip
-def test_half_a_launcher_is_refused_by_name(
-    variables: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_half_a_launcher_is_refused_by_name(variables, words, monkeypatch, capsys):
     """Fails without the check: local ranks start beside a launcher's, or int() raises."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -183,9 +181,7 @@ def test_half_a_launcher_is_refused_by_name(
     assert is_speaker(), "where nobody knows who is first, everyone speaks"
 
 
-def test_what_one_rank_alone_has_met_it_says_after_a_while(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_one_rank_alone_has_met_it_says_after_a_while(monkeypatch, capsys):
     set_launcher(monkeypatch, "1", "2", "localhost", "1", "1", "2")
     waits: list[float] = []
 

@@ -128,8 +128,7 @@ def test_curves_are_compared_step_by_step(tmp_path: Path, script: Script) -> Non
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [("", "no losses"), ("x\n", "line 1: not a line of a loss log"), (None, "No such file")],
+    ("content", "message"), [("", "no losses"), ("x\n", "line 1: not a line of a loss log"), (None, "No such file")]
 )
 def test_logs_that_cannot_be_compared(tmp_path: Path, script: Script, content: str | None, message: str) -> None:
     write_log(tmp_path / "a.jsonl", [3.0])

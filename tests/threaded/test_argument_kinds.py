@@ -133,8 +133,7 @@ def test_every_rank_raises_soon(group, context, op, name, bad_rank):
 
 
 @pytest.mark.parametrize(
-    ("op", "name"),
-    [("all_gather_linear", "bias"), ("linear_reduce_scatter", "x"), ("query_split_attention", "k")],
+    ("op", "name"), [("all_gather_linear", "bias"), ("linear_reduce_scatter", "x"), ("query_split_attention", "k")]
 )
 @in_context(2, config())
 def test_under_autocast(group, context, op, name) -> None:

@@ -10,12 +10,7 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import LinearConfig, PassConfig
 from commfuse_megatron.errors import ShapeError
 from commfuse_megatron.ops.attention_arguments import AttentionInputs
-from commfuse_megatron.ops.problems import (
-    attention_problems,
-    embedding_problems,
-    linear_problems,
-    ulysses_problems,
-)
+from commfuse_megatron.ops.problems import attention_problems, embedding_problems, linear_problems, ulysses_problems
 from commfuse_megatron.ops.ulysses_attention import UlyssesInputs
 from commfuse_megatron.transport.base import MOST_FLAGS
 from tests.harness import on_ranks

@@ -257,8 +257,7 @@ def bound(monkeypatch) -> dict[int, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("op", "path", "m"),
-    [(op, "sliced", m) for op in OPS for m in (1, 2, 4)] + [("linear_reduce_scatter", "bulk", 1)],
+    ("op", "path", "m"), [(op, "sliced", m) for op in OPS for m in (1, 2, 4)] + [("linear_reduce_scatter", "bulk", 1)]
 )
 @in_copy_context(3, lambda path, m: config_for(path, m=m))
 def test_own_rows_are_copied_beside_the_last_gemm(group, context, op, bound):

@@ -152,14 +152,18 @@ def test_an_empty_queue():
     (DeferredWeightGrad([]), r"weight_grad.queue must be a WeightGradQueue, got \[\]"),
     (DeferredWeightGrad(WeightGradQueue(), WeightGradTarget(torch.zeros(2, 2), lambda: None)),
      r"weight_grad.accumulate is \[2, 2\]"),
+    (WeightGradTarget(torch.zeros(4, 8), lambda: None), r"weight_grad.accumulate is \[4, 8\]"),
     (WeightGradQueue(), "weight_grad must be a WeightGradTarget or a DeferredWeightGrad or None, got"),
-], ids=["no queue", "shape", "queue"])  # fmt: skip
+], ids=["no queue", "deferred", "shape", "queue"])  # fmt: skip
+@pytest.mark.parametrize("op", OPS)
 @in_context(2)
-def test_queues_of_another_kind(group, context, weight_grad, complaint):
-    leaves = draw_own(Case(op=OPS[1], rows=8), group).copies()
-    ops.linear_reduce_scatter(leaves.x, leaves.weight, context=context)  # its arguments are known then
-    with pytest.raises(ShapeError, match=complaint):
-        ops.linear_reduce_scatter(leaves.x, leaves.weight, context=context, weight_grad=weight_grad)
+def test_targets_and_queues_of_another_kind(group, context, op, weight_grad, complaint):
+    leaves = draw_own(Case(op=op, rows=8), group).copies()
+    for is_known in (False, True):
+        with pytest.raises(ShapeError, match=complaint):
+            getattr(ops, op)(leaves.x, leaves.weight, context=context, weight_grad=weight_grad)
+        if not is_known:
+            getattr(ops, op)(leaves.x, leaves.weight, context=context)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -221,10 +221,7 @@ def test_autocast_casts_the_bias_as_well(group, context, op, low):
     """Fails without the cast in the reference, whose result was as wide as its bias."""
     case = Case(op=op, rows=8)
     results = []
-    for call, where in (
-        (getattr(ops, op), {"context": context}),
-        (getattr(ops.reference, op), {"group": group}),
-    ):
+    for call, where in ((getattr(ops, op), {"context": context}), (getattr(ops.reference, op), {"group": group})):
         operands = draw_own(case, group)
         if low == "x":
             operands.x = operands.x.bfloat16()

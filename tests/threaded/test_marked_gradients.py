@@ -40,10 +40,7 @@ CALLS = {
     "embedding": (embedding, lambda: [torch.randn(9, 16)]),
 }
 #: What is told of a gradient by a mark.
-MARKS = {
-    "negated": lambda grad: torch._neg_view(-grad),
-    "zero": lambda grad: torch._efficientzerotensor(grad.shape),
-}
+MARKS = {"negated": lambda grad: torch._neg_view(-grad), "zero": lambda grad: torch._efficientzerotensor(grad.shape)}
 
 
 def config(path: str) -> OverlapConfig:

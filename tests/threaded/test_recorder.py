@@ -225,10 +225,7 @@ def test_recording_changes_nothing_over_the_copy_engine(dtype, m, monkeypatch):
             generator = torch.Generator().manual_seed(group.rank())
             x = torch.randint(-3, 4, (8, 2, 16), generator=generator).to(dtype)
             weight = torch.randint(-3, 4, (8, 16), generator=generator).to(dtype)
-            with (
-                take_part(group),
-                OverlapContext(group, dataclasses.replace(config, record=is_recorded)) as context,
-            ):
+            with take_part(group), OverlapContext(group, dataclasses.replace(config, record=is_recorded)) as context:
                 for _ in range(calls):
                     found = [t.clone().requires_grad_() for t in (x, weight)]
                     y = ops.all_gather_linear(*found, context=context)

@@ -37,9 +37,7 @@ def test_every_help_has_an_example(command: str, capsys: pytest.CaptureFixture[s
     (["doctor", "--nonsense"], "commfuse doctor [-h]"), (["trace", "--path", "nonsense"], "commfuse trace [-h]"),
     (["verify", "nonsense"], "commfuse verify [-h]"),
 ])  # fmt: skip
-def test_wrong_usage_is_exit_code_2_with_usage(
-    wrong: list[str], usage: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_is_exit_code_2_with_usage(wrong, usage, capsys):
     """Fails without the subcommands' own parser class: unknown options are then the top-level parser's."""
     with pytest.raises(SystemExit) as ended:
         cli.main(wrong)
@@ -65,13 +63,7 @@ def require_usage_error(capsys, command: str, message: str, *, with_usage: bool 
     (RankFailedError("rank 1 raised\nTraceback"), 1, "commfuse doctor failed.\nrank 1 raised\nTraceback"),
     (KeyboardInterrupt(), 130, "interrupted"),
 ])  # fmt: skip
-def test_errors_become_exit_codes(
-    error: BaseException,
-    exit_code: int,
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_errors_become_exit_codes(error, exit_code, words, monkeypatch, capsys):
     def fail(arguments: argparse.Namespace) -> int:
         raise error
 
@@ -145,18 +137,9 @@ def test_what_cannot_be_verified_is_refused_before_start(words, complaint, capsy
 def test_the_legend_of_verified_models_is_a_whole_sentence(stock, end, capsys):
     """Fails without the look at the reasons: it ended in "because" where nothing was stock."""
     result = ModelResult(
-        name="dense",
-        layout="TP2",
-        loss_error=0.0,
-        gradient_error=0.0,
-        gradient="",
-        num_gradients=3,
-        parameter_error=None,
-        parameter="",
-        overlapped=4,
-        backward=4,
-        stock=stock,
-    )
+        name="dense", layout="TP2", loss_error=0.0, gradient_error=0.0, gradient="", num_gradients=3,
+        parameter_error=None, parameter="", overlapped=4, backward=4, stock=stock,
+    )  # fmt: skip
     verify_megatron._print([result], [], Rank(0, 2, "cpu"))
     assert end in capsys.readouterr().out
 
@@ -175,12 +158,9 @@ def a_machine(*, has_gloo: bool = True, is_config_wrong: bool = False) -> Machin
 
 
 @pytest.mark.parametrize(
-    ("machine", "exit_code"),
-    [(a_machine(), 0), (a_machine(is_config_wrong=True), 2), (a_machine(has_gloo=False), 2)],
+    ("machine", "exit_code"), [(a_machine(), 0), (a_machine(is_config_wrong=True), 2), (a_machine(has_gloo=False), 2)]
 )
-def test_exit_codes_of_the_doctor(
-    machine: Machine, exit_code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exit_codes_of_the_doctor(machine, exit_code, monkeypatch, capsys):
     monkeypatch.setattr("commfuse_megatron.tools.doctor.machine.inspect_machine", lambda: machine)
     assert cli.main(["doctor"]) == exit_code
     out, err = capsys.readouterr()

@@ -156,9 +156,7 @@ def test_a_task_names_its_dtype() -> None:
     (["--ranks", "1"], "can be cut for 2, 4, 8 ranks, not 1"), (["--text", "no/such/file"], "the text cannot be read"),
     (["--text", __file__], "the demo needs at least 10000"),
 ])  # fmt: skip
-def test_what_cannot_run_is_said_before_anything_starts(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_run_is_said_before_anything_starts(arguments, words, capsys):
     assert cli.main(["demo", *arguments]) == 2
     assert words in capsys.readouterr().err
 

@@ -25,12 +25,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 HEIGHT = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 #: The rooms of the tools, likewise: each command's beside those whose code it has no need of.
 ROOMS: tuple[tuple[str, ...], ...] = (
-    ("__init__", "common"),
-    ("trace",),
-    ("bench", "verify", "demo", "doctor"),
-    ("simulate",),
-    ("main",),
-)
+    ("__init__", "common"), ("trace",), ("bench", "verify", "demo", "doctor"), ("simulate",), ("main",),
+)  # fmt: skip
 HEIGHT_OF_ROOM = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
 MAY_IMPORT_MEGATRON = {"plugin", "testing", "tools"}
 NO_DEVICE_WIDE_SYNC = {"ops", "runtime", "plugin", "transport"}

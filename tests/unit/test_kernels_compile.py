@@ -156,9 +156,7 @@ def test_every_tile_of_the_table_is_chosen_by_some_size() -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP32, torch.float64])
 @pytest.mark.parametrize(("num_partials", "has_bias"), [(0, False), (1, True), (7, False), (63, True)])
 @pytest.mark.parametrize("is_aligned", [True, False])
-def test_sum_partials_compiles_for_hopper(
-    dtype: torch.dtype, num_partials: int, has_bias: bool, is_aligned: bool
-) -> None:
+def test_sum_partials_compiles_for_hopper(dtype, num_partials, has_bias, is_aligned):
     kind = _Kind(dtype, dtype, dtype if has_bias else None, dtype, num_partials, is_aligned)
     compiled = compile_sum(kind, HOPPER)
     assert list(compiled.src.signature) == sum_partials_kernel.arg_names, "launchers pass arguments by position"

@@ -154,16 +154,9 @@ def test_buffers_that_are_there_already_count_once():
 )
 def test_buffer_needs_cover_what_programs_carve(op, needs, rows, group_size, dtype):
     problem = GemmProblem(
-        op=op,
-        pass_name="backward" if needs else "fprop",
-        rows=rows,
-        batch=2,
-        N=3,
-        K=5,
-        dtype=dtype,
-        group_size=group_size,
-        needs=needs,
-    )
+        op=op, pass_name="backward" if needs else "fprop", rows=rows, batch=2, N=3, K=5, dtype=dtype,
+        group_size=group_size, needs=needs,
+    )  # fmt: skip
     features = problem.K if op == "all_gather_linear" else problem.N
     itemsize = DTYPE_BYTES[dtype]
     for plan in list_candidates(problem, OverlapConfig()).plans:

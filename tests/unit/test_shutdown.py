@@ -67,8 +67,7 @@ def test_nothing_happens_where_nothing_is_in_flight(alarms):
 
 @pytest.mark.parametrize("is_given_up", [False, True])
 @pytest.mark.parametrize(
-    ("timeout_s", "error", "limit_s"),
-    [(0.2, None, 0.2), (600, ValueError(), 0.3), (0.1, ValueError(), 0.1)],
+    ("timeout_s", "error", "limit_s"), [(0.2, None, 0.2), (600, ValueError(), 0.3), (0.1, ValueError(), 0.1)]
 )
 def test_the_exit_takes_a_limited_time(is_given_up, timeout_s, error, limit_s, alarms, monkeypatch, caplog):
     monkeypatch.setattr(shutdown, "_AFTER_AN_ERROR_S", 0.3)
@@ -126,10 +125,16 @@ def test_links_are_released_once_and_forgotten(alarms):
     assert (shutdown._links, shutdown._left) == ({links[2]}, {})
 
 
-def test_nothing_is_released_while_a_graph_is_captured(alarms, monkeypatch):
+def device_error():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("asked", [lambda: True, device_error], ids=["captured", "failed"])
+def test_nothing_is_released_in_a_capture_nor_on_a_failed_device(asked, alarms, monkeypatch):
+    """PyTorch raises what the device's error was when it is asked about captures: not the program's own error."""
     released = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", asked)
     give_up(Link(is_in_flight=False), lambda: released.append(0))
     shutdown.release_what_is_done()
     assert released == []
@@ -339,17 +344,3 @@ def test_the_exit_is_short_in_a_child_that_has_failed(tmp_path):
         assert seconds == 30
         took_s = ended - float((tmp_path / f"{how} began").read_text(encoding="utf-8"))
         assert (took_s < 5.5) == expected, how
-
-
-def test_nothing_is_released_when_the_device_has_failed(alarms, monkeypatch):
-    """PyTorch raises what the device's error was when it is asked about captures: not the program's own error."""
-
-    def fail():
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    released = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
-    give_up(Link(is_in_flight=False), lambda: released.append(0))
-    shutdown.release_what_is_done()
-    assert released == []

@@ -237,9 +237,7 @@ def bars(axes: Any) -> set[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(("num_streams", "rows"), [(1, 1), (2, 2), (3, 3), (5, 1)])
-def test_every_stream_has_a_row_where_there_is_room(
-    num_streams: int, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_stream_has_a_row_where_there_is_room(num_streams, rows, tmp_path, monkeypatch):
     """Fails where rows go by overlap alone: kernels that alternate between two streams would look like one."""
     from matplotlib.figure import Figure
 
