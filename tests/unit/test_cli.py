@@ -19,9 +19,10 @@ from commfuse_megatron.tools.verify.megatron_models import ModelResult
 from tests.harness import run_python
 
 
-def subcommands() -> list[str]:
+def subcommands() -> dict[str, argparse.ArgumentParser]:
+    """Their parsers, by name."""
     (action,) = [a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
-    return list(action.choices)
+    return action.choices
 
 
 @pytest.mark.parametrize("command", subcommands())
@@ -108,26 +109,25 @@ def test_the_doctor_sees_this_machine(tmp_path: Path, capsys: pytest.CaptureFixt
     }
 
 
-@pytest.mark.parametrize(("transport", "device"), [("nccl", "cpu"), ("copy_engine", "cpu"), ("gloo", "cuda")])
-def test_a_transport_of_other_devices_is_refused_before_start(transport, device, capsys):
-    assert cli.main(["verify", "--transport", transport, "--device", device]) == 2
-    require_usage_error(capsys, "verify", f"--transport {transport} carries tensors of")
-
-
-@pytest.mark.parametrize(("words", "complaint"), [
-    (("--megatron", "--device", "cuda"), "float64"),
-    (("--megatron", "--dtype", "float32"), "leave --dtype and --transport out"),
-    (("--megatron", "--ranks", "3"), "2 or 4 ranks, not for 3"),
-    (("--megatron", "--only", "sparse"), "no configuration is called sparse; there are dense, "),
-    (("--megatron", "--only", "pipeline"), "needs 4 ranks, there are 2"),
-    (("--only", "dense"), "--only names configurations of --megatron"),
-    (("--ranks", "1"), "one rank has nothing to communicate; use --ranks 2 or more"),
-    (("--lora",), "--lora puts adapters into the models of --megatron: give that, too"),
-    (("--megatron", "--lora", "--only", "sparse"), "no option of --lora has the word sparse. There are model: "),
+@pytest.mark.parametrize(("command", "complaint"), [
+    *((f"verify --transport {transport} --device {device}", f"--transport {transport} carries tensors of")
+     for transport, device in (("nccl", "cpu"), ("copy_engine", "cpu"), ("gloo", "cuda"))),
+    ("verify --megatron --device cuda", "float64"),
+    ("verify --megatron --dtype float32", "leave --dtype and --transport out"),
+    ("verify --megatron --ranks 3", "2 or 4 ranks, not for 3"),
+    ("verify --megatron --only sparse", "no configuration is called sparse; there are dense, "),
+    ("verify --megatron --only pipeline", "needs 4 ranks, there are 2"),
+    ("verify --only dense", "--only names configurations of --megatron"),
+    ("verify --ranks 1", "one rank has nothing to communicate; use --ranks 2 or more"),
+    ("verify --lora", "--lora puts adapters into the models of --megatron: give that, too"),
+    ("verify --megatron --lora --only sparse", "no option of --lora has the word sparse. There are model: "),
+    ("demo --steps 0", "--steps must be at least 1"), ("demo --ranks 3", "can be cut for 2, 4, 8 ranks, not 3"),
+    ("demo --ranks 1", "can be cut for 2, 4, 8 ranks, not 1"), ("demo --text no/such/file", "the text cannot be read"),
+    (f"demo --text {Path(__file__).parents[1] / 'conftest.py'}", "the demo needs at least 10000"),
 ])  # fmt: skip
-def test_what_cannot_be_verified_is_refused_before_start(words, complaint, capsys):
-    assert cli.main(["verify", *words]) == 2
-    require_usage_error(capsys, "verify", complaint)
+def test_what_makes_no_sense_is_refused_before_start(command, complaint, capsys):
+    assert cli.main(command.split()) == 2
+    require_usage_error(capsys, command.split()[0], complaint)
 
 
 @pytest.mark.parametrize(("stock", "end"), [
@@ -237,12 +237,11 @@ def test_folders_are_made_for_results_only(option, tmp_path, capsys):
 
 
 def test_help_says_that_folders_are_made():
-    (commands,) = [a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
     helps = {
         (name, action.dest): action.help
-        for name, parser in commands.choices.items()
+        for name, parser in subcommands().items()
         for action in parser._actions
         if action.dest in ("json", "output", "figure")
     }
-    assert len(helps) >= len(commands.choices) + 4
+    assert len(helps) >= len(subcommands()) + 4
     assert [key for key, text in helps.items() if "made" not in text] == []

@@ -63,12 +63,9 @@ def test_sum_of_small_integers_is_exact(dtype: torch.dtype, num_partials: int) -
                                    wanted, rtol=0, atol=0)  # fmt: skip
 
 
-def test_sum_in_fp64_stays_in_fp64() -> None:
+def test_sum_in_fp64_stays_in_fp64_and_of_nothing_is_nothing() -> None:
     own, partials = torch.full((1, 1), 1.0, dtype=FP64), torch.full((1, 1, 1), 2.0**-40, dtype=FP64)
     assert sum_partials(own, partials, out=torch.empty(1, 1, dtype=FP64)).item() == 1 + 2.0**-40
-
-
-def test_sum_of_nothing() -> None:
     out = torch.empty(0, 7)
     assert sum_partials(torch.empty(0, 7), torch.empty(3, 0, 7), out=out) is out
 
