@@ -75,11 +75,12 @@ class CudnnBackward:
 
         gradients: where they are not contiguous. Then it is one call, too.
         """
+        pieces = backward_pieces(split.sizes)
         if gradients is not None:
-            piece = one_piece(split.sizes)
+            piece = pieces[0] if len(pieces) == 1 else one_piece(split.sizes)
             graph = self._graphs.backward(_layouts(split, piece), split.dtype, piece.mask, split.scale, gradients)
             return self._graphs.bind(graph)
-        parts = self._parts(split, backward_pieces(split.sizes))
+        parts = self._parts(split, pieces)
         if len(parts) == 2:
             like = torch.empty(split.sizes.queries, _grad_q_row(split), dtype=split.dtype, device="meta")
             add = bind_sum(like, like.unsqueeze(0), bias=None, out=like, device=self._graphs.device)
