@@ -90,26 +90,16 @@ def expect_failed(context, error, run, call):
         call()
 
 
-#: Where a call ends before it is the context's turn, by operation and pass.
-BEFORE = {
-    (name, is_forward): ("linear", "cast_for_autocast" if is_forward else "prepare_backward")
-    for name in ALL[:2]
-    for is_forward in (True, False)
-} | {
-    ("embedding_reduce_scatter", True): ("embedding_reduce_scatter", "_localize"),
-    ("embedding_reduce_scatter", False): ("embedding_reduce_scatter", "prepare_backward"),
-    ("query_split_attention", True): ("query_split_attention", "cast_for_autocast"),
-    ("query_split_attention", False): ("query_split_attention", "_prepare_backward"),
-}
-
-
 @pytest.fixture
 def ends(monkeypatch, name, is_forward, place, error):
-    module, function = BEFORE[name, is_forward]
-    if place == "before":
-        end_where_told(monkeypatch, importlib.import_module(f"commfuse_megatron.ops.{module}"), function, error)
-    else:
+    """Where told: before it is the context's turn, or there."""
+    if place != "before":
         end_where_told(monkeypatch, OverlapContext, place, error)
+        return
+    special = {("embedding_reduce_scatter", True): "_localize", ("query_split_attention", False): "_prepare_backward"}
+    function = special.get((name, is_forward), "cast_for_autocast" if is_forward else "prepare_backward")
+    module = importlib.import_module(f"commfuse_megatron.ops.{'linear' if name in ALL[:2] else name}")
+    end_where_told(monkeypatch, module, function, error)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
