@@ -177,7 +177,8 @@ def test_pieces_compute_what_is_seen_and_squares_need_one(way, cudnn, kernel) ->
         Launch("forward", "top left", 12, 12), Launch("backward", "top left", 12, 12),
         Launch("forward", "bottom right", 12, 24), Launch("backward", "none", 12, 12),
         Launch("backward", "top left", 12, 12),
-        Launch("forward", "bottom right", 6, 12), Launch("backward", "none", 6, 6), Launch("backward", "top left", 6, 6),
+        Launch("forward", "bottom right", 6, 12), Launch("backward", "none", 6, 6),
+        Launch("backward", "top left", 6, 6),
         Launch("forward", "top left", 24, 24), Launch("backward", "top left", 24, 24),
     ]  # fmt: skip
 

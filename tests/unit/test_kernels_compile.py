@@ -30,35 +30,32 @@ def layout(
 
 
 def variant_for(
-    *,
-    sizes: tuple[int, int, int] = (M, N, K),
-    pass_name: str = "fprop",
-    dtype: torch.dtype = BF16,
-    out_dtype: torch.dtype = BF16,
-    addend: str = "none",
-    addend_dtype: torch.dtype = BF16,
-    shares: bool = False,
-    aligned: bool = True,
-    allow_tma: bool = True,
-    num_sms: int = 132,
+    sizes=(M, N, K),
+    pass_name="fprop",
+    dtype=BF16,
+    out_dtype=BF16,
+    addend="none",
+    addend_dtype=BF16,
+    aligned=True,
+    **how,
 ) -> Variant:
+    """how: whether tiles are shared, and TMA allowed."""
     rows, cols, inner = sizes
+
+    def added(strides: tuple[int, int], **copies: int) -> Layout:
+        return Layout((rows, cols), strides, addend_dtype, 0, True, **copies)
+
+    several = {"copies": 3, "copy_stride": rows * cols}
     addends = {
-        "none": None,
-        "matrix": layout(rows, cols, dtype=addend_dtype),
-        "strided": layout(rows, cols, dtype=addend_dtype, transposed=True),
-        "several": Layout((rows, cols), (cols, 1), addend_dtype, 0, True, copies=3, copy_stride=rows * cols),
-        "several strided": Layout((rows, cols), (1, rows), addend_dtype, 0, True, copies=3, copy_stride=rows * cols),
-        "bias": Layout((rows, cols), (0, 1), addend_dtype, 0, True),
-    }
+        "none": None, "matrix": added((cols, 1)), "strided": added((1, rows)), "several": added((cols, 1), **several),
+        "several strided": added((1, rows), **several), "bias": added((0, 1)),
+    }  # fmt: skip
     variant = choose_variant(
         layout(rows, inner, transposed=pass_name == "wgrad", dtype=dtype, aligned=aligned),
         layout(inner, cols, transposed=pass_name == "fprop", dtype=dtype, aligned=aligned),
         layout(rows, cols, dtype=out_dtype, aligned=aligned),
         addends[addend],
-        num_sms=num_sms,
-        shares=shares,
-        allow_tma=allow_tma,
+        **{"num_sms": 132, "shares": False, "allow_tma": True, **how},
     )
     assert variant is not None
     return variant
