@@ -261,10 +261,10 @@ def prepare_backward(
     operation: Operation, forward: PreparedPass, *, needs_input: bool, needs_weight: bool
 ) -> PreparedPass:
     """The backward pass of the same call; which gradients are due decides what is sent."""
-    needs = join_needs(needs_input=needs_input, needs_weight=needs_weight)
-    key = (forward.problem, needs)
+    key = (forward.problem, needs_input, needs_weight)
     prepared = forward.context.known_calls.get(key)
     if prepared is None:
+        needs = join_needs(needs_input=needs_input, needs_weight=needs_weight)
         problem = dataclasses.replace(forward.problem, pass_name="backward", needs=needs)
         prepared = remember(forward.context, key, problem, operation)
     return prepared

@@ -41,6 +41,9 @@ __all__ = [
 
 Window = tuple[int, int]
 
+# More than there are ranks; odd, so that the seed shows in the last 32 bits, which some generators take alone.
+_RANKS_APART = 1_000_003
+
 
 class AttentionInputs(NamedTuple):
     """The arguments of one call of `query_split_attention`, by the same names."""
@@ -236,6 +239,7 @@ def draw_dropout(dropout: float, context: OverlapContext) -> Dropout | None:
     if context.is_capturing:
         sentence = "a CUDA graph would repeat one dropout mask; capture without dropout"
         raise context.link.mark_raised_on_all_ranks(UnsupportedError(f"attention: {sentence}"))
-    # The CPU's generator is usually in the same state on all ranks, but their heads must not drop alike.
+    # The CPU's generator is usually in the same state on all ranks, but their heads must not drop alike: neither those
+    # of this group, nor those of tensor-parallel ranks that share sequences with other groups.
     seed = int(torch.randint(1 << 40, (), dtype=torch.int64, device="cpu").item())
-    return Dropout(dropout, seed * context.group_size + context.group_rank)
+    return Dropout(dropout, seed * _RANKS_APART + context.global_rank)

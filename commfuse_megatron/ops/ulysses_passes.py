@@ -4,38 +4,27 @@ Knows prepared passes and kernels; must not know autograd.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, override
 
 import torch
-from torch import distributed as dist
 
-from commfuse_megatron.kernels.attention import Dropout, join_states
-from commfuse_megatron.ops.split_attention import Heads, SplitAttention, apart, operands_for_kernels
-from commfuse_megatron.ops.ulysses_pieces import CopyPair, HeadPieces, Piece, pack_copy, sum_pieces, unpack_copies
-from commfuse_megatron.ops.ulysses_tapes import copy_kernel, ulysses_backward_kernel, ulysses_forward_kernels
-from commfuse_megatron.problem import HeadGroup, RowRange, UlyssesProblem
-from commfuse_megatron.runtime.prepared import CallNumbers, PreparedPass
-from commfuse_megatron.schedule.exchange import BoundExchange
+from commfuse_megatron.kernels.attention import join_states
+from commfuse_megatron.ops.split_attention import Heads, operands_for_kernels
+from commfuse_megatron.ops.ulysses_pass import Marked, UlyssesCall, UlyssesPass, attention_of, copy_all, problem_of
+from commfuse_megatron.ops.ulysses_pieces import CopyPair, Piece, pack_copies, sum_pieces, unpack_copies
+from commfuse_megatron.ops.ulysses_tapes import (
+    ulysses_backward_kernel,
+    ulysses_forward_kernels,
+)
+from commfuse_megatron.problem import HeadGroup
+from commfuse_megatron.runtime.prepared import PreparedPass
 from commfuse_megatron.schedule.lower_attention import ATTEND
 from commfuse_megatron.schedule.lower_linear import Asked
-from commfuse_megatron.schedule.lower_ulysses import ATTEND_GROUP, PACK, UNPACK
+from commfuse_megatron.schedule.lower_ulysses import ATTEND_GROUP, UNPACK
 
 __all__ = ["Saved", "UlyssesCall", "ulysses_backward", "ulysses_forward"]
 
 State = tuple[torch.Tensor, ...]
-
-
-class UlyssesCall(NamedTuple):
-    """One call: its forward pass, and what differs between calls of one problem."""
-
-    forward: PreparedPass
-    scale: float
-    dropout: Dropout | None
-
-    @property
-    def numbers(self) -> CallNumbers:
-        """What all ranks must bring alike, since each attends heads of all."""
-        return ("scale", self.scale), ("dropout", 0.0 if self.dropout is None else float(self.dropout.probability))
 
 
 class Saved(NamedTuple):
@@ -52,7 +41,7 @@ class Saved(NamedTuple):
 
 def ulysses_forward(call: UlyssesCall, heads: Heads) -> tuple[torch.Tensor, Saved]:
     """(this rank's rows of all heads [S_r, B, H * D_v], what the backward pass needs)."""
-    p, problem = call.forward, _problem_of(call.forward)
+    p, problem = call.forward, problem_of(call.forward)
     with p:
         if not problem.M:
             out = heads.q.new_empty(heads.q.size(0), problem.batch, problem.N)
@@ -65,16 +54,16 @@ def ulysses_forward(call: UlyssesCall, heads: Heads) -> tuple[torch.Tensor, Save
 
 def ulysses_backward(p: PreparedPass, call: UlyssesCall, saved: Saved, grad: torch.Tensor, like: Heads) -> Heads:
     """Gradients of this rank's rows of q, k and v. grad: [S_r, B, H * D_v]; like: meta tensors of q, k and v."""
-    problem = _problem_of(p)
+    problem = problem_of(p)
     gradients = Heads(*(grad.new_empty(each.shape) for each in like))
     with p:
         if not problem.M:
             return gradients
         grad = grad.unflatten(-1, (problem.heads, problem.value_dim))
         if problem.group_size == 1:
-            attention, heads = _attention(call, problem, _whole(problem), []), Heads(*saved.heads)
+            attention, heads = attention_of(call, problem, problem.head_groups(1)[0], []), Heads(*saved.heads)
             attended = saved.attended.view(grad.shape)
-            with _Marked(p, ATTEND_GROUP):
+            with Marked(p, ATTEND_GROUP):
                 found = attention.gradients(0, heads, attended, saved.states[0], grad)
             return Heads(*(each.to(grad.dtype) for each in found))
         run = _Backward(p, call, saved, grad, gradients)
@@ -83,87 +72,17 @@ def ulysses_backward(p: PreparedPass, call: UlyssesCall, saved: Saved, grad: tor
 
 
 def _attend_alone(call: UlyssesCall, heads: Heads) -> tuple[torch.Tensor, Saved]:
-    problem = _problem_of(call.forward)
+    problem = problem_of(call.forward)
     heads = operands_for_kernels(heads, is_kept=bool(problem.needs))
     flat = heads.q.new_empty(problem.rows, problem.batch, problem.N)
     attended = flat.unflatten(-1, (problem.heads, problem.value_dim))
-    with _Marked(call.forward, ATTEND_GROUP):
-        state = _attention(call, problem, _whole(problem), []).forward(0, heads, attended)
+    with Marked(call.forward, ATTEND_GROUP):
+        state = attention_of(call, problem, problem.head_groups(1)[0], []).forward(0, heads, attended)
     # The result may be changed in place, as of more ranks; what is saved may not.
     return flat.clone() if problem.needs else flat, Saved(tuple(heads), flat, [state])
 
 
-class _Pass:
-    """What both passes have in common."""
-
-    def __init__(self, p: PreparedPass, call: UlyssesCall) -> None:
-        self.p, self.call, self.problem = p, call, _problem_of(p)
-        self.pieces = HeadPieces(self.problem, p.plan.chunks_per_shard, p.group_rank)
-        self.groups = self.pieces.groups
-        assert isinstance(p.gather, BoundExchange)
-        assert isinstance(p.scatter, BoundExchange)
-        self.arriving, self.leaving = p.gather, p.scatter
-        #: Rows of every piece that goes to an owner, flat.
-        self.runs = [run for rank in range(self.problem.group_size) for run in self.problem.kept_rows(rank)]
-        #: Of every group: split 0 is the whole sequence, the others are the runs.
-        self.attention: list[SplitAttention]
-        if call.dropout is None:
-            self.attention = p.remember(("attention", call.scale), self._attention_of_groups)
-        else:
-            self.attention = self._attention_of_groups()
-
-    def _attention_of_groups(self) -> list[SplitAttention]:
-        made = []
-        for number, group in enumerate(self.groups):
-            dropout = self.call.dropout and apart(self.call.dropout, number)
-            made.append(_attention(self.call._replace(dropout=dropout), self.problem, group, self.runs))
-        return made
-
-    @property
-    def may_replay(self) -> bool:
-        """Whether the pass may be on a tape, its kernel taking addresses."""
-        kernel = self.p.attention
-        return self.p.can_replay and self.call.dropout is None and kernel is not None and kernel.can_bind
-
-    def exchanged(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Memory for what is packed and computed, by name."""
-        arriving, leaving = self.arriving.exchange, self.leaving.exchange
-        packed = self.problem.group_size * arriving.own_tokens(self.p.group_rank) * sum(arriving.widths)
-        computed = leaving.num_tokens * sum(leaving.widths)
-        return {"packed": self.units(like, packed), "a": self.units(like, computed)}
-
-    def units(self, like: torch.Tensor, count: int) -> torch.Tensor:
-        """Memory for what is exchanged."""
-        return like.new_empty(count, self.problem.unit)
-
-    def all_pieces(self, received: torch.Tensor) -> list[Piece]:
-        """What `exchange` takes home of the only group."""
-        problem, (width,) = self.problem, self.leaving.exchange.widths
-        shape = (problem.group_size, self.pieces.own_rows, problem.batch, width * problem.unit)
-        return [Piece(slice(None), slice(None), received.view(shape), "")]
-
-    def exchange(self, exchange: BoundExchange, source: torch.Tensor) -> torch.Tensor:
-        """One group's exchange by the group's own collective, from and to where the schedule has its pieces.
-
-        Towards the heads: packed -> all tokens. Home: all tokens -> the pieces of all ranks, own ones too.
-        """
-        me, ranks, bound = self.p.group_rank, range(self.problem.group_size), exchange.exchange
-        (width,) = bound.widths
-        own = [bound.own_tokens(me) * width] * len(ranks)
-        everyone = [bound.own_tokens(rank) * width for rank in ranks]
-        places = [exchange.piece("", 0, rank, run) for rank in ranks for run in range(exchange.num_runs)]
-        if bound.goes_home and exchange.num_runs > 1:
-            source = torch.cat([source[place.start : place.start + place.count] for place in places])
-        sizes, target_sizes = (everyone, own) if bound.goes_home else (own, everyone)
-        target = source.new_empty(sum(target_sizes), source.size(1))
-        dist.all_to_all_single(target, source, target_sizes, sizes, group=self.p.context.group)
-        if not bound.goes_home and exchange.num_runs > 1:
-            parts = target.split([place.count for place in places])
-            target = torch.cat([parts[at] for at in sorted(range(len(places)), key=lambda at: places[at].start)])
-        return target
-
-
-class _Forward(_Pass):
+class _Forward(UlyssesPass):
     def __init__(self, call: UlyssesCall, heads: Heads) -> None:
         super().__init__(call.forward, call)
         self.given = heads
@@ -187,33 +106,29 @@ class _Forward(_Pass):
             on_tape = tensors | self.given._asdict() | {"out": self.out} | by_name
             layout = (self.call.scale, p.attention, *(tensor.stride() for tensor in self.given))
             attend = ulysses_forward_kernels(self.pieces, self.attention, self.attended, self.runs)
-            copies = {PACK: copy_kernel(self._pack_copies), UNPACK: copy_kernel(self._unpack_copies)}
-            if p.run_from_tape(asked, on_tape, kernels=attend | copies, layout=layout):
+            if p.run_from_tape(asked, on_tape, kernels=attend | self.tape_kernels(), layout=layout):
                 return self.out, Saved(arrived, self.memory["a"], [(state,) for state in states])
-        kernels = {PACK: self._pack, ATTEND_GROUP: self._attend_group, ATTEND: self._attend, UNPACK: self._unpack}
-        p.run_on_tensors(asked, tensors, kernels=kernels)
+        kernels = {ATTEND_GROUP: self._attend_group, ATTEND: self._attend}
+        p.run_on_tensors(asked, tensors, kernels=kernels | self.kernels())
         return self.out, self._saved(arrived)
 
     def sequential(self) -> tuple[torch.Tensor, Saved]:
         """All-to-all, attention, all-to-all."""
-        self._pack(0, [], [self.memory["packed"]])
-        arrived = self.exchange(self.arriving, self.memory["packed"])
-        with _Marked(self.p, ATTEND_GROUP):
+        arrived = self.exchange(self.arriving, self.pack_for_all())
+        with Marked(self.p, ATTEND_GROUP):
             self._attend_group(0, [arrived], [])
         self._put(0, self.all_pieces(self.exchange(self.leaving, self.memory["a"])))
         return self.out, self._saved((arrived,))
 
-    def _pack_copies(self, number: int, reads: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> list[CopyPair]:
-        problem, group = self.problem, self.groups[number]
-        shape = (problem.group_size, self.pieces.own_rows, problem.batch, self.pieces.features_in(group))
-        parts = self.pieces.in_tokens(group, rows[0].view(shape), self.given)
-        found = [pack_copy(parts.q, self.given.q, group.q, "q")]
-        if group.brings_kv:
-            found += [pack_copy(parts.k, self.given.k, group.kv, "k"), pack_copy(parts.v, self.given.v, group.kv, "v")]
+    @override
+    def to_tokens(self, number: int, tokens: torch.Tensor, ranks: range, rows: slice, operand: str) -> list[CopyPair]:
+        group, given, found = self.groups[number], self.given._asdict(), list[CopyPair]()
+        parts = self.pieces.in_tokens(group, tokens, self.given)._asdict()
+        for name in ("q", "k", "v") if group.brings_kv else ("q",):
+            chosen = group.q if name == "q" else group.kv
+            names = (operand, name)
+            found += pack_copies(parts[name], given[name][rows], chosen, ranks, self.problem.group_size, names)
         return found
-
-    def _pack(self, number: int, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
-        _copy(self._pack_copies(number, reads, writes))
 
     def _heads(self, number: int, rows: torch.Tensor) -> Heads:
         if number == len(self.heads):
@@ -236,13 +151,11 @@ class _Forward(_Pass):
         return unpack_copies(out, self.groups[number].q, pieces, "out")
 
     def _put(self, number: int, pieces: Sequence[Piece]) -> None:
-        _copy(self._put_copies(number, pieces))
+        copy_all(self._put_copies(number, pieces))
 
-    def _unpack_copies(self, number: int, reads: Sequence[torch.Tensor], _: Sequence[torch.Tensor]) -> list[CopyPair]:
+    @override
+    def unpack_copies(self, number: int, reads: Sequence[torch.Tensor], _: Sequence[torch.Tensor]) -> list[CopyPair]:
         return self._put_copies(number, self.pieces.at_home(reads))
-
-    def _unpack(self, number: int, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
-        self._put(number, self.pieces.at_home(reads))
 
     def _saved(self, arrived: tuple[torch.Tensor, ...]) -> Saved:
         """With the states of runs joined to what one call for a group would have left."""
@@ -262,7 +175,7 @@ class _Forward(_Pass):
         return Saved(arrived, self.memory["a"], states)
 
 
-class _Backward(_Pass):
+class _Backward(UlyssesPass):
     def __init__(self, p: PreparedPass, call: UlyssesCall, saved: Saved, grad: torch.Tensor, gradients: Heads) -> None:
         super().__init__(p, call)
         self.grad, self.gradients, self.saved = grad, gradients, saved
@@ -285,17 +198,16 @@ class _Backward(_Pass):
             on_tape = {**self.memory, "grad": self.grad, "heads": saved.heads[0], "attended": saved.attended}
             layout = (self.call.scale, p.attention, torch.are_deterministic_algorithms_enabled())
             attend = ulysses_backward_kernel(self.pieces, self.attention, self.heads, self.attended)
-            copies = {PACK: copy_kernel(self._pack_copies), UNPACK: copy_kernel(self._unpack_copies)}
-            if p.run_from_tape(asked, on_tape | named | by_name, kernels=attend | copies, layout=layout):
+            kernels = attend | self.tape_kernels()
+            if p.run_from_tape(asked, on_tape | named | by_name, kernels=kernels, layout=layout):
                 return
-        kernels = {PACK: self._pack, ATTEND_GROUP: self._attend_group, UNPACK: self._unpack}
-        p.run_on_tensors(asked, self.memory, kernels=kernels)
+        on_tensors = self.kernels() | {ATTEND_GROUP: self._attend_group, UNPACK: self._unpack}
+        p.run_on_tensors(asked, self.memory, kernels=on_tensors)
 
     def sequential(self) -> None:
         """All-to-all, attention, all-to-all."""
-        self._pack(0, [], [self.memory["packed"]])
-        arrived = self.exchange(self.arriving, self.memory["packed"])
-        with _Marked(self.p, ATTEND_GROUP):
+        arrived = self.exchange(self.arriving, self.pack_for_all())
+        with Marked(self.p, ATTEND_GROUP):
             self._attend_group(0, [arrived], [self.memory["a"]])
         self._put(self.groups[0], self.all_pieces(self.exchange(self.leaving, self.memory["a"])))
 
@@ -303,13 +215,11 @@ class _Backward(_Pass):
         """The number of the group whose turn it is."""
         return len(self.groups) - 1 - turn
 
-    def _pack_copies(self, turn: int, reads: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> list[CopyPair]:
-        problem, group = self.problem, self.groups[self._group(turn)]
-        shape = (problem.group_size, self.pieces.own_rows, problem.batch, group.q.size, problem.value_dim)
-        return [pack_copy(rows[0].view(shape), self.grad, group.q, "grad")]
-
-    def _pack(self, turn: int, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
-        _copy(self._pack_copies(turn, reads, writes))
+    @override
+    def to_tokens(self, number: int, tokens: torch.Tensor, ranks: range, rows: slice, operand: str) -> list[CopyPair]:
+        group, names = self.groups[self._group(number)], (operand, "grad")
+        heads = tokens.unflatten(-1, (group.q.size, self.problem.value_dim))
+        return pack_copies(heads, self.grad[rows], group.q, ranks, self.problem.group_size, names)
 
     def _attend_group(self, turn: int, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
         number, problem = self._group(turn), self.problem
@@ -341,51 +251,15 @@ class _Backward(_Pass):
         return found
 
     def _put(self, group: HeadGroup, pieces: Sequence[Piece]) -> None:
-        _copy(self._put_copies(group, pieces))
+        copy_all(self._put_copies(group, pieces))
         if group.brings_kv and self.sums_ranks:
             parts = [self.pieces.in_tokens(group, piece.tokens, None) for piece in pieces]
             sum_pieces(self.gradients.k, [piece.of(part.k) for piece, part in zip(pieces, parts, strict=True)])
             sum_pieces(self.gradients.v, [piece.of(part.v) for piece, part in zip(pieces, parts, strict=True)])
 
-    def _unpack_copies(self, turn: int, reads: Sequence[torch.Tensor], _: Sequence[torch.Tensor]) -> list[CopyPair]:
+    @override
+    def unpack_copies(self, turn: int, reads: Sequence[torch.Tensor], _: Sequence[torch.Tensor]) -> list[CopyPair]:
         return self._put_copies(self.groups[self._group(turn)], self.pieces.at_home(reads))
 
     def _unpack(self, turn: int, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
         self._put(self.groups[self._group(turn)], self.pieces.at_home(reads))
-
-
-class _Marked:
-    """For a with-block that is recorded as a computation."""
-
-    def __init__(self, p: PreparedPass, name: str) -> None:
-        self._link, self._name = p.context.link, name
-
-    def __enter__(self) -> None:
-        self._mark = self._link.mark()
-
-    def __exit__(self, *ended: object) -> None:
-        self._link.note_compute(self._name, self._mark, None)
-
-
-def _copy(pairs: Sequence[CopyPair]) -> None:
-    for target, source, _ in pairs:
-        target.copy_(source)
-
-
-def _attention(
-    call: UlyssesCall, problem: UlyssesProblem, group: HeadGroup, runs: Sequence[RowRange]
-) -> SplitAttention:
-    """Of a group of heads: split 0 is the whole sequence, the others are these runs."""
-    kernel = call.forward.attention
-    assert kernel is not None
-    splits = [RowRange(0, problem.rows), *runs]
-    return SplitAttention(problem.attention(group), kernel, splits, call.scale, None, call.dropout)
-
-
-def _whole(problem: UlyssesProblem) -> HeadGroup:
-    return problem.head_groups(1)[0]
-
-
-def _problem_of(p: PreparedPass) -> UlyssesProblem:
-    assert isinstance(p.problem, UlyssesProblem)
-    return p.problem

@@ -12,7 +12,7 @@ import torch
 from commfuse_megatron.ops.split_attention import Heads
 from commfuse_megatron.problem import HeadGroup, RowRange, UlyssesProblem
 
-__all__ = ["CopyPair", "HeadPieces", "Piece", "pack_copy", "sum_pieces", "unpack_copies"]
+__all__ = ["CopyPair", "HeadPieces", "Piece", "pack_copies", "sum_pieces", "unpack_copies"]
 
 
 class CopyPair(NamedTuple):
@@ -98,17 +98,22 @@ class HeadPieces:
         return [*found, Piece(slice(me + 1, size), slice(None), others[me:], "arrived")]
 
 
-def pack_copy(target: torch.Tensor, heads: torch.Tensor, chosen: RowRange, name: str) -> CopyPair:
-    """What takes those heads that each rank needs to target [R, S_r, B, heads, features], of "packed".
+def pack_copies(
+    target: torch.Tensor, heads: torch.Tensor, chosen: RowRange, ranks: range, group_size: int, names: tuple[str, str]
+) -> list[CopyPair]:
+    """What takes those heads that each of some ranks needs to target [ranks, rows, B, heads, features].
 
-    heads: [S_r, B, H, features], the operand `name`. chosen: which of each rank's own heads. Of fewer heads than ranks
-    several ranks get the same.
+    heads: [rows, B, H, features]. chosen: which of each rank's own heads. names: of what the two are views into. Of
+    fewer heads than ranks several ranks get the same.
     """
-    size, number, names = target.size(0), heads.size(2), ("packed", name)
-    if number % size == 0:
-        return CopyPair(target, _by_rank(heads, size)[:, :, :, chosen.start : chosen.stop], names)
-    same = target.unflatten(0, (number, size // number))
-    return CopyPair(same, heads.permute(2, 0, 1, 3)[:, None, :, :, None].expand(same.shape), names)
+    if not target.numel():
+        return []
+    number = heads.size(2)
+    if number % group_size == 0:
+        by_rank = _by_rank(heads, group_size)[ranks.start : ranks.stop, :, :, chosen.start : chosen.stop]
+        return [CopyPair(target, by_rank, names)]
+    own = [rank * number // group_size for rank in ranks]
+    return [CopyPair(each, heads[:, :, at : at + 1], names) for each, at in zip(target, own, strict=True)]
 
 
 def unpack_copies(target: torch.Tensor, chosen: RowRange, pieces: Sequence[Piece], name: str) -> list[CopyPair]:

@@ -18,7 +18,7 @@ from commfuse_megatron.schedule.lower_attention import ATTEND
 from commfuse_megatron.schedule.lower_ulysses import ATTEND_GROUP
 from commfuse_megatron.schedule.program import Compute, Rows
 
-__all__ = ["copy_kernel", "ulysses_backward_kernel", "ulysses_forward_kernels"]
+__all__ = ["FindCopies", "copy_kernel", "ulysses_backward_kernel", "ulysses_forward_kernels"]
 
 _FLOATS_PER_LOAD = 4
 

@@ -76,12 +76,13 @@ def bind_exchange_plan(problem: UlyssesProblem, plan: PassPlan, group_rank: int,
         features = [group.q.size * problem.head_dim + group.brings_kv * group.kv.size * both for group in groups]
     else:
         features = [group.q.size * problem.value_dim for group in groups]
+    shares_first = is_forward and not goes_home and not all(group.brings_kv for group in groups)
     widths = tuple(number // problem.unit for number in (features if is_forward else reversed(features)))
     kept = tuple(
         tuple(RowRange(run.start * problem.batch, run.stop * problem.batch) for run in problem.kept_rows(rank))
         for rank in range(problem.group_size)
     )
-    return bind_exchange(Exchange(kept, widths, goes_home), group_rank)
+    return bind_exchange(Exchange(kept, widths, goes_home, shares_first), group_rank)
 
 
 def bind_plan(problem: Problem, plan: PassPlan, collective: Collective, group_rank: int) -> BoundSchedule:

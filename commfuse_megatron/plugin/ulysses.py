@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from commfuse_megatron import OverlapConfig
-from commfuse_megatron.ops.ulysses_attention import ulysses_attention
+from commfuse_megatron.ops.ulysses_attention import UlyssesInputs, state_ulysses_problem, ulysses_attention
 from commfuse_megatron.plugin import arguments, capture, compat
 from commfuse_megatron.plugin.core_attention import CoreAttention, describe_core_attention
 from commfuse_megatron.plugin.decision import context_of, context_unless, count_call, state_of
@@ -142,6 +142,7 @@ def _attend(
         order="zigzag",
         window=found.window,
         scale=found.scale,
+        dropout=found.dropout,
         context=context,
     )
     count_call(core, context)
@@ -203,15 +204,15 @@ def _judge(
     found = describe_core_attention(core, query, key, None, **others)
     if isinstance(found, str):
         return found
-    reason = _reason_in_sizes(core, query, key, value, found.dropout)
-    return reason or _reason_in_machine(core, query, is_local=is_local) or found
+    if found.dropout and getattr(core.config, "cuda_graph_impl", "none") != "none":
+        return capture.REPEATED_DROPOUT
+    reason = _reason_in_sizes(core, query, key, value) or _reason_in_machine(core, query, is_local=is_local)
+    if reason is None and query.is_cuda and not is_local:
+        reason = _reason_in_kernel(core, query, key, value, found)
+    return reason or found
 
 
-def _reason_in_sizes(
-    core: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float
-) -> str | None:
-    if dropout:
-        return f"attention dropout is {dropout}: only attention without is overlapped"
+def _reason_in_sizes(core: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:
     if len({tensor.dtype for tensor in (query, key, value)}) > 1:
         return f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: only one dtype is overlapped"
     ranks, heads, kv_heads = compat.group_of(core).size(), query.size(2), key.size(2)
@@ -223,6 +224,19 @@ def _reason_in_sizes(
     if query.size(0) % 2:
         return f"a context-parallel rank has {query.size(0)} rows, an odd number: they are no two chunks of a sequence"
     return None
+
+
+def _reason_in_kernel(
+    core: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, found: CoreAttention
+) -> str | None:
+    """Why Transformer Engine's own kernels are kept; the same on all ranks, which may not have the same installed."""
+    context = context_of(core)
+    inputs = UlyssesInputs(query, key, value, found.causal, "zigzag", found.window, found.scale, found.dropout, None)
+    problem = state_ulysses_problem(inputs, context.group_size).attention()
+    reason = None
+    if context.attention_kernels.choose(problem, context.config.attention.kernel).name == "math":
+        reason = "only the plain kernel can compute this attention, which keeps the scores of all pairs of rows"
+    return context.consensus.first_reason(("exchanged attention's kernel", problem), reason)
 
 
 def _reason_in_machine(core: Any, query: torch.Tensor, *, is_local: bool) -> str | None:

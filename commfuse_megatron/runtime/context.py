@@ -124,6 +124,7 @@ class OverlapContext(PassContext):
             transport.abort()
             raise error if not isinstance(error, ShapeError) else TransportError(str(error)) from None
         peers = Peers(group_rank, _global_ranks(group))
+        self.global_rank = peers.global_ranks[group_rank]
         link = Link(transport, peers, timeout_s, Recorder(device) if config.record else None, agreement)
         # Runs at garbage collection and at interpreter exit: an unclosed communicator would outlive what it needs.
         track_until_exit(link)

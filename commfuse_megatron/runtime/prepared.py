@@ -17,6 +17,7 @@ from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels.attention import AttentionKernel
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.plan.passes import bind_plan, lower_pass, tape_policy, tensor_policy
+from commfuse_megatron.plan.ulysses import num_ulysses_lanes
 from commfuse_megatron.problem import AttentionProblem, Problem, UlyssesProblem, shard_range
 from commfuse_megatron.runtime import hardware
 from commfuse_megatron.runtime.buffers import PassBuffers
@@ -106,7 +107,8 @@ class PreparedPass:
         if isinstance(self.problem, AttentionProblem):
             policy = dataclasses.replace(policy, lanes=self.num_attention_lanes)
         elif isinstance(self.problem, UlyssesProblem):
-            policy = dataclasses.replace(policy, lanes=1 if self.context.lanes.handles(1) else 0)
+            lanes = num_ulysses_lanes(self.problem)
+            policy = dataclasses.replace(policy, lanes=lanes if self.context.lanes.handles(lanes) else 0)
         return lower_pass(self.problem, self.plan, policy, asked, self.group_rank)
 
     def run_on_tensors(

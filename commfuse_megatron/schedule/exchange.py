@@ -3,7 +3,7 @@
 One takes a rank's tokens of all heads to the ranks that attend those heads, in groups of heads, the other one takes
 what they computed home. Rows are units of as many features as any head is a multiple of; of one group they are
 
-    packed     [ranks, own tokens, width]      pieces for each rank, its own one too
+    packed     [ranks, own tokens, width]      pieces for each other rank
     gathered   [all tokens, width]             in the order of the sequence: a piece lands where it belongs
     a          [all tokens, width]             what was computed, likewise
     arrived    [other ranks, own tokens, width]
@@ -29,11 +29,13 @@ class Exchange:
 
     kept: by rank, the tokens of the sequence that it keeps: as many runs for each, in the rank's own order. widths: of
     each group, units per token, in the order of travel. goes_home: what was computed goes to who keeps its tokens.
+    shares_first: to attend a later group takes what came with the first one, too: its keys and values.
     """
 
     kept: tuple[tuple[RowRange, ...], ...]
     widths: tuple[int, ...]
     goes_home: bool
+    shares_first: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -93,21 +95,31 @@ class BoundExchange(BoundSchedule):
         tokens, width = self.exchange.num_tokens, self.exchange.widths[group]
         return Rows(operand, tokens * self.exchange.units_before(group), tokens * width)
 
+    def groups_for(self, group: int) -> tuple[int, ...]:
+        """The groups that must be here before this one is attended."""
+        return (group, 0) if self.exchange.shares_first and group else (group,)
+
     def piece(self, operand: str, group: int, owner: int, run: int) -> Rows:
         """The rows of a run of tokens that `owner` keeps in an operand of all tokens."""
         tokens, width = self.exchange.kept[owner][run], self.exchange.widths[group]
         return Rows(operand, self.all_tokens(operand, group).start + tokens.start * width, tokens.size * width)
 
-    def packed_group(self, group: int) -> Rows:
-        """A group's pieces for all ranks, before they leave."""
-        count = len(self.exchange.kept) * self.exchange.own_tokens(self.group_rank)
-        return Rows("packed", count * self.exchange.units_before(group), count * self.exchange.widths[group])
+    def packed_for_others(self, group: int) -> tuple[Rows, Rows]:
+        """A group's pieces for the ranks before this one, and for those behind it, before they leave."""
+        me, size = self.group_rank, len(self.exchange.kept)
+        own = self.exchange.own_tokens(me) * self.exchange.widths[group]
+        start = self._packed_start(group)
+        return Rows("packed", start, me * own), Rows("packed", start + (me + 1) * own, (size - me - 1) * own)
+
+    def _packed_start(self, group: int) -> int:
+        """Where a group's pieces for all ranks begin; those for this one are packed where all go by a collective."""
+        return len(self.exchange.kept) * self.exchange.own_tokens(self.group_rank) * self.exchange.units_before(group)
 
     def packed(self, group: int, target: int, run: int) -> Rows:
         """One of those pieces."""
         kept, width = self.exchange.kept[self.group_rank], self.exchange.widths[group]
         before = target * self.exchange.own_tokens(self.group_rank) + sum(each.size for each in kept[:run])
-        return Rows("packed", self.packed_group(group).start + before * width, kept[run].size * width)
+        return Rows("packed", self._packed_start(group) + before * width, kept[run].size * width)
 
     def arrived_group(self, group: int) -> Rows:
         """A group's pieces from all other ranks, in their order, when they are home."""

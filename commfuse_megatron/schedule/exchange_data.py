@@ -4,13 +4,14 @@ A unit of a piece is ("piece", whose token, for which rank's heads, group, token
 ("result", by which rank, group, token, unit). How features of the two belong together the kernels know.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import override
 
 from commfuse_megatron.schedule.exchange import BoundExchange
 from commfuse_megatron.schedule.lower_attention import ATTEND
 from commfuse_megatron.schedule.lower_linear import Asked
-from commfuse_megatron.schedule.lower_ulysses import ATTEND_GROUP, PACK, UNPACK
+from commfuse_megatron.schedule.lower_ulysses import ATTEND_GROUP, PACK, PLACE, UNPACK
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import GATHER, SCATTER, Compute, Issue, Program, Rows
 from commfuse_megatron.schedule.program_data import Checked, Term
@@ -43,11 +44,18 @@ class CheckedExchange(Checked):
             self.fail(number, f"there is no group {op.chunk}.")
         match op.kind:
             case kind if kind == PACK:
-                target = self._only(number, op.writes)
-                if target != arriving.packed_group(op.chunk):
+                if op.writes != arriving.packed_for_others(op.chunk):
                     self.fail(number, f"packs group {op.chunk} at other rows than those of its pieces.")
-                pieces = (self._pieces(me, to_rank, op.chunk) for to_rank in self._ranks)
-                self.write(number, target, ((term,) for terms in pieces for term in terms))
+                for target, to_ranks in zip(op.writes, (self._ranks[:me], self._ranks[me + 1 :]), strict=True):
+                    pieces = (self._pieces(me, to_rank, op.chunk) for to_rank in to_ranks)
+                    self.write(number, target, ((term,) for terms in pieces for term in terms))
+            case kind if kind == PLACE:
+                runs = range(arriving.num_runs)
+                if op.writes != tuple(arriving.piece("gathered", op.chunk, me, run) for run in runs):
+                    self.fail(number, f"places group {op.chunk} at other rows than its own.")
+                terms = iter(self._pieces(me, me, op.chunk))
+                for target in op.writes:
+                    self.write(number, target, ((term,) for term in itertools.islice(terms, target.count)))
             case kind if kind in (ATTEND_GROUP, ATTEND):
                 self._attend(number, op)
             case kind if kind == UNPACK:
@@ -75,8 +83,11 @@ class CheckedExchange(Checked):
             expected, first, count = leaving.piece("a", group, owner, run), kept.start, kept.size
         if target != expected:
             self.fail(number, f"computes {say_rows(target)}, and says that it is {say_rows(expected)}.")
-        keys = self._only(number, op.reads)
-        self._require_values(number, keys, self._gathered(group))
+        needed = self._arriving.groups_for(group)
+        if len(op.reads) != len(needed):
+            self.fail(number, f"needs {len(needed)} groups of what arrived, and reads {len(op.reads)}.")
+        for rows, other in zip(op.reads, needed, strict=True):
+            self._require_values(number, rows, self._gathered(other))
         width = leaving.exchange.widths[group]
         found: list[Term] = [
             ("result", me, group, token, unit) for token in range(first, first + count) for unit in range(width)

@@ -1,97 +1,119 @@
 """The passes of attention over a split sequence as programs: see `program` and `exchange`.
 
-A rank's heads are attended in groups, each when its rows are here from all ranks, while the next group's arrive:
+A rank's heads are attended in groups, each when its rows are here from all ranks, while the next group's arrive. Groups
+take turns on lanes, so that the end of one attention fills up with the next:
 
-    arriving   [group 0 ][group 1 ][group 2 ]
-    compute    [pack 0][pack 1][pack 2][attend group 0][attend group 1][attend 2: rows of 1][.. of own]
-    leaving                                            [group 0       ][group 1            ][2: rows of 1]
+    main       [pack 0][pack 1][pack 2]                  [unpack 0]            [unpack 1] [unpack 2]
+    arriving           [group 0 ][group 1 ][group 2 ]
+    lane 0     [place 0]         [attend group 0    ]  [place 2][attend 2: rows of 1]
+    lane 1     [place 1]                   [attend group 1       ]       [attend 2: own rows ]
+    leaving                                         [group 0 ]    [group 1 ]  [2: rows of 1]
 
-Of the last group the rows of one owner after the other are attended, the own ones last, so that no transfer is left at
-the end. The backward pass is the same with the gradients of what left, then of what arrived, and the groups in the
-opposite order; there the last group stays whole, since gradients of keys and values are sums over all queries.
+"place" puts this rank's own rows beside those that arrive. Of the last group the rows of one owner after the other are
+attended, the own ones last, so that no transfer is left at the end. The backward pass is the same with the gradients of
+what left, then of what arrived, and the groups in the opposite order; there the last group stays whole, since gradients
+of keys and values are sums over all queries.
 """
 
 from commfuse_megatron.schedule.exchange import BoundExchange
 from commfuse_megatron.schedule.lower_attention import ATTEND
 from commfuse_megatron.schedule.lowering import Lowering, Policy
-from commfuse_megatron.schedule.program import GATHER, SCATTER, Batch, Compute, Program
+from commfuse_megatron.schedule.program import GATHER, SCATTER, Compute, Program, Rows
 
-__all__ = ["ATTEND_GROUP", "PACK", "UNPACK", "lower_ulysses"]
+__all__ = ["ATTEND_GROUP", "PACK", "PLACE", "UNPACK", "lower_ulysses"]
 
 #: Kinds of `Compute`, each of one group; ATTEND is of the rows of one piece of a group.
-PACK, ATTEND_GROUP, UNPACK = "pack", "attend group", "unpack"
+PACK, PLACE, ATTEND_GROUP, UNPACK = "pack", "place", "attend group", "unpack"
 
 
 def lower_ulysses(
     arriving: BoundExchange, leaving: BoundExchange, policy: Policy, *, splits_last: bool, keeps_gathered: bool
 ) -> Program:
-    """One pass, forward or backward, of one rank. Attention has a lane, where there are lanes: kernels keep a handle
-    for each stream, and a lane is the same stream in every call.
+    """One pass, forward or backward, of one rank.
 
     splits_last: of the last group the rows of each owner are computed apart. keeps_gathered: what arrived is left to
     the caller, as "kept" where windows are the context's. Operands: packed, a; gathered or kept. "unpack" takes a
     group's rows from where they arrived, and own ones from `a`, into what the call returns.
     """
     low = Lowering(policy, arriving, leaving, "all-to-all to the heads", "all-to-all from the heads")
-    here = [_send_group(low, arriving, group) for group in range(arriving.num_groups)]
+    low.fork()
+    for group in range(arriving.num_groups):
+        _send_group(low, arriving, group)
     home, last = _Home(low, leaving), leaving.num_groups - 1
-    low.fork(min(1, policy.lanes))
-    low.turn(0)
-    for group, batches in enumerate(here):
-        low.wait(batches)
-        if keeps_gathered and policy.has_windows:
-            low.copy(arriving.all_tokens("kept", group), arriving.all_tokens("gathered", group), is_beside=True)
+    for group in range(arriving.num_groups):
+        home.unpack_beside(group - 1)
+        low.turn()
+        _place(low, arriving, group)
+        if group == 0 and arriving.exchange.shares_first:
+            low.follow_in_all_lanes()
         if group == last and splits_last:
-            _attend_by_owner(low, arriving, home)
+            _attend_by_owner(low, arriving, home, keeps_gathered=keeps_gathered)
             continue
-        home.unpack_beside(group - 1, computed=group)
+        _wait_for_group(low, arriving, group, keeps_gathered=keeps_gathered)
         target = leaving.all_tokens("a", group)
         if target.count:
-            low.ops.append(Compute(ATTEND_GROUP, group, (arriving.all_tokens("gathered", group),), (target,)))
+            low.ops.append(Compute(ATTEND_GROUP, group, _attended(arriving, group), (target,)))
         home.send(leaving.steps_of(group))
+        home.computed()
     low.join()
     home.unpack(last + 1)
     return low.program()
 
 
-def _send_group(low: Lowering, arriving: BoundExchange, group: int) -> list[Batch]:
-    """Pack a group, send it, and put this rank's own rows where the others' arrive; returns what brings the group."""
-    packed, me = arriving.packed_group(group), arriving.group_rank
-    if packed.count:
-        low.ops.append(Compute(PACK, group, (), (packed,)))
-    steps = arriving.steps_of(group)
-    for index in steps:
+def _send_group(low: Lowering, arriving: BoundExchange, group: int) -> None:
+    """Pack a group's rows for the other ranks, and send them."""
+    packed = arriving.packed_for_others(group)
+    if any(rows.count for rows in packed):
+        low.ops.append(Compute(PACK, group, (), packed))
+    for index in arriving.steps_of(group):
         low.issue(GATHER, arriving, index, None if arriving.steps[index].send is None else arriving.sent(index))
-    copies = [
-        low.copy(
-            arriving.piece("gathered", group, me, run),
-            arriving.packed(group, me, run),
-            is_beside=low.policy.has_windows,
-        )
-        for run in range(arriving.num_runs)
-    ]
-    return [*((GATHER, index) for index in steps), *copies]
 
 
-def _attend_by_owner(low: Lowering, arriving: BoundExchange, home: "_Home") -> None:
-    """The last group, the rows of one owner after the other."""
+def _place(low: Lowering, arriving: BoundExchange, group: int) -> None:
+    """Put this rank's own rows of a group where the others' arrive."""
+    own = tuple(arriving.piece("gathered", group, arriving.group_rank, run) for run in range(arriving.num_runs))
+    if any(rows.count for rows in own):
+        low.ops.append(Compute(PLACE, group, (), own))
+
+
+def _attended(arriving: BoundExchange, group: int) -> tuple[Rows, ...]:
+    """What the attention of a group reads."""
+    return tuple(arriving.all_tokens("gathered", number) for number in arriving.groups_for(group))
+
+
+def _wait_for_group(low: Lowering, arriving: BoundExchange, group: int, *, keeps_gathered: bool) -> None:
+    low.wait((GATHER, index) for number in arriving.groups_for(group) for index in arriving.steps_of(number))
+    if keeps_gathered and low.policy.has_windows:
+        low.copy(arriving.all_tokens("kept", group), arriving.all_tokens("gathered", group), is_beside=True)
+
+
+def _attend_by_owner(low: Lowering, arriving: BoundExchange, home: "_Home", *, keeps_gathered: bool) -> None:
+    """The last group, the rows of one owner after the other, which take turns, too."""
     leaving, group = home.leaving, home.leaving.num_groups - 1
     me, size = leaving.group_rank, leaving.schedule.group_size
+    low.follow_in_all_lanes()
+    _wait_for_group(low, arriving, group, keeps_gathered=keeps_gathered)
+    is_first = True
     for distance in (*range(1, size), 0):
         owner = (me + distance) % size
         if not distance:
-            home.unpack_beside(group, computed=group)
+            home.unpack_beside(group)
         for run in range(leaving.num_runs):
             target = leaving.piece("a", group, owner, run)
             if target.count:
+                if not is_first:
+                    low.turn()
+                is_first = False
+                _wait_for_group(low, arriving, group, keeps_gathered=False)
                 chunk = leaving.chunk(group, owner, run)
-                low.ops.append(Compute(ATTEND, chunk, (arriving.all_tokens("gathered", group),), (target,)))
-        if distance:
-            home.send(leaving.steps_of(group, distance))
+                low.ops.append(Compute(ATTEND, chunk, _attended(arriving, group), (target,)))
+            if distance:
+                home.send(leaving.steps_of(group, distance)[run : run + 1])
 
 
 class _Home:
-    """What goes home, and what has come: unpacked on the main lane beside attention, if that has one, else at the end.
+    """What goes home, and what has come: unpacked on the main lane beside attention, if that has lanes, else at the
+    end.
 
     With one hardware queue a wait holds up the attention that is submitted behind it. So what is unpacked left the
     peers before an attention that has been submitted here.
@@ -99,25 +121,28 @@ class _Home:
 
     def __init__(self, low: Lowering, leaving: BoundExchange) -> None:
         self._low, self.leaving = low, leaving
-        self._num_unpacked = self._num_followed = 0
+        self._lanes: list[int | None] = []  # by group, where it was computed
+        self._num_unpacked = 0
 
     def send(self, steps: range) -> None:
-        """Issue these steps, whose pieces are computed."""
+        """Issue these steps, whose pieces are computed on the lane in use."""
         for index in steps:
             source = None if self.leaving.steps[index].send is None else self.leaving.sent(index)
             self._low.issue(SCATTER, self.leaving, index, source)
 
-    def unpack_beside(self, stop: int, *, computed: int) -> None:
-        """Unpack all groups below `stop` beside what follows. computed: so many groups are, on the lane in use."""
-        low = self._low
+    def computed(self) -> None:
+        """The next group is, on the lane in use."""
+        self._lanes.append(self._low.lane)
+
+    def unpack_beside(self, stop: int) -> None:
+        """Unpack all groups below `stop` beside what follows."""
+        low, lane = self._low, self._low.lane
         if low.num_lanes and self._num_unpacked < stop:
             low.on(None)
-            if stop > self._num_followed:
-                low.after(0)  # where own rows are computed
-                self._num_followed = computed
             for group in range(self._num_unpacked, stop):
+                low.after(self._lanes[group])  # where own rows are computed
                 self._unpack(group)
-            low.on(0)
+            low.on(lane)
             self._num_unpacked = stop
 
     def unpack(self, stop: int) -> None:

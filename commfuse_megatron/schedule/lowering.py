@@ -213,6 +213,15 @@ class Lowering:
         self.ops.append(prog.After(lane))
         self._waited[self.lane] |= self._waited[lane]
 
+    def follow_in_all_lanes(self) -> None:
+        """All other lanes go on after what the lane in use holds."""
+        here = self.lane
+        for lane in range(self.num_lanes):
+            if lane != here:
+                self.on(lane)
+                self.after(here)
+        self.on(here)
+
     def join(self) -> None:
         """The main lane goes on when all are here."""
         if self.num_lanes:

@@ -55,7 +55,7 @@ def say_rows(rows: prog.Rows) -> str:
 
 
 def _say_ranges(ranges: tuple[prog.Rows, ...]) -> str:
-    texts = list(map(say_rows, ranges))
+    texts = [say_rows(rows) for rows in ranges if rows.count]
     if len(texts) > _MOST_RANGES:
         texts = [*texts[: _MOST_RANGES - 1], LEFT_OUT, texts[-1]]
     return " ".join(texts)

@@ -26,8 +26,10 @@ from commfuse_megatron.plugin import (
     reset_contexts,
 )
 from commfuse_megatron.plugin.compat import AttnMaskType
-from commfuse_megatron.plugin.decision import state_of
+from commfuse_megatron.plugin.core_attention import CoreAttention
+from commfuse_megatron.plugin.decision import context_of, state_of
 from commfuse_megatron.plugin.spec import block_spec
+from commfuse_megatron.plugin.ulysses import _reason_in_kernel
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, transformer_config
 from tests.megatron import layers
 from tests.megatron.models import tensor_parallel_size
@@ -99,12 +101,25 @@ def check_both_classes_exchange_alike(ranks: int) -> None:
         assert (report.name, report.path, report.reasons) == ("core_attention", "overlapped", ())
 
 
+def check_what_only_the_plain_kernel_computes_stays_theirs(ranks: int) -> None:
+    found = CoreAttention(True, None, None, 0.3, 0.1)
+    with sharing_sequences(ranks):
+        for name, words in (("math", "only the plain kernel"), ("flash", "")):
+            core = build(apply_to_spec(te.TEDotProductAttention, OVERLAPPED), ranks)
+            kernels, chosen = context_of(core).attention_kernels, SimpleNamespace()
+            chosen.name = name
+            with mock.patch.object(kernels, "choose", return_value=chosen):
+                reason = _reason_in_kernel(core, *heads(), found)
+            assert (reason or "").startswith(words)
+            assert bool(reason) == bool(words)
+            reset_contexts()
+
+
 def check_what_is_not_exchanged_is_transformer_engines(ranks: int) -> None:
     """Called as Megatron calls it, with its reason counted."""
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("cp_comm_type is p2p", {"comm_type": "p2p"}, {}),
         ("cp_comm_type is all_gather", {"comm_type": "all_gather"}, {}),
-        ("attention dropout is 0.1", {"attention_dropout": 0.1}, {}),
         ("the mask is of type padding", {}, {"attn_mask_type": AttnMaskType.padding}),
         ("sequences are packed", {}, {"packed_seq_params": SimpleNamespace(cp_group=None, local_cp_size=None)}),
         ("an attention bias", {}, {"attention_bias": torch.ones(1)}), ("num_splits", {}, {"num_splits": 2}),

@@ -57,7 +57,7 @@ def check_what_cannot_be_exchanged_is_an_error(_: int) -> None:
     """Megatron's local attention has no exchange of its own. Both ranks raise, before anything is made or sent."""
     q = heads()
     cases: list[tuple[str, dict[str, Any], tuple, dict[str, Any]]] = [
-        ("attention dropout is 0.1", {"attention_dropout": 0.1}, (), {}),
+        ("every replay would drop", {"attention_dropout": 0.1, "cuda_graph_impl": "local"}, (), {}),
         ("softmax_type is off-by-one", {"softmax_type": "off-by-one"}, (), {}),
         ("qk_clip", {"qk_clip": True}, (), {}),
         ("config.commfuse is False", {"commfuse": False}, (), {}),
@@ -120,6 +120,21 @@ def check_dropout_is_none_in_evaluation(_: int) -> None:
     torch.testing.assert_close(found, expected, atol=1e-14, rtol=1e-12)
     (report,) = model_report(torch.nn.ModuleDict({"core": core})).layers
     assert (report.name, report.layer, report.path) == ("core", "CommFuseDotProductAttention", "overlapped")
+
+
+def check_dropout_is_drawn_by_torchs_generator(_: int) -> None:
+    """So that a recomputed forward pass drops what the first one did."""
+    core, torch_state = build(attention_dropout=0.4), torch.get_rng_state()
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(ROWS, 2, n, SIZE, generator=generator, dtype=torch.float64) for n in (HEADS, 1, 1))
+    first = core(q, k, v, None)
+    other = core(q, k, v, None)
+    torch.set_rng_state(torch_state)
+    again = core(q, k, v, None)
+    assert torch.equal(first, again)
+    assert (first - other).abs().max() > 0.1
+    (report,) = model_report(torch.nn.ModuleDict({"core": core})).layers
+    assert report.path == "overlapped"
 
 
 def tensor_groups_of_one() -> Any:

@@ -3,6 +3,7 @@
 import itertools
 import threading
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import AttentionConfig
 from commfuse_megatron.errors import ShapeError, UnsupportedError
+from commfuse_megatron.ops.attention_arguments import draw_dropout
 from commfuse_megatron.problem import AttentionProblem, RowRange, shard_range
 from tests.harness import on_ranks, run_threads
 from tests.harness.contexts import in_context
@@ -322,6 +324,19 @@ def test_dropout_does_not_depend_on_the_default_dtype(group, context):
     pair = torch.stack([(v.grad * v).sum(), (grad_y * y).sum()]).detach()
     group.allreduce([pair]).wait()
     assert pair[0] == pytest.approx(pair[1])
+
+
+def test_dropout_differs_between_groups_of_one_state():
+    """Ranks of one number in two groups, the CPU's generator in one state: as of tensor-parallel ranks."""
+
+    def seed_on(global_rank: int, state: int) -> int:
+        torch.manual_seed(state)
+        context = SimpleNamespace(is_capturing=False, global_rank=global_rank, group_rank=0, group_size=2)
+        return draw_dropout(0.1, context).seed
+
+    with torch.random.fork_rng(devices=[]):
+        seeds = {seed_on(rank, state) % 2**32 for rank in range(8) for state in range(64)}
+    assert len(seeds) == 8 * 64, "the last 32 bits, which the CPU's generator takes"
 
 
 def test_dropout_differs_between_ranks_and_splits():

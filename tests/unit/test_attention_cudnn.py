@@ -211,6 +211,25 @@ def test_without_a_kernel_that_adds_a_bound_pass_is_one_call(cudnn, kernel, monk
     assert cudnn.launches[1:] == [Launch("backward", "bottom right", 12, 24)]
 
 
+@pytest.mark.parametrize(("queries", "mask"), [(RowRange(0, 24), "top left"), (RowRange(12, 24), "bottom right")])
+def test_gradients_among_others_take_the_mask_that_skips(queries, mask, cudnn, kernel, monkeypatch) -> None:
+    set_worth(monkeypatch, ALWAYS)
+    split = Split(BASE, queries, operands_of(BASE))
+    among_others = [torch.empty(*each.shape[:2], 2 * each.size(2), each.size(3), dtype=each.dtype)[:, :, 1::2]
+                    for each in split.operands[:3]]  # fmt: skip
+    backward = kernel.bind_backward(split.grad_out, split.operands, split.mask, SCALE, among_others)
+    forward = kernel.bind_forward(split.operands, split.mask, SCALE)
+    assert backward is not None
+    assert forward is not None
+    stats = torch.empty(split.q.size(1), split.q.size(2), split.q.size(0), 1)
+    scratch = torch.empty(max(forward.scratch_bytes, backward.scratch_bytes), dtype=torch.uint8)
+    loaded = [tensor.data_ptr() for tensor in (scratch, *split.operands, stats)]
+    forward.run(5, *loaded)
+    backward.run(5, *loaded, split.grad_out.data_ptr(), *(each.data_ptr() for each in among_others))
+    split.check([split.out, *among_others])
+    assert cudnn.launches[-1] == Launch("backward", mask, queries.size, split.k.size(0))
+
+
 def test_all_pieces_are_deterministic_where_pytorch_is(cudnn, kernel, monkeypatch) -> None:
     split = Split(BASE, RowRange(12, 24), operands_of(BASE))
     split.run(kernel)

@@ -39,7 +39,7 @@ MACHINE = StepMachine(
 
 BOTH_PASSES = ("forward", "backward")
 
-# Whose steps of 8B and 32 layers the host times and the share of hidden transfers were fitted to.
+# Whose step of 8B, 32 layers, S 8192 the share of hidden transfers was fitted to.
 FITTED_TO = "e8c6fe5"
 
 
@@ -73,7 +73,8 @@ def test_steps_that_come_along_are_the_newest_rows():
 
 @pytest.mark.parametrize("step", measured_steps(SHIPPED), ids=lambda step: f"{step.sizes.model}-{step.sizes.tokens}")
 def test_the_newest_steps_are_predicted_to_a_tenth(step):
-    """None of them was fitted to. Fails for the gain, and by half at S 2048, without what was fitted."""
+    """Fails for the gain, and by half at S 2048, without what was fitted: host times, and the share of hidden transfers
+    to an earlier step."""
     prediction = predict_step(step.sizes, MACHINE)
     assert set(step.step_ms) == set(VARIANTS)
     assert prediction.step_ms == pytest.approx(step.step_ms, rel=0.1)
@@ -89,18 +90,21 @@ def test_the_newest_steps_are_predicted_to_a_tenth(step):
 
 def test_all_measured_steps_are_predicted_to_a_tenth():
     steps = measured_steps(STEPS)
-    assert len(steps) == 8
+    assert len(steps) == 11
     for step in steps:
         assert predict_step(step.sizes, MACHINE).step_ms == pytest.approx(step.step_ms, rel=0.1), step
 
 
-def test_host_times_are_those_of_the_step_they_name(tmp_path):
-    steps_of(FITTED_TO, tmp_path)
-    for row in read_rows(tmp_path / f"{FITTED_TO}.json"):
-        if row["sequence"] == 2048:
-            forward_us, backward_us = module._HOST_US_OF_A_LAYER[row["variant"]]
-            assert forward_us * row["layers"] == pytest.approx(row["forward_ms"] * 1e3, rel=1e-3)
-            assert (forward_us + backward_us) * row["layers"] == pytest.approx(row["step_ms"] * 1e3, rel=1e-3)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_host_times_lie_amid_those_of_the_hosts_they_name(variant):
+    """As far in percent from the fastest host as from the slowest, and parted between the passes as in the mean."""
+    rows = [row for row in read_rows(STEPS) if (row.get("variant"), row.get("sequence")) == (variant, 2048)]
+    assert {row["commit"] for row in rows} == {"e8c6fe5", "0694a0a", "2bf6ab1"}
+    forward_us, backward_us = module._HOST_US_OF_A_LAYER[variant]
+    fastest, *_, slowest = sorted(row["step_ms"] * 1e3 / row["layers"] for row in rows)
+    assert (forward_us + backward_us) / fastest - 1 == pytest.approx(1 - (forward_us + backward_us) / slowest, abs=1e-3)
+    shares = [row["forward_ms"] / row["step_ms"] for row in rows]
+    assert forward_us / (forward_us + backward_us) == pytest.approx(sum(shares) / 3, rel=1e-3)
 
 
 def shown_by(step: MeasuredStep, monkeypatch: pytest.MonkeyPatch) -> float:
@@ -124,7 +128,7 @@ def test_the_share_of_hidden_transfers_is_what_its_step_shows(tmp_path, monkeypa
 
 def test_any_step_would_give_a_share_that_suits_the_others(monkeypatch):
     steps = [step for step in measured_steps(STEPS) if step.sizes.tokens >= 8192]
-    assert len(steps) == 6
+    assert len(steps) == 8
     for left_in in steps:
         share = shown_by(left_in, monkeypatch)
         assert 0.3 < share < 0.6
@@ -258,19 +262,19 @@ def test_a_step_that_waits_for_the_host_is_marked(capsys):
 
 def test_where_the_forward_pass_alone_waits_it_says_so(capsys):
     """Fails without the passes: such steps, whose backward pass is the device's, were marked "all"."""
-    run("llama-8b", "--tokens", 8192, "--ranks", 4, 8)
+    run("llama-8b", "--tokens", 6144, "--ranks", 4, 8)
     out = " ".join(capsys.readouterr().out.split())
     assert "forward: all" in out
     assert "both: stock, without communication; forward: with the plugin" in out
     assert "no step of more than 2 ranks was measured: expect at least these errors" in out
-    assert "errors, of host-bound ones -8.1 to +6.5 %, and that more ranks wait for the host sooner" in out
+    assert "errors, of host-bound ones +3.2 to +9.6 %, and that more ranks wait for the host sooner" in out
 
 
 def test_against_takes_the_place_of_what_comes_along(capsys):
     run("llama-8b", "--ranks", 2, "--against", STEPS)
     out = capsys.readouterr().out
     assert "llama-8b, 4 layers, S 8192" in out
-    assert "of 32 figures" in out
+    assert "of 44 figures" in out
 
 
 def test_rows_are_another_machine_of_nearly_the_same_steps(tmp_path, capsys):

@@ -213,15 +213,15 @@ TABLES: dict[str, tuple[Case, str]] = {
         """\
  op | lane | what           | rows read           | rows written    | batch
 ----+------+----------------+---------------------+-----------------+----------------------------
- 0  | main | pack 0         |                     | packed[0:10]    |
+ 0  | main | pack 0         |                     | packed[0:5]     |
  1  | main | issue          | packed[0:5]         | gathered[0:10]  | gather 0: 2->r0 at 10 0<-r0
- 2  | main | copy           | packed[5:10]        | gathered[10:15] |
- 3  | main | pack 1         |                     | packed[10:20]   |
- 4  | main | issue          | packed[10:15]       | gathered[15:25] | gather 1: 3->r0 at 25 1<-r0
- 5  | main | copy           | packed[15:20]       | gathered[25:30] |
- 6  | main | wait           |                     |                 | gather 0
- 7  | main | attend group 0 | gathered[0:15]      | a[0:3]          |
- 8  | main | issue          | a[0:2]              | arrived[0:1]    | scatter 0: 0->r0 at 0 2<-r0
+ 2  | main | pack 1         |                     | packed[10:15]   |
+ 3  | main | issue          | packed[10:15]       | gathered[15:25] | gather 1: 3->r0 at 25 1<-r0
+ 4  | main | place 0        |                     | gathered[10:15] |
+ 5  | main | wait           |                     |                 | gather 0
+ 6  | main | attend group 0 | gathered[0:15]      | a[0:3]          |
+ 7  | main | issue          | a[0:2]              | arrived[0:1]    | scatter 0: 0->r0 at 0 2<-r0
+ 8  | main | place 1        |                     | gathered[25:30] |
  9  | main | wait           |                     |                 | gather 1
  10 | main | attend 1       | gathered[15:30]     | a[3:5]          |
  11 | main | issue          | a[3:5]              | arrived[1:2]    | scatter 1: 1->r0 at 2 3<-r0
@@ -235,34 +235,33 @@ TABLES: dict[str, tuple[Case, str]] = {
     "ulysses zigzag": (
         Case("ulysses zigzag", NCCL, Asked(keeps_gathered=True), group_size=2, rows=4),
         """\
- op | lane | what     | rows read                  | rows written    | batch
-----+------+----------+----------------------------+-----------------+----------------------------
- 0  | main | pack 0   |                            | packed[0:20]    |
- 1  | main | issue    | packed[0:5]                | gathered[0:5]   | gather 0: 2->r0 at 5 0<-r0
- 2  | main | issue    | packed[5:10]               | gathered[15:20] | gather 1: 3->r0 at 10 1<-r0
- 3  | main | copy     | packed[10:15]              | gathered[5:10]  |
- 4  | main | copy     | packed[15:20]              | gathered[10:15] |
- 5  | main | wait     |                            |                 | gather 0, gather 1
- 6  | main | attend 0 | gathered[0:20]             | a[0:1]          |
- 7  | main | attend 1 | gathered[0:20]             | a[3:4]          |
- 8  | main | issue    | a[0:1]                     | arrived[0:1]    | scatter 0: 0->r0 at 0 2<-r0
- 9  | main | issue    | a[3:4]                     | arrived[1:2]    | scatter 1: 1->r0 at 1 3<-r0
- 10 | main | attend 2 | gathered[0:20]             | a[1:2]          |
- 11 | main | attend 3 | gathered[0:20]             | a[2:3]          |
- 12 | main | wait     |                            |                 | scatter 0, scatter 1
- 13 | main | unpack 0 | arrived[0:2] a[1:2] a[2:3] |                 |
- 14 | main | finish   |                            |                 |""",
+ op | lane | what     | rows read                  | rows written                   | batch
+----+------+----------+----------------------------+--------------------------------+----------------------------
+ 0  | main | pack 0   |                            | packed[0:10]                   |
+ 1  | main | issue    | packed[0:5]                | gathered[0:5]                  | gather 0: 2->r0 at 5 0<-r0
+ 2  | main | issue    | packed[5:10]               | gathered[15:20]                | gather 1: 3->r0 at 10 1<-r0
+ 3  | main | place 0  |                            | gathered[5:10] gathered[10:15] |
+ 4  | main | wait     |                            |                                | gather 0, gather 1
+ 5  | main | attend 0 | gathered[0:20]             | a[0:1]                         |
+ 6  | main | issue    | a[0:1]                     | arrived[0:1]                   | scatter 0: 0->r0 at 0 2<-r0
+ 7  | main | attend 1 | gathered[0:20]             | a[3:4]                         |
+ 8  | main | issue    | a[3:4]                     | arrived[1:2]                   | scatter 1: 1->r0 at 1 3<-r0
+ 9  | main | attend 2 | gathered[0:20]             | a[1:2]                         |
+ 10 | main | attend 3 | gathered[0:20]             | a[2:3]                         |
+ 11 | main | wait     |                            |                                | scatter 0, scatter 1
+ 12 | main | unpack 0 | arrived[0:2] a[1:2] a[2:3] |                                |
+ 13 | main | finish   |                            |                                |""",
     ),
     "ulysses dropout": (
         Case("ulysses dropout", TAPE, Asked(keeps_gathered=True), **SMALL),
         """\
  op | lane | what                     | rows read           | rows written    | batch
 ----+------+--------------------------+---------------------+-----------------+----------------------------
- 0  | main | pack 0                   |                     | packed[0:10]    |
+ 0  | main | pack 0                   |                     | packed[0:5]     |
  1  | main | issue                    | packed[0:5]         | gathered[0:10]  | gather 0: 1->r0 at 10 0<-r0
- 2  | main | copy beside what follows | packed[5:10]        | gathered[10:15] | copies 0
- 3  | main | wait                     |                     |                 | gather 0, copies 0
- 4  | main | copy beside what follows | gathered[0:15]      | kept[0:15]      | copies 1
+ 2  | main | place 0                  |                     | gathered[10:15] |
+ 3  | main | wait                     |                     |                 | gather 0
+ 4  | main | copy beside what follows | gathered[0:15]      | kept[0:15]      | copies 0
  5  | main | attend group 0           | gathered[0:15]      | a[0:3]          |
  6  | main | issue                    | a[0:2]              | arrived[0:1]    | scatter 0: 0->r0 at 0 1<-r0
  7  | main | wait                     |                     |                 | scatter 0
@@ -274,15 +273,15 @@ TABLES: dict[str, tuple[Case, str]] = {
         """\
  op | lane | what           | rows read              | rows written  | batch
 ----+------+----------------+------------------------+---------------+-----------------------------
- 0  | main | pack 0         |                        | packed[0:2]   |
+ 0  | main | pack 0         |                        | packed[0:1]   |
  1  | main | issue          | packed[0:1]            | gathered[0:2] | gather 0: 2->r0 at 2 0<-r0
- 2  | main | copy           | packed[1:2]            | gathered[2:3] |
- 3  | main | pack 1         |                        | packed[2:4]   |
- 4  | main | issue          | packed[2:3]            | gathered[3:5] | gather 1: 3->r0 at 5 1<-r0
- 5  | main | copy           | packed[3:4]            | gathered[5:6] |
- 6  | main | wait           |                        |               | gather 0
- 7  | main | attend group 0 | gathered[0:3]          | a[0:15]       |
- 8  | main | issue          | a[0:10]                | arrived[0:5]  | scatter 0: 0->r0 at 0 2<-r0
+ 2  | main | pack 1         |                        | packed[2:3]   |
+ 3  | main | issue          | packed[2:3]            | gathered[3:5] | gather 1: 3->r0 at 5 1<-r0
+ 4  | main | place 0        |                        | gathered[2:3] |
+ 5  | main | wait           |                        |               | gather 0
+ 6  | main | attend group 0 | gathered[0:3]          | a[0:15]       |
+ 7  | main | issue          | a[0:10]                | arrived[0:5]  | scatter 0: 0->r0 at 0 2<-r0
+ 8  | main | place 1        |                        | gathered[5:6] |
  9  | main | wait           |                        |               | gather 1
  10 | main | attend group 1 | gathered[3:6]          | a[15:30]      |
  11 | main | issue          | a[15:25]               | arrived[5:10] | scatter 1: 1->r0 at 10 3<-r0
@@ -295,20 +294,19 @@ TABLES: dict[str, tuple[Case, str]] = {
     "ulysses zigzag backward": (
         Case("ulysses zigzag backward", NCCL, Asked(is_backward=True), group_size=2, rows=4),
         """\
- op | lane | what           | rows read                      | rows written  | batch
-----+------+----------------+--------------------------------+---------------+----------------------------
- 0  | main | pack 0         |                                | packed[0:4]   |
- 1  | main | issue          | packed[0:1]                    | gathered[0:1] | gather 0: 2->r0 at 1 0<-r0
- 2  | main | issue          | packed[1:2]                    | gathered[3:4] | gather 1: 3->r0 at 2 1<-r0
- 3  | main | copy           | packed[2:3]                    | gathered[1:2] |
- 4  | main | copy           | packed[3:4]                    | gathered[2:3] |
- 5  | main | wait           |                                |               | gather 0, gather 1
- 6  | main | attend group 0 | gathered[0:4]                  | a[0:20]       |
- 7  | main | issue          | a[0:5]                         | arrived[0:5]  | scatter 0: 0->r0 at 0 2<-r0
- 8  | main | issue          | a[15:20]                       | arrived[5:10] | scatter 1: 1->r0 at 5 3<-r0
- 9  | main | wait           |                                |               | scatter 0, scatter 1
- 10 | main | unpack 0       | arrived[0:10] a[5:10] a[10:15] |               |
- 11 | main | finish         |                                |               |""",
+ op | lane | what           | rows read                      | rows written                | batch
+----+------+----------------+--------------------------------+-----------------------------+----------------------------
+ 0  | main | pack 0         |                                | packed[0:2]                 |
+ 1  | main | issue          | packed[0:1]                    | gathered[0:1]               | gather 0: 2->r0 at 1 0<-r0
+ 2  | main | issue          | packed[1:2]                    | gathered[3:4]               | gather 1: 3->r0 at 2 1<-r0
+ 3  | main | place 0        |                                | gathered[1:2] gathered[2:3] |
+ 4  | main | wait           |                                |                             | gather 0, gather 1
+ 5  | main | attend group 0 | gathered[0:4]                  | a[0:20]                     |
+ 6  | main | issue          | a[0:5]                         | arrived[0:5]                | scatter 0: 0->r0 at 0 2<-r0
+ 7  | main | issue          | a[15:20]                       | arrived[5:10]               | scatter 1: 1->r0 at 5 3<-r0
+ 8  | main | wait           |                                |                             | scatter 0, scatter 1
+ 9  | main | unpack 0       | arrived[0:10] a[5:10] a[10:15] |                             |
+ 10 | main | finish         |                                |                             |""",
     ),
 }
 
