@@ -7,6 +7,7 @@ import, and how a command starts ranks itself.
 import importlib
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import distributed as dist
 
 from tests.harness.spawned import fork_ranks
 
-__all__ = ["Ran", "run_on_ranks"]
+__all__ = ["Ran", "run_on_ranks", "run_python"]
 
 
 class Ran(NamedTuple):
@@ -26,6 +27,16 @@ class Ran(NamedTuple):
     returncode: int
     stdout: str
     stderr: str
+
+
+def run_python(
+    *arguments: str | Path, ranks: int | None = None, timeout_s: float = 55, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A process of this interpreter with these arguments, or, with `ranks`, what torchrun starts with them."""
+    launcher = [] if ranks is None else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, *launcher, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=cwd, env=environment)
 
 
 def run_on_ranks(world_size: int, *arguments: str, script: Path | None = None) -> Ran:

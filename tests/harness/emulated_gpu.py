@@ -224,16 +224,25 @@ class _Graph:
                 reached.add(node)
                 left += capture.nodes[node][1]
         assert len(reached) == len(capture.nodes), "a stream that was forked has not joined"
+        self._behind: list[list[int]] = [[] for _ in self._nodes]
+        for number, (_, after) in enumerate(self._nodes):
+            for earlier in after:
+                self._behind[earlier].append(number)
 
     def launch(self, stream: int) -> None:
         _local.launches = getattr(_local, "launches", 0) + 1  # of all graphs: most are launched once
         draw = random.Random(f"{_local.group.rank()} {_local.launches}")
-        waiting = dict(enumerate(self._nodes))
-        done: set[int] = set()
-        while waiting:
-            number = draw.choice([number for number, (_, after) in waiting.items() if after <= done])
-            waiting.pop(number)[0]()
-            done.add(number)
+        left = [len(after) for _, after in self._nodes]
+        ready = [number for number, count in enumerate(left) if not count]
+        while ready:
+            place = draw.randrange(len(ready))
+            ready[place], ready[-1] = ready[-1], ready[place]
+            number = ready.pop()
+            self._nodes[number][0]()
+            for later in self._behind[number]:
+                left[later] -= 1
+                if not left[later]:
+                    ready.append(later)
 
 
 class _Page:

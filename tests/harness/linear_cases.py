@@ -9,14 +9,21 @@ from commfuse_megatron.tools.verify.calls import LinearCall as Case
 from commfuse_megatron.tools.verify.calls import run as run_op
 
 __all__ = [
-    "OPS", "Case", "Operands", "assert_equal", "check_linear", "draw", "drawn", "linear_config", "overlapped",
-    "reference", "run_op",
+    "OPS", "Case", "Operands", "assert_equal", "check_linear", "draw", "draw_own", "drawn", "linear_config",
+    "overlapped", "reference", "run_op",
 ]  # fmt: skip
+
+_CPU = torch.device("cpu")
 
 draw = Case.draw
 
 
-def drawn(case: Case, group, device) -> tuple[Operands, dict]:
+def draw_own(case: Case, group) -> Operands:
+    """This rank's operands, on the CPU."""
+    return draw(case, group.rank(), group.size(), _CPU)
+
+
+def drawn(case: Case, group, device=_CPU) -> tuple[Operands, dict]:
     """This rank's operands, and what the reference makes of all."""
     operands = draw(case, group.rank(), group.size(), device)
     return operands, reference(case, operands, group)

@@ -1,28 +1,25 @@
 """Whole commands with real ranks, as a user starts them."""
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.harness import run_on_ranks
+from tests.harness import run_on_ranks, run_python
 
 # Seconds each on an idle machine; importing Megatron in two ranks takes long on a busy one.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-def run_commfuse(*arguments: str, timeout_s: float = 160, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "commfuse_megatron", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env={**os.environ, **environment},
-    )
+def run_commfuse(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    return run_python("-m", "commfuse_megatron", *arguments, **{"timeout_s": 160, **options})
+
+
+def read(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def test_verify_passes_on_two_ranks(tmp_path: Path) -> None:
@@ -30,15 +27,14 @@ def test_verify_passes_on_two_ranks(tmp_path: Path) -> None:
     narrow = {"COLUMNS": "80", "PYTHONIOENCODING": "latin-1"}
     ran = run_commfuse("verify", "--ranks", "2", "--dtype", "float32", "--json", str(file), **narrow)
     assert ran.returncode == 0, ran.stderr
-    data = json.loads(file.read_text(encoding="utf-8"))
+    data = read(file)
     assert data["group_size"] == 2
     assert data["failed"] == 0
     assert data["passed"] == len(data["cases"]) > 100
     assert {case["dtype"] for case in data["cases"]} == {"float32"}
     assert f"{data['passed']} passed, 0 failed" in ran.stdout
-    rows = re.findall(
-        r"y \d\.\d\d\W+x\.grad [\d.]+\W+weight\.grad [\d.]+\W+bias\.grad [\d.]+\W+passed (\d+)", ran.stdout
-    )
+    tensors = r"\W+".join(rf"{name} [\d.]+" for name in ("y", r"x\.grad", r"weight\.grad", r"bias\.grad"))
+    rows = re.findall(rf"{tensors}\W+passed (\d+)", ran.stdout)
     assert sum(map(int, rows)) == data["passed"], "at 80 columns results had none"
     assert "verifying" in ran.stderr, "progress belongs on stderr"
     assert "verifying" not in ran.stdout
@@ -47,16 +43,9 @@ def test_verify_passes_on_two_ranks(tmp_path: Path) -> None:
 def test_verify_compares_models_under_torchrun(tmp_path: Path) -> None:
     file = tmp_path / "models.json"
     words = ("verify", "--megatron", "--only", "dense", "sequence_parallel_off", "--json", str(file))
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "commfuse_megatron")
-    ran = subprocess.run(
-        [sys.executable, *launcher, *words],
-        capture_output=True,
-        text=True,
-        timeout=160,
-        env={**os.environ, "COLUMNS": "60", "PYTHONIOENCODING": "latin-1"},
-    )
+    ran = run_commfuse(*words, ranks=2, COLUMNS="60", PYTHONIOENCODING="latin-1")
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    data = json.loads(file.read_text(encoding="utf-8"))
+    data = read(file)
     assert (data["ranks"], data["passed"], data["failed"]) == (2, 2, 0)
     dense, stock = data["configurations"]
     assert (dense["name"], dense["layout"]) == ("dense", "TP2")
@@ -71,27 +60,12 @@ def test_verify_compares_models_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_the_demo_trains_and_agrees(tmp_path: Path) -> None:
-    text = tmp_path / "text"
+    text, file, output = (tmp_path / name for name in ("text", "demo.json", "output"))
     text.write_bytes(Path(subprocess.__file__).read_bytes())
-    file = tmp_path / "demo.json"
-    output = tmp_path / "output"
-    ran = run_commfuse(
-        "demo",
-        "--ranks",
-        "2",
-        "--steps",
-        "3",
-        "--text",
-        str(text),
-        "--json",
-        str(file),
-        "--output",
-        str(output),
-        COLUMNS="80",
-        PYTHONIOENCODING="ascii",
-    )
+    words = ("--ranks", "2", "--steps", "3", "--text", str(text), "--json", str(file), "--output", str(output))
+    ran = run_commfuse("demo", *words, COLUMNS="80", PYTHONIOENCODING="ascii")
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    data = json.loads(file.read_text(encoding="utf-8"))
+    data = read(file)
     assert data["steps"] == len(data["stock_loss"]) == len(data["plugin_loss"]) == 3
     assert data["stock_loss"][0] > data["stock_loss"][-1], "nothing was learned"
     assert data["max_loss_difference"] <= 1e-6
@@ -103,8 +77,7 @@ def test_the_demo_trains_and_agrees(tmp_path: Path) -> None:
     assert "direct all-gather: 2 ranks" in ran.stdout
     assert "direct reduce-scatter: 2 ranks" in ran.stdout
     assert (output / "timeline.png").stat().st_size > 10_000
-    trace = json.loads((output / "timeline.json").read_text(encoding="utf-8"))
-    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    slices = [event for event in read(output / "timeline.json")["traceEvents"] if event["ph"] == "X"]
     assert {event["pid"] for event in slices} == {0, 1}
     assert {event["cat"] for event in slices} == {"compute", "transfer"}
     # A speed-up on a CPU would mean nothing, so none is shown.
@@ -116,7 +89,7 @@ def test_the_benchmark_checks_attention_blocks_on_cpu_ranks(tmp_path: Path) -> N
     sizes = ("--models", "llama-8b", "paper", "--tokens", "2048", "--passes", "fprop", "--chunks", "1")
     ran = run_on_ranks(2, "bench", "--attention", *sizes, "--json", str(file))
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    data = json.loads(file.read_text(encoding="utf-8"))
+    data = read(file)
     assert data["failures"] == data["missing"] == []
     assert data["left_out"] == {}
     assert len({row["case"] for row in data["rows"]}) == 5
@@ -131,7 +104,7 @@ def test_the_benchmark_checks_every_variant_on_cpu_ranks(tmp_path: Path) -> None
     options = ("bench", "--models", "llama-8b", "--linears", "qkv", "proj", "--tokens", "2048", "--json", str(file))
     ran = run_on_ranks(2, *options)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    data = json.loads(file.read_text(encoding="utf-8"))
+    data = read(file)
     assert data["failures"] == data["missing"] == []
     assert set(data["left_out"]) == {"async_tp", "userbuffers"}
     rows = data["rows"]
@@ -150,7 +123,7 @@ def test_the_benchmark_checks_every_variant_on_cpu_ranks(tmp_path: Path) -> None
     again = run_on_ranks(2, *options, "--virtual-ranks", "4", "--resume")
     assert again.returncode == 1, again.stdout + again.stderr
     assert "planned: another result" in again.stdout
-    data = json.loads(file.read_text(encoding="utf-8"))
+    data = read(file)
     assert data["failures"] == ["planned: another result"]
     more = data["rows"]
     assert more[: len(rows)] == rows
@@ -164,9 +137,7 @@ def test_the_benchmark_checks_every_variant_on_cpu_ranks(tmp_path: Path) -> None
     # Attention decides for both passes; its projection is a linear of its own.
     (("--attention",), "attention: {path: auto}", 3),
 ])  # fmt: skip
-def test_plans_are_written_and_taken_on_cpu_ranks(
-    cases: tuple[str, ...], config: str, count: int, tmp_path: Path
-) -> None:
+def test_plans_are_written_and_taken_on_cpu_ranks(cases, config, count, tmp_path):
     settings, file, found = (tmp_path / name for name in ("job.yaml", "of/plans.json", "found.json"))
     settings.write_text(config, encoding="utf-8")
     words = ("bench", *cases, "--models", "llama-8b", "--tokens", "2048", "--config", str(settings))
@@ -177,9 +148,9 @@ def test_plans_are_written_and_taken_on_cpu_ranks(
         said = f"{count} plans, 0 measured, 0 chosen by the model, {neither} neither, {there} already there"
         assert ran.stdout.splitlines() == [f"{file}: {said}"], "one rank speaks"
         assert "planning" in ran.stderr or "llama-8b" in ran.stderr, "progress belongs on stderr"
-        data = json.loads(found.read_text(encoding="utf-8"))
+        data = read(found)
         assert (data["neither"], data["already there"], data["failures"]) == (neither, there, [])
-        stored = json.loads(file.read_text(encoding="utf-8"))["sections"]
+        stored = read(file)["sections"]
         assert {text for section in stored for text in section["plans"]} == {plan["problem"] for plan in data["plans"]}
 
 

@@ -27,17 +27,9 @@ def train(_: dist.ProcessGroup, __: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (options, _) in TASKS.items():  # all in one group: starting Megatron takes longer than training
         task = ConvergenceTask(
-            device_type="cpu",
-            dtype=torch.float32,
-            reference_dtype=torch.float64,
-            text=standard_library_text(100_000),
-            **options,
-            num_steps=4,
-            exchange_at=2,
-            hidden_size=32,
-            ffn_hidden_size=64,
-            sequence=16,
-        )
+            device_type="cpu", dtype=torch.float32, reference_dtype=torch.float64, text=standard_library_text(100_000),
+            **options, num_steps=4, exchange_at=2, hidden_size=32, ffn_hidden_size=64, sequence=16,
+        )  # fmt: skip
         steps: list[None] = []
         converged = compare_runs(task, on_step=lambda steps=steps: steps.append(None))
         assert len(steps) == task.num_runs_steps

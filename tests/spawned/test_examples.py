@@ -1,6 +1,5 @@
 """Every example runs as its first lines say and shows what they promise."""
 
-import os
 import re
 import shlex
 import shutil
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import run_on_ranks
+from tests.harness import run_on_ranks, run_python
 from tests.megatron.pretraining_runs import load_example
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -43,19 +42,14 @@ def command_of(script: Path) -> list[str]:
     )
     assert found, f"{script.name} does not say how to start it"
     program, *arguments = shlex.split(found[1])
-    launcher = (
-        [sys.executable, "-m", "torch.distributed.run", "--standalone"] if program == "torchrun" else [sys.executable]
-    )
-    return [*launcher, *arguments]
+    return [*(["-m", "torch.distributed.run", "--standalone"] if program == "torchrun" else []), *arguments]
 
 
 RANKS = [script.stem for script in SCRIPTS if is_a_rank(script)]
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_a_rank_without_a_launcher_says_how_to_start_it(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_without_a_launcher_says_how_to_start_it(name, monkeypatch, capsys):
     """Fails without the check: a traceback of torch's rendezvous."""
     for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(variable, raising=False)
@@ -125,21 +119,13 @@ def run_on_forked_ranks(ranks: int, name: str, *arguments: str) -> None:
 
 
 def run_example(command: list[str], promised: str) -> None:
-    ran = subprocess.run(
-        command,
-        cwd=EXAMPLES.parent,
-        capture_output=True,
-        text=True,
-        timeout=140,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    ran = run_python(*command, cwd=EXAMPLES.parent, timeout_s=140)
     assert ran.returncode == 0, ran.stderr
     assert promised in ran.stdout
 
 
 def print_schedule(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLES / "look_at_a_schedule.py"), *arguments]
-    return subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=50)
+    return run_python(EXAMPLES / "look_at_a_schedule.py", *arguments)
 
 
 def test_the_schedule_in_the_design_is_what_the_example_prints() -> None:

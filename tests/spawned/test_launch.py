@@ -23,6 +23,7 @@ from commfuse_megatron.tools.common.ranks import (
     choose_num_ranks,
     is_speaker,
 )
+from tests.harness import run_python
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -31,6 +32,11 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
+
+
+def set_launcher(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
+    for name, value in zip(LAUNCHER_VARIABLES, values, strict=False):
+        monkeypatch.setenv(name, value)
 
 
 def write_sum(rank: Rank, folder: str) -> int:
@@ -48,6 +54,10 @@ def return_own_rank(rank: Rank, options: None) -> int:
 def raise_on_rank_1(rank: Rank, options: None) -> int:
     if rank.global_rank == 1:
         raise ValueError("the reason is here")
+    return wait_for_all(rank)
+
+
+def wait_for_all(rank: Rank) -> int:
     dist.all_reduce(torch.zeros(1))  # never completes: rank 1 does not come
     return 0
 
@@ -55,8 +65,7 @@ def raise_on_rank_1(rank: Rank, options: None) -> int:
 def refuse_on_rank_1(rank: Rank, options: None) -> int:
     if rank.global_rank == 1:
         raise ConfigError("transport.backend is not for here")
-    dist.all_reduce(torch.zeros(1))
-    return 0
+    return wait_for_all(rank)
 
 
 def fail_each_in_its_own_way(rank: Rank, options: None) -> int:
@@ -73,8 +82,7 @@ def return_two_and_one(rank: Rank, options: None) -> int:
 def die_on_rank_1(rank: Rank, options: None) -> int:
     if rank.global_rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.zeros(1))
-    return 0
+    return wait_for_all(rank)
 
 
 def wait_forever(rank: Rank, folder: str) -> int:
@@ -96,36 +104,33 @@ def test_every_rank_runs_the_body_in_one_group(tmp_path: Path, monkeypatch: pyte
     assert "OMP_NUM_THREADS" not in os.environ
 
 
-def test_the_largest_exit_code_is_returned() -> None:
-    assert launch(return_own_rank, None, num_ranks=2, device_type="cpu") == 1
+def launch_two(body, device_type: str = "cpu") -> int:
+    return launch(body, None, num_ranks=2, device_type=device_type)
+
+
+def test_a_failed_check_counts_for_more_than_one_that_cannot_run() -> None:
+    assert launch_two(return_own_rank) == 1, "the largest exit code"
+    assert launch_two(return_two_and_one) == 1
 
 
 def test_a_rank_that_raises_ends_the_others_with_its_traceback() -> None:
     with pytest.raises(RankFailedError) as caught:
-        launch(raise_on_rank_1, None, num_ranks=2, device_type="cpu")
+        launch_two(raise_on_rank_1)
     message = str(caught.value)
     assert message.startswith("rank 1 raised\nTraceback"), message
     assert "ValueError: the reason is here" in message
     assert "raise_on_rank_1" in message
 
 
-def test_a_rank_that_refuses_says_so_and_no_more() -> None:
+@pytest.mark.parametrize(("body", "lines"), [
+    (refuse_on_rank_1, ["transport.backend is not for here"]),
+    (fail_each_in_its_own_way,
+     ["no such transport (ValueError: the real cause)", "rank 0: ShapeError: theirs is another"]),
+])  # fmt: skip
+def test_a_refusal_is_said_with_what_is_no_consequence_of_it(body, lines: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
-        launch(refuse_on_rank_1, None, num_ranks=2, device_type="cpu")
-    assert str(caught.value) == "transport.backend is not for here"
-
-
-def test_what_is_no_consequence_of_a_refusal_is_said_with_it() -> None:
-    with pytest.raises(UsageError) as caught:
-        launch(fail_each_in_its_own_way, None, num_ranks=2, device_type="cpu")
-    assert str(caught.value).splitlines() == [
-        "no such transport (ValueError: the real cause)",
-        "rank 0: ShapeError: theirs is another",
-    ]
-
-
-def test_a_failed_check_counts_for_more_than_one_that_cannot_run() -> None:
-    assert launch(return_two_and_one, None, num_ranks=2, device_type="cpu") == 1
+        launch_two(body)
+    assert str(caught.value).splitlines() == lines
 
 
 def test_a_body_starts_when_all_ranks_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,13 +145,13 @@ def test_a_body_starts_when_all_ranks_are_connected(monkeypatch: pytest.MonkeyPa
 
 def test_a_rank_that_is_killed_ends_the_others_and_is_named() -> None:
     with pytest.raises(RankFailedError, match=r"^rank 1 was ended by SIGKILL"):
-        launch(die_on_rank_1, None, num_ranks=2, device_type="cpu")
+        launch_two(die_on_rank_1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_cuda_without_a_gpu_is_refused_before_anything_starts() -> None:
     with pytest.raises(CannotRunError, match="needs a CUDA device and driver"):
-        launch(return_own_rank, None, num_ranks=2, device_type="cuda")
+        launch_two(return_own_rank, "cuda")
 
 
 def test_ranks_must_not_contradict_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +159,7 @@ def test_ranks_must_not_contradict_the_launcher(monkeypatch: pytest.MonkeyPatch)
     assert choose_num_ranks(5) == 5
     with pytest.raises(UsageError, match="at least 1"):
         choose_num_ranks(0)
-    for name, value in zip(LAUNCHER_VARIABLES, ("0", "4", "localhost", "1", "0", "4"), strict=True):
-        monkeypatch.setenv(name, value)
+    set_launcher(monkeypatch, "0", "4", "localhost", "1", "0", "4")
     assert choose_num_ranks(None) == choose_num_ranks(4) == 4
     with pytest.raises(UsageError, match="--ranks 2 under a launcher that started 4 ranks"):
         choose_num_ranks(2)
@@ -168,9 +172,7 @@ def test_ranks_must_not_contradict_the_launcher(monkeypatch: pytest.MonkeyPatch)
     ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": ""}, "MASTER_PORT='', which is not"),
     ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2 and WORLD_SIZE=2; ranks"),
 ])  # fmt: skip
-def test_half_a_launcher_is_refused_by_name(
-    variables: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_half_a_launcher_is_refused_by_name(variables, words, monkeypatch, capsys):
     """Fails without the check: local ranks start beside a launcher's, or int() raises."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -179,11 +181,8 @@ def test_half_a_launcher_is_refused_by_name(
     assert is_speaker(), "where nobody knows who is first, everyone speaks"
 
 
-def test_what_one_rank_alone_has_met_it_says_after_a_while(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in zip(LAUNCHER_VARIABLES, ("1", "2", "localhost", "1", "1", "2"), strict=True):
-        monkeypatch.setenv(name, value)
+def test_what_one_rank_alone_has_met_it_says_after_a_while(monkeypatch, capsys):
+    set_launcher(monkeypatch, "1", "2", "localhost", "1", "1", "2")
     waits: list[float] = []
 
     def wait(seconds: float) -> None:
@@ -198,14 +197,7 @@ def test_what_one_rank_alone_has_met_it_says_after_a_while(
 
 def test_under_torchrun_one_rank_says_why_none_can_run() -> None:
     """Fails without waiting for the first rank: every rank says it."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-    ran = subprocess.run(
-        [*torchrun, "-m", "commfuse_megatron", "demo"],
-        timeout=55,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    ran = run_python("-m", "commfuse_megatron", "demo", ranks=3)
     assert ran.returncode != 0
     assert ran.stderr.count("error: the demo's model can be cut for") == ran.stderr.count("usage: ") == 1, ran.stderr
 
@@ -215,7 +207,7 @@ STARTER = """
 import signal
 import sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {folders!r}
 import test_launch
 from commfuse_megatron.tools.common.launch import launch
 if __name__ == "__main__":
@@ -225,7 +217,10 @@ if __name__ == "__main__":
 
 def write_starter(folder: Path, body: str) -> Path:
     script = folder / "starter.py"
-    script.write_text(STARTER.format(tests=str(Path(__file__).parent), body=body, folder=str(folder)), encoding="utf-8")
+    script.write_text(
+        STARTER.format(folders=[str(Path(__file__).parents[up]) for up in (0, 2)], body=body, folder=str(folder)),
+        encoding="utf-8",
+    )
     return script
 
 
@@ -262,23 +257,13 @@ def test_an_ended_starter_leaves_no_ranks_behind(tmp_path: Path, ending: signal.
 
 
 def test_under_torchrun_the_body_runs_in_place(tmp_path: Path) -> None:
-    script = write_starter(tmp_path, "write_sum")
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script],
-        check=True,
-        timeout=55,
-        capture_output=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    run_python(write_starter(tmp_path, "write_sum"), ranks=2).check_returncode()
     assert [(tmp_path / f"rank{rank}").read_text(encoding="utf-8") for rank in range(2)] == ["3.0 2 1"] * 2
 
 
 def test_an_error_is_raised_before_groups_are_destroyed(monkeypatch):
     # NCCL destroys a group when all its ranks do: a rank that failed would wait for those that wait for it.
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29999")
+    set_launcher(monkeypatch, "0", "1", "127.0.0.1", "29999")
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: pytest.fail("destroyed"))

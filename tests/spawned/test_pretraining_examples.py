@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.harness import run_python
 from tests.megatron.pretraining_runs import EXAMPLES, load_example
 
 Script = Callable[..., tuple[int, str, str]]
 
 
-def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **exported_by_the_readme()}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, env=environment)
+def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
+    return run_python(*arguments, cwd=folder, timeout_s=200, PYTHONPATH=path, **exported_by_the_readme())
 
 
 def exported_by_the_readme() -> dict[str, str]:
@@ -56,7 +56,7 @@ def test_the_commands_of_the_readme(tmp_path: Path) -> None:
     for words in (prepare, stock, plugin, compare):
         program, *arguments = words
         launcher = ["-m", "torch.distributed.run", "--standalone"] if program == "torchrun" else []
-        ran = run(sys.executable, *launcher, *arguments, folder=tmp_path)
+        ran = run(*launcher, *arguments, folder=tmp_path)
         assert ran.returncode == 0, ran.stderr[-4000:]
         if words is stock:
             assert "10 layers (10 of them stock): Megatron's own classes, whose calls are not counted" in ran.stdout
@@ -128,8 +128,7 @@ def test_curves_are_compared_step_by_step(tmp_path: Path, script: Script) -> Non
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [("", "no losses"), ("x\n", "line 1: not a line of a loss log"), (None, "No such file")],
+    ("content", "message"), [("", "no losses"), ("x\n", "line 1: not a line of a loss log"), (None, "No such file")]
 )
 def test_logs_that_cannot_be_compared(tmp_path: Path, script: Script, content: str | None, message: str) -> None:
     write_log(tmp_path / "a.jsonl", [3.0])

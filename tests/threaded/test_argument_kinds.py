@@ -20,7 +20,8 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.errors import ShapeError
 from commfuse_megatron.ops import DeferredWeightGrad, WeightGradQueue, WeightGradTarget
 from commfuse_megatron.ops.weight_grad import WeightGrad
-from tests.harness import on_ranks, run_threads
+from tests.harness import on_ranks
+from tests.harness.contexts import in_context
 
 # Waiting for a rank that does not come takes as long as this; an error takes milliseconds.
 TIMEOUT_S, SOON_S = 20.0, 5.0
@@ -118,29 +119,27 @@ def check_still_right(op: str, group: Any, context: OverlapContext) -> None:
 
 @pytest.mark.parametrize(("group_size", "bad_rank"), [(2, 0), (3, 1)])
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in kinds_of(op)])
-@on_ranks("group_size")
-def test_every_rank_raises_soon(group, device, op: str, name: str, group_size: int, bad_rank: int) -> None:
+@in_context("group_size", config())
+def test_every_rank_raises_soon(group, context, op, name, bad_rank):
     """Fails without the kinds among what ranks agree on: one rank alone raised, the others waited for it."""
     arguments = good(op, group.rank(), group.size())
-    with OverlapContext(group, config()) as context:
-        for is_known in (False, True):  # a call like a good one before is not looked at again
-            for value in WRONG[kinds_of(op)[name]]:
-                given = {**arguments, name: value} if group.rank() == bad_rank else arguments
-                expect_refusal(op, name, given, bad_rank, context)
-            if not is_known:
-                check_still_right(op, group, context)
-        check_still_right(op, group, context)
+    for is_known in (False, True):  # a call like a good one before is not looked at again
+        for value in WRONG[kinds_of(op)[name]]:
+            given = {**arguments, name: value} if group.rank() == bad_rank else arguments
+            expect_refusal(op, name, given, bad_rank, context)
+        if not is_known:
+            check_still_right(op, group, context)
+    check_still_right(op, group, context)
 
 
 @pytest.mark.parametrize(
-    ("op", "name"),
-    [("all_gather_linear", "bias"), ("linear_reduce_scatter", "x"), ("query_split_attention", "k")],
+    ("op", "name"), [("all_gather_linear", "bias"), ("linear_reduce_scatter", "x"), ("query_split_attention", "k")]
 )
-@on_ranks(2)
-def test_under_autocast(group, device, op: str, name: str) -> None:
+@in_context(2, config())
+def test_under_autocast(group, context, op, name) -> None:
     """Which casts before anything is compared."""
     arguments = good(op, group.rank(), group.size())
-    with OverlapContext(group, config()) as context, torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16):
         for value in (5, [TENSOR], ARRAY):
             expect_refusal(op, name, {**arguments, name: value} if group.rank() else arguments, 1, context)
         assert OPS[op](**arguments, context=context).dtype == torch.bfloat16
@@ -160,25 +159,24 @@ def test_where_ranks_compare_new_calls_only(group, device, op: str) -> None:
         context.close()
 
 
-@on_ranks(2)
-def test_what_does_as_well_is_taken(group, device) -> None:
-    with OverlapContext(group, config()) as context:
-        embedding = good("embedding_reduce_scatter", group.rank(), group.size())
-        for first in (np.int64(embedding["first_id"]), embedding["first_id"]):
-            ops.embedding_reduce_scatter(**{**embedding, "first_id": first}, context=context)
-        linear = good("linear_reduce_scatter", group.rank(), group.size())
-        of_another_type = {name: tensor.as_subclass(Marked) for name, tensor in linear.items()}
-        found = [ops.linear_reduce_scatter(**each, context=context) for each in (linear, of_another_type)]
-        assert torch.equal(*found)
-        attention = good("query_split_attention", group.rank(), group.size())
-        results = [
-            ops.query_split_attention(**attention, **numbers, context=context)
-            for numbers in (
-                {"causal": True, "window": (3, 0), "scale": 1.0, "dropout": 0.0},
-                {"causal": 1, "window": [3, 0], "scale": np.float32(1), "dropout": 0},
-            )
-        ]
-        assert torch.equal(*results)
+@in_context(2, config())
+def test_what_does_as_well_is_taken(group, context):
+    embedding = good("embedding_reduce_scatter", group.rank(), group.size())
+    for first in (np.int64(embedding["first_id"]), embedding["first_id"]):
+        ops.embedding_reduce_scatter(**{**embedding, "first_id": first}, context=context)
+    linear = good("linear_reduce_scatter", group.rank(), group.size())
+    of_another_type = {name: tensor.as_subclass(Marked) for name, tensor in linear.items()}
+    found = [ops.linear_reduce_scatter(**each, context=context) for each in (linear, of_another_type)]
+    assert torch.equal(*found)
+    attention = good("query_split_attention", group.rank(), group.size())
+    results = [
+        ops.query_split_attention(**attention, **numbers, context=context)
+        for numbers in (
+            {"causal": True, "window": (3, 0), "scale": 1.0, "dropout": 0.0},
+            {"causal": 1, "window": [3, 0], "scale": np.float32(1), "dropout": 0},
+        )
+    ]
+    assert torch.equal(*results)
 
 
 ROWS = TOKENS // 2
@@ -193,18 +191,17 @@ ROWS = TOKENS // 2
     (ops.all_gather_linear, {"total_rows": TOKENS}, {"total_rows": float(TOKENS)}, "total_rows"),
     (ops.all_gather_linear, {"return_gathered": True}, {"return_gathered": 1.0}, "return_gathered"),
 ])  # fmt: skip
-@on_ranks(2)
-def test_equal_values_of_another_type_get_one_answer(group, device, op, good_ones, bad_ones, name) -> None:
+@in_context(2, config())
+def test_equal_values_of_another_type_get_one_answer(group, context, op, good_ones, bad_ones, name):
     """Fails with keys of known calls in which 1.0 equals 1: refused at first, taken after the other."""
     heads = torch.ones(ROWS, 1, 2, FEATURES // 2)
     operands = {"q": heads, "k": heads, "v": heads}
     if op is not ops.ulysses_attention:
         operands = good(op.__name__, group.rank(), 2)
-    with OverlapContext(group, config()) as context:
-        for _ in range(2):
-            with pytest.raises(ShapeError, match=rf"group rank \d: {name} must be"):
-                op(**operands, **bad_ones, context=context)
-            op(**operands, **good_ones, context=context)
+    for _ in range(2):
+        with pytest.raises(ShapeError, match=rf"group rank \d: {name} must be"):
+            op(**operands, **bad_ones, context=context)
+        op(**operands, **good_ones, context=context)
 
 
 def target(**accumulate: Any) -> WeightGradTarget:
@@ -234,10 +231,8 @@ GATHER, ATTENTION, EMBEDDING = "all_gather_linear", "query_split_attention", "em
     (ATTENTION, "scale", float("nan")), (EMBEDDING, "first_id", 2**70), (EMBEDDING, "first_id", -(2**63)),
     (EMBEDDING, "weight", torch.ones(FEATURES, FEATURES).to_sparse()),
 ], ids=lambda value: value if isinstance(value, str) else type(value).__name__)  # fmt: skip
-@on_ranks(2)
-def test_values_that_could_not_be_computed_with(
-    group, device, op: str, name: str, value: Any, needs_gradients: bool
-) -> None:
+@in_context(2, config())
+def test_values_that_could_not_be_computed_with(group, context, op, name, value, needs_gradients):
     """In new calls, and in calls like a good one before: each once raised on one rank alone, after all had agreed."""
     arguments = good(op, group.rank(), group.size())
     if needs_gradients:
@@ -249,53 +244,49 @@ def test_values_that_could_not_be_computed_with(
     if name == "scale":
         like_a_good_one["scale"] = 1 if isinstance(value, int) else 1.0
     given = {**arguments, name: value} if group.rank() else like_a_good_one
-    with OverlapContext(group, config()) as context:
-        expect_refusal(op, name, given, 1, context)
-        OPS[op](**like_a_good_one, context=context)
-        expect_refusal(op, name, given, 1, context)
-        OPS[op](**like_a_good_one, context=context)
+    expect_refusal(op, name, given, 1, context)
+    OPS[op](**like_a_good_one, context=context)
+    expect_refusal(op, name, given, 1, context)
+    OPS[op](**like_a_good_one, context=context)
 
 
 @pytest.mark.parametrize("op", [GATHER, "linear_reduce_scatter", ATTENTION])
-@on_ranks(2)
-def test_operands_of_inference_mode_cannot_be_trained_with(group, device, op: str) -> None:
+@in_context(2, config())
+def test_operands_of_inference_mode_cannot_be_trained_with(group, context, op):
     arguments = good(op, group.rank(), group.size())
     name = next(iter(arguments))
     weight = arguments["out_weight" if op == ATTENTION else "weight"]
     lost = {**arguments, name: made_in_inference_mode(*arguments[name].shape)}
-    with OverlapContext(group, config()) as context:
-        with torch.no_grad():
-            OPS[op](**lost, context=context)
-        OPS[op](**lost, context=context)  # nobody will ask for gradients
-        weight.requires_grad_()
-        expect_refusal(op, name, lost if group.rank() else arguments, 1, context)
-        OPS[op](**arguments, context=context)
-        expect_refusal(op, name, lost if group.rank() else arguments, 1, context)
+    with torch.no_grad():
+        OPS[op](**lost, context=context)
+    OPS[op](**lost, context=context)  # nobody will ask for gradients
+    weight.requires_grad_()
+    expect_refusal(op, name, lost if group.rank() else arguments, 1, context)
+    OPS[op](**arguments, context=context)
+    expect_refusal(op, name, lost if group.rank() else arguments, 1, context)
 
 
-@on_ranks(2)
-def test_numbers_of_any_kind_that_mean_something_are_taken(group, device) -> None:
+@in_context(2, config())
+def test_numbers_of_any_kind_that_mean_something_are_taken(group, context):
     arguments = good(ATTENTION, group.rank(), group.size())
-    with OverlapContext(group, config()) as context:
-        for mine, theirs in (
-            ({"scale": fractions.Fraction(1, 2)}, {"scale": 0.5}),
-            ({"window": (10**30, 0)}, {}),
-            ({"causal": False, "window": (10**30, TOKENS)}, {"causal": False}),
-        ):
-            found = ops.query_split_attention(**arguments, **mine, context=context)
-            assert torch.equal(found, ops.query_split_attention(**arguments, **theirs, context=context))
+    for mine, theirs in (
+        ({"scale": fractions.Fraction(1, 2)}, {"scale": 0.5}),
+        ({"window": (10**30, 0)}, {}),
+        ({"causal": False, "window": (10**30, TOKENS)}, {"causal": False}),
+    ):
+        found = ops.query_split_attention(**arguments, **mine, context=context)
+        assert torch.equal(found, ops.query_split_attention(**arguments, **theirs, context=context))
 
 
 @pytest.mark.parametrize("op", OPS)
-@on_ranks(2)
-def test_a_lazily_negated_operand_is_refused(group, device, op: str) -> None:
+@in_context(2, config())
+def test_a_lazily_negated_operand_is_refused(group, context, op):
     name = {ATTENTION: "out_weight", "ulysses_attention": "v"}.get(op, "weight")
     arguments = good(op, group.rank(), group.size())
     negated = {**arguments, name: torch._neg_view(arguments[name])}
-    with OverlapContext(group, config()) as context:
-        OPS[op](**arguments, context=context)
-        expect_refusal(op, name, negated if group.rank() else arguments, 1, context)
-        OPS[op](**{**negated, name: negated[name].resolve_neg()}, context=context)
+    OPS[op](**arguments, context=context)
+    expect_refusal(op, name, negated if group.rank() else arguments, 1, context)
+    OPS[op](**{**negated, name: negated[name].resolve_neg()}, context=context)
 
 
 def in_forward_mode(call: Any, x: torch.Tensor) -> None:
@@ -304,26 +295,21 @@ def in_forward_mode(call: Any, x: torch.Tensor) -> None:
 
 
 #: By name: how many ranks take part (the level of forward mode is one for all threads), and how it calls.
+#: By name: how many ranks take part (the level of forward mode is one for all threads), and how it calls.
 TRANSFORMS = {
     "vmap": (2, lambda call, x: torch.vmap(call)(torch.stack([x, x]))),
-    "jvp": (1, lambda call, x: torch.func.jvp(call, (x,), (x,))),
-    "forward_ad": (1, in_forward_mode),
-}
+    "jvp": (1, lambda call, x: torch.func.jvp(call, (x,), (x,))), "forward_ad": (1, in_forward_mode),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("op", [GATHER, "linear_reduce_scatter", ATTENTION])
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own use
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms_are_refused_and_the_context_stays_usable(op: str, transform: str) -> None:
-    group_size, run = TRANSFORMS[transform]
-
-    def body(group: Any, device: torch.device) -> None:
-        arguments = good(op, group.rank(), group.size())
-        name = next(iter(arguments))
-        with OverlapContext(group, config()) as context:
-            OPS[op](**arguments, context=context)
-            with pytest.raises(ShapeError, match="transforms and forward-mode differentiation are not supported"):
-                run(lambda x: OPS[op](**{**arguments, name: x}, context=context), arguments[name])
-            OPS[op](**arguments, context=context)
-
-    run_threads(group_size, body)
+@pytest.mark.parametrize(("group_size", "run"), TRANSFORMS.values(), ids=TRANSFORMS)
+@in_context("group_size", config())
+def test_transforms_are_refused_and_the_context_stays_usable(group, context, op, run) -> None:
+    arguments = good(op, group.rank(), group.size())
+    name = next(iter(arguments))
+    OPS[op](**arguments, context=context)
+    with pytest.raises(ShapeError, match="transforms and forward-mode differentiation are not supported"):
+        run(lambda x: OPS[op](**{**arguments, name: x}, context=context), arguments[name])
+    OPS[op](**arguments, context=context)

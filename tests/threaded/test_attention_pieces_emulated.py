@@ -12,30 +12,31 @@ from collections import defaultdict
 import pytest
 import torch
 
-from commfuse_megatron import OverlapConfig, OverlapContext
-from commfuse_megatron.config import AttentionConfig, TransportConfig
+from commfuse_megatron import OverlapConfig
+from commfuse_megatron.config import AttentionConfig
 from commfuse_megatron.kernels import attention_choice, attention_pieces
 from commfuse_megatron.ops import query_split_attention
 from commfuse_megatron.ops import reference as references
 from commfuse_megatron.ops.weight_grad import WeightGradTarget
 from commfuse_megatron.runtime.prepared import PreparedPass
-from commfuse_megatron.transport import tape_graphs
-from tests.harness import run_threads
 from tests.harness.emulated_cudnn import Launch, emulate_cudnn
-from tests.harness.emulated_gpu import emulate_copy_engine, take_part
-from tests.threaded.test_copy_engine_emulated import number_of_graphs
+from tests.threaded.test_copy_engine_emulated import COPIES, in_copy_context, number_of_graphs
 from tests.threaded.test_query_split_attention import Case, assert_close, draw, run
 
 CASE = Case(rows=24, heads=4, kv_heads=2, head_dim=16, value_dim=16, N=16, dtype=torch.bfloat16)
 
 
-def emulated(monkeypatch, **attention):
-    """The emulated cuDNN and a configuration."""
-    cudnn = emulate_cudnn(monkeypatch)
-    emulate_copy_engine(monkeypatch)
+@pytest.fixture(autouse=True)
+def cudnn(monkeypatch):
+    """The emulated cuDNN."""
     monkeypatch.setattr(attention_choice, "cudnn_attention_unavailable_reason", lambda problem, device: None)
-    attention = AttentionConfig(**{"kernel": "cudnn", **attention})
-    return cudnn, OverlapConfig(attention=attention, transport=TransportConfig(backend="copy_engine"))
+    return emulate_cudnn(monkeypatch)
+
+
+def config(m=1, backward="auto", path="query_split", kernel="cudnn") -> OverlapConfig:
+    splits = m if path == "query_split" else None
+    attention = AttentionConfig(path=path, splits_per_shard=splits, backward=backward, kernel=kernel)
+    return OverlapConfig(attention=attention, transport=COPIES)
 
 
 def compare(case, group, context, view=None, **keywords):
@@ -49,27 +50,31 @@ def compare(case, group, context, view=None, **keywords):
     assert_close(found, exact, 0.04)
 
 
-@pytest.mark.parametrize("worth", [0, 1e30], ids=["pieces", "whole"])
+def masks(cudnn):
+    return [launch.mask for launch in cudnn.launches if launch.kind == "backward"]
+
+
+@pytest.fixture
+def worth(request, monkeypatch):
+    """What a second call has to save."""
+    monkeypatch.setattr(attention_pieces, "_WORTH_A_CALL", request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("worth", [0, 1e30], ids=["pieces", "whole"], indirect=True)
 @pytest.mark.parametrize("stepwise", [-1, 1000], ids=["graphs", "tapes"])
 @pytest.mark.parametrize(("group_size", "m", "backward"), [
     (2, 1, "query_split"), (2, 2, "query_split"), (3, 2, "query_split"), (2, 2, "row_parallel"),
     (3, 1, "row_parallel"),
 ])  # fmt: skip
-def test_both_passes_equal_the_reference_in_every_order(group_size, m, backward, stepwise, worth, monkeypatch):
-    cudnn, config = emulated(monkeypatch, path="query_split", splits_per_shard=m, backward=backward)
-    monkeypatch.setattr(attention_pieces, "_WORTH_A_CALL", worth)
-    monkeypatch.setattr(tape_graphs, "_STEPWISE", stepwise)
-
-    def body(group, device):
-        with take_part(group), OverlapContext(group, config) as context:
-            for seed, rows in itertools.product(range(4), (24, 25)):
-                compare(dataclasses.replace(CASE, rows=rows, seed=seed), group, context)
-            return number_of_graphs(context)
-
-    assert (min(run_threads(group_size, body)) > 0) == (stepwise < 0)
-    masks = {launch.mask for launch in cudnn.launches if launch.kind == "backward"}
+@in_copy_context("group_size", lambda m, backward: config(m, backward), stepwise="stepwise")
+def test_both_passes_equal_the_reference_in_every_order(group, context, stepwise, backward, worth, cudnn):
+    for seed, rows in itertools.product(range(4), (24, 25)):
+        compare(dataclasses.replace(CASE, rows=rows, seed=seed), group, context)
+    assert (number_of_graphs(context) > 0) == (stepwise < 0)
+    group.barrier().wait()  # the launches are of all ranks
     of_splits = set() if backward == "row_parallel" else {"none" if worth == 0 else "bottom right"}
-    assert masks == {"top left", *of_splits}
+    assert set(masks(cudnn)) == {"top left", *of_splits}
 
 
 def num_at_once(context):
@@ -80,37 +85,30 @@ def num_at_once(context):
 
 @pytest.mark.parametrize("takes_stats_among_others", [True, False])
 @pytest.mark.parametrize("rows", [32, 36])
-@pytest.mark.parametrize(("path", "m"), [("query_split", 1), ("query_split", 2), ("row_parallel", None)])
-def test_attention_at_once_backward_is_on_a_tape(path, m, rows, takes_stats_among_others, monkeypatch):
+@pytest.mark.parametrize(("path", "m", "backward"), [
+    ("query_split", 1, "row_parallel"), ("query_split", 2, "row_parallel"), ("row_parallel", None, "auto"),
+])  # fmt: skip
+@in_copy_context(2, lambda path, m, backward: config(m, backward, path))
+def test_attention_at_once_backward_is_on_a_tape(group, context, rows, takes_stats_among_others, cudnn):
     """Also where a split's statistics cannot lie among the others', of 18 rows say: then they are put together."""
-    backward = {} if m is None else {"backward": "row_parallel"}
-    cudnn, config = emulated(monkeypatch, path=path, splits_per_shard=m, **backward)
     cudnn.takes_stats_among_others = takes_stats_among_others
-
-    def body(group, device):
-        with take_part(group), OverlapContext(group, config) as context:
-            for seed in range(3):
-                compare(dataclasses.replace(CASE, rows=rows, seed=seed), group, context)
-            return num_at_once(context)
-
-    assert run_threads(2, body) == [1, 1]
-    masks = [launch.mask for launch in cudnn.launches if launch.kind == "backward"]
-    assert masks == ["top left"] * 6
+    for seed in range(3):
+        compare(dataclasses.replace(CASE, rows=rows, seed=seed), group, context)
+    assert num_at_once(context) == 1
+    group.barrier().wait()
+    assert masks(cudnn) == ["top left"] * 6
 
 
-def test_a_call_that_no_tape_serves_takes_none_from_the_others(monkeypatch):
-    _, config = emulated(monkeypatch, path="query_split", splits_per_shard=1, backward="row_parallel")
+LARGER = dataclasses.replace(CASE, rows=32)
 
-    def body(group, device):
-        with take_part(group), OverlapContext(group, config) as context:
-            case = dataclasses.replace(CASE, rows=32)
-            by_columns = torch.zeros(64, 16).t()
-            compare(case, group, context, weight_grad=WeightGradTarget(by_columns, lambda: None))
-            before = num_at_once(context)
-            compare(case, group, context)
-            return before, num_at_once(context)
 
-    assert run_threads(2, body) == [(0, 1), (0, 1)]
+@in_copy_context(2, config(backward="row_parallel"))
+def test_a_call_that_no_tape_serves_takes_none_from_the_others(group, context):
+    by_columns = torch.zeros(64, 16).t()
+    compare(LARGER, group, context, weight_grad=WeightGradTarget(by_columns, lambda: None))
+    assert num_at_once(context) == 0
+    compare(LARGER, group, context)
+    assert num_at_once(context) == 1
 
 
 def one_element_further(tensor):
@@ -118,57 +116,46 @@ def one_element_further(tensor):
 
 
 def odd_stride_of_one_sequence(tensor):
-    if tensor.dim() != 4:
-        return tensor
-    return tensor.squeeze(1).unsqueeze(-1).permute(0, 3, 1, 2)
+    return tensor.squeeze(1).unsqueeze(-1).permute(0, 3, 1, 2) if tensor.dim() == 4 else tensor
 
 
 @pytest.mark.parametrize("view", [one_element_further, odd_stride_of_one_sequence])
 @pytest.mark.parametrize("path", ["query_split", "row_parallel"])
-def test_contiguous_operands_that_kernels_cannot_load_are_copied(path, view, monkeypatch):
+@in_copy_context(2, lambda path: config(path=path))
+def test_contiguous_operands_that_kernels_cannot_load_are_copied(group, context, view):
     """`contiguous` leaves both as they are: of one sequence, a tensor may have any stride from one to the next."""
-    _, config = emulated(monkeypatch, path=path)
+    compare(dataclasses.replace(LARGER, batch=1, has_bias=False), group, context, view)
 
-    def body(group, device):
-        with take_part(group), OverlapContext(group, config) as context:
-            compare(dataclasses.replace(CASE, rows=32, batch=1, has_bias=False), group, context, view)
 
-    run_threads(2, body)
+@pytest.fixture
+def replayed(monkeypatch):
+    """By thread, what was given to tapes, and whether they ran."""
+    calls, replay = defaultdict(list), PreparedPass.run_from_tape
+
+    def keep(*given, **keywords):
+        ran = replay(*given, **keywords)
+        calls[threading.get_ident()].append((given, keywords, ran))
+        return ran
+
+    monkeypatch.setattr(PreparedPass, "run_from_tape", keep)
+    return calls
 
 
 @pytest.mark.parametrize("backward", ["query_split", "row_parallel"])
-def test_a_weight_by_columns_has_its_backward_pass_on_a_tape(backward, monkeypatch):
-    _, config = emulated(monkeypatch, path="query_split", splits_per_shard=1, backward=backward)
-    replayed = []
-    replay = PreparedPass.run_from_tape
-
-    def count(*given, **keywords):
-        replayed.append(replay(*given, **keywords))
-        return replayed[-1]
-
-    monkeypatch.setattr(PreparedPass, "run_from_tape", count)
-
+@in_copy_context(2, lambda backward: config(backward=backward))
+def test_a_weight_by_columns_has_its_backward_pass_on_a_tape(group, context, replayed):
     def by_columns(tensor):
         return tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
 
-    def body(group, device):
-        with take_part(group), OverlapContext(group, config) as context:
-            compare(dataclasses.replace(CASE, rows=32), group, context, by_columns)
-
-    run_threads(2, body)
-    assert replayed == [True] * 4
+    compare(LARGER, group, context, by_columns)
+    assert [ran for *_, ran in replayed[threading.get_ident()]] == [True] * 2
 
 
-def test_a_kernel_that_refuses_all_queries_is_passed_over(monkeypatch):
-    cudnn, config = emulated(monkeypatch, path="query_split", backward="row_parallel", kernel="auto")
+@in_copy_context(2, config(None, "row_parallel", kernel="auto"))
+def test_a_kernel_that_refuses_all_queries_is_passed_over(group, context, cudnn):
     cudnn.refused = {Launch("backward", "top left", 32, 32)}
-
-    def body(group, device):
-        with take_part(group), OverlapContext(group, config) as context:
-            compare(dataclasses.replace(CASE, rows=32), group, context)
-            return {record.attention for record in context.report() if record.op == "query_split_attention"}
-
-    assert run_threads(2, body) == [{"math"}] * 2
+    compare(LARGER, group, context)
+    assert {r.attention for r in context.report() if r.op == "query_split_attention"} == {"math"}
 
 
 class Allocator:
@@ -197,34 +184,26 @@ class Allocator:
         self.in_use[thread] -= memory.numel()
 
 
+@pytest.fixture
+def allocator(monkeypatch):
+    found = Allocator()
+    monkeypatch.setattr(torch, "empty", found.empty)
+    yield found
+    assert not any(found.in_use.values()), "after all contexts are closed"
+
+
 @pytest.mark.parametrize("backward", ["query_split", "row_parallel"])
-def test_scratch_memory_is_free_after_a_call_and_graphs_go_on(backward, monkeypatch):
-    _, config = emulated(monkeypatch, path="query_split", splits_per_shard=2, backward=backward)
-    monkeypatch.setattr(tape_graphs, "_STEPWISE", 0)
-    allocator = Allocator()
-    monkeypatch.setattr(torch, "empty", allocator.empty)
-    calls = defaultdict(list)
-    replay = PreparedPass.run_from_tape
-
-    def keep(*given, **keywords):
-        calls[threading.get_ident()].append((given, keywords))
-        return replay(*given, **keywords)
-
-    monkeypatch.setattr(PreparedPass, "run_from_tape", keep)
-
-    def body(group, device):
-        thread = threading.get_ident()
-        with take_part(group), OverlapContext(group, config) as context:
-            compare(dataclasses.replace(CASE, rows=32), group, context)
-            kept = allocator.in_use[thread]
-            assert len(calls[thread]) == 2
-            for (prepared, *given), keywords in calls[thread]:
-                allocator.most[thread] = 0
-                for _ in range(4):
-                    with prepared:
-                        assert replay(prepared, *given, **keywords)
-                    assert allocator.in_use[thread] == kept < allocator.most[thread]
-                assert prepared.modes == {"stepped": 0, "tape": 1, "graph": 4}
-        assert allocator.in_use[thread] == 0
-
-    run_threads(2, body)
+@in_copy_context(2, lambda backward: config(2, backward), stepwise=0)
+def test_scratch_memory_is_free_after_a_call_and_graphs_go_on(group, context, allocator, replayed):
+    thread = threading.get_ident()
+    compare(LARGER, group, context)
+    kept = allocator.in_use[thread]
+    calls = list(replayed[thread])
+    assert len(calls) == 2
+    for (prepared, *given), keywords, _ in calls:
+        allocator.most[thread] = 0
+        for _ in range(4):
+            with prepared:
+                assert prepared.run_from_tape(*given, **keywords)
+            assert allocator.in_use[thread] == kept < allocator.most[thread]
+        assert prepared.modes == {"stepped": 0, "tape": 1, "graph": 4}

@@ -7,7 +7,8 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import AttentionConfig, PlanConfig
 from commfuse_megatron.plan.candidates import buffer_needs
 from tests.harness import run_threads
-from tests.threaded.test_planning import TRIAL, MadeUpTimes, machine
+from tests.harness.contexts import in_context
+from tests.threaded.test_planning import TRIAL, MadeUpTimes, plan_by_cost
 from tests.threaded.test_query_split_attention import Case, assert_close, attention_config, draw, run
 
 AUTO = AttentionConfig(path="auto")
@@ -20,8 +21,7 @@ def planned(monkeypatch, times, config=None, group_size=2, case=None):
 
     def body(group, device):
         with OverlapContext(group, config or OverlapConfig(attention=AUTO)) as context:
-            context.planner.default_reason = None
-            context.planner.machines["float32"] = machine()
+            plan_by_cost(context)
             operands, grad_y = draw(case, group.rank(), group.size())
             before = torch.get_rng_state()
             found = run(operands, grad_y, ops.query_split_attention, context=context)
@@ -67,8 +67,7 @@ def test_as_many_tokens_in_longer_sequences_are_decided_anew(monkeypatch):
 
     def body(group, device):
         with OverlapContext(group, OverlapConfig(attention=AUTO)) as context:
-            context.planner.default_reason = None
-            context.planner.machines["float32"] = machine()
+            plan_by_cost(context)
             for rows, batch in ((16, 2), (18, 2), (32, 1)):
                 case = Case(rows=rows, batch=batch, dtype=torch.float32)
                 operands, _ = draw(case, group.rank(), group.size())
@@ -91,14 +90,11 @@ def test_where_nothing_may_be_measured_it_is_row_parallel(monkeypatch):
 
 @pytest.mark.parametrize("m", [1, 2, 3])
 @pytest.mark.parametrize("group_size", [2, 3])
-def test_buffers_are_no_larger_than_the_plan_says(group_size, m):
-    def body(group, device):
-        with OverlapContext(group, attention_config(m=m)) as context:
-            operands, grad_y = draw(Case(rows=13), group.rank(), group.size())
-            run(operands, grad_y, ops.query_split_attention, context=context)
-            (prepared, _) = context._prepared.values()
-            needs = buffer_needs(prepared.problem, prepared.plan)
-            return context.buffer_bytes, sum(-(-size // 256) * 256 for size in needs.values())
-
-    for held, promised in run_threads(group_size, body):
-        assert 0 < held <= promised
+@in_context("group_size", lambda m: attention_config(m=m))
+def test_buffers_are_no_larger_than_the_plan_says(group, context):
+    operands, grad_y = draw(Case(rows=13), group.rank(), group.size())
+    run(operands, grad_y, ops.query_split_attention, context=context)
+    (prepared, _) = context._prepared.values()
+    needs = buffer_needs(prepared.problem, prepared.plan)
+    held, promised = context.buffer_bytes, sum(-(-size // 256) * 256 for size in needs.values())
+    assert 0 < held <= promised

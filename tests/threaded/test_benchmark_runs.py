@@ -31,12 +31,15 @@ def run_settings(group_size: int, settings: Settings):
     return run_threads(group_size, body, timeout_s=50)
 
 
+def run_8b(group_size: int = 2, **options):
+    """Rows and outcome by rank, of small linears of 8B."""
+    usual = {"models": ("llama-8b",), "tokens": (2048,), "shrink": 64, "rounds": 1}
+    return run_settings(group_size, Settings(**usual | options))
+
+
 @pytest.mark.parametrize("group_size", [2, 4])
 def test_every_variant_gives_the_sequential_result(group_size):
-    settings = Settings(
-        models=("llama-8b",), linears=("qkv", "fc2"), tokens=(2048,), variants=OURS, shrink=64, rounds=1
-    )
-    results = run_settings(group_size, settings)
+    results = run_8b(group_size, linears=("qkv", "fc2"), variants=OURS)
     rows, outcome = results[0]
     assert (outcome.missing, outcome.failures) == ([], [])
     assert outcome.left_out == {}
@@ -57,26 +60,23 @@ def test_every_variant_gives_the_sequential_result(group_size):
     assert [row.median_ms for row in rows] == [row.median_ms for row in results[1][0]]
 
 
-def test_chunks_that_are_asked_for_are_forced_in_every_case():
+@pytest.mark.parametrize(("chunks", "forced"), [((2,), {"sliced m=2 gloo"}), ((), set())])
+def test_chunks_that_are_asked_for_are_forced_in_every_case(chunks, forced):
     """At M 1024 they were left out without a word."""
-    sizes = {"models": ("llama-8b",), "linears": ("fc2",), "tokens": (1024,), "passes": ("fprop",), "shrink": 64}
-    for chunks, forced in (((2,), {"sliced m=2 gloo"}), ((), set())):
-        settings = Settings(**sizes, variants=("planned", "sliced"), chunks=chunks, rounds=1)
-        rows, outcome = run_settings(2, settings)[0]
-        assert {row.variant for row in rows if row.variant.startswith("sliced")} == forced
-        assert (outcome.missing, outcome.failures) == ([], [])
+    sizes = {"linears": ("fc2",), "tokens": (1024,), "passes": ("fprop",)}
+    rows, outcome = run_8b(**sizes, variants=("planned", "sliced"), chunks=chunks)[0]
+    assert {row.variant for row in rows if row.variant.startswith("sliced")} == forced
+    assert (outcome.missing, outcome.failures) == ([], [])
 
 
 def test_a_run_stops_before_its_time_is_up():
-    settings = Settings(models=("llama-8b",), tokens=(2048,), variants=("none",), shrink=64, rounds=1, budget_s=0.0)
-    for rows, outcome in run_settings(2, settings):
+    for rows, outcome in run_8b(variants=("none",), budget_s=0.0):
         assert len(outcome.missing) + len({row.problem for row in rows}) == 8
         assert "no time left" in outcome.missing[-1]
 
 
 def test_sizes_that_the_group_does_not_divide_are_missing():
-    settings = Settings(models=("llama-8b",), linears=("qkv",), tokens=(65,), passes=("fprop",), rounds=1)
-    ((rows, outcome), _) = run_settings(2, settings)
+    ((rows, outcome), _) = run_8b(linears=("qkv",), tokens=(65,), passes=("fprop",), shrink=1)
     assert rows == []
     assert "multiples of the group size" in outcome.missing[0]
 
@@ -90,11 +90,7 @@ def test_cases_without_what_they_are_compared_with_are_missing(monkeypatch):
         return build(self, work)
 
     monkeypatch.setattr(Plain, "build", refuse)
-    settings = Settings(
-        models=("llama-8b",), linears=("qkv",), tokens=(2048,), passes=("fprop",), variants=("planned",), shrink=64,
-        rounds=1,
-    )  # fmt: skip
-    for rows, outcome in run_settings(2, settings):
+    for rows, outcome in run_8b(linears=("qkv",), passes=("fprop",), variants=("planned",)):
         assert rows == []
         assert outcome.missing == ["llama-8b.qkv M=2048 fprop: nothing to compare with: there is no sequential"]
         assert outcome.left_out == {"sequential": "not today"}
@@ -102,29 +98,23 @@ def test_cases_without_what_they_are_compared_with_are_missing(monkeypatch):
 
 @pytest.mark.parametrize("virtual_ranks", [2, 4, 8])
 @pytest.mark.parametrize("linear", ["qkv", "proj"])
-def test_emulated_groups_multiply_what_was_sent(virtual_ranks, linear):
-    def body(group, device):
-        pool = Pool(device, torch.float32, seed=group.rank())
-        work = make_work(
-            linear_case(f"llama-8b.{linear}", 2048, virtual_ranks, 32), "fprop", group, pool, is_emulated=True
-        )
-        variant = EmulatedPath("sliced", "gloo")
-        ready = variant.build(work)
-        found = [ready.results() for _ in range(3)]
-        errors = [check_results(work, variant.name, results) for results in found]
-        # The peer's data differ from this rank's, so a slice of its own would be found out.
-        y = found[0]["y"]
-        with pytest.raises(VerificationError):
-            check_results(work, variant.name, {"y": torch.roll(y, 1, 0)})
-        variant.close()
-        return max(errors)
-
-    assert max(run_threads(2, body)) < 1e-5
+@on_ranks(2)
+def test_emulated_groups_multiply_what_was_sent(group, device, virtual_ranks, linear):
+    pool = Pool(device, torch.float32, seed=group.rank())
+    case = linear_case(f"llama-8b.{linear}", 2048, virtual_ranks, 32)
+    work = make_work(case, "fprop", group, pool, is_emulated=True)
+    variant = EmulatedPath("sliced", "gloo")
+    ready = variant.build(work)
+    found = [ready.results() for _ in range(3)]
+    assert max(check_results(work, variant.name, results) for results in found) < 1e-5
+    # The peer's data differ from this rank's, so a slice of its own would be found out.
+    with pytest.raises(VerificationError):
+        check_results(work, variant.name, {"y": torch.roll(found[0]["y"], 1, 0)})
+    variant.close()
 
 
 def test_rows_of_emulated_groups_say_so():
-    settings = Settings(models=("llama-8b",), linears=("fc1",), tokens=(2048,), virtual_ranks=(4,), shrink=64, rounds=1)
-    ((rows, outcome), _) = run_settings(2, settings)
+    ((rows, outcome), _) = run_8b(linears=("fc1",), virtual_ranks=(4,))
     assert outcome.failures == []
     assert {(row.emulated, row.group_size, row.N) for row in rows} == {(True, 4, 28672 // 64 // 4)}
     assert {"compute_only", "comm_only gloo", "sequential", "sliced m=1 gloo"} <= {row.variant for row in rows}
@@ -162,16 +152,14 @@ def test_a_wrong_result_is_found(group, device):
         check_results(work, "sequential", found | {"x.grad": found["x.grad"][:1]})
 
 
-def test_bursts_are_prepared_outside_of_the_timed_part():
-    def body(group, device):
-        ahead = []
-        timed = Timed(ahead.pop, lambda calls: ahead.extend([0] * calls))
-        samples = measure({"one": timed, "two": lambda: None}, group, rounds=3, device=device)
-        assert samples["one"].rounds == 3
-        assert measure_host_us(timed, group, device) >= 0
-        return len(ahead)
-
-    assert run_threads(2, body) == [0, 0]
+@on_ranks(2)
+def test_bursts_are_prepared_outside_of_the_timed_part(group, device):
+    ahead = []
+    timed = Timed(ahead.pop, lambda calls: ahead.extend([0] * calls))
+    samples = measure({"one": timed, "two": lambda: None}, group, rounds=3, device=device)
+    assert samples["one"].rounds == 3
+    assert measure_host_us(timed, group, device) >= 0
+    assert not ahead
 
 
 def test_what_fails_on_one_rank_is_left_out_on_all(monkeypatch):
@@ -186,10 +174,7 @@ def test_what_fails_on_one_rank_is_left_out_on_all(monkeypatch):
 
     monkeypatch.setattr(run_module, "check_results", check_but_fail_on_the_second)
     monkeypatch.setattr(Plain, "is_foreign", True)
-    settings = Settings(
-        models=("llama-8b",), linears=("qkv",), tokens=(2048,), variants=("slicing", "sliced"), shrink=64, rounds=1
-    )
-    (rows, first), (_, second) = run_settings(2, settings)
+    (rows, first), (_, second) = run_8b(linears=("qkv",), variants=("slicing", "sliced"))
     passes = ("fprop", "backward")
     assert first.left_out == {f"slicing C=2, {name}": "it failed on another rank" for name in passes}
     assert second.left_out == {f"slicing C=2, {name}": "ZeroDivisionError: only here" for name in passes}

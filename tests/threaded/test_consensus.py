@@ -9,11 +9,10 @@ import torch
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import AttentionConfig, TransportConfig
 from commfuse_megatron.errors import ShapeError, TransportError, TransportTimeoutError, UnsupportedError
-from tests.harness import on_ranks, run_threads
+from tests.harness import on_ranks
+from tests.harness.contexts import in_context
 
 EVERY_CALL = OverlapConfig(transport=TransportConfig(timeout_s=4.0), check_agreement=True)
-
-
 QUICK = OverlapConfig(transport=TransportConfig(timeout_s=1.5), check_agreement=True)
 
 
@@ -23,89 +22,85 @@ def gather(context, value, features=5):
     return (y[:, 0, 0] / 5).tolist()
 
 
-def test_ctrl_c_while_a_refusal_is_told_fails_the_context():
-    """Its next call took the others' present one for its own: gathered were values of two calls, on all ranks."""
-    may_come = threading.Event()
-
-    def body(group, device):
-        context = OverlapContext(group, EVERY_CALL)
-        gather(context, 1)
-        if group.rank() == 1:
-            assert may_come.wait(20.0)
-            with pytest.raises(ShapeError, match="error: "):
-                gather(context, 2)
-            return
-
-        def interrupt(*arguments):
-            raise KeyboardInterrupt
-
-        agreement = context.consensus._agreement
-        store = agreement._store
-        agreement._store = SimpleNamespace(set=store.set, wait=interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            gather(context, 2, features=6)
-        agreement._store = store
-        with pytest.raises(TransportError, match="interrupted by KeyboardInterrupt"):
-            gather(context, 3)
-        may_come.set()
-
-    run_threads(2, body)
+@pytest.fixture
+def event():
+    """One of all ranks."""
+    return threading.Event()
 
 
-def test_a_rank_that_left_out_a_pass_is_not_in_step():
-    """Its program raised between both passes, on this rank alone: every later call would be a batch ahead."""
-
-    def body(group, device):
-        context = OverlapContext(group, EVERY_CALL)
-        outcomes = []
-        for batch in range(1, 6):
-            x = torch.full((1, 1, 5), float(batch), requires_grad=True)
-            try:
-                y = ops.all_gather_linear(x, torch.ones(4, 5), context=context)
-                assert (y == 5.0 * batch).all(), "rows of another batch"
-                if group.rank() == 0 and batch == 2:
-                    raise FloatingPointError("the loss is not finite")
-                y.sum().backward()
-                outcomes.append("good")
-            except (FloatingPointError, ShapeError) as error:
-                outcomes.append(type(error).__name__)
-        assert not context.is_usable
-        return outcomes
-
-    first, second = run_threads(2, body)
-    assert first == ["good", "FloatingPointError", "ShapeError", "ShapeError", "ShapeError"]
-    assert second == ["good", "ShapeError", "ShapeError", "ShapeError", "ShapeError"]
-
-
-@pytest.mark.parametrize("asks", ["exchange", "first_reason", "make_together"])
-def test_a_question_is_not_answered_by_a_call(asks):
-    questions = {
-        "exchange": lambda consensus: consensus.exchange("mine", topic="a question"),
-        "first_reason": lambda consensus: consensus.first_reason("attention", None),
-        "make_together": lambda consensus: consensus.make_together(lambda: "made", "a thing"),
-    }
-
-    def body(group, device):
-        context = OverlapContext(group, EVERY_CALL)
-        with pytest.raises(ShapeError, match="all_gather_linear fprop"):
-            questions[asks](context.consensus) if group.rank() == 0 else gather(context, 1)
-        assert not context.is_usable
-
-    run_threads(2, body)
+def interrupt(*_):
+    raise KeyboardInterrupt
 
 
 @on_ranks(2)
-def test_what_one_rank_cannot_make_is_an_error_of_all(group, device):
+def test_ctrl_c_while_a_refusal_is_told_fails_the_context(group, device, event):
+    """Its next call took the others' present one for its own: gathered were values of two calls, on all ranks."""
+    context = OverlapContext(group, EVERY_CALL)
+    gather(context, 1)
+    if group.rank() == 1:
+        assert event.wait(20.0)
+        with pytest.raises(ShapeError, match="error: "):
+            gather(context, 2)
+        return
+    agreement = context.consensus._agreement
+    store = agreement._store
+    agreement._store = SimpleNamespace(set=store.set, wait=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        gather(context, 2, features=6)
+    agreement._store = store
+    with pytest.raises(TransportError, match="interrupted by KeyboardInterrupt"):
+        gather(context, 3)
+    event.set()
+
+
+@on_ranks(2)
+def test_a_rank_that_left_out_a_pass_is_not_in_step(group, device):
+    """Its program raised between both passes, on this rank alone: every later call would be a batch ahead."""
+    context = OverlapContext(group, EVERY_CALL)
+    outcomes = []
+    for batch in range(1, 6):
+        x = torch.full((1, 1, 5), float(batch), requires_grad=True)
+        try:
+            y = ops.all_gather_linear(x, torch.ones(4, 5), context=context)
+            assert (y == 5.0 * batch).all(), "rows of another batch"
+            if group.rank() == 0 and batch == 2:
+                raise FloatingPointError("the loss is not finite")
+            y.sum().backward()
+            outcomes.append("good")
+        except (FloatingPointError, ShapeError) as error:
+            outcomes.append(type(error).__name__)
+    assert not context.is_usable
+    first = "FloatingPointError" if group.rank() == 0 else "ShapeError"
+    assert outcomes == ["good", first, *["ShapeError"] * 3]
+
+
+QUESTIONS = {
+    "exchange": lambda consensus: consensus.exchange("mine", topic="a question"),
+    "first_reason": lambda consensus: consensus.first_reason("attention", None),
+    "make_together": lambda consensus: consensus.make_together(lambda: "made", "a thing"),
+}
+
+
+@pytest.mark.parametrize("asks", QUESTIONS)
+@on_ranks(2)
+def test_a_question_is_not_answered_by_a_call(group, device, asks):
+    context = OverlapContext(group, EVERY_CALL)
+    with pytest.raises(ShapeError, match="all_gather_linear fprop"):
+        QUESTIONS[asks](context.consensus) if group.rank() == 0 else gather(context, 1)
+    assert not context.is_usable
+
+
+@in_context(2, EVERY_CALL)
+def test_what_one_rank_cannot_make_is_an_error_of_all(group, context):
     def make():
         if group.rank() == 1:
             raise RuntimeError("cuBLAS has no handle")
         return "made"
 
-    with OverlapContext(group, EVERY_CALL) as context:
-        with pytest.raises(RuntimeError if group.rank() == 1 else ShapeError, match="cuBLAS has no handle"):
-            context.consensus.make_together(make, "a thing")
-        for value in (1, 2):
-            assert gather(context, value) == [value, value]
+    with pytest.raises(RuntimeError if group.rank() == 1 else ShapeError, match="cuBLAS has no handle"):
+        context.consensus.make_together(make, "a thing")
+    for value in (1, 2):
+        assert gather(context, value) == [value, value]
 
 
 @pytest.mark.parametrize("refusing", [{0}, {0, 1}])
@@ -162,21 +157,17 @@ def test_an_answer_to_another_question_is_none(group, device):
     assert not context.is_usable
 
 
-def test_who_refuses_and_comes_too_late_says_what_it_refused():
-    is_over = threading.Event()
-
-    def body(group, device):
-        context = OverlapContext(group, QUICK)
-        gather(context, 1)
-        if group.rank() == 1:
-            with pytest.raises(TransportTimeoutError, match=r"waited 1\.5 s for group ranks \[0\]"):
-                gather(context, 2)
-            is_over.set()
-            return
-        assert is_over.wait(20.0)
-        with pytest.raises(ShapeError, match="6 input features") as raised:
-            gather(context, 2, features=6)
-        assert "came too late" in raised.value.__notes__[0]
-        assert not context.is_usable
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_who_refuses_and_comes_too_late_says_what_it_refused(group, device, event):
+    context = OverlapContext(group, QUICK)
+    gather(context, 1)
+    if group.rank() == 1:
+        with pytest.raises(TransportTimeoutError, match=r"waited 1\.5 s for group ranks \[0\]"):
+            gather(context, 2)
+        event.set()
+        return
+    assert event.wait(20.0)
+    with pytest.raises(ShapeError, match="6 input features") as raised:
+        gather(context, 2, features=6)
+    assert "came too late" in raised.value.__notes__[0]
+    assert not context.is_usable

@@ -1,5 +1,6 @@
 """Contexts: agreement among ranks, timeouts, failure, closing, the report, groups inside groups."""
 
+import functools
 import gc
 import importlib
 import os
@@ -21,6 +22,7 @@ from commfuse_megatron.runtime import hardware, shutdown
 from commfuse_megatron.transport.gloo import GlooTransport
 from commfuse_megatron.transport.select import create_transport
 from tests.harness import make_groups, on_ranks, run_threads
+from tests.harness.contexts import in_context
 from tests.harness.linear_cases import OPS, Case, check_linear
 
 
@@ -28,60 +30,65 @@ def quick(timeout_s=1.0, **others) -> OverlapConfig:
     return OverlapConfig(transport=TransportConfig(timeout_s=timeout_s), **others)
 
 
-def expect_everywhere(group_size, body, error, match):
-    """`body` must raise `error` on every rank."""
+def call(op, context, rows=4, value=1.0, features=5):
+    return getattr(ops, op)(torch.full((rows, 1, features), value), torch.ones(4, 5), context=context)
 
-    def run(group, device):
-        with pytest.raises(error, match=match):
-            body(group, device)
 
-    run_threads(group_size, run)
+def gather(context, **others):
+    return call("all_gather_linear", context, **others)
+
+
+@pytest.fixture
+def event():
+    """One of all ranks."""
+    return threading.Event()
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_ranks_with_different_shapes_raise_before_they_send(op):
-    def body(group, device):
-        rows = 8 if group.rank() == 0 else 6
-        with OverlapContext(group, quick()) as context:
-            getattr(ops, op)(torch.zeros(rows, 2, 5), torch.zeros(4, 5), context=context)
-
-    expect_everywhere(2, body, ShapeError, "do not agree")
+@on_ranks(2)
+def test_ranks_with_different_shapes_raise_before_they_send(group, device, op):
+    with pytest.raises(ShapeError, match="do not agree"), OverlapContext(group, quick()) as context:
+        call(op, context, rows=8 - 2 * group.rank())
 
 
-def test_a_rank_that_comes_too_late_is_told_so():
+LATE = r"waited 0\.5 s for group ranks"
+
+
+@on_ranks(2)
+def test_a_rank_that_makes_its_context_too_late_is_told_so(group, device):
     """It was told that configurations, or calls, differ, which were the same."""
-
-    def make_late(group, device):
-        if group.rank() == 1:
-            time.sleep(1.5)
-        with pytest.raises(TransportTimeoutError, match=r"waited 0\.5 s for group ranks"):
-            OverlapContext(group, quick(timeout_s=0.5))
-
-    def call_late(group, device):
-        with OverlapContext(group, quick(timeout_s=0.5)) as context:
-            if group.rank() == 1:
-                time.sleep(1.5)
-            with pytest.raises(TransportTimeoutError, match=r"waited 0\.5 s for group ranks"):
-                ops.linear_reduce_scatter(torch.zeros(4, 2, 5), torch.zeros(4, 5), context=context)
-            raise KeyError("left with an error: nobody waits")
-
-    run_threads(2, make_late)
-
-    def leave(group, device):
-        with pytest.raises(KeyError):
-            call_late(group, device)
-
-    run_threads(2, leave)
+    time.sleep(1.5 * group.rank())  # the delay under test, as below
+    with pytest.raises(TransportTimeoutError, match=LATE):
+        OverlapContext(group, quick(timeout_s=0.5))
 
 
-@on_ranks(3)
-def test_a_wrong_dtype_on_one_rank_raises_everywhere(group, device):
-    with OverlapContext(group, quick()) as context:
-        x = torch.zeros(4, 2, 5, dtype=torch.float64 if group.rank() == 1 else torch.float32)
-        with pytest.raises(ShapeError, match=r"one dtype|do not agree"):
-            ops.all_gather_linear(x, torch.zeros(4, 5), context=context)
-        y = ops.all_gather_linear(x.float(), torch.ones(4, 5), context=context)
-        assert y.shape == (12, 2, 4)
+@on_ranks(2)
+def test_a_rank_that_calls_too_late_is_told_so(group, device):
+    context = OverlapContext(group, quick(timeout_s=0.5))
+    time.sleep(1.5 * group.rank())
+    with pytest.raises(TransportTimeoutError, match=LATE):
+        call("linear_reduce_scatter", context)
+    with pytest.raises(KeyError):
+        leave_by_error(context)
+
+
+def leave_by_error(context, kind=KeyError):
+    """As a program does by an error of its own, so that nobody waits."""
+    with context:
+        raise kind("the parent's")
+
+
+@in_context(3, quick())
+def test_a_wrong_dtype_on_one_rank_raises_everywhere(group, context):
+    x = torch.zeros(4, 2, 5, dtype=torch.float64 if group.rank() == 1 else torch.float32)
+    with pytest.raises(ShapeError, match=r"one dtype|do not agree"):
+        ops.all_gather_linear(x, torch.zeros(4, 5), context=context)
+    y = ops.all_gather_linear(x.float(), torch.ones(4, 5), context=context)
+    assert y.shape == (12, 2, 4)
 
 
 @pytest.mark.parametrize(("arguments", "match"), [
@@ -95,21 +102,19 @@ def test_a_wrong_dtype_on_one_rank_raises_everywhere(group, device):
     ({"total_rows": 6.0}, r"total_rows must be an integer or None, got 6\.0"),
     ({"x": torch.zeros(3, 2, 5).int(), "weight": torch.zeros(4, 5).int()}, r"int32 is not supported"),
 ])  # fmt: skip
-def test_bad_arguments_are_named(arguments, match):
-    def body(group, device):
-        given = {"x": torch.zeros(3, 2, 5), "weight": torch.zeros(4, 5)} | arguments
-        with OverlapContext(group, quick()) as context:
-            ops.all_gather_linear(**given, context=context)
-
-    expect_everywhere(2, body, ShapeError, match)
+@on_ranks(2)
+def test_bad_arguments_are_named(group, device, arguments, match):
+    given = {"x": torch.zeros(3, 2, 5), "weight": torch.zeros(4, 5)} | arguments
+    with pytest.raises(ShapeError, match=match), OverlapContext(group, quick()) as context:
+        ops.all_gather_linear(**given, context=context)
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_no_context_is_said_by_name(op):
+@pytest.mark.parametrize("none", [None, object()])
+def test_no_context_is_said_by_name(op, none):
     """Fails without the check, with an AttributeError."""
-    for none in (None, object()):
-        with pytest.raises(ConfigError, match=rf"{op}: context must be an OverlapContext, .*; got "):
-            getattr(ops, op)(torch.zeros(3, 2, 5), torch.zeros(4, 5), context=none)
+    with pytest.raises(ConfigError, match=rf"{op}: context must be an OverlapContext, .*; got "):
+        call(op, none)
 
 
 @pytest.mark.parametrize("none", [None, dist.GroupMember.NON_GROUP_MEMBER])
@@ -119,20 +124,18 @@ def test_no_group_is_said_by_name(none):
         OverlapContext(none)
 
 
-def test_different_configurations_raise_everywhere():
+@on_ranks(3)
+def test_different_configurations_raise_everywhere(group, device):
     """Fails where the whole configurations are said: which key differs was for the reader to find."""
-
-    def body(group, device):
-        data = quick(check_agreement=group.rank() != 1).to_dict()
-        data["linear"]["fprop"]["chunks_per_shard"] = (None, 2, 4)[group.rank()]
-        OverlapContext(group, OverlapConfig.from_dict(data))
-
+    data = quick(check_agreement=group.rank() != 1).to_dict()
+    data["linear"]["fprop"]["chunks_per_shard"] = (None, 2, 4)[group.rank()]
     said = (
         r"^the configurations differ between ranks: linear\.fprop\.chunks_per_shard is null on group rank 0 and 2 on"
         r" group rank 1 and 4 on group rank 2; check_agreement is true on group ranks 0, 2 and false on group rank 1;"
         r" give all ranks of the group the same one$"
     )
-    expect_everywhere(3, body, ConfigError, said)
+    with pytest.raises(ConfigError, match=said):
+        OverlapContext(group, OverlapConfig.from_dict(data))
 
 
 def test_a_context_is_made_when_all_ranks_are_connected(monkeypatch):
@@ -153,101 +156,91 @@ def test_a_context_is_made_when_all_ranks_are_connected(monkeypatch):
     run_threads(2, body)
 
 
-def test_a_rank_that_cannot_connect_is_named_everywhere(monkeypatch):
-    def create_on_one(backend, group, *others):
+@pytest.fixture
+def one_cannot_connect(monkeypatch):
+    def create(backend, group, *others):
         if group.rank() == 1:
             raise TransportError("no such interface")
         return GlooTransport(dist.HashStore(), 0, 1, 1.0)
 
-    monkeypatch.setattr(hardware.current, "create_transport", create_on_one)
-    expect_everywhere(2, lambda group, device: OverlapContext(group, quick(5.0)), TransportError, "no such interface")
+    monkeypatch.setattr(hardware.current, "create_transport", create)
 
 
-def test_after_giving_up_on_a_late_rank_its_call_is_not_met():
-    gave_up = threading.Event()
+@pytest.mark.usefixtures("one_cannot_connect")
+@on_ranks(2)
+def test_a_rank_that_cannot_connect_is_named_everywhere(group, device):
+    with pytest.raises(TransportError, match="no such interface"):
+        OverlapContext(group, quick(5.0))
 
-    def body(group, device):
-        context = OverlapContext(group, quick(1.5))  # the first call is to succeed on a loaded machine
 
-        def call(value):
-            x = torch.full((2, 1, 5), float(value))
-            return ops.all_gather_linear(x, torch.ones(4, 5), context=context)
+def expect_again(first, use):
+    """`use` raises what was raised before, and says how to go on."""
+    with pytest.raises(type(first.value)) as later:
+        use()
+    said, advice = str(later.value).rsplit("\n", 1)
+    assert (type(later.value), said) == (type(first.value), str(first.value))
+    assert "all ranks make a new OverlapContext" in advice
 
-        call(0)
-        if group.rank() == 0:
-            with pytest.raises(TransportTimeoutError, match=r"for group ranks \[1\]") as first:
-                call(1)
-            gave_up.set()
-            with pytest.raises(TransportTimeoutError) as second:
-                call(2)
-            said, advice = str(second.value).rsplit("\n", 1)
-            assert (type(second.value), said) == (type(first.value), str(first.value))
-            assert "all ranks make a new OverlapContext" in advice
-        else:
-            assert gave_up.wait(10)
-            late = r"all_gather_linear fprop .*: group rank 1 came too late, the others have given up"
-            with pytest.raises(TransportTimeoutError, match=late):  # fails without the operation's name
-                call(1)
 
-    run_threads(2, body)
+@on_ranks(2)
+def test_after_giving_up_on_a_late_rank_its_call_is_not_met(group, device, event):
+    context = OverlapContext(group, quick(1.5))  # the first call is to succeed on a loaded machine
+    gather(context, value=0.0)
+    if group.rank() == 0:
+        with pytest.raises(TransportTimeoutError, match=r"for group ranks \[1\]") as first:
+            gather(context, value=1.0)
+        event.set()
+        expect_again(first, lambda: gather(context, value=2.0))
+    else:
+        assert event.wait(10)
+        late = r"all_gather_linear fprop .*: group rank 1 came too late, the others have given up"
+        with pytest.raises(TransportTimeoutError, match=late):  # fails without the operation's name
+            gather(context, value=1.0)
 
 
 @on_ranks(2)
 def test_an_interrupt_while_waiting_for_others_fails_the_context(group, device):
     context = OverlapContext(group, quick(0.5))
-    x, weight = torch.zeros(2, 1, 5), torch.zeros(4, 5)
     if group.rank() == 0:
         store = context.consensus._agreement._store
-
-        def interrupt(*_):
-            raise KeyboardInterrupt
-
         context.consensus._agreement._store = SimpleNamespace(set=store.set, wait=interrupt)
         with pytest.raises(KeyboardInterrupt):
-            ops.all_gather_linear(x, weight, context=context)
+            gather(context)
         with pytest.raises(TransportError, match="interrupted by KeyboardInterrupt"):
-            ops.all_gather_linear(x, weight, context=context)
+            gather(context)
 
 
-def test_a_call_out_of_memory_before_it_sends_fails_its_context(monkeypatch):
-    def body(group, device):
-        with OverlapContext(group, quick(5.0)) as context:
-            operands = torch.ones(4, 1, 5), torch.ones(4, 5)
-            ops.all_gather_linear(*operands, context=context)
-            group.barrier().wait()
-            if group.rank() == 0:
-                module = importlib.import_module("commfuse_megatron.ops.all_gather_linear")
-                monkeypatch.setattr(module, "with_unit_stride", run_out_of_memory)
-            group.barrier().wait()
-            with pytest.raises(torch.OutOfMemoryError):
-                ops.all_gather_linear(*operands, context=context)
-            assert not context.is_usable
-            raise KeyError("left with an error")
-
+@on_ranks(2)
+def test_a_call_out_of_memory_before_it_sends_fails_its_context(group, device, monkeypatch):
     def run_out_of_memory(tensor):
         raise torch.OutOfMemoryError("no memory")
 
-    expect_everywhere(2, body, KeyError, "left with an error")
+    context = OverlapContext(group, quick(5.0))
+    gather(context)
+    group.barrier().wait()
+    if group.rank() == 0:
+        module = importlib.import_module("commfuse_megatron.ops.all_gather_linear")
+        monkeypatch.setattr(module, "with_unit_stride", run_out_of_memory)
+    group.barrier().wait()
+    with pytest.raises(torch.OutOfMemoryError):
+        gather(context)
+    assert not context.is_usable
+    with pytest.raises(KeyError):
+        leave_by_error(context)
 
 
-def test_after_an_uncompared_refusal_its_call_is_not_met():
-    refused_twice = threading.Event()
-
-    def body(group, device):
-        context = OverlapContext(group, quick(0.5, check_agreement=False))
-        weight = torch.ones(4, 5)
-        if group.rank() == 0:
+@on_ranks(2)
+def test_after_an_uncompared_refusal_its_call_is_not_met(group, device, event):
+    context = OverlapContext(group, quick(0.5, check_agreement=False))
+    if group.rank() == 0:
+        for features in (6, 5):
             with pytest.raises(ShapeError, match="6 input features"):
-                ops.all_gather_linear(torch.zeros(2, 1, 6), weight, context=context)
-            with pytest.raises(ShapeError, match="6 input features"):
-                ops.all_gather_linear(torch.zeros(2, 1, 5), weight, context=context)
-            refused_twice.set()
-        else:
-            assert refused_twice.wait(10)
-            with pytest.raises(ShapeError, match=r"group rank 0: error: .* 6 input features"):
-                ops.all_gather_linear(torch.zeros(2, 1, 5), weight, context=context)
-
-    run_threads(2, body)
+                gather(context, features=features)
+        event.set()
+    else:
+        assert event.wait(10)
+        with pytest.raises(ShapeError, match=r"group rank 0: error: .* 6 input features"):
+            gather(context)
 
 
 @on_ranks(3)
@@ -260,11 +253,9 @@ def test_a_rank_that_never_makes_its_context_is_named(group, device):
 @pytest.mark.parametrize("op", OPS)
 @on_ranks(2)
 def test_a_missing_peer_times_out_and_is_named(group, device, op):
-    context = OverlapContext(
-        group, quick(2.0, check_agreement=False)
-    )  # the first call is to succeed on a loaded machine
-    x, weight = torch.zeros(4, 1, 5), torch.zeros(4, 5)
-    getattr(ops, op)(x, weight, context=context)
+    # The first call is to succeed on a loaded machine.
+    context = OverlapContext(group, quick(2.0, check_agreement=False))
+    call(op, context)
     if group.rank() == 0:
         label = "all-gather" if op == "all_gather_linear" else "reduce-scatter"
         expected = (
@@ -272,14 +263,10 @@ def test_a_missing_peer_times_out_and_is_named(group, device, op):
             rf"\(global rank 1\) for 2\.0 s\. Schedule:\n"
         )
         with pytest.raises(TransportTimeoutError, match=expected) as first:
-            getattr(ops, op)(x, weight, context=context)
+            call(op, context)
         assert not context.is_usable
-        for again in (lambda: getattr(ops, op)(x, weight, context=context), context.close, context.synchronize):
-            with pytest.raises(TransportTimeoutError) as later:
-                again()
-            said, advice = str(later.value).rsplit("\n", 1)
-            assert (type(later.value), said) == (type(first.value), str(first.value))
-            assert "all ranks make a new OverlapContext" in advice
+        for again in (lambda: call(op, context), context.close, context.synchronize):
+            expect_again(first, again)
         context.close()  # closed by now: nothing more to say
 
 
@@ -300,29 +287,27 @@ def test_outgrown_buffers_are_freed_and_closing_frees_all(group, device, op):
     assert all(buffer.expired() for buffer in buffers)
 
 
-def test_ever_new_sizes_keep_a_bounded_number_of_programs(monkeypatch):
+@pytest.fixture
+def few_known_calls(monkeypatch):
     monkeypatch.setattr("commfuse_megatron.ops.arguments._MOST_KNOWN_CALLS", 10)
 
-    def body(group, device):
-        with OverlapContext(group) as context:
-            for _ in range(2):
-                for K in range(1, 16):
-                    check_linear(Case(op=OPS[K % 2], rows=6, K=K, seed=K), group, context)
-            prepared = context._prepared.values()
-            assert sum(bool(p._programs) for p in prepared) <= 10
-            assert [record.calls for record in context.report()] == [2] * 30
 
-    run_threads(2, body)
+@pytest.mark.usefixtures("few_known_calls")
+@in_context(2)
+def test_ever_new_sizes_keep_a_bounded_number_of_programs(group, context):
+    for K in [*range(1, 16)] * 2:
+        check_linear(Case(op=OPS[K % 2], rows=6, K=K, seed=K), group, context)
+    assert sum(bool(p._programs) for p in context._prepared.values()) <= 10
+    assert [record.calls for record in context.report()] == [2] * 30
 
 
 @on_ranks(2)
 def test_an_unchecked_mismatch_of_sizes_times_out(group, device):
     context = OverlapContext(group, quick(2.0, check_agreement=False))
-    weight = torch.zeros(4, 5)
     for rows in (4, 6):  # both sizes are known on both ranks, so neither is compared again
-        ops.all_gather_linear(torch.zeros(rows, 1, 5), weight, context=context)
+        gather(context, rows=rows)
     with pytest.raises((TransportTimeoutError, TransportError), match=f"group rank {1 - group.rank()}"):
-        ops.all_gather_linear(torch.zeros(4 + 2 * group.rank(), 1, 5), weight, context=context)
+        gather(context, rows=4 + 2 * group.rank())
 
 
 @on_ranks(2)
@@ -332,56 +317,41 @@ def test_a_closed_context_refuses_and_may_be_closed_again(group, device):
     context.close()
     assert not context.is_usable
     with pytest.raises(TransportError, match="closed"):
-        ops.all_gather_linear(torch.zeros(2, 1, 3), torch.zeros(2, 3), context=context)
+        gather(context)
 
 
-@on_ranks(3)
-def test_more_than_256_chunks(group, device):
-    passes = PassConfig(path="sliced", chunks_per_shard=100)
-    config = OverlapConfig(linear=LinearConfig(fprop=passes, dgrad=passes))
-    for op in OPS:
-        with OverlapContext(group, config) as context:
-            check_linear(Case(op=op, rows=320, batch=1), group, context)
+HUNDRED = PassConfig(path="sliced", chunks_per_shard=100)
 
 
-def test_sub_groups_make_their_contexts_alone():
+@pytest.mark.parametrize("op", OPS)
+@in_context(3, OverlapConfig(linear=LinearConfig(fprop=HUNDRED, dgrad=HUNDRED)))
+def test_more_than_256_chunks(group, context, op):
+    check_linear(Case(op=op, rows=320, batch=1), group, context)
+
+
+def test_sub_groups_make_their_contexts_alone(event):
     # Members are listed so that group ranks differ from global ranks, and group [1, 3] starts when [2, 0] is done.
-    members = [[2, 0], [1, 3]]
-    groups_of = make_groups(members)
-    first_done = threading.Event()
-    errors = []
+    groups_of = make_groups([[2, 0], [1, 3]])
 
-    def run(global_rank):
-        try:
-            (group,) = groups_of(global_rank)
-            if global_rank in members[1]:
-                assert first_done.wait(30)
-            for op in OPS:
-                with OverlapContext(group) as context:
-                    check_linear(Case(op=op, rows=7, seed=global_rank % 2), group, context)
-            if global_rank == 0:
-                first_done.set()
-        except BaseException as error:
-            errors.append(error)
-            first_done.set()
+    def body(everyone, device):
+        (group,) = groups_of(everyone.rank())
+        if everyone.rank() in (1, 3):
+            assert event.wait(30)
+        for op in OPS:
+            with OverlapContext(group) as context:
+                check_linear(Case(op=op, rows=7, seed=everyone.rank() % 2), group, context)
+        if everyone.rank() == 0:
+            event.set()
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(40)
-    assert not errors
-    assert not any(thread.is_alive() for thread in threads)
+    run_threads(4, body)
 
 
-@on_ranks(2)
-def test_the_report_counts_and_explains(group, device):
-    with OverlapContext(group, OverlapConfig(record=True)) as context:
-        x = torch.ones(4, 2, 5, requires_grad=True)
-        weight = torch.ones(6, 5, requires_grad=True)
-        for _ in range(3):
-            ops.all_gather_linear(x, weight, context=context).sum().backward()
-        forward, backward = context.report()
+@in_context(2, OverlapConfig(record=True))
+def test_the_report_counts_and_explains(group, context):
+    x, weight = torch.ones(4, 2, 5, requires_grad=True), torch.ones(6, 5, requires_grad=True)
+    for _ in range(3):
+        ops.all_gather_linear(x, weight, context=context).sum().backward()
+    forward, backward = context.report()
     assert (forward.op, forward.pass_name, forward.calls) == ("all_gather_linear", "fprop", 3)
     assert (forward.M, forward.N, forward.K, forward.dtype) == (16, 6, 5, "float32")
     assert (backward.pass_name, backward.calls) == ("backward", 3)
@@ -397,11 +367,8 @@ def test_the_report_counts_and_explains(group, device):
 @on_ranks(2)
 def test_a_context_is_released_with_its_last_reference(group, device):
     context = OverlapContext(group)
-    link = context.link
-    finalizer = context._finalizer
+    link, finalizer = context.link, context._finalizer
     del context
-    import gc
-
     gc.collect()
     assert not finalizer.alive
     assert link.failure is None
@@ -413,13 +380,11 @@ def test_a_failed_context_that_is_dropped_is_released():
 
     def use(group):
         context = OverlapContext(group, quick(2.0))
-        x, weight = torch.ones(200, 1, 50), torch.ones(4, 50)
-        ops.all_gather_linear(x, weight, context=context)
-        found.append((weakref.ref(context), weakref.ref(context.slots)))
-        if group.rank() == 0:
-            for _ in range(3):
-                with pytest.raises(TransportTimeoutError):
-                    ops.all_gather_linear(x, weight, context=context)
+        gather(context, rows=200)
+        found.extend((weakref.ref(context), weakref.ref(context.slots)))
+        for _ in range(3 if group.rank() == 0 else 0):
+            with pytest.raises(TransportTimeoutError):
+                gather(context, rows=200)
 
     def body(group, device):
         use(group)
@@ -428,18 +393,14 @@ def test_a_failed_context_that_is_dropped_is_released():
     run_threads(2, body)
     gc.collect()
     shutdown.release_what_is_done()
-    assert [reference() for references in found for reference in references] == [None] * 4
+    assert [reference() for reference in found] == [None] * 4
 
 
 @on_ranks(1)
 def test_a_failure_raised_again_has_no_frames_of_earlier_calls(group, device):
-    def gather(context):
-        ops.all_gather_linear(torch.ones(4, 1, 5), torch.ones(4, 5), context=context)
-
     context = OverlapContext(group)
-    cause = ValueError("a cause")
     try:
-        raise TransportError("first") from cause
+        raise TransportError("first") from ValueError("a cause")
     except TransportError as error:
         context.link.fail(error)
     depths = []
@@ -462,39 +423,28 @@ def test_a_call_whose_context_is_closed_meanwhile_says_so(group, device):
 
     context.link.transport.exchange = close_first
     with pytest.raises(TransportError, match="closed, or failed, in another thread"):
-        ops.all_gather_linear(torch.ones(4, 1, 5), torch.ones(4, 5), context=context)
+        gather(context)
 
 
-@pytest.mark.parametrize("does", ["calls", "closes", "leaves"])
-@on_ranks(1)
-def test_a_forked_child_cannot_use_its_parents_context(group, device, does):
+LEAVE = functools.partial(leave_by_error, kind=TransportError)
+
+
+@pytest.mark.parametrize("use", [gather, OverlapContext.close, LEAVE], ids=["calls", "closes", "leaves"])
+@in_context(1)
+def test_a_forked_child_cannot_use_its_parents_context(group, context, use):
     """It shares the parent's connections: what it sent there broke the parent's calls, and closing hung."""
-
-    def in_child(context):
-        if does == "calls":
-            gather(context)
-        elif does == "closes":
-            context.close()
-        else:
-            with context:
-                raise TransportError("the parent's")
-
-    def gather(context):
-        return ops.all_gather_linear(torch.ones(4, 1, 5), torch.ones(4, 5), context=context)
-
-    with OverlapContext(group) as context:
-        gather(context)
-        child = os.fork()
-        if child == 0:
-            try:
-                in_child(context)
-            except TransportError as error:
-                os._exit(0 if "parent's" in str(error) else 1)
-            except BaseException:
-                os._exit(2)
-            os._exit(3)
-        assert status_of(child) == 0
-        gather(context)
+    gather(context)
+    child = os.fork()
+    if child == 0:
+        try:
+            use(context)
+        except TransportError as error:
+            os._exit(0 if "parent's" in str(error) else 1)
+        except BaseException:
+            os._exit(2)
+        os._exit(3)
+    assert status_of(child) == 0
+    gather(context)
 
 
 def status_of(child):
@@ -507,33 +457,30 @@ def status_of(child):
     return ended[1]
 
 
-def test_a_forked_child_may_drop_its_parents_context():
+@on_ranks(1)
+def test_a_forked_child_may_drop_its_parents_context(group, device):
     """As garbage collection in a worker does. Closing the connections would wait for threads that are the parent's."""
-
-    def body(group, device):
-        kept = [OverlapContext(group)]
-        ops.all_gather_linear(torch.ones(4, 1, 5), torch.ones(4, 5), context=kept[0])
-        child = os.fork()
-        if child == 0:
-            kept.clear()
-            gc.collect()
-            os._exit(len(shutdown._of_the_parent) - 1)
-        assert status_of(child) == 0
-        kept[0].close()
-
     gc.collect()
-    run_threads(1, body)
+    kept = [OverlapContext(group)]
+    gather(kept[0])
+    child = os.fork()
+    if child == 0:
+        kept.clear()
+        gc.collect()
+        os._exit(len(shutdown._of_the_parent) - 1)
+    assert status_of(child) == 0
+    kept[0].close()
 
 
 def test_a_context_that_is_interrupted_in_its_making_is_released(monkeypatch):
     """Its watchdog and its connections were there to the end of the process."""
     links = []
 
-    def interrupt(context):
+    def interrupt_planner(context):
         links.append(context.link)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("commfuse_megatron.runtime.context.Planner", interrupt)
+    monkeypatch.setattr("commfuse_megatron.runtime.context.Planner", interrupt_planner)
 
     def body(group, device):
         with pytest.raises(KeyboardInterrupt):

@@ -5,7 +5,8 @@ import torch
 
 from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.errors import ShapeError
-from tests.harness import on_ranks, run_threads
+from tests.harness import on_ranks
+from tests.harness.contexts import in_context
 from tests.harness.linear_cases import linear_config
 
 V, N, B = 24, 10, 3
@@ -42,18 +43,15 @@ def check(group, context, rows, dtype=torch.float64, seed=0, **options):
 @pytest.mark.parametrize("algorithm", ["ring", "direct"])
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("m", [1, 2])
-def test_equals_the_reference_exactly(algorithm, group_size, m):
-    def body(group, device):
-        with OverlapContext(group, linear_config(algorithm, m)) as context:
-            for seed, rows in enumerate([4 * group_size * m, 4 * group_size + 1, group_size, 1, 2 * group_size]):
-                check(group, context, rows, seed=seed)
-            return context.report()
-
-    for records in run_threads(group_size, body):
-        assert {record.path for record in records} == {"sliced" if group_size > 1 else "local"}
-        assert {record.pass_name: record.op for record in records} == dict.fromkeys(
-            ("fprop", "backward"), "embedding_reduce_scatter"
-        )
+@in_context("group_size", lambda algorithm, m: linear_config(algorithm, m))
+def test_equals_the_reference_exactly(group, context, group_size, m):
+    for seed, rows in enumerate([4 * group_size * m, 4 * group_size + 1, group_size, 1, 2 * group_size]):
+        check(group, context, rows, seed=seed)
+    records = context.report()
+    assert {record.path for record in records} == {"sliced" if group_size > 1 else "local"}
+    assert {record.pass_name: record.op for record in records} == dict.fromkeys(
+        ("fprop", "backward"), "embedding_reduce_scatter"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -65,35 +63,33 @@ def test_other_dtypes_and_options(group, device, dtype):
             check(group, context, 8, dtype, seed=1, is_deterministic=True)
 
 
-@on_ranks(2)
-def test_without_gradients_and_frozen(group, device):
-    with OverlapContext(group, linear_config()) as context:
-        ids, weight, first_id, _ = draw(group, 8)
-        expected = ops.reference.embedding_reduce_scatter(ids, weight, first_id, group=group)
-        y = ops.embedding_reduce_scatter(ids, weight, first_id, context=context)
-        assert not y.requires_grad
-        with torch.inference_mode():
-            again = ops.embedding_reduce_scatter(ids, weight, first_id, context=context)
-        torch.testing.assert_close(y, expected, rtol=0, atol=0)
-        torch.testing.assert_close(again, expected, rtol=0, atol=0)
+@in_context(2, linear_config())
+def test_without_gradients_and_frozen(group, context):
+    ids, weight, first_id, _ = draw(group, 8)
+    expected = ops.reference.embedding_reduce_scatter(ids, weight, first_id, group=group)
+    y = ops.embedding_reduce_scatter(ids, weight, first_id, context=context)
+    assert not y.requires_grad
+    with torch.inference_mode():
+        again = ops.embedding_reduce_scatter(ids, weight, first_id, context=context)
+    torch.testing.assert_close(y, expected, rtol=0, atol=0)
+    torch.testing.assert_close(again, expected, rtol=0, atol=0)
 
 
-@on_ranks(2)
-def test_two_calls_in_flight_keep_their_own_values(group, device):
+@in_context(2, linear_config())
+def test_two_calls_in_flight_keep_their_own_values(group, context):
     # Both outputs, and a gradient, must survive what the next call puts into the shared buffers.
-    with OverlapContext(group, linear_config()) as context:
-        operands = [draw(group, 8, seed=seed) for seed in range(3)]
-        weights = [weight.clone().requires_grad_() for _, weight, _, _ in operands]
-        outputs = [
-            ops.embedding_reduce_scatter(ids, weight, first_id, context=context)
-            for (ids, _, first_id, _), weight in zip(operands, weights, strict=True)
-        ]
-        for output, (*_, grad) in zip(outputs, operands, strict=True):
-            output.backward(grad)
-        for output, weight, each in zip(outputs, weights, operands, strict=True):
-            y, gradient = run(ops.reference.embedding_reduce_scatter, *each, group=group)
-            torch.testing.assert_close(output, y, rtol=0, atol=0)
-            torch.testing.assert_close(weight.grad, gradient, rtol=0, atol=0)
+    operands = [draw(group, 8, seed=seed) for seed in range(3)]
+    weights = [weight.clone().requires_grad_() for _, weight, _, _ in operands]
+    outputs = [
+        ops.embedding_reduce_scatter(ids, weight, first_id, context=context)
+        for (ids, _, first_id, _), weight in zip(operands, weights, strict=True)
+    ]
+    for output, (*_, grad) in zip(outputs, operands, strict=True):
+        output.backward(grad)
+    for output, weight, each in zip(outputs, weights, operands, strict=True):
+        y, gradient = run(ops.reference.embedding_reduce_scatter, *each, group=group)
+        torch.testing.assert_close(output, y, rtol=0, atol=0)
+        torch.testing.assert_close(weight.grad, gradient, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -102,11 +98,10 @@ def test_two_calls_in_flight_keep_their_own_values(group, device):
     (lambda ids, weight: (ids, weight[0]), r"weight must be \[V, N\]"),
     (lambda ids, weight: (ids, weight.long()), "dtype torch.int64 is not supported"),
 ])  # fmt: skip
-@on_ranks(2)
-def test_bad_arguments_raise_on_all_ranks(group, device, change, words):
-    with OverlapContext(group, linear_config()) as context:
-        ids, weight, first_id, _ = draw(group, 8)
-        bad = change(ids, weight) if group.rank() == 1 else (ids, weight)
-        with pytest.raises(ShapeError, match=words):
-            ops.embedding_reduce_scatter(*bad, first_id, context=context)
-        check(group, context, 8)
+@in_context(2, linear_config())
+def test_bad_arguments_raise_on_all_ranks(group, context, change, words):
+    ids, weight, first_id, _ = draw(group, 8)
+    bad = change(ids, weight) if group.rank() == 1 else (ids, weight)
+    with pytest.raises(ShapeError, match=words):
+        ops.embedding_reduce_scatter(*bad, first_id, context=context)
+    check(group, context, 8)

@@ -5,33 +5,32 @@ import torch
 
 from commfuse_megatron import OverlapContext, ops
 from tests.harness import on_ranks, run_threads
+from tests.harness.contexts import in_context
 from tests.harness.linear_cases import OPS, Case, assert_equal, check_linear, draw, linear_config, overlapped, reference
 from tests.harness.threads import make_groups
 
 
 @pytest.mark.parametrize("op", OPS)
-@on_ranks(3)
-def test_01_sequence_lengths_change_and_are_not_divisible(group, device, op):
-    with OverlapContext(group, linear_config()) as context:
-        for seed, rows in enumerate((512, 384, 500, 7, 512)):
-            for batch in (1, 2):  # 1: packed tokens [t, 1, h]
-                check_linear(Case(op=op, rows=rows, batch=batch, seed=seed), group, context)
+@in_context(3, linear_config())
+def test_01_sequence_lengths_change_and_are_not_divisible(group, context, op):
+    for seed, rows in enumerate((512, 384, 500, 7, 512)):
+        for batch in (1, 2):  # 1: packed tokens [t, 1, h]
+            check_linear(Case(op=op, rows=rows, batch=batch, seed=seed), group, context)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "direct"])
 @pytest.mark.parametrize("m", [2, 4])
-@on_ranks(2)
-def test_02_two_ranks_do_not_cross_slices_of_equal_size(group, device, algorithm, m):
+@in_context(2, lambda algorithm, m: linear_config(algorithm, m))
+def test_02_two_ranks_do_not_cross_slices_of_equal_size(group, context, m):
     # Every row holds its own number, so that a slice in another's place is seen in every row of it.
     rows = 8 * m
     numbers = torch.arange(2 * rows, dtype=torch.float64).view(-1, 1, 1)
     own = slice(group.rank() * rows, (group.rank() + 1) * rows)
     weight = torch.ones(1, 1, dtype=torch.float64)
-    with OverlapContext(group, linear_config(algorithm, m)) as context:
-        for _ in range(3):
-            assert torch.equal(ops.all_gather_linear(numbers[own], weight, context=context), numbers)
-            summed = ops.linear_reduce_scatter(numbers * (1 + group.rank()), weight, context=context)
-            assert torch.equal(summed, 3 * numbers[own])
+    for _ in range(3):
+        assert torch.equal(ops.all_gather_linear(numbers[own], weight, context=context), numbers)
+        summed = ops.linear_reduce_scatter(numbers * (1 + group.rank()), weight, context=context)
+        assert torch.equal(summed, 3 * numbers[own])
 
 
 @pytest.mark.parametrize("op", OPS)

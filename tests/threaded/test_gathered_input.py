@@ -5,16 +5,15 @@ import itertools
 import pytest
 import torch
 
-from commfuse_megatron import OverlapConfig, OverlapContext, ops
-from commfuse_megatron.config import LinearConfig, PassConfig
+from commfuse_megatron import OverlapConfig, ops
+from commfuse_megatron.config import LinearConfig, PassConfig, WgradConfig
 from commfuse_megatron.errors import ShapeError
 from commfuse_megatron.ops import WeightGradTarget
 from commfuse_megatron.problem import shard_range
-from commfuse_megatron.transport import tape_graphs
-from tests.harness import on_ranks, run_threads
-from tests.harness.emulated_gpu import emulate_copy_engine, take_part, tapes_of
-from tests.harness.linear_cases import Case, assert_equal, draw, linear_config
-from tests.threaded.test_copy_engine_emulated import PATHS, config_for, number_of_graphs
+from tests.harness.contexts import in_context
+from tests.harness.emulated_gpu import tapes_of
+from tests.harness.linear_cases import Case, assert_equal, draw_own, drawn, linear_config
+from tests.threaded.test_copy_engine_emulated import PATHS, config_for, in_copy_context, number_of_graphs
 
 CONFIGS = {
     "direct": linear_config(), "direct 2": linear_config(m=2), "ring": linear_config("ring"),
@@ -55,160 +54,131 @@ def draw_gathered(case: Case, rank: int) -> torch.Tensor:
     return torch.randint(-2, 3, shape, generator=generator).to(case.dtype)
 
 
-def check(case, group, device, context, **others) -> None:
-    operands, grad = draw(case, group.rank(), group.size(), device), draw_gathered(case, group.rank())
+def check(case, group, context, **others) -> None:
+    operands, grad = draw_own(case, group), draw_gathered(case, group.rank())
     found = results(case, operands, grad, ops.all_gather_linear, context=context, **others)
     expected = results(case, operands, grad, ops.reference.all_gather_linear, group=group, **others)
     assert_equal(found, expected)
 
 
+def check_all(group, context, rows, frozen, **sizes) -> None:
+    """With so many rows each, so many operands frozen, and gradients of either result or both."""
+    for (seed, each), names, outputs in itertools.product(enumerate(rows), frozen, OUTPUTS):
+        case = Case(op="all_gather_linear", rows=each, seed=seed, **sizes)
+        check(case, group, context, frozen=names, outputs=outputs)
+
+
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@on_ranks("group_size")
-def test_every_result_is_exact_on_integers(group, device, group_size, config):
-    with OverlapContext(group, config) as context:
-        for seed, rows in enumerate((4 * group_size, 2 * group_size + 1, 1)):
-            case = Case(op="all_gather_linear", rows=rows, seed=seed)
-            for frozen in ((), ("weight",), ("weight", "bias")):
-                for outputs in OUTPUTS:
-                    check(case, group, device, context, frozen=frozen, outputs=outputs)
-        check(Case(op="all_gather_linear", rows=7, N=0), group, device, context)
-        check(Case(op="all_gather_linear", rows=0), group, device, context)
+@in_context("group_size", "config")
+def test_every_result_is_exact_on_integers(group, context, group_size):
+    rows = (4 * group_size, 2 * group_size + 1, 1)
+    check_all(group, context, rows, ((), ("weight",), ("weight", "bias")))
+    check(Case(op="all_gather_linear", rows=7, N=0), group, context)
+    check(Case(op="all_gather_linear", rows=0), group, context)
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
 @pytest.mark.parametrize(("path", "algorithm", "m"), PATHS)
 @pytest.mark.parametrize("stepwise", [-1, 3])
-def test_over_the_copy_engine(group_size, path, algorithm, m, stepwise, monkeypatch):
-    emulate_copy_engine(monkeypatch)
-    monkeypatch.setattr(tape_graphs, "_STEPWISE", stepwise)  # -1: every call is a graph
+@in_copy_context("group_size", lambda path, algorithm, m: config_for(path, algorithm, m), stepwise="stepwise")
+def test_over_the_copy_engine(group, context, algorithm, stepwise):
+    check_all(group, context, (16, 13, 2), ((), ("weight",)), N=16, K=8)
+    if algorithm == "direct" and group.size() > 1:
+        assert tapes_of(context)
+        assert None not in tapes_of(context)
+        assert bool(number_of_graphs(context)) == (stepwise < 0)
 
-    def body(group, device):
-        with take_part(group), OverlapContext(group, config_for(path, algorithm, m)) as context:
-            for (seed, rows), frozen in itertools.product(enumerate((16, 13, 2)), ((), ("weight",))):
-                for outputs in OUTPUTS:
-                    case = Case(op="all_gather_linear", rows=rows, N=16, K=8, seed=seed)
-                    check(case, group, device, context, frozen=frozen, outputs=outputs)
-            if algorithm == "direct" and group_size > 1:
-                tapes = tapes_of(context)
-                assert tapes
-                assert None not in tapes
-                assert bool(number_of_graphs(context)) == (stepwise < 0)
 
-    run_threads(group_size, body)
+KEPT = OverlapConfig(linear=LinearConfig(wgrad=WgradConfig(keep_gathered_input=True)))
 
 
 @pytest.mark.parametrize("over_copies", [False, True])
-def test_kept_input_over_the_copy_engine_and_not(over_copies, monkeypatch):
+@in_context(2, KEPT, over_copies="over_copies")
+def test_kept_input_over_the_copy_engine_and_not(group, context):
     """What is returned and what is kept are one tensor; without the return value it is kept all the same."""
-    if over_copies:
-        emulate_copy_engine(monkeypatch)
-
-    def body(group, device):
-        linear = LinearConfig(wgrad=linear_config(keep_gathered_input=True).linear.wgrad)
-        with take_part(group), OverlapContext(group, OverlapConfig(linear=linear)) as context:
-            case = Case(op="all_gather_linear", rows=8, N=16, K=8)
-            check(case, group, device, context)
-            leaves = draw(case, group.rank(), group.size(), device).copies()
-            saved = []
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-                _, gathered = ops.all_gather_linear(leaves.x, leaves.weight, context=context, return_gathered=True)
-            assert {tensor.data_ptr() for tensor in saved} == {gathered.data_ptr(), leaves.weight.data_ptr()}
-
-    run_threads(2, body)
+    case = Case(op="all_gather_linear", rows=8, N=16, K=8)
+    check(case, group, context)
+    leaves, saved = draw_own(case, group).copies(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        _, gathered = ops.all_gather_linear(leaves.x, leaves.weight, context=context, return_gathered=True)
+    assert {tensor.data_ptr() for tensor in saved} == {gathered.data_ptr(), leaves.weight.data_ptr()}
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@on_ranks(2)
-def test_without_a_gradient_nothing_is_added_to_a_target(group, device, config):
+@in_context(2, "config")
+def test_without_a_gradient_nothing_is_added_to_a_target(group, context):
     """Fails where zeros count as a gradient: `main_grad` was said to hold one, and optimizers made a step of it."""
-    with OverlapContext(group, config) as context:
-        case = Case(op="all_gather_linear", rows=8)
-        leaves = draw(case, group.rank(), group.size(), device).copies()
-        total, asked = torch.ones_like(leaves.weight), []
-        target = WeightGradTarget(total, lambda: asked.append(1))
-        for is_mixed in (False, True):  # or without one on this rank only
-            y, gathered = ops.all_gather_linear(
-                leaves.x, leaves.weight, context=context, return_gathered=True, weight_grad=target
-            )
-            (y if is_mixed and group.rank() == 1 else gathered).sum().backward()
-            assert len(asked) == (is_mixed and group.rank() == 1)
-            assert bool((total == 1).all()) != bool(asked)
+    leaves = draw_own(Case(op="all_gather_linear", rows=8), group).copies()
+    total, asked = torch.ones_like(leaves.weight), []
+    target = WeightGradTarget(total, lambda: asked.append(1))
+    for is_mixed in (False, True):  # or without one on this rank only
+        y, gathered = ops.all_gather_linear(
+            leaves.x, leaves.weight, context=context, return_gathered=True, weight_grad=target
+        )
+        (y if is_mixed and group.rank() == 1 else gathered).sum().backward()
+        assert len(asked) == (is_mixed and group.rank() == 1)
+        assert bool((total == 1).all()) != bool(asked)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@on_ranks(3)
-def test_some_ranks_without_a_gradient_of_what_was_gathered(group, device, config):
-    with OverlapContext(group, config) as context:
-        case = Case(op="all_gather_linear", rows=9)
-        check(case, group, device, context, outputs=OUTPUTS[group.rank()])
+@in_context(3, "config")
+def test_some_ranks_without_a_gradient_of_what_was_gathered(group, context):
+    check(Case(op="all_gather_linear", rows=9), group, context, outputs=OUTPUTS[group.rank()])
 
 
-@on_ranks(2)
-def test_nothing_else_is_sent_for_it(group, device):
-    counts = []
-    with OverlapContext(group) as context:
-        start, sent = context.link.start, []
-        context.link.start = lambda watched, send, receive: (
-            sent.append(0 if send is None else send.tensor.nbytes) or start(watched, send, receive)
-        )
-        case = Case(op="all_gather_linear", rows=8)
-        operands = draw(case, group.rank(), group.size(), device)
-        for returns in (False, True):
-            sent.clear()
-            leaves = operands.copies()
-            found = ops.all_gather_linear(leaves.x, leaves.weight, context=context, return_gathered=returns)
-            y = found[0] if returns else found
-            torch.autograd.backward(found if returns else [y], [operands.grad_y, draw_gathered(case, 0)][: 1 + returns])
-            counts.append(sum(sent))
+@in_context(2)
+def test_nothing_else_is_sent_for_it(group, context):
+    counts, start, sent = [], context.link.start, []
+    context.link.start = lambda watched, send, receive: (
+        sent.append(0 if send is None else send.tensor.nbytes) or start(watched, send, receive)
+    )
+    operands = draw_own(Case(op="all_gather_linear", rows=8), group)
+    gradients = [operands.grad_y, draw_gathered(Case(op="all_gather_linear", rows=8), 0)]
+    for returns in (False, True):
+        sent.clear()
+        leaves = operands.copies()
+        found = ops.all_gather_linear(leaves.x, leaves.weight, context=context, return_gathered=returns)
+        torch.autograd.backward(found if returns else [found], gradients[: 1 + returns])
+        counts.append(sum(sent))
     assert counts[0] == counts[1] > 0
 
 
-def test_what_is_returned_is_the_callers_own():
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("config", [linear_config(), linear_config(path="sequential")], ids=["sliced", "sequential"])
+@in_context("group_size", "config")
+def test_what_is_returned_is_the_callers_own(group, context):
     """It may be changed in place, and neither x nor the next call does."""
-
-    def body(group, device):
-        for config in (linear_config(), linear_config(path="sequential")):
-            with OverlapContext(group, config) as context:
-                case = Case(op="all_gather_linear", rows=4 * group.size())
-                operands = draw(case, group.rank(), group.size(), device)
-                leaves = operands.copies()
-                before = leaves.x.detach().clone()
-                y, gathered = ops.all_gather_linear(leaves.x, leaves.weight, context=context, return_gathered=True)
-                own = shard_range(case.rows, group.size(), group.rank())
-                assert torch.equal(gathered[own.start : own.stop], before)
-                with torch.no_grad():
-                    gathered.fill_(7)
-                    ops.all_gather_linear(leaves.x, leaves.weight, context=context)
-                assert (gathered == 7).all()
-                assert torch.equal(leaves.x, before)
-                y.backward(operands.grad_y)
-                expected = operands.copies()
-                ops.reference.all_gather_linear(expected.x, expected.weight, group=group).backward(operands.grad_y)
-                assert torch.equal(leaves.weight.grad, expected.weight.grad)
-
-    for group_size in (1, 2):
-        run_threads(group_size, body)
+    case = Case(op="all_gather_linear", rows=4 * group.size())
+    operands, expected = drawn(case, group)
+    leaves = operands.copies()
+    y, gathered = ops.all_gather_linear(leaves.x, leaves.weight, context=context, return_gathered=True)
+    own = shard_range(case.rows, group.size(), group.rank())
+    assert torch.equal(gathered[own.start : own.stop], operands.x)
+    with torch.no_grad():
+        gathered.fill_(7)
+        ops.all_gather_linear(leaves.x, leaves.weight, context=context)
+    assert (gathered == 7).all()
+    assert torch.equal(leaves.x, operands.x)
+    y.backward(operands.grad_y)
+    assert torch.equal(leaves.weight.grad, expected["weight.grad"])
 
 
-@on_ranks(2)
-def test_a_frozen_input_and_calls_without_gradients(group, device):
-    with OverlapContext(group) as context:
-        case = Case(op="all_gather_linear", rows=8)
-        check(case, group, device, context, frozen=("x",), outputs=("y",))
-        leaves = draw(case, group.rank(), group.size(), device).copies()
-        with torch.no_grad():
-            y, gathered = ops.all_gather_linear(leaves.x, leaves.weight, context=context, return_gathered=True)
-        assert not y.requires_grad
-        assert not gathered.requires_grad
-        expected = ops.reference.all_gather_linear(leaves.x, leaves.weight, group=group, return_gathered=True)
-        assert torch.equal(gathered, expected[1])
-        assert torch.equal(y, expected[0])
+@in_context(2)
+def test_a_frozen_input_and_calls_without_gradients(group, context):
+    case = Case(op="all_gather_linear", rows=8)
+    check(case, group, context, frozen=("x",), outputs=("y",))
+    leaves = draw_own(case, group).copies()
+    with torch.no_grad():
+        found = ops.all_gather_linear(leaves.x, leaves.weight, context=context, return_gathered=True)
+    expected = ops.reference.all_gather_linear(leaves.x, leaves.weight, group=group, return_gathered=True)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert not ours.requires_grad
+        assert torch.equal(ours, theirs)
 
 
-@on_ranks(2)
-def test_an_answer_of_another_kind_is_refused(group, device):
-    with OverlapContext(group) as context:
-        with pytest.raises(ShapeError, match="return_gathered must be True or False, got 'yes'"):
-            ops.all_gather_linear(torch.zeros(2, 4), torch.zeros(3, 4), context=context, return_gathered="yes")
-        assert ops.all_gather_linear(torch.zeros(2, 4), torch.zeros(3, 4), context=context).shape == (4, 3)
+@in_context(2)
+def test_an_answer_of_another_kind_is_refused(group, context):
+    with pytest.raises(ShapeError, match="return_gathered must be True or False, got 'yes'"):
+        ops.all_gather_linear(torch.zeros(2, 4), torch.zeros(3, 4), context=context, return_gathered="yes")
+    assert ops.all_gather_linear(torch.zeros(2, 4), torch.zeros(3, 4), context=context).shape == (4, 3)

@@ -18,7 +18,8 @@ from commfuse_megatron.runtime import calibrate
 from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from tests.harness import on_ranks, run_threads
-from tests.harness.emulated_gpu import emulate_copy_engine, on_copy_engine, take_part
+from tests.harness.contexts import in_context
+from tests.harness.emulated_gpu import on_copy_engine
 from tests.threaded.test_copy_engine_emulated import config_for
 from tests.threaded.test_planning import TRIAL, MadeUpTimes, plan_by_cost
 
@@ -48,17 +49,16 @@ def operands_of(name, rank=0):
 
 @pytest.mark.parametrize("is_compared", [True, False])
 @pytest.mark.parametrize("name", ALL)
-@on_ranks(2)
-def test_a_checkpoint_that_stops_early_is_no_interruption(group, device, name, is_compared):
+@in_context(2, lambda is_compared: OverlapConfig(check_agreement=is_compared))
+def test_a_checkpoint_that_stops_early_is_no_interruption(group, context, name):
     """It raises out of what autograd does after our forward pass has returned, as soon as all is there again."""
     found = []
     for is_checkpointed in (False, True):
         leaves, call = operands_of(name, group.rank())
-        with OverlapContext(group, OverlapConfig(check_agreement=is_compared)) as context:
-            for _ in range(2):
-                y = checkpoint(call, context, use_reentrant=False) if is_checkpointed else call(context)
-                y.square().sum().backward()
-            assert context.is_usable
+        for _ in range(2):
+            y = checkpoint(call, context, use_reentrant=False) if is_checkpointed else call(context)
+            y.square().sum().backward()
+        assert context.is_usable
         found.append([leaf.grad for leaf in leaves])
     for expected, gradient in zip(*found, strict=True):
         assert torch.equal(expected, gradient)
@@ -90,42 +90,42 @@ def expect_failed(context, error, run, call):
         call()
 
 
+@pytest.fixture
+def ends(monkeypatch, name, is_forward, place, error):
+    """Where told: before it is the context's turn, or there."""
+    if place != "before":
+        end_where_told(monkeypatch, OverlapContext, place, error)
+        return
+    special = {("embedding_reduce_scatter", True): "_localize", ("query_split_attention", False): "_prepare_backward"}
+    function = special.get((name, is_forward), "cast_for_autocast" if is_forward else "prepare_backward")
+    module = importlib.import_module(f"commfuse_megatron.ops.{'linear' if name in ALL[:2] else name}")
+    end_where_told(monkeypatch, module, function, error)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("is_forward", [True, False])
 @pytest.mark.parametrize("place", ["before", "enter", "leave"])
 @pytest.mark.parametrize("name", ALL)
-def test_a_call_that_ends_early_on_one_rank_fails_its_context(name, place, is_forward, error, monkeypatch):
-    before = {True: "cast_for_autocast", False: "prepare_backward"}[is_forward]
-    if name == "embedding_reduce_scatter" and is_forward:
-        before = "_localize"
-    if name == "query_split_attention" and not is_forward:
-        before = "_prepare_backward"
-    module = "linear" if name in ("all_gather_linear", "linear_reduce_scatter") else name
-    if place == "before":
-        end_where_told(monkeypatch, importlib.import_module(f"commfuse_megatron.ops.{module}"), before, error)
+@pytest.mark.usefixtures("ends")
+@on_ranks(2)
+def test_a_call_that_ends_early_on_one_rank_fails_its_context(group, device, name, place, is_forward, error):
+    context = OverlapContext(group, QUICK)
+    _, call = operands_of(name, group.rank())
+    call(context).sum().backward()
+    y = None if is_forward else call(context)
+
+    def run():
+        return call(context) if is_forward else y.sum().backward()
+
+    def run_and_call():
+        run()
+        call(context)
+
+    if group.rank() == 1:
+        with pytest.raises((TransportError, TransportTimeoutError)):
+            run_and_call()
     else:
-        end_where_told(monkeypatch, OverlapContext, place, error)
-
-    def body(group, device):
-        context = OverlapContext(group, QUICK)
-        _, call = operands_of(name, group.rank())
-        call(context).sum().backward()
-        y = None if is_forward else call(context)
-
-        def run():
-            return call(context) if is_forward else y.sum().backward()
-
-        def run_and_call():
-            run()
-            call(context)
-
-        if group.rank() == 1:
-            with pytest.raises((TransportError, TransportTimeoutError)):
-                run_and_call()
-            return
         expect_failed(context, error, run, lambda: call(context))
-
-    run_threads(2, body)
 
 
 @pytest.mark.parametrize("where", ["calibration", "trial", "trial, in the use of buffers"])
@@ -182,25 +182,26 @@ def test_a_call_whose_context_is_closed_meanwhile_says_so(group, device):
         ops.all_gather_linear(torch.ones(4, 1, 8), torch.ones(8, 8), context=context)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_closed_context_that_is_used_has_not_failed(name, monkeypatch):
-    """What it left in flight was given up then, and with it what the peers still worked on."""
-    emulate_copy_engine(monkeypatch)
+@pytest.fixture
+def nobody_gives_up(monkeypatch):
     given_up = []
     monkeypatch.setattr(CopyEngineTransport, "abort", lambda transport: given_up.append(transport))
-
-    def body(group, device):
-        with take_part(group):
-            _, call = operands_of(name, group.rank())
-            with OverlapContext(group, config_for("sliced", "direct", 1)) as context:
-                y = call(context)
-            for use in (lambda: call(context), lambda: y.sum().backward()):
-                with pytest.raises(TransportError, match="is closed"):
-                    use()
-            assert context.link.failure is None
-
-    run_threads(2, body)
+    yield
     assert given_up == []
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.usefixtures("nobody_gives_up")
+@on_copy_engine(2)
+def test_a_closed_context_that_is_used_has_not_failed(group, device, name):
+    """What it left in flight was given up then, and with it what the peers still worked on."""
+    _, call = operands_of(name, group.rank())
+    with OverlapContext(group, config_for("sliced", "direct", 1)) as context:
+        y = call(context)
+    for use in (lambda: call(context), lambda: y.sum().backward()):
+        with pytest.raises(TransportError, match="is closed"):
+            use()
+    assert context.link.failure is None
 
 
 @on_ranks(2)
@@ -222,7 +223,8 @@ def test_an_error_is_marked_for_the_context_whose_ranks_raise_it(group, device):
         assert not vars(again.value)
 
 
-def test_a_dtype_the_gemm_refuses_leaves_the_context_to_others(monkeypatch):
+@pytest.fixture
+def no_float64(monkeypatch):
     def make(config, transport, channels, device, dtype, **others):
         if dtype is torch.float64:
             raise UnsupportedError("the persistent GEMM takes no float64")
@@ -230,17 +232,19 @@ def test_a_dtype_the_gemm_refuses_leaves_the_context_to_others(monkeypatch):
 
     monkeypatch.setattr("commfuse_megatron.runtime.prepared.SliceGemm", make)
 
-    def body(group, device):
-        with OverlapContext(group, QUICK) as context:
-            for dtype in (torch.float32, torch.float64, torch.float32):
-                x, weight = torch.ones(4, 1, 5, dtype=dtype), torch.ones(4, 5, dtype=dtype)
-                if dtype is torch.float64:
-                    with pytest.raises(UnsupportedError, match="takes no float64"):
-                        ops.all_gather_linear(x, weight, context=context)
-                else:
-                    assert (ops.all_gather_linear(x, weight, context=context) == 5).all()
 
-    run_threads(2, body)
+def gather(context, dtype=torch.float32):
+    return ops.all_gather_linear(torch.ones(4, 1, 5, dtype=dtype), torch.ones(4, 5, dtype=dtype), context=context)
+
+
+@pytest.mark.usefixtures("no_float64")
+@in_context(2, QUICK)
+def test_a_dtype_the_gemm_refuses_leaves_the_context_to_others(group, context):
+    for _ in range(2):
+        assert (gather(context) == 5).all()
+        with pytest.raises(UnsupportedError, match="takes no float64"):
+            gather(context, torch.float64)
+    assert (gather(context) == 5).all()
 
 
 @pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError, KeyboardInterrupt])
@@ -270,35 +274,30 @@ def test_what_a_hook_of_saved_tensors_raises_fails_the_context(group, device, na
     context.close()
 
 
-def test_a_group_of_one_cannot_be_out_of_step(monkeypatch):
+@in_context(1)
+def test_a_group_of_one_cannot_be_out_of_step(group, context, monkeypatch):
     module = importlib.import_module("commfuse_megatron.ops.all_gather_linear")
     end_where_told(monkeypatch, module, "with_unit_stride", torch.OutOfMemoryError)
+    _this_rank.ends = True
+    with pytest.raises(torch.OutOfMemoryError):
+        gather(context)
+    _this_rank.ends = False
+    assert (gather(context) == 5).all()
 
-    def body(group, device):
-        with OverlapContext(group) as context:
-            _this_rank.ends = True
-            with pytest.raises(torch.OutOfMemoryError):
-                ops.all_gather_linear(torch.ones(4, 1, 5), torch.ones(4, 5), context=context)
-            _this_rank.ends = False
-            assert (ops.all_gather_linear(torch.ones(4, 1, 5), torch.ones(4, 5), context=context) == 5).all()
 
-    run_threads(1, body)
+class Odd(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), keywords=None):
+        raise TypeError("does nothing")
 
 
 @pytest.mark.parametrize("odd", [{0}, {0, 1}])
-def test_what_autocast_cannot_cast_is_refused_on_all_ranks(odd):
-    class Odd(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, function, types, arguments=(), keywords=None):
-            raise TypeError("does nothing")
-
-    def body(group, device):
-        with OverlapContext(group) as context, torch.autocast("cpu"):
-            x = torch.ones(4, 1, 5)
-            given = torch.Tensor._make_subclass(Odd, x) if group.rank() in odd else x
-            with pytest.raises(ShapeError):
-                ops.all_gather_linear(given, torch.ones(4, 5), context=context)
-            assert context.is_usable
-            assert (ops.all_gather_linear(x, torch.ones(4, 5), context=context) == 5).all()
-
-    run_threads(2, body)
+@in_context(2)
+def test_what_autocast_cannot_cast_is_refused_on_all_ranks(group, context, odd):
+    with torch.autocast("cpu"):
+        x = torch.ones(4, 1, 5)
+        given = torch.Tensor._make_subclass(Odd, x) if group.rank() in odd else x
+        with pytest.raises(ShapeError):
+            ops.all_gather_linear(given, torch.ones(4, 5), context=context)
+        assert context.is_usable
+        assert (gather(context) == 5).all()

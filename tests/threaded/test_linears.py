@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from commfuse_megatron import OverlapContext, ops
-from tests.harness import on_ranks, run_threads
+from tests.harness import on_ranks
+from tests.harness.contexts import in_context
 from tests.harness.linear_cases import (
     OPS,
     Case,
     assert_equal,
     check_linear,
     draw,
+    draw_own,
     linear_config,
     overlapped,
     reference,
@@ -24,16 +26,13 @@ from tests.harness.linear_cases import (
 @pytest.mark.parametrize("algorithm", ["ring", "direct"])
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("m", [1, 2, 3])
-def test_every_result_is_exact_on_integers(op, algorithm, group_size, m):
-    def body(group, device):
-        with OverlapContext(group, linear_config(algorithm, m)) as context:
-            for seed, rows in enumerate([4 * group_size * m, 4 * group_size + 1, group_size - 1, 1, 2 * group_size]):
-                check_linear(Case(op=op, rows=rows, seed=seed), group, context)
-            return context.report()
-
-    for records in run_threads(group_size, body):
-        assert {record.path for record in records} <= {"sliced" if group_size > 1 else "local", "sequential"}
-        assert any(record.path != "sequential" for record in records)
+@in_context("group_size", lambda algorithm, m: linear_config(algorithm, m))
+def test_every_result_is_exact_on_integers(group, context, op, group_size, m):
+    for seed, rows in enumerate([4 * group_size * m, 4 * group_size + 1, group_size - 1, 1, 2 * group_size]):
+        check_linear(Case(op=op, rows=rows, seed=seed), group, context)
+    records = context.report()
+    assert {record.path for record in records} <= {"sliced" if group_size > 1 else "local", "sequential"}
+    assert any(record.path != "sequential" for record in records)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -74,8 +73,8 @@ def one_batch_expanded(x):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("view", [outer_swapped, every_second, one_batch_expanded])
-@on_ranks(2)
-def test_layouts_of_the_input(group, device, op, view):
+@in_context(2)
+def test_layouts_of_the_input(group, context, op, view):
     case = Case(op=op, rows=12, batch=2)
 
     def viewing(call):
@@ -88,29 +87,27 @@ def test_layouts_of_the_input(group, device, op, view):
 
         return run
 
-    operands = draw(case, group.rank(), group.size(), device)
-    with OverlapContext(group) as context:
-        found = run_op(case, operands, viewing(getattr(ops, op)), context=context)
-        assert_equal(found, run_op(case, operands, viewing(getattr(ops.reference, op)), group=group))
+    operands = draw_own(case, group)
+    found = run_op(case, operands, viewing(getattr(ops, op)), context=context)
+    assert_equal(found, run_op(case, operands, viewing(getattr(ops.reference, op)), group=group))
 
 
 @pytest.mark.parametrize("op", OPS)
-@on_ranks(2)
-def test_layouts_of_the_output_gradient(group, device, op):
+@in_context(2)
+def test_layouts_of_the_output_gradient(group, context, op):
     case = Case(op=op, rows=12, batch=2)
-    operands = draw(case, group.rank(), group.size(), device)
-    ones = torch.ones((), device=device).expand(operands.grad_y.shape)  # what out.sum() sends back
-    with OverlapContext(group) as context:
-        for grad_y in (outer_swapped(operands.grad_y), every_second(operands.grad_y), ones):
-            assert not grad_y.is_contiguous()
-            operands.grad_y = grad_y
-            assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+    operands = draw_own(case, group)
+    ones = torch.ones((), device=context.device).expand(operands.grad_y.shape)  # what out.sum() sends back
+    for grad_y in (outer_swapped(operands.grad_y), every_second(operands.grad_y), ones):
+        assert not grad_y.is_contiguous()
+        operands.grad_y = grad_y
+        assert_equal(overlapped(case, operands, context), reference(case, operands, group))
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("config", [linear_config(), linear_config("ring", 2), linear_config(path="sequential")])
-@on_ranks(3)
-def test_operands_without_a_unit_stride(group, device, op, config):
+@in_context(3, "config")
+def test_operands_without_a_unit_stride(group, context, op):
     case = Case(op=op, rows=7)
     names = ("x", "weight", "bias")
 
@@ -123,26 +120,24 @@ def test_operands_without_a_unit_stride(group, device, op, config):
         y = call(*given, **where)
         return y, *torch.autograd.grad(y.square().sum(), leaves)
 
-    operands = draw(case, group.rank(), group.size(), device).copies()
+    operands = draw_own(case, group).copies()
     leaves = [operands.x, operands.weight, operands.bias]
     extra = {"total_rows": case.rows} if op == "all_gather_linear" else {}
-    with OverlapContext(group, config) as context:
-        for view, viewed in itertools.product((every_second, first_expanded), names):
-            found = gradients(leaves, view, viewed, getattr(ops, op), context=context, **extra)
-            expected = gradients(leaves, view, viewed, getattr(ops.reference, op), group=group, **extra)
-            for a, b in zip(found, expected, strict=True):
-                assert torch.equal(a, b), (view, viewed)
+    for view, viewed in itertools.product((every_second, first_expanded), names):
+        found = gradients(leaves, view, viewed, getattr(ops, op), context=context, **extra)
+        expected = gradients(leaves, view, viewed, getattr(ops.reference, op), group=group, **extra)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b), (view, viewed)
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("group_size", [1, 2, 3])
 @pytest.mark.parametrize("config", [linear_config(), linear_config("ring", 5), linear_config(path="sequential")])
-@on_ranks("group_size")
-def test_sizes_of_zero_and_one(group, device, op, group_size, config):
-    with OverlapContext(group, config) as context:
-        for sizes in ({"rows": 0}, {"rows": 3, "batch": 0}, {"rows": 3, "N": 0}, {"rows": 7, "K": 0}):
-            check_linear(Case(op=op, **sizes), group, context)
-        check_linear(Case(op=op, rows=3, batch=1, N=1, K=1), group, context)
+@in_context("group_size", "config")
+def test_sizes_of_zero_and_one(group, context, op):
+    for sizes in ({"rows": 0}, {"rows": 3, "batch": 0}, {"rows": 3, "N": 0}, {"rows": 7, "K": 0}):
+        check_linear(Case(op=op, **sizes), group, context)
+    check_linear(Case(op=op, rows=3, batch=1, N=1, K=1), group, context)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -178,14 +173,13 @@ def test_two_operations_interleaved_and_two_contexts_at_once(group, device):
 
 
 @pytest.mark.parametrize("op", OPS)
-@on_ranks(3)
-def test_a_hundred_runs_are_bit_identical(group, device, op):
+@in_context(3)
+def test_a_hundred_runs_are_bit_identical(group, context, op):
     case = Case(op=op, rows=10, exact=False, dtype=torch.float32, N=33, K=17)
-    operands = draw(case, group.rank(), group.size(), device)
-    with OverlapContext(group) as context:
-        first = overlapped(case, operands, context)
-        for _ in range(99):
-            assert_equal(overlapped(case, operands, context), first)
+    operands = draw_own(case, group)
+    first = overlapped(case, operands, context)
+    for _ in range(99):
+        assert_equal(overlapped(case, operands, context), first)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -202,46 +196,41 @@ def test_weight_gradient_added_into_a_wider_tensor(group, device, op):
     torch.testing.assert_close(main_grad, 3 + expected["weight.grad"].float(), atol=0, rtol=0)
 
 
-@on_ranks(2)
-def test_no_grad_forward_and_autocast(group, device):
+@in_context(2)
+def test_no_grad_forward_and_autocast(group, context):
     case = Case(op="all_gather_linear", rows=8)
-    operands = draw(case, group.rank(), group.size(), device)
-    with OverlapContext(group) as context:
-        with torch.no_grad():
-            y = ops.all_gather_linear(operands.x, operands.weight, context=context)
-        assert not y.requires_grad
-        leaves = operands.copies()
-        with torch.autocast("cpu", torch.bfloat16):
-            y = ops.all_gather_linear(leaves.x, leaves.weight, context=context)
-        assert y.dtype is torch.bfloat16
-        y.float().sum().backward()
-        assert leaves.weight.grad.dtype is torch.float32
-        with torch.autocast("cpu", torch.bfloat16):  # as everywhere in autocast, float64 stays
-            y = ops.all_gather_linear(operands.x.double(), operands.weight.double(), context=context)
-        assert y.dtype is torch.float64
+    operands = draw_own(case, group)
+    with torch.no_grad():
+        y = ops.all_gather_linear(operands.x, operands.weight, context=context)
+    assert not y.requires_grad
+    leaves = operands.copies()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ops.all_gather_linear(leaves.x, leaves.weight, context=context)
+    assert y.dtype is torch.bfloat16
+    y.float().sum().backward()
+    assert leaves.weight.grad.dtype is torch.float32
+    with torch.autocast("cpu", torch.bfloat16):  # as everywhere in autocast, float64 stays
+        y = ops.all_gather_linear(operands.x.double(), operands.weight.double(), context=context)
+    assert y.dtype is torch.float64
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("low", ["x", "nothing"])
-@on_ranks(2)
-def test_autocast_casts_the_bias_as_well(group, device, op, low):
+@in_context(2)
+def test_autocast_casts_the_bias_as_well(group, context, op, low):
     """Fails without the cast in the reference, whose result was as wide as its bias."""
     case = Case(op=op, rows=8)
-    with OverlapContext(group) as context:
-        results = []
-        for call, where in (
-            (getattr(ops, op), {"context": context}),
-            (getattr(ops.reference, op), {"group": group}),
-        ):
-            operands = draw(case, group.rank(), group.size(), device)
-            if low == "x":
-                operands.x = operands.x.bfloat16()
-            leaves = operands.copies()
-            with torch.autocast("cpu", torch.bfloat16):
-                y = call(leaves.x, leaves.weight, leaves.bias, **where)
-                expected = torch.nn.functional.linear(leaves.x, leaves.weight, leaves.bias)
-            assert y.dtype is expected.dtype is torch.bfloat16
-            y.backward(operands.grad_y.to(y.dtype))
-            results.append({"y": y.detach()} | {name: getattr(leaves, name).grad for name in ("x", "weight", "bias")})
-        assert_equal(*results)
-        assert results[0]["weight"].dtype is results[0]["bias"].dtype is torch.float32
+    results = []
+    for call, where in ((getattr(ops, op), {"context": context}), (getattr(ops.reference, op), {"group": group})):
+        operands = draw_own(case, group)
+        if low == "x":
+            operands.x = operands.x.bfloat16()
+        leaves = operands.copies()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = call(leaves.x, leaves.weight, leaves.bias, **where)
+            expected = torch.nn.functional.linear(leaves.x, leaves.weight, leaves.bias)
+        assert y.dtype is expected.dtype is torch.bfloat16
+        y.backward(operands.grad_y.to(y.dtype))
+        results.append({"y": y.detach()} | {name: getattr(leaves, name).grad for name in ("x", "weight", "bias")})
+    assert_equal(*results)
+    assert results[0]["weight"].dtype is results[0]["bias"].dtype is torch.float32

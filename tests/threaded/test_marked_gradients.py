@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from commfuse_megatron import OverlapConfig, OverlapContext, ops
-from tests.harness import run_threads
-from tests.harness.emulated_gpu import emulate_copy_engine, take_part
+from commfuse_megatron import OverlapConfig, ops
+from tests.harness.contexts import in_context
 
 
 def linear(op, **options):
@@ -41,10 +40,7 @@ CALLS = {
     "embedding": (embedding, lambda: [torch.randn(9, 16)]),
 }
 #: What is told of a gradient by a mark.
-MARKS = {
-    "negated": lambda grad: torch._neg_view(-grad),
-    "zero": lambda grad: torch._efficientzerotensor(grad.shape),
-}
+MARKS = {"negated": lambda grad: torch._neg_view(-grad), "zero": lambda grad: torch._efficientzerotensor(grad.shape)}
 
 
 def config(path: str) -> OverlapConfig:
@@ -54,46 +50,36 @@ def config(path: str) -> OverlapConfig:
     return OverlapConfig.from_dict({"linear": passes, "attention": attention, "ulysses": split})
 
 
+def drawn(name):
+    """Operands of a call, and those of them that get gradients."""
+    operands = [each.requires_grad_() for each in CALLS[name][1]()]
+    return operands, [each for each in operands if name != "ulysses" or each.dim() == 4]
+
+
 @pytest.mark.parametrize("mark", MARKS)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(("path", "is_emulated"), [("sliced", False), ("sliced", True), ("sequential", False)])
-def test_what_a_mark_says_of_a_gradient_counts(path, is_emulated, name, mark, monkeypatch):
+@in_context(2, config, over_copies="is_emulated")
+def test_what_a_mark_says_of_a_gradient_counts(group, context, name, mark):
     """Fails without the fix: what lay in memory was sent and multiplied, with the other sign or from address 0."""
-    if is_emulated:
-        emulate_copy_engine(monkeypatch)
-    call, draw = CALLS[name]
-
-    def body(group, device):
-        with take_part(group), OverlapContext(group, config(path)) as context:
-            operands = [each.requires_grad_() for each in draw()]
-            y = call(*operands, context=context)
-            results = y if isinstance(y, tuple) else (y,)
-            needed = [each for each in operands if name != "ulysses" or each.dim() == 4]
-            grads = [torch.zeros_like(each) if mark == "zero" else torch.randn_like(each) for each in results]
-            expected = torch.autograd.grad(results, needed, grads, retain_graph=True)
-            found = torch.autograd.grad(results, needed, [MARKS[mark](grad) for grad in grads])
-            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-            assert any(each.any() for each in expected) == (mark != "zero")
-
-    run_threads(2, body)
+    operands, needed = drawn(name)
+    y = CALLS[name][0](*operands, context=context)
+    results = y if isinstance(y, tuple) else (y,)
+    grads = [torch.zeros_like(each) if mark == "zero" else torch.randn_like(each) for each in results]
+    expected = torch.autograd.grad(results, needed, grads, retain_graph=True)
+    found = torch.autograd.grad(results, needed, [MARKS[mark](grad) for grad in grads])
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert any(each.any() for each in expected) == (mark != "zero")
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_hooks_give_back_may_be_marked(name, monkeypatch):
+@in_context(2, config("sliced"), over_copies=True)
+def test_what_hooks_give_back_may_be_marked(group, context, name):
     """Fails without the fix, as above."""
-    emulate_copy_engine(monkeypatch)
-    call, draw = CALLS[name]
-
-    def body(group, device):
-        with take_part(group), OverlapContext(group, config("sliced")) as context:
-            operands = [each.requires_grad_() for each in draw()]
-            found = []
-            for back in (lambda each: each, lambda each: torch._neg_view(-each) if each.is_floating_point() else each):
-                with torch.autograd.graph.saved_tensors_hooks(lambda each: each.detach(), back):
-                    y = call(*operands, context=context)
-                y = y[0] if isinstance(y, tuple) else y
-                needed = [each for each in operands if name != "ulysses" or each.dim() == 4]
-                found.append(torch.autograd.grad(y, needed, torch.ones_like(y)))
-            assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-    run_threads(2, body)
+    (operands, needed), found = drawn(name), []
+    for back in (lambda each: each, lambda each: torch._neg_view(-each) if each.is_floating_point() else each):
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: each.detach(), back):
+            y = CALLS[name][0](*operands, context=context)
+        y = y[0] if isinstance(y, tuple) else y
+        found.append(torch.autograd.grad(y, needed, torch.ones_like(y)))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -4,65 +4,51 @@ import pytest
 import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
-from commfuse_megatron.errors import ShapeError
 from commfuse_megatron.ops import WeightGradTarget
 from commfuse_megatron.ops.arguments import with_unit_stride
 from tests.harness import on_ranks
-from tests.harness.emulated_gpu import on_copy_engine
-from tests.harness.linear_cases import OPS, Case, assert_equal, draw, overlapped, reference
+from tests.harness.contexts import in_context
+from tests.harness.linear_cases import OPS, Case, assert_equal, draw_own, overlapped, reference
 
 from tests.threaded.test_copy_engine_emulated import config_for  # isort: skip
 
 
 @pytest.mark.parametrize("op", OPS)
-@on_ranks(2)
-def test_training_follows_a_first_call_in_inference_mode(group, device, op):
-    with OverlapContext(group, OverlapConfig()) as context:
-        for rows in (8, 16):
-            case = Case(op=op, rows=rows, N=8, K=8)
-            operands = draw(case, group.rank(), group.size(), device)
-            leaves = operands.copies()
-            with torch.inference_mode():
-                getattr(ops, op)(leaves.x, leaves.weight, context=context)
-            assert_equal(overlapped(case, operands, context), reference(case, operands, group))
-
-
-@on_ranks(2)
-def test_the_embedding_trains_after_inference_mode(group, device):
-    with OverlapContext(group, OverlapConfig()) as context:
-        ids, weight = torch.arange(8).view(2, 4), torch.randn(4, 6, requires_grad=True)
-        first = 4 * group.rank()
+@in_context(2, OverlapConfig())
+def test_training_follows_a_first_call_in_inference_mode(group, context, op):
+    for rows in (8, 16):
+        case = Case(op=op, rows=rows, N=8, K=8)
+        operands = draw_own(case, group)
+        leaves = operands.copies()
         with torch.inference_mode():
-            ops.embedding_reduce_scatter(ids, weight, first, context=context)
-        ops.embedding_reduce_scatter(ids, weight, first, context=context).sum().backward()
-        assert torch.equal(weight.grad, torch.ones_like(weight))
+            getattr(ops, op)(leaves.x, leaves.weight, context=context)
+        assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+
+
+@in_context(2, OverlapConfig())
+def test_the_embedding_trains_after_inference_mode(group, context):
+    ids, weight = torch.arange(8).view(2, 4), torch.randn(4, 6, requires_grad=True)
+    first = 4 * group.rank()
+    with torch.inference_mode():
+        ops.embedding_reduce_scatter(ids, weight, first, context=context)
+    ops.embedding_reduce_scatter(ids, weight, first, context=context).sum().backward()
+    assert torch.equal(weight.grad, torch.ones_like(weight))
 
 
 @pytest.mark.parametrize("op", OPS)
-@on_copy_engine(2)
-def test_one_tape_does_not_serve_gradients_of_another_layout(group, device, op):
-    with OverlapContext(group, config_for("sliced", "direct", 1)) as context:
-        case = Case(op=op, rows=16, N=8, K=8, has_bias=False)
-        operands = draw(case, group.rank(), group.size(), device)
-        expected = reference(case, operands, group)["weight.grad"]
-        whole = torch.zeros(8, 16)
-        for target in (torch.zeros(8, 8), torch.zeros(8, 8).t(), whole[:, 4:12]):
-            leaves = operands.copies()
-            added = WeightGradTarget(target, lambda: None)
-            getattr(ops, op)(leaves.x, leaves.weight, context=context, weight_grad=added).backward(operands.grad_y)
-            assert torch.equal(target, expected.to(target.dtype))
-        assert not whole[:, :4].any()
-        assert not whole[:, 12:].any()
-
-
-@pytest.mark.parametrize("op", OPS)
-@on_ranks(2)
-def test_a_gradient_of_another_shape_is_refused_before_it_sends(group, device, op):
-    with OverlapContext(group, OverlapConfig()) as context:
-        leaves = draw(Case(op=op, rows=16, N=8, K=8), group.rank(), group.size(), device).copies()
-        target = WeightGradTarget(torch.zeros(4, 8), lambda: None)
-        with pytest.raises(ShapeError, match=r"weight_grad.accumulate is \[4, 8\]"):
-            getattr(ops, op)(leaves.x, leaves.weight, context=context, weight_grad=target)
+@in_context(2, config_for("sliced", "direct", 1), over_copies=True)
+def test_one_tape_does_not_serve_gradients_of_another_layout(group, context, op):
+    case = Case(op=op, rows=16, N=8, K=8, has_bias=False)
+    operands = draw_own(case, group)
+    expected = reference(case, operands, group)["weight.grad"]
+    whole = torch.zeros(8, 16)
+    for target in (torch.zeros(8, 8), torch.zeros(8, 8).t(), whole[:, 4:12]):
+        leaves = operands.copies()
+        added = WeightGradTarget(target, lambda: None)
+        getattr(ops, op)(leaves.x, leaves.weight, context=context, weight_grad=added).backward(operands.grad_y)
+        assert torch.equal(target, expected.to(target.dtype))
+    assert not whole[:, :4].any()
+    assert not whole[:, 12:].any()
 
 
 @pytest.mark.parametrize(("weight", "is_copied"), [

@@ -15,6 +15,7 @@ from commfuse_megatron.errors import ShapeError, UnsupportedError
 from commfuse_megatron.ops.attention_arguments import draw_dropout
 from commfuse_megatron.problem import AttentionProblem, RowRange, shard_range
 from tests.harness import on_ranks, run_threads
+from tests.harness.contexts import in_context
 
 LIMIT = 1e-12  # fp64: rounding is some 1e-15, a wrong or missing split errs by order 1
 NAMES = ("q", "k", "v", "out_weight", "out_bias")
@@ -81,12 +82,20 @@ def assert_close(found, expected, limit: float = LIMIT) -> None:
         assert error <= limit, (name, error)
 
 
-def check(case: Case, group, context: OverlapContext, view=None) -> dict[str, torch.Tensor | None]:
-    operands, grad_y = draw(case, group.rank(), group.size())
-    found = run(operands, grad_y, ops.query_split_attention, view, context=context, **case.keywords)
-    expected = run(operands, grad_y, ops.reference.query_split_attention, view, group=group, **case.keywords)
-    assert_close(found, expected)
-    return found
+def draw_own(case: Case, group):
+    return draw(case, group.rank(), group.size())
+
+
+def compare(operands, grad_y, group, context: OverlapContext, view=None, limit: float = LIMIT, **keywords):
+    """What the operation and the reference give, which is the same."""
+    found = run(operands, grad_y, ops.query_split_attention, view, context=context, **keywords)
+    expected = run(operands, grad_y, ops.reference.query_split_attention, view, group=group, **keywords)
+    assert_close(found, expected, limit)
+    return found, expected
+
+
+def check(case: Case, group, context: OverlapContext, view=None, limit: float = LIMIT) -> None:
+    compare(*draw_own(case, group), group, context, view, limit, **case.keywords)
 
 
 MASKS = {
@@ -99,52 +108,40 @@ MASKS = {
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4])
 @pytest.mark.parametrize(("m", "backward"), [(1, "query_split"), (3, "query_split"), (3, "row_parallel")])
-def test_forward_and_every_gradient_equal_the_reference(group_size, m, backward):
-    def body(group, device):
-        with OverlapContext(group, attention_config(m=m, backward=backward)) as context:
-            for keywords, kv_heads in zip(MASKS.values(), itertools.cycle((4, 2, 1)), strict=False):
-                rows = 4 * group_size * m if kv_heads == 4 else 13
-                check(Case(rows=rows, kv_heads=kv_heads, keywords=keywords, seed=rows), group, context)
-            return [record for record in context.report() if record.op == "query_split_attention"]
-
-    for records in run_threads(group_size, body):
-        paths = {(record.pass_name, record.path) for record in records}
-        forward, after = ("query_split", backward) if group_size > 1 else ("local", "local")
-        assert paths == {("fprop", forward), ("backward", after)}
-        assert all(record.calls and record.attention == "math" for record in records)
-        for record in records:
-            assert record.chunks_per_shard == (m if record.path == "query_split" else 1)
+@in_context("group_size", lambda m, backward: attention_config(m=m, backward=backward))
+def test_forward_and_every_gradient_equal_the_reference(group, context, group_size, m, backward):
+    for keywords, kv_heads in zip(MASKS.values(), itertools.cycle((4, 2, 1)), strict=False):
+        rows = 4 * group_size * m if kv_heads == 4 else 13
+        check(Case(rows=rows, kv_heads=kv_heads, keywords=keywords, seed=rows), group, context)
+    records = [record for record in context.report() if record.op == "query_split_attention"]
+    paths = {(record.pass_name, record.path) for record in records}
+    forward, after = ("query_split", backward) if group_size > 1 else ("local", "local")
+    assert paths == {("fprop", forward), ("backward", after)}
+    assert all(record.calls and record.attention == "math" for record in records)
+    for record in records:
+        assert record.chunks_per_shard == (m if record.path == "query_split" else 1)
 
 
 @pytest.mark.parametrize("path", ["row_parallel", "sequential", "auto"])
-def test_other_paths_equal_the_reference_and_are_reported(path):
-    def body(group, device):
-        with OverlapContext(group, attention_config(path)) as context:
-            for rows, keywords in itertools.product((12, 7, 2, 1), MASKS.values()):
-                check(Case(rows=rows, keywords=keywords), group, context)
-            return context.report()
-
-    for records in run_threads(3, body):
-        of_attention = [record for record in records if record.op == "query_split_attention"]
-        assert {record.path for record in of_attention} == {"row_parallel" if path == "auto" else path}
-        assert any("default on the CPU" in r.reason for r in of_attention) == (path == "auto")
-        of_projection = {record.path for record in records if record.op == "linear_reduce_scatter"}
-        assert of_projection == (set() if path == "sequential" else {"sliced"})
+@in_context(3, lambda path: attention_config(path))
+def test_other_paths_equal_the_reference_and_are_reported(group, context, path):
+    for rows, keywords in itertools.product((12, 7, 2, 1), MASKS.values()):
+        check(Case(rows=rows, keywords=keywords), group, context)
+    records = context.report()
+    of_attention = [record for record in records if record.op == "query_split_attention"]
+    assert {record.path for record in of_attention} == {"row_parallel" if path == "auto" else path}
+    assert any("default on the CPU" in r.reason for r in of_attention) == (path == "auto")
+    of_projection = {record.path for record in records if record.op == "linear_reduce_scatter"}
+    assert of_projection == (set() if path == "sequential" else {"sliced"})
 
 
 @pytest.mark.parametrize(("m", "backward"), [(1, "query_split"), (4, "query_split"), (4, "row_parallel")])
-@on_ranks(3)
-def test_sizes_of_zero_and_one(group, device, m, backward):
-    with OverlapContext(group, attention_config(m=m, backward=backward)) as context:
-        for sizes in ({"rows": 0}, {"rows": 1}, {"rows": 2}, {"batch": 0}, {"N": 0}, {"head_dim": 1}):
-            check(Case(**sizes), group, context)
-        check(Case(rows=3, batch=1, heads=1, kv_heads=1, head_dim=1, value_dim=1, N=1), group, context)
-
-
-@on_ranks(2)
-def test_values_of_another_size_than_keys(group, device):
-    with OverlapContext(group, attention_config()) as context:
-        check(Case(head_dim=8, value_dim=3, kv_heads=2), group, context)
+@in_context(3, lambda m, backward: attention_config(m=m, backward=backward))
+def test_sizes_of_zero_and_one(group, context):
+    for sizes in ({"rows": 0}, {"rows": 1}, {"rows": 2}, {"batch": 0}, {"N": 0}, {"head_dim": 1}):
+        check(Case(**sizes), group, context)
+    check(Case(head_dim=8, value_dim=3, kv_heads=2), group, context)  # values of another size than keys
+    check(Case(rows=3, batch=1, heads=1, kv_heads=1, head_dim=1, value_dim=1, N=1), group, context)
 
 
 def outer_swapped(tensor):
@@ -159,60 +156,50 @@ def first_expanded(tensor):
     return tensor[..., :1].expand(tensor.shape)
 
 
-@on_ranks(2)
-def test_operands_that_are_not_contiguous(group, device):
-    with OverlapContext(group, attention_config(m=2)) as context:
-        for view in (outer_swapped, every_second, first_expanded):
-            check(Case(kv_heads=2), group, context, view)
+@pytest.mark.parametrize("view", [outer_swapped, every_second, first_expanded])
+@in_context(2, attention_config(m=2))
+def test_operands_that_are_not_contiguous(group, context, view):
+    check(Case(kv_heads=2), group, context, view)
 
 
-@on_ranks(2)
-def test_an_output_gradient_that_is_not_contiguous(group, device):
-    operands, grad_y = draw(Case(), group.rank(), group.size())
+@in_context(2, attention_config())
+def test_an_output_gradient_that_is_not_contiguous(group, context):
+    operands, grad_y = draw_own(Case(), group)
     ones = torch.ones((), dtype=grad_y.dtype).expand(grad_y.shape)  # what out.sum() sends back
-    with OverlapContext(group, attention_config()) as context:
-        for grad in (outer_swapped(grad_y), ones):
-            found = run(operands, grad, ops.query_split_attention, context=context)
-            assert_close(found, run(operands, grad, ops.reference.query_split_attention, group=group))
+    for grad in (outer_swapped(grad_y), ones):
+        compare(operands, grad, group, context)
 
 
-@on_ranks(2)
-def test_exact_results_where_every_sum_is(group, device):
+@in_context(2, attention_config(m=2))
+def test_exact_results_where_every_sum_is(group, context):
     """Scores of zero make every softmax a mean over a power of two of keys: all sums are exact, in any order."""
-    rows = 8
     generator = torch.Generator().manual_seed(group.rank())
     draw_integers = lambda *shape: torch.randint(-2, 3, shape, generator=generator).double()  # noqa: E731
     operands = {
-        "q": torch.zeros(rows, 2, 2, 3, dtype=torch.float64), "k": draw_integers(rows, 2, 2, 3),
-        "v": draw_integers(rows, 2, 2, 3), "out_weight": draw_integers(5, 6), "out_bias": draw_integers(5),
+        "q": torch.zeros(8, 2, 2, 3, dtype=torch.float64), "k": draw_integers(8, 2, 2, 3),
+        "v": draw_integers(8, 2, 2, 3), "out_weight": draw_integers(5, 6), "out_bias": draw_integers(5),
     }  # fmt: skip
-    grad_y = draw_integers(shard_range(rows, group.size(), group.rank()).size, 2, 5)
-    with OverlapContext(group, attention_config(m=2)) as context:
-        found = run(operands, grad_y, ops.query_split_attention, causal=False, scale=1.0, context=context)
-    expected = run(operands, grad_y, ops.reference.query_split_attention, causal=False, scale=1.0, group=group)
+    grad_y = draw_integers(4, 2, 5)
+    found, expected = compare(operands, grad_y, group, context, limit=1e-14, causal=False, scale=1.0)
     for name in ("y", "out_weight.grad", "out_bias.grad", "v.grad"):
         torch.testing.assert_close(found[name], expected[name], atol=1e-14, rtol=1e-14)
-    assert_close(found, expected, 1e-14)
 
 
-def test_random_masks():
-    def body(group, device):
-        with OverlapContext(group, attention_config(m=2)) as context:
-            for seed, (batches, heads) in enumerate([(1, 1), (2, 1), (1, 4), (2, 4)]):
-                generator = torch.Generator().manual_seed(seed)
-                mask = torch.rand(batches, heads, 13, 13, generator=generator) < 0.5
-                mask[..., 5, :] = True  # a query that sees nothing: the mean of all values, as in Megatron
-                check(Case(rows=13, kv_heads=2, keywords={"mask": mask, "causal": False}), group, context)
-            return {record.path for record in context.report()}
-
-    assert run_threads(3, body) == [{"query_split"}] * 3
+@in_context(3, attention_config(m=2))
+def test_random_masks(group, context):
+    for seed, (batches, heads) in enumerate([(1, 1), (2, 1), (1, 4), (2, 4)]):
+        generator = torch.Generator().manual_seed(seed)
+        mask = torch.rand(batches, heads, 13, 13, generator=generator) < 0.5
+        mask[..., 5, :] = True  # a query that sees nothing: the mean of all values, as in Megatron
+        check(Case(rows=13, kv_heads=2, keywords={"mask": mask, "causal": False}), group, context)
+    assert {record.path for record in context.report()} == {"query_split"}
 
 
 @pytest.mark.parametrize("frozen", [("q", "k", "v"), ("out_weight",), ("k",), ("q", "k", "v", "out_weight")])
 @pytest.mark.parametrize("path", ["query_split", "row_parallel"])
 @on_ranks(3)
 def test_frozen_operands_get_no_gradient_and_the_others_theirs(group, device, frozen, path):
-    operands, grad_y = draw(Case(rows=9), group.rank(), group.size())
+    operands, grad_y = draw_own(Case(rows=9), group)
     results = []
     with OverlapContext(group, attention_config(path)) as context:
         for call, where in (
@@ -228,43 +215,40 @@ def test_frozen_operands_get_no_gradient_and_the_others_theirs(group, device, fr
 
 @on_ranks(3)
 def test_interleaved_with_a_linear_and_with_another_context(group, device):
-    operands, grad_y = draw(Case(), group.rank(), group.size())
+    operands, grad_y = draw_own(Case(), group)
     weight = torch.randn(6, 5, generator=torch.Generator().manual_seed(group.rank()), dtype=torch.float64)
     x = torch.randn(12, 2, 5, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     expected = run(operands, grad_y, ops.reference.query_split_attention, group=group)
     linear = ops.reference.linear_reduce_scatter(x, weight, group=group)
     with OverlapContext(group, attention_config()) as first, OverlapContext(group, attention_config(m=3)) as second:
         for contexts in ((first, first), (first, second), (second, first)):
-            leaves = [t.clone().requires_grad_() for t in operands.values()]
-            y = ops.query_split_attention(*leaves, context=contexts[0])
-            found = ops.linear_reduce_scatter(x, weight, context=contexts[1])
-            y.backward(grad_y)
-            torch.testing.assert_close(found, linear, atol=LIMIT, rtol=LIMIT)
-            found = {"y": y.detach(), **{f"{n}.grad": t.grad for n, t in zip(NAMES, leaves, strict=True)}}
-            assert_close(found, expected)
+            found = []
+
+            def call(*leaves, contexts=contexts, found=found):
+                y = ops.query_split_attention(*leaves, context=contexts[0])
+                found.append(ops.linear_reduce_scatter(x, weight, context=contexts[1]))
+                return y
+
+            assert_close(run(operands, grad_y, call), expected)
+            torch.testing.assert_close(found[0], linear, atol=LIMIT, rtol=LIMIT)
 
 
-@on_ranks(3)
-def test_a_hundred_runs_are_bit_identical(group, device):
-    operands, grad_y = draw(Case(rows=10, dtype=torch.float32), group.rank(), group.size())
-    with OverlapContext(group, attention_config()) as context:
-        first = run(operands, grad_y, ops.query_split_attention, context=context)
-        for _ in range(99):
-            again = run(operands, grad_y, ops.query_split_attention, context=context)
-            assert all(torch.equal(again[name], first[name]) for name in first)
+@in_context(3, attention_config())
+def test_a_hundred_runs_are_bit_identical(group, context):
+    operands, grad_y = draw_own(Case(rows=10, dtype=torch.float32), group)
+    first, *others = (run(operands, grad_y, ops.query_split_attention, context=context) for _ in range(100))
+    assert all(torch.equal(again[name], first[name]) for again in others for name in first)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("path", ["query_split", "row_parallel"])
-@on_ranks(4)
-def test_narrow_dtypes_err_no_more_than_the_reference(group, device, dtype, path):
-    case = Case(rows=24, kv_heads=2, dtype=dtype)
-    operands, grad_y = draw(case, group.rank(), group.size())
+@in_context(4, lambda path: attention_config(path))
+def test_narrow_dtypes_err_no_more_than_the_reference(group, context, dtype):
+    operands, grad_y = draw_own(Case(rows=24, kv_heads=2, dtype=dtype), group)
     wide = {name: t.double() for name, t in operands.items()}
     oracle = run(wide, grad_y.double(), ops.reference.query_split_attention, group=group)
     stock = run(operands, grad_y, ops.reference.query_split_attention, group=group)
-    with OverlapContext(group, attention_config(path)) as context:
-        ours = run(operands, grad_y, ops.query_split_attention, context=context)
+    ours = run(operands, grad_y, ops.query_split_attention, context=context)
     for name, exact in oracle.items():
         scale = exact.abs().max()
         error, stock_error = (((t[name].double() - exact).abs().max() / scale).item() for t in (ours, stock))
@@ -273,82 +257,73 @@ def test_narrow_dtypes_err_no_more_than_the_reference(group, device, dtype, path
         assert error <= 2 * stock_error + 16 * torch.finfo(dtype).eps, (name, error, stock_error)
 
 
-@on_ranks(2)
-def test_weight_gradient_added_into_a_wider_tensor(group, device):
-    operands, grad_y = draw(Case(dtype=torch.float32), group.rank(), group.size())
+@in_context(2, attention_config())
+def test_weight_gradient_added_into_a_wider_tensor(group, context):
+    operands, grad_y = draw_own(Case(dtype=torch.float32), group)
     main_grad = torch.full(operands["out_weight"].shape, 3.0, dtype=torch.float64)
     target = ops.WeightGradTarget(main_grad, lambda: None)
-    with OverlapContext(group, attention_config()) as context:
-        found = run(operands, grad_y, ops.query_split_attention, context=context, weight_grad=target)
+    found = run(operands, grad_y, ops.query_split_attention, context=context, weight_grad=target)
     expected = run(operands, grad_y, ops.reference.query_split_attention, group=group)
     assert found["out_weight.grad"] is None
     torch.testing.assert_close(main_grad - 3, expected["out_weight.grad"].double(), atol=1e-5, rtol=1e-5)
 
 
-def test_no_grad_and_autocast():
-    def body(group, device):
-        operands, grad_y = draw(Case(dtype=torch.float32), group.rank(), group.size())
-        with OverlapContext(group, attention_config()) as context:
-            with torch.no_grad():
-                y = ops.query_split_attention(*operands.values(), context=context)
-            expected = ops.reference.query_split_attention(*operands.values(), group=group)
-            torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
-            leaves = [t.clone().requires_grad_() for t in operands.values()]
-            with torch.autocast("cpu", torch.bfloat16):
-                y = ops.query_split_attention(*leaves, context=context)
-            assert y.dtype is torch.bfloat16
-            y.backward(grad_y.bfloat16())
-            assert all(leaf.grad.dtype is torch.float32 for leaf in leaves)
-            return [(record.pass_name, record.calls) for record in context.report()]
+@in_context(2, attention_config())
+def test_no_grad_and_autocast(group, context):
+    operands, grad_y = draw_own(Case(dtype=torch.float32), group)
+    with torch.no_grad():
+        y = ops.query_split_attention(*operands.values(), context=context)
+    expected = ops.reference.query_split_attention(*operands.values(), group=group)
+    torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
+    leaves = [t.clone().requires_grad_() for t in operands.values()]
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ops.query_split_attention(*leaves, context=context)
+    assert y.dtype is torch.bfloat16
+    y.backward(grad_y.bfloat16())
+    assert all(leaf.grad.dtype is torch.float32 for leaf in leaves)
+    assert [(record.pass_name, record.calls) for record in context.report()] == [
+        ("fprop", 1),
+        ("fprop", 1),
+        ("backward", 1),
+    ]
 
-    assert run_threads(2, body) == [[("fprop", 1), ("fprop", 1), ("backward", 1)]] * 2
+
+def seeded(seed, operands, grad_y, context, **keywords):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return run(operands, grad_y, ops.query_split_attention, context=context, **keywords)
 
 
 @pytest.mark.parametrize("path", ["query_split", "row_parallel"])
-@on_ranks(1)
-def test_dropout_is_repeated_from_the_same_state(group, device, path):
-    def attend(operands, grad_y, context, seed):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return run(operands, grad_y, ops.query_split_attention, context=context, dropout=0.4, causal=False)
-
-    operands, grad_y = draw(Case(rows=16, batch=1, heads=2, kv_heads=2), group.rank(), group.size())
-    with OverlapContext(group, attention_config(path)) as context:
-        first = attend(operands, grad_y, context, 3)
-        again = attend(operands, grad_y, context, 3)
-        other = attend(operands, grad_y, context, 4)
+@in_context(1, lambda path: attention_config(path))
+def test_dropout_is_repeated_from_the_same_state(group, context):
+    given = draw_own(Case(rows=16, batch=1, heads=2, kv_heads=2), group)
+    first, again, other = (seeded(seed, *given, context, dropout=0.4, causal=False) for seed in (3, 3, 4))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["y"], other["y"])
 
 
 @pytest.mark.parametrize("path", ["query_split", "row_parallel"])
-def test_dropout_does_not_depend_on_the_default_dtype(path):
+@in_context(2, lambda path: attention_config(path))
+def test_dropout_does_not_depend_on_the_default_dtype(group, context):
     """The mask was drawn in the default dtype: of another one in the backward pass it was another mask. y is linear in
     v, so <dv, v> over all ranks is <dy, y>."""
-
-    def body(group, device):
-        operands, grad_y = draw(Case(), group.rank(), group.size())
-        v = operands["v"].requires_grad_()
-        with OverlapContext(group, attention_config(path)) as context:
-            group.barrier().wait()
-            if group.rank() == 0:  # of the process, so of all threads
-                torch.set_default_dtype(torch.bfloat16)
-            group.barrier().wait()
-            try:
-                y = ops.query_split_attention(*operands.values(), causal=False, dropout=0.3, context=context)
-                group.barrier().wait()
-            finally:
-                torch.set_default_dtype(torch.float32)
-            group.barrier().wait()
-            y.backward(grad_y)
-        bias = operands.get("out_bias")
-        without_bias = y if bias is None else y - bias
-        pair = torch.stack([(v.grad * v).sum(), (grad_y * without_bias).sum()]).detach()
-        group.allreduce([pair]).wait()
-        return pair
-
-    found, expected = run_threads(2, body)[0]
-    assert found == pytest.approx(expected)
+    operands, grad_y = draw_own(Case(has_bias=False), group)
+    v = operands["v"].requires_grad_()
+    group.barrier().wait()
+    if group.rank() == 0:  # of the process, so of all threads
+        torch.set_default_dtype(torch.bfloat16)
+    group.barrier().wait()
+    try:
+        y = ops.query_split_attention(*operands.values(), causal=False, dropout=0.3, context=context)
+        group.barrier().wait()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    group.barrier().wait()
+    y.backward(grad_y)
+    pair = torch.stack([(v.grad * v).sum(), (grad_y * y).sum()]).detach()
+    group.allreduce([pair]).wait()
+    assert pair[0] == pytest.approx(pair[1])
 
 
 def test_dropout_differs_between_groups_of_one_state():
@@ -388,31 +363,27 @@ def test_dropout_differs_between_ranks_and_splits():
     assert not torch.equal(y[:32], y[32:])
 
 
-@on_ranks(1)
-def test_gradients_under_dropout_are_those_of_the_forward_pass(group, device):
+@in_context(1, attention_config(m=2))
+def test_gradients_under_dropout_are_those_of_the_forward_pass(group, context):
     """By finite differences along a random direction: with another mask in backward they differ by order 1."""
-    operands, grad_y = draw(Case(rows=8, batch=1, heads=2, kv_heads=1), group.rank(), group.size())
-    names = ("q", "k", "v")
+    operands, grad_y = draw_own(Case(rows=8, batch=1, heads=2, kv_heads=1), group)
+    names, step = ("q", "k", "v"), 1e-6
     generator = torch.Generator().manual_seed(5)
     direction = {n: torch.randn(operands[n].shape, generator=generator, dtype=torch.float64) for n in names}
 
     def attend(step):
         moved = {n: t + step * direction[n] if n in names else t for n, t in operands.items()}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(11)
-            return run(moved, grad_y, ops.query_split_attention, context=context, dropout=0.5)
+        return seeded(11, moved, grad_y, context, dropout=0.5)
 
-    with OverlapContext(group, attention_config(m=2)) as context:
-        gradients = attend(0.0)
-        step = 1e-6
-        change = ((attend(step)["y"] - attend(-step)["y"]) * grad_y).sum() / (2 * step)
+    gradients = attend(0.0)
+    change = ((attend(step)["y"] - attend(-step)["y"]) * grad_y).sum() / (2 * step)
     slope = sum((gradients[f"{n}.grad"] * direction[n]).sum() for n in names)
     torch.testing.assert_close(slope, change, rtol=1e-6, atol=1e-6)
 
 
-@on_ranks(2)
-def test_complaints_reach_every_rank_and_leave_the_context(group, device):
-    operands, _ = draw(Case(), group.rank(), group.size())
+@in_context(2, attention_config())
+def test_complaints_reach_every_rank_and_leave_the_context(group, context):
+    operands, _ = draw_own(Case(), group)
     q, k, v, weight, _ = operands.values()
     wrong = {
         "positive multiple": (q[:, :, :3], k[:, :, :2], v[:, :, :2], weight),
@@ -421,19 +392,18 @@ def test_complaints_reach_every_rank_and_leave_the_context(group, device):
         "one dtype": (q, k, v.float(), weight),
         "4 heads": (q, k, v, weight.new_zeros(3, 5)),
     }
-    with OverlapContext(group, attention_config()) as context:
-        for words, arguments in wrong.items():
-            with pytest.raises(ShapeError, match=words if group.rank() == 0 else None):
-                ops.query_split_attention(*(arguments if group.rank() == 0 else (q, k, v, weight)), context=context)
-        mask = torch.zeros(1, 1, 12, 12, dtype=torch.bool)
-        with pytest.raises(ShapeError, match="exclude"):
-            ops.query_split_attention(q, k, v, weight, window=(1, 1), mask=mask, context=context)
-        check(Case(), group, context)
+    for words, arguments in wrong.items():
+        with pytest.raises(ShapeError, match=words if group.rank() == 0 else None):
+            ops.query_split_attention(*(arguments if group.rank() == 0 else (q, k, v, weight)), context=context)
+    mask = torch.zeros(1, 1, 12, 12, dtype=torch.bool)
+    with pytest.raises(ShapeError, match="exclude"):
+        ops.query_split_attention(q, k, v, weight, window=(1, 1), mask=mask, context=context)
+    check(Case(), group, context)
 
 
 @on_ranks(2)
 def test_different_problems_raise_on_all_and_fail_the_context(group, device):
-    operands, _ = draw(Case(), group.rank(), group.size())
+    operands, _ = draw_own(Case(), group)
     q, k, v, weight, _ = operands.values()
     context = OverlapContext(group, attention_config())
     with pytest.raises(ShapeError, match="do not agree"):
@@ -444,7 +414,7 @@ def test_different_problems_raise_on_all_and_fail_the_context(group, device):
 @on_ranks(2)
 def test_a_kernel_that_cannot_is_refused(group, device):
     config = OverlapConfig(attention=AttentionConfig(path="query_split", kernel="flash"))
-    operands, _ = draw(Case(), group.rank(), group.size())
+    operands, _ = draw_own(Case(), group)
     with pytest.raises(UnsupportedError, match="flash"), OverlapContext(group, config) as context:
         ops.query_split_attention(*operands.values(), context=context)
 

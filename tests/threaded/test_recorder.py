@@ -12,54 +12,55 @@ from commfuse_megatron.config import KernelConfig, LinearConfig, PassConfig, Tra
 from commfuse_megatron.runtime.recorder import Recorder
 from commfuse_megatron.transport.base import Transfer
 from tests.harness import on_ranks, run_threads
+from tests.harness.contexts import in_context
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
 
+RECORDING = OverlapConfig(record=True)
+WEIGHT = torch.ones(6, 5)
 
-def test_a_long_recording_keeps_the_latest_calls(monkeypatch):
+
+@pytest.fixture
+def few_calls(monkeypatch):
+    monkeypatch.setattr("commfuse_megatron.runtime.recorder._MOST_CALLS", 5)
+
+
+@pytest.mark.usefixtures("few_calls")
+@in_context(2, RECORDING)
+def test_a_long_recording_keeps_the_latest_calls(group, context):
     """Fails without a limit: every call adds to what is kept."""
-    monkeypatch.setattr("commfuse_megatron.runtime.recorder._MOST_CALLS", 5, raising=False)
-
-    def body(group, device):
-        with OverlapContext(group, OverlapConfig(record=True)) as context:
-            weight = torch.ones(6, 5)
-            for call in range(1, 31):
-                ops.all_gather_linear(torch.ones(2 if call <= 15 else 3, 2, 5), weight, context=context)
-                if call in (10, 30):  # twice, since what is read once is kept elsewhere
-                    kept = {interval.call for interval in context.recorder.intervals()}
-                    assert kept == set(range(call - 4, call + 1))
-            first, second = context.report()
-            assert (first.calls, first.exposed_comm_us) == (15, None), "its calls are forgotten, their number is not"
-            assert second.exposed_comm_us >= 0
-
-    run_threads(2, body)
+    for call in range(1, 31):
+        ops.all_gather_linear(torch.ones(2 if call <= 15 else 3, 2, 5), WEIGHT, context=context)
+        if call in (10, 30):  # twice, since what is read once is kept elsewhere
+            kept = {interval.call for interval in context.recorder.intervals()}
+            assert kept == set(range(call - 4, call + 1))
+    first, second = context.report()
+    assert (first.calls, first.exposed_comm_us) == (15, None), "its calls are forgotten, their number is not"
+    assert second.exposed_comm_us >= 0
 
 
-@on_ranks(2)
-def test_a_cleared_recording_goes_on(group, device):
-    with OverlapContext(group, OverlapConfig(record=True)) as context:
-        weight = torch.ones(6, 5)
-        for call in (1, 2):
-            ops.all_gather_linear(torch.ones(2, 2, 5), weight, context=context)
-            assert {interval.call for interval in context.recorder.intervals()} == {call}
-            assert context.report()[0].exposed_comm_us >= 0
-            context.recorder.clear()
-            assert context.recorder.intervals() == []
-            assert context.report()[0].exposed_comm_us is None
+@in_context(2, RECORDING)
+def test_a_cleared_recording_goes_on(group, context):
+    for call in (1, 2):
+        ops.all_gather_linear(torch.ones(2, 2, 5), WEIGHT, context=context)
+        assert {interval.call for interval in context.recorder.intervals()} == {call}
+        assert context.report()[0].exposed_comm_us >= 0
+        context.recorder.clear()
+        assert context.recorder.intervals() == []
+        assert context.report()[0].exposed_comm_us is None
+
+
+def recording_by(fprop: str, dgrad: str) -> OverlapConfig:
+    return OverlapConfig.from_dict({"linear": {"fprop": {"path": fprop}, "dgrad": {"path": dgrad}}, "record": True})
 
 
 @pytest.mark.parametrize("path", ["sequential", "async"])
 @pytest.mark.parametrize("op", [ops.all_gather_linear, ops.linear_reduce_scatter])
-def test_collectives_are_not_recorded_nor_timed(op, path):
+@in_context(2, lambda path: recording_by("sequential", path))
+def test_collectives_are_not_recorded_nor_timed(group, context, op):
     """Their passes record GEMMs; a zero in the report would say that the whole collective was hidden."""
-    config = {"linear": {"fprop": {"path": "sequential"}, "dgrad": {"path": path}}, "record": True}
-
-    def body(group, device):
-        with OverlapContext(group, OverlapConfig.from_dict(config)) as context:
-            x, weight = torch.ones(8, 2, 6, requires_grad=True), torch.ones(6, 6, requires_grad=True)
-            op(x, weight, context=context).sum().backward()
-            assert [record.exposed_comm_us for record in context.report()] == [None, None]
-
-    run_threads(2, body)
+    x, weight = torch.ones(8, 2, 6, requires_grad=True), torch.ones(6, 6, requires_grad=True)
+    op(x, weight, context=context).sum().backward()
+    assert [record.exposed_comm_us for record in context.report()] == [None, None]
 
 
 @on_ranks(2)
@@ -224,10 +225,7 @@ def test_recording_changes_nothing_over_the_copy_engine(dtype, m, monkeypatch):
             generator = torch.Generator().manual_seed(group.rank())
             x = torch.randint(-3, 4, (8, 2, 16), generator=generator).to(dtype)
             weight = torch.randint(-3, 4, (8, 16), generator=generator).to(dtype)
-            with (
-                take_part(group),
-                OverlapContext(group, dataclasses.replace(config, record=is_recorded)) as context,
-            ):
+            with take_part(group), OverlapContext(group, dataclasses.replace(config, record=is_recorded)) as context:
                 for _ in range(calls):
                     found = [t.clone().requires_grad_() for t in (x, weight)]
                     y = ops.all_gather_linear(*found, context=context)

@@ -9,7 +9,7 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import TransportConfig
 from commfuse_megatron.errors import CommFuseError, TransportError, TransportTimeoutError
 from commfuse_megatron.runtime import link, renewal
-from tests.harness import on_ranks, run_threads
+from tests.harness import on_ranks
 from tests.harness.emulated_gpu import on_copy_engine
 from tests.threaded.test_copy_engine_emulated import config_for
 
@@ -78,55 +78,52 @@ def test_ranks_that_ended_in_one_operation_go_on_together(group, device, group_s
     context.close()
 
 
-def test_other_kinds_operations_and_problems_are_in_doubt(monkeypatch):
+@pytest.fixture
+def event():
+    """One of all ranks."""
+    return threading.Event()
+
+
+@pytest.fixture
+def wait_s(request, monkeypatch):
+    """How long renewal waits for other ranks."""
+    monkeypatch.setattr(renewal, "_LONGEST_WAIT_S", request.param)
+
+
+@pytest.mark.parametrize("odd", ["error", "operation", "problem"])
+@pytest.mark.parametrize("wait_s", [4.0], indirect=True)
+@on_ranks(2)
+def test_other_kinds_operations_and_problems_are_in_doubt(group, device, odd, wait_s):
     """Another handler may catch another exception; a rank may be a call ahead: its values would be of another batch."""
-    monkeypatch.setattr(renewal, "_LONGEST_WAIT_S", 4.0)
-
-    def of_another_kind(context, rank):
-        expect_end(context, ValueError("odd") if rank else None)
-
-    def in_another_operation(context, rank):
-        expect_end(context)
-
-    def of_another_problem(context, rank):
-        expect_end(context, rows=1 + rank)
-
-    def body(group, device):
-        for end in (of_another_kind, in_another_operation, of_another_problem):
-            context = OverlapContext(group, NOT_COMPARED)
-            for rows in (1, 2):
-                gather(context, 1, rows)
-            if end is in_another_operation and group.rank():
-                next(iter(context._prepared.values())).calls += 1
-            end(context, group.rank())
-            expect_no_renewal(context, r"group rank 1: .*; [34] operations had begun, the last all_gather_linear fprop")
-
-    run_threads(2, body)
+    context, is_odd = OverlapContext(group, NOT_COMPARED), group.rank() == 1
+    for rows in (1, 2):
+        gather(context, 1, rows)
+    if odd == "operation" and is_odd:
+        next(iter(context._prepared.values())).calls += 1
+    error = ValueError("odd") if odd == "error" and is_odd else None
+    expect_end(context, error, rows=2 if odd == "problem" and is_odd else 1)
+    expect_no_renewal(context, r"group rank 1: .*; [34] operations had begun, the last all_gather_linear fprop")
 
 
 @pytest.mark.parametrize("is_interrupted", [True, False])
-def test_a_rank_that_does_not_come_back_is_not_waited_for_long(is_interrupted, monkeypatch):
-    monkeypatch.setattr(renewal, "_LONGEST_WAIT_S", 0.5)
-    is_over = threading.Event()
-
-    def body(group, device):
-        context = OverlapContext(group, NOT_COMPARED)
-        gather(context, 1)
-        if group.rank() == 0:
-            expect_end(context)
-            expect_no_renewal(context, r"waited 0\.5 s for group ranks \[1\]")
-            is_over.set()
-            return
-        assert is_over.wait(20.0)
-        if is_interrupted:
-            expect_end(context)
-            expect_no_renewal(context, "came too late")
-        else:
-            with pytest.raises(TransportError, match="NoMemoryError: no memory"):
-                gather(context, 2)
-            expect_no_renewal(context)
-
-    run_threads(2, body)
+@pytest.mark.parametrize("wait_s", [0.5], indirect=True)
+@on_ranks(2)
+def test_a_rank_that_does_not_come_back_is_not_waited_for_long(group, device, is_interrupted, wait_s, event):
+    context = OverlapContext(group, NOT_COMPARED)
+    gather(context, 1)
+    if group.rank() == 0:
+        expect_end(context)
+        expect_no_renewal(context, r"waited 0\.5 s for group ranks \[1\]")
+        event.set()
+        return
+    assert event.wait(20.0)
+    if is_interrupted:
+        expect_end(context)
+        expect_no_renewal(context, "came too late")
+    else:
+        with pytest.raises(TransportError, match="NoMemoryError: no memory"):
+            gather(context, 2)
+        expect_no_renewal(context)
 
 
 @on_ranks(2, timeout_s=6.0)
@@ -261,24 +258,26 @@ class Watchdog:
     def stop(self): ...
 
 
-@pytest.mark.parametrize("looks", [3, 10**9])
-def test_transfers_of_earlier_operations_are_waited_for(looks, monkeypatch):
-    """What a stream still sends or receives for them would be lost with the transport: their results, too."""
+@pytest.fixture
+def hasty(monkeypatch):
     monkeypatch.setattr(link, "_LAST_TRANSFERS_S", 0.2)
 
-    def body(group, device):
-        context = OverlapContext(group, NOT_COMPARED)
-        gather(context, 1)
-        context.link._watchdog = Watchdog(looks)
-        expect_end(context)
-        if looks > 3:
-            expect_no_renewal(context)
-            return
-        context = context.renew()
-        assert gather(context, group.rank()) == [0, 1]
-        context.close()
 
-    run_threads(2, body)
+@pytest.mark.parametrize("looks", [3, 10**9])
+@pytest.mark.usefixtures("hasty")
+@on_ranks(2)
+def test_transfers_of_earlier_operations_are_waited_for(group, device, looks):
+    """What a stream still sends or receives for them would be lost with the transport: their results, too."""
+    context = OverlapContext(group, NOT_COMPARED)
+    gather(context, 1)
+    context.link._watchdog = Watchdog(looks)
+    expect_end(context)
+    if looks > 3:
+        expect_no_renewal(context)
+        return
+    context = context.renew()
+    assert gather(context, group.rank()) == [0, 1]
+    context.close()
 
 
 @on_ranks(2, timeout_s=3.0)
@@ -295,21 +294,16 @@ def test_who_waits_learns_that_a_rank_goes_no_further(group, device):
     return None
 
 
-def test_the_watchdog_names_what_the_missing_rank_has_told():
-    told = threading.Event()
-
-    def body(group, device):
-        context = OverlapContext(group, NOT_COMPARED)
-        gather(context, 1)
-        if group.rank() == 1:
-            expect_end(context)
-            told.set()
-            return
-        assert told.wait(20.0)
-        context.link._overdue(1)
-        with pytest.raises(
-            TransportTimeoutError, match=r"(?s)waited 8\.0 s for group rank 1.*NoMemoryError: no memory"
-        ):
-            gather(context, 2)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_the_watchdog_names_what_the_missing_rank_has_told(group, device, event):
+    context = OverlapContext(group, NOT_COMPARED)
+    gather(context, 1)
+    if group.rank() == 1:
+        expect_end(context)
+        event.set()
+        return
+    assert event.wait(20.0)
+    context.link._overdue(1)
+    said = r"(?s)waited 8\.0 s for group rank 1.*NoMemoryError: no memory"
+    with pytest.raises(TransportTimeoutError, match=said):
+        gather(context, 2)

@@ -10,7 +10,7 @@ import torch
 from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.config import AttentionConfig, OverlapConfig, PlanConfig, TransportConfig
 from commfuse_megatron.errors import ConfigError, ShapeError
-from tests.harness import make_groups, run_threads
+from tests.harness import make_groups, on_ranks, run_threads
 from tests.harness.linear_cases import OPS, Case, check_linear
 from tests.harness.problems import layer_problem
 from tests.threaded.test_attention_planning import planned
@@ -144,24 +144,19 @@ def test_a_broken_file_is_a_warning_on_one_rank(tmp_path, caplog):
     assert file.read_text() == "{"
 
 
-def test_a_folder_is_refused_on_all_ranks_before_they_send(tmp_path):
-    def body(group, device):
-        with pytest.raises(ConfigError, match=r"plan\.file: .* is no regular file; name a file") as error:
-            OverlapContext(group, stored_in(tmp_path))
-        return str(error.value)
-
-    first, second = run_threads(2, body)
-    assert first == second
+@on_ranks(2)
+def test_a_folder_is_refused_on_all_ranks_before_they_send(group, device, tmp_path):
+    said = rf"^plan\.file: {tmp_path} is no regular file; name a file"
+    with pytest.raises(ConfigError, match=said):
+        OverlapContext(group, stored_in(tmp_path))
 
 
-def test_ranks_with_different_problems_find_out_before_reading(tmp_path):
-    def body(group, device):
-        context = OverlapContext(group, stored_in(tmp_path / "plans.json", transport=TransportConfig(timeout_s=5.0)))
-        K = 4 + group.rank()
-        with pytest.raises(ShapeError, match="do not agree"):
-            ops.all_gather_linear(torch.zeros(4, 1, K), torch.zeros(4, K), context=context)
-
-    run_threads(2, body)
+@on_ranks(2)
+def test_ranks_with_different_problems_find_out_before_reading(group, device, tmp_path):
+    context = OverlapContext(group, stored_in(tmp_path / "plans.json", transport=TransportConfig(timeout_s=5.0)))
+    K = 4 + group.rank()
+    with pytest.raises(ShapeError, match="do not agree"):
+        ops.all_gather_linear(torch.zeros(4, 1, K), torch.zeros(4, K), context=context)
     assert not (tmp_path / "plans.json").exists()
 
 

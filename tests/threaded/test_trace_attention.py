@@ -15,6 +15,7 @@ from commfuse_megatron.tools.trace.kernels import Profile
 from commfuse_megatron.tools.trace.operation import BlockToTrace, BlockTrace, attention_us, trace_block
 from commfuse_megatron.tools.trace.summary import is_attention, is_gemm
 from tests.harness import on_ranks, run_threads
+from tests.harness.contexts import in_context
 from tests.threaded.test_query_split_attention import Case, attention_config, draw, run
 
 BLOCK = BlockToTrace(
@@ -153,27 +154,20 @@ def test_kernels_of_the_profiler_go_to_their_calls_and_kinds(monkeypatch):
         assert [record.calls for record in context.report()] == [BLOCK.warm_up + BLOCK.calls]
 
 
-def test_a_profiler_that_saw_nothing_is_refused_on_all_ranks(monkeypatch):
+@on_ranks(2)
+def test_a_profiler_that_saw_nothing_is_refused_on_all_ranks(group, device, monkeypatch):
     a_profiler(monkeypatch, lambda calls: [kernel("attention", 1000 * call, call) for call in range(2, calls + 1)])
-
-    def body(group, device):
-        with pytest.raises(UnsupportedError, match=r"nothing was seen to run .* on the ranks \[0, 1\]"):
-            trace_block(dataclasses.replace(BLOCK, is_profiled=True), attention_config(), group)
-
-    run_threads(2, body)
+    with pytest.raises(UnsupportedError, match=r"nothing was seen to run .* on the ranks \[0, 1\]"):
+        trace_block(dataclasses.replace(BLOCK, is_profiled=True), attention_config(), group)
 
 
-def test_another_way_than_asked_for_is_refused_on_all_ranks():
+@on_ranks(2)
+def test_another_way_than_asked_for_is_refused_on_all_ranks(group, device):
     config = attention_config(transport=TransportConfig(max_buffer_mib=1))
-    sizes = {"rows": 1024, "batch": 1, "heads": 1, "kv_heads": 1, "N": 512}
-
-    def body(group, device):
-        with pytest.raises(
-            UnsupportedError, match=r"path query_split was asked for and sequential taken: .*max_buffer"
-        ):
-            trace_block(dataclasses.replace(BLOCK, **sizes), config, group)
-
-    run_threads(2, body)
+    large = dataclasses.replace(BLOCK, rows=1024, batch=1, heads=1, kv_heads=1, N=512)
+    said = r"path query_split was asked for and sequential taken: .*max_buffer"
+    with pytest.raises(UnsupportedError, match=said):
+        trace_block(large, config, group)
 
 
 @pytest.mark.parametrize(("forced", "pass_name", "taken"), [
@@ -193,15 +187,11 @@ def test_another_way_of_the_projection_than_asked_is_refused(group, device, forc
         assert "for backward passes" in found.projection.reason
 
 
-def test_the_report_does_not_say_attentions_exposed_time_alone():
+@in_context(2, attention_config("row_parallel", record=True))
+def test_the_report_does_not_say_attentions_exposed_time_alone(group, context):
     """Its projection's transfers are those of another record."""
-
-    def body(group, device):
-        operands, grad_y = draw(Case(), group.rank(), group.size())
-        with OverlapContext(group, attention_config("row_parallel", record=True)) as context:
-            run(operands, grad_y, ops.query_split_attention, context=context)
-            return {(r.op, r.pass_name): r.exposed_comm_us for r in context.report()}
-
-    for exposed in run_threads(2, body):
-        assert exposed["query_split_attention", "fprop"] is exposed["query_split_attention", "backward"] is None
-        assert exposed["linear_reduce_scatter", "fprop"] >= 0
+    operands, grad_y = draw(Case(), group.rank(), group.size())
+    run(operands, grad_y, ops.query_split_attention, context=context)
+    exposed = {(r.op, r.pass_name): r.exposed_comm_us for r in context.report()}
+    assert exposed["query_split_attention", "fprop"] is exposed["query_split_attention", "backward"] is None
+    assert exposed["linear_reduce_scatter", "fprop"] >= 0

@@ -12,7 +12,7 @@ from commfuse_megatron.runtime.recorder import Interval
 from commfuse_megatron.tools.trace.kernels import Profile
 from commfuse_megatron.tools.trace.operation import LinearToTrace, trace_linear
 from commfuse_megatron.tools.trace.session import Session
-from tests.harness import run_threads
+from tests.harness import on_ranks, run_threads
 
 
 def linear(is_profiled):
@@ -77,14 +77,10 @@ def test_a_profile_that_lacks_something_is_refused_on_all_ranks(profiled, profil
     profiled(profiles, check)
 
 
-def test_a_recording_of_nothing_is_refused_on_all_ranks(monkeypatch):
+@on_ranks(2)
+def test_a_recording_of_nothing_is_refused_on_all_ranks(group, device, monkeypatch):
     """Fails where it is returned: it cannot be drawn."""
     monkeypatch.setattr(Session, "finish", lambda session: [[], []])
-
-    def body(group, device):
-        with pytest.raises(
-            UnsupportedError, match=r"nothing was seen to run in the calls of sliced on the ranks \[0, 1\]"
-        ):
-            trace_linear(linear(is_profiled=False), OverlapConfig(), group)
-
-    run_threads(2, body)
+    said = r"nothing was seen to run in the calls of sliced on the ranks \[0, 1\]"
+    with pytest.raises(UnsupportedError, match=said):
+        trace_linear(linear(is_profiled=False), OverlapConfig(), group)

@@ -1,6 +1,7 @@
 """The transport contract on gloo, ranks as threads."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,33 +52,26 @@ def test_a_peer_that_is_gone_raises_at_once(group, device):
             transport.exchange(None, Message(torch.empty(3), 1, 5)).wait()
 
 
+def start(*_):
+    pass
+
+
+def fail(*_):
+    raise RuntimeError("Connection closed by peer")
+
+
 @pytest.mark.parametrize(
     ("sends", "receives", "fails"), [(1, 0, "send"), (0, 1, "recv"), (1, 2, "send"), (1, 2, "recv")]
 )
-def test_the_error_names_the_peer_whose_connection_is_gone(sends, receives, fails):
+@on_ranks(1)
+def test_the_error_names_the_peer_whose_connection_is_gone(group, device, sends, receives, fails):
     """0: no such message."""
-
-    class Group:
-        def send(self, tensors, peer, tag):
-            return self._start("send")
-
-        def recv(self, tensors, peer, tag):
-            return self._start("recv")
-
-        def _start(self, name):
-            if name == fails:
-                raise RuntimeError("Connection closed by peer")
-
-    def body(group, device):
-        transport = gloo(group)
-        transport._group = Group()
-        send, receive = (Message(torch.empty(3), peer, 5) if peer else None for peer in (sends, receives))
-        with pytest.raises(
-            TransportError, match=f"no connection to group rank {sends if fails == 'send' else receives}"
-        ):
-            transport.exchange(send, receive)
-
-    run_threads(1, body)
+    transport = gloo(group)
+    transport._group = SimpleNamespace(**{"send": start, "recv": start, fails: fail})
+    send, receive = (Message(torch.empty(3), peer, 5) if peer else None for peer in (sends, receives))
+    peer = sends if fails == "send" else receives
+    with pytest.raises(TransportError, match=f"no connection to group rank {peer}"):
+        transport.exchange(send, receive)
 
 
 @on_ranks(2)

@@ -1,6 +1,7 @@
 """`commfuse verify` passes what is right and finds what is wrong."""
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -17,11 +18,13 @@ from commfuse_megatron.tools.common.modes import MODES
 from commfuse_megatron.tools.verify import cases as cases_of_verify
 from commfuse_megatron.tools.verify import ops as verify
 from commfuse_megatron.tools.verify.calls import OPS, tolerance
-from commfuse_megatron.tools.verify.cases import Case, make_cases, modes_of
+from commfuse_megatron.tools.verify.cases import Case, modes_of
 from commfuse_megatron.tools.verify.ops import CaseResult, Deviation, compare, run_cases, worst_of
 from commfuse_megatron.transport import tape_graphs
 from tests.harness import run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
+
+make_cases = functools.cache(cases_of_verify.make_cases)
 
 
 def results_of(group_size: int, cases: list[Case]) -> list[CaseResult]:
@@ -47,14 +50,20 @@ def some_cases(group_size: int, **wanted: object) -> list[Case]:
     ]
 
 
+def all_passed(group_size: int, cases: list[Case], at_least: int) -> list[CaseResult]:
+    """The results, of so many cases or more, all of them good."""
+    found = results_of(group_size, cases)
+    assert len(found) == len(cases) > at_least
+    assert [(result.case, result.complaints) for result in found if not result.passed] == []
+    return found
+
+
 @pytest.mark.parametrize("group_size", [1, 2, 3])
 def test_the_operations_pass(group_size: int) -> None:
     cases = linears(some_cases(group_size, dtype=torch.bfloat16, chunks_per_shard=2))
     cases += linears(some_cases(group_size, dtype=torch.float64, variant="S changes", backward_path="sliced"))
     cases += some_cases(group_size, dtype=torch.float32, path="sequential")
-    found = results_of(group_size, cases)
-    assert len(found) == len(cases) > 50
-    assert [result.complaints for result in found if not result.passed] == []
+    found = all_passed(group_size, cases, 50)
     assert {mode for result in found for mode in result.modes} == {"stepped"}, "gloo has no other"
     expected = {"local"} if group_size == 1 else {"sliced", "sequential"}
     assert {path for result in found for path in result.paths} == expected
@@ -66,9 +75,7 @@ def test_attention_embedding_and_bulk_passes_pass(group_size: int) -> None:
     for dtype in (torch.float64, torch.bfloat16):
         cases += some_cases(group_size, op="query_split_attention", dtype=dtype)
     cases += some_cases(group_size, backward_path="bulk", dtype=torch.float64)
-    found = results_of(group_size, cases)
-    assert len(found) == len(cases) > 100
-    assert [result.complaints for result in found if not result.passed] == []
+    found = all_passed(group_size, cases, 100)
     paths = {path for result in found for path in result.paths}
     assert paths == ({"local"} if group_size == 1 else {"query_split", "row_parallel", "sliced", "bulk"})
 
@@ -177,21 +184,15 @@ def test_comparisons_fail_on_what_cannot_be_compared() -> None:
 def test_the_worst_rank_decides() -> None:
     (case,) = some_cases(2, op="all_gather_linear", dtype=torch.float32, path="sequential")
 
-    def result(max_error: float, *complaints: str) -> CaseResult:
-        return CaseResult(
-            case=case,
-            deviations=(Deviation(tensor="y", max_error=max_error, allowed=1.0),),
-            paths=("sliced",),
-            transport="gloo",
-            gemms=("torch",),
-            modes={},
-            complaints=complaints,
-        )
+    def worst(*max_errors: float, complaints: tuple[str, ...] = ()) -> CaseResult:
+        shared = {"case": case, "paths": ("sliced",), "transport": "gloo", "gemms": ("torch",), "modes": {}}
+        deviations = [Deviation(tensor="y", max_error=error, allowed=1.0) for error in max_errors]
+        return worst_of([CaseResult(**shared, deviations=(each,), complaints=complaints) for each in deviations])
 
-    assert worst_of([result(0.1), result(0.5)]).deviations[0].max_error == 0.5
-    assert worst_of([result(0.1), result(0.5)]).passed
-    assert math.isnan(worst_of([result(0.1), result(math.nan), result(math.inf)]).deviations[0].max_error)
-    assert worst_of([result(0.1), result(2.0, "bad"), result(3.0, "bad")]).complaints == ("bad",)
+    assert worst(0.1, 0.5).deviations[0].max_error == 0.5
+    assert worst(0.1, 0.5).passed
+    assert math.isnan(worst(0.1, math.nan, math.inf).deviations[0].max_error)
+    assert worst(2.0, 3.0, complaints=("bad",)).complaints == ("bad",)
 
 
 # --- modes of the copy engine, which is emulated: every call with a graph is launched as one at once ------------------
@@ -236,9 +237,7 @@ def test_every_case_runs_in_every_mode_that_it_can_take(group_size: int, copy_en
     cases += emulated(group_size, dtype=torch.float16, keep_gathered_input=True)
     cases += emulated(group_size, dtype=torch.float16, path="sequential")
     cases += emulated(group_size, dtype=torch.float16, path="overlapped", variant="zigzag")
-    found = results_of(group_size, cases)
-    assert [(result.case, result.complaints) for result in found if not result.passed] == []
-    for result in found:
+    for result in all_passed(group_size, cases, 40):
         calls, case = 2 * len(result.case.rows), result.case
         if case.path == "sequential":
             assert result.modes == {}
@@ -281,41 +280,45 @@ def test_a_graph_with_a_wrong_step_is_found(copy_engine: pytest.MonkeyPatch) -> 
     assert set(result.modes) == set(MODES)
 
 
-@pytest.mark.parametrize(("fault", "complaint"), [
-    ("no graph", "up to graph: ran tape 10; the last call, whose addresses had come before, was no graph"),
-    ("no tape", "up to tape: ran stepped 5, should have run tape 5"),
-    ("a tape too many", "up to graph: ran graph 2, should have run stepped 2"),
-])  # fmt: skip
-def test_a_mode_that_did_not_run_as_it_should_is_an_error(
-    fault: str, complaint: str, copy_engine: pytest.MonkeyPatch
-) -> None:
-    """However right the numbers are."""
+def break_modes(fault: str, copy_engine: pytest.MonkeyPatch) -> None:
     if fault == "no graph":
         copy_engine.setattr(tape_graphs.TapeGraphs, "_capture", lambda *_: None)
     elif fault == "no tape":
         copy_engine.setattr(Tapes, "run", lambda *_: None)
     else:
         copy_engine.setattr(hardware.current, "tapes_unavailable_reason", lambda *_: None)
-    dtype = torch.float32 if fault == "a tape too many" else torch.bfloat16
-    wanted = LINEAR | {"dtype": dtype, "variant": "even", "backward_path": "sliced", "keep_gathered_input": False}
-    (result,) = results_of(2, emulated(2, **wanted))
+
+
+def only_complaints(cases: list[Case]) -> tuple[str, ...]:
+    """Of one case, which fails however right its numbers are."""
+    (result,) = results_of(2, cases)
     assert all(deviation.passed for deviation in result.deviations)
     assert not result.passed
-    assert sum(complaint in each for each in result.complaints) == 2 * 2, "two passes, two ranks"
+    return result.complaints
+
+
+@pytest.mark.parametrize(("fault", "complaint"), [
+    ("no graph", "up to graph: ran tape 10; the last call, whose addresses had come before, was no graph"),
+    ("no tape", "up to tape: ran stepped 5, should have run tape 5"),
+    ("a tape too many", "up to graph: ran graph 2, should have run stepped 2"),
+])  # fmt: skip
+def test_a_mode_that_did_not_run_as_it_should_is_an_error(fault, complaint, copy_engine) -> None:
+    break_modes(fault, copy_engine)
+    dtype = torch.float32 if fault == "a tape too many" else torch.bfloat16
+    wanted = LINEAR | {"dtype": dtype, "variant": "even", "backward_path": "sliced", "keep_gathered_input": False}
+    complaints = only_complaints(emulated(2, **wanted))
+    assert sum(complaint in each for each in complaints) == 2 * 2, "two passes, two ranks"
 
 
 @pytest.mark.parametrize(("fault", "complaint"), [
     ("no graph", "the last call, whose addresses had come before, was no graph"), ("no tape", "ran stepped"),
 ])  # fmt: skip
-def test_modes_of_a_split_sequence_must_run_too(fault: str, complaint: str, copy_engine: pytest.MonkeyPatch) -> None:
+def test_modes_of_a_split_sequence_must_run_too(fault, complaint, copy_engine) -> None:
     wanted = {"op": "ulysses_attention", "dtype": torch.bfloat16, "path": "overlapped", "chunks_per_shard": 2}
     cases = emulated(2, **wanted, variant="causal")
-    assert [(result.complaints, set(result.modes)) for result in results_of(2, cases)] == [((), set(MODES))]
-    if fault == "no graph":
-        copy_engine.setattr(tape_graphs.TapeGraphs, "_capture", lambda *_: None)
-    else:
-        copy_engine.setattr(Tapes, "run", lambda *_: None)
-    (result,) = results_of(2, cases)
-    assert all(deviation.passed for deviation in result.deviations)
-    passes = {each.partition(",")[0] for each in result.complaints if complaint in each}
-    assert passes == {"fprop", "backward"}, result.complaints
+    (good,) = all_passed(2, cases, 0)
+    assert set(good.modes) == set(MODES)
+    break_modes(fault, copy_engine)
+    complaints = only_complaints(cases)
+    passes = {each.partition(",")[0] for each in complaints if complaint in each}
+    assert passes == {"fprop", "backward"}, complaints

@@ -51,6 +51,11 @@ def set_worth(monkeypatch: pytest.MonkeyPatch, worth: float) -> None:
     monkeypatch.setattr(attention_pieces, "_WORTH_A_CALL", worth)
 
 
+@pytest.fixture(autouse=True)
+def _pieces_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_worth(monkeypatch, ALWAYS)
+
+
 def operands_of(problem: AttentionProblem, layout: str = "contiguous", seed: int = 0) -> list[torch.Tensor]:
     """q, k, v and the gradient of out, all rows of them; "fused": q, k, v are views with strides of their own."""
     generator = torch.Generator().manual_seed(seed)
@@ -108,6 +113,9 @@ class Split:
         backward.run(stream, *loaded, self.grad_out.data_ptr(), *(each.tensor.data_ptr() for each in self.stored))
         return [self.out, *(each.tensor for each in self.stored)]
 
+    def check_way(self, way: str, kernel: CudnnAttention) -> None:
+        self.check(self.run(kernel) if way == "eager" else self.run_bound(kernel))
+
     def check(self, found: list[torch.Tensor]) -> None:
         """Against the formula in fp64, on the same operands."""
         q, k, v, grad_out = (tensor.double() for tensor in (self.q, self.k, self.v, self.grad_out))
@@ -154,36 +162,28 @@ def test_every_split_equals_the_formula(kind, way, worth, layout, cudnn, kernel,
     whole = operands_of(problem, layout)
     for group_size, m in ((1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 2)):
         for queries in splits_of(problem, group_size, m):
-            split = Split(problem, queries, whole)
-            split.check(split.run(kernel) if way == "eager" else split.run_bound(kernel))
+            Split(problem, queries, whole).check_way(way, kernel)
     masks = {launch.mask for launch in cudnn.launches if launch.kind == "backward" and launch.queries > 1}
     of_causal = {"top left", "none"} if worth == ALWAYS else {"top left", "bottom right"}
     assert masks == ({"none"} if problem.right is None else of_causal)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_pieces_compute_what_is_seen_and_squares_need_one(way, cudnn, kernel, monkeypatch) -> None:
-    set_worth(monkeypatch, ALWAYS)
+def test_pieces_compute_what_is_seen_and_squares_need_one(way, cudnn, kernel) -> None:
     whole = operands_of(BASE)
     for queries in (RowRange(0, 12), RowRange(12, 24), RowRange(6, 12), RowRange(0, 24)):
-        split = Split(BASE, queries, whole)
-        split.check(split.run(kernel) if way == "eager" else split.run_bound(kernel))
+        Split(BASE, queries, whole).check_way(way, kernel)
     assert cudnn.launches == [
-        Launch("forward", "top left", 12, 12),
+        Launch("forward", "top left", 12, 12), Launch("backward", "top left", 12, 12),
+        Launch("forward", "bottom right", 12, 24), Launch("backward", "none", 12, 12),
         Launch("backward", "top left", 12, 12),
-        Launch("forward", "bottom right", 12, 24),
-        Launch("backward", "none", 12, 12),
-        Launch("backward", "top left", 12, 12),
-        Launch("forward", "bottom right", 6, 12),
-        Launch("backward", "none", 6, 6),
+        Launch("forward", "bottom right", 6, 12), Launch("backward", "none", 6, 6),
         Launch("backward", "top left", 6, 6),
-        Launch("forward", "top left", 24, 24),
-        Launch("backward", "top left", 24, 24),
-    ]
+        Launch("forward", "top left", 24, 24), Launch("backward", "top left", 24, 24),
+    ]  # fmt: skip
 
 
-def test_queries_that_see_nothing_are_no_trouble(kernel, monkeypatch) -> None:
-    set_worth(monkeypatch, ALWAYS)
+def test_queries_that_see_nothing_are_no_trouble(kernel) -> None:
     split = Split(BASE, RowRange(0, 12), operands_of(BASE))
     split.k, split.v = split.k[8:], split.v[8:]  # the last 4 queries see some of these
     out, grad_q, grad_k, grad_v = split.run(kernel)
@@ -205,7 +205,6 @@ def test_one_query_that_sees_one_key_is_left_to_the_formula(cudnn, kernel) -> No
 
 
 def test_without_a_kernel_that_adds_a_bound_pass_is_one_call(cudnn, kernel, monkeypatch) -> None:
-    set_worth(monkeypatch, ALWAYS)
     monkeypatch.setattr(attention_cudnn_backward, "bind_sum", lambda *tensors, **others: None)
     split = Split(BASE, RowRange(12, 24), operands_of(BASE))
     split.check(split.run_bound(kernel))
@@ -232,7 +231,6 @@ def test_gradients_among_others_take_the_mask_that_skips(queries, mask, cudnn, k
 
 
 def test_all_pieces_are_deterministic_where_pytorch_is(cudnn, kernel, monkeypatch) -> None:
-    set_worth(monkeypatch, ALWAYS)
     split = Split(BASE, RowRange(12, 24), operands_of(BASE))
     split.run(kernel)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
@@ -243,7 +241,6 @@ def test_all_pieces_are_deterministic_where_pytorch_is(cudnn, kernel, monkeypatc
 
 @pytest.mark.parametrize("refused", ["none", "top left", "bottom right"])
 def test_a_probe_builds_what_is_used(refused, cudnn, kernel, monkeypatch) -> None:
-    set_worth(monkeypatch, ALWAYS)
     problem = dataclasses.replace(BASE, group_size=4)
     assert kernel.probe(problem) is None
     cudnn.refused.add(Launch("backward", refused, 6, 18 if refused == "none" else 6))
@@ -256,7 +253,6 @@ def test_a_probe_builds_what_is_used(refused, cudnn, kernel, monkeypatch) -> Non
 
 def test_two_streams_share_graphs_and_calls_of_one_share_scratch(cudnn, kernel, monkeypatch) -> None:
     """Calls wait on their streams, then those of the two streams take turns."""
-    set_worth(monkeypatch, ALWAYS)
     waiting: dict[int, list] = {2: [], 3: []}
     monkeypatch.setattr(emulated_gpu, "_submit", lambda stream, action: waiting[stream].append(action))
     calls = []

@@ -55,10 +55,7 @@ def test_pieces_see_every_score_of_the_split_once(worth: float, is_causal: bool,
 
 def test_a_second_call_must_save_enough() -> None:
     assert LARGE.hidden_flops == 4096 * 4095 // 2 * 16 * 5 * 128 * 2
-    assert backward_pieces(LARGE) == (
-        Piece(RowRange(0, 4096), Mask.NONE),
-        Piece(RowRange(4096, 8192), Mask.TOP_LEFT),
-    )
+    assert backward_pieces(LARGE) == (Piece(RowRange(0, 4096), Mask.NONE), Piece(RowRange(4096, 8192), Mask.TOP_LEFT))
     assert backward_pieces(SMALL) == (Piece(RowRange(0, 512), Mask.BOTTOM_RIGHT),)
     # A square costs no second call.
     assert backward_pieces(SMALL._replace(keys=256)) == (Piece(RowRange(0, 256), Mask.TOP_LEFT),)

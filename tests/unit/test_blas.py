@@ -21,16 +21,9 @@ class Library:
         self._numbers = itertools.count(1)
 
     def __getattr__(self, name):
-        if name.endswith("Create"):
-            return self._named(name, self._create)
-        if name.endswith("Destroy"):
-            return self._named(name, self._destroy)
-        if name.endswith("GetHeuristic"):
-            return self._named(name, self._find)
-        return self._named(name, lambda *arguments: 0)
+        calls = {"Create": self._create, "Destroy": self._destroy, "GetHeuristic": self._find}
+        call = next((call for end, call in calls.items() if name.endswith(end)), lambda *arguments: 0)
 
-    @staticmethod
-    def _named(name, call):
         def function(*arguments):
             return call(*arguments)
 

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -17,11 +16,13 @@ from commfuse_megatron.tools.doctor import machine as machine_module
 from commfuse_megatron.tools.doctor.machine import Ability, Machine, Setting
 from commfuse_megatron.tools.verify import report
 from commfuse_megatron.tools.verify.megatron_models import ModelResult
+from tests.harness import run_python
 
 
-def subcommands() -> list[str]:
+def subcommands() -> dict[str, argparse.ArgumentParser]:
+    """Their parsers, by name."""
     (action,) = [a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
-    return list(action.choices)
+    return action.choices
 
 
 @pytest.mark.parametrize("command", subcommands())
@@ -44,9 +45,7 @@ def test_options_are_read_without_torch() -> None:
     (["doctor", "--nonsense"], "commfuse doctor [-h]"), (["trace", "--path", "nonsense"], "commfuse trace [-h]"),
     (["verify", "nonsense"], "commfuse verify [-h]"),
 ])  # fmt: skip
-def test_wrong_usage_is_exit_code_2_with_usage(
-    wrong: list[str], usage: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_is_exit_code_2_with_usage(wrong, usage, capsys):
     """Fails without the subcommands' own parser class: unknown options are then the top-level parser's."""
     with pytest.raises(SystemExit) as ended:
         cli.main(wrong)
@@ -72,13 +71,7 @@ def require_usage_error(capsys, command: str, message: str, *, with_usage: bool 
     (RankFailedError("rank 1 raised\nTraceback"), 1, "commfuse doctor failed.\nrank 1 raised\nTraceback"),
     (KeyboardInterrupt(), 130, "interrupted"),
 ])  # fmt: skip
-def test_errors_become_exit_codes(
-    error: BaseException,
-    exit_code: int,
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_errors_become_exit_codes(error, exit_code, words, monkeypatch, capsys):
     def fail(arguments: argparse.Namespace) -> int:
         raise error
 
@@ -97,9 +90,8 @@ def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_python_m_is_the_same_command() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "commfuse_megatron", "--help"], capture_output=True, text=True, timeout=50, check=True
-    )
+    ran = run_python("-m", "commfuse_megatron", "--help")
+    assert ran.returncode == 0
     assert ran.stdout.startswith("usage: commfuse ")
     assert all(command in ran.stdout for command in subcommands())
 
@@ -124,26 +116,25 @@ def test_the_doctor_sees_this_machine(tmp_path: Path, capsys: pytest.CaptureFixt
     }
 
 
-@pytest.mark.parametrize(("transport", "device"), [("nccl", "cpu"), ("copy_engine", "cpu"), ("gloo", "cuda")])
-def test_a_transport_of_other_devices_is_refused_before_start(transport, device, capsys):
-    assert cli.main(["verify", "--transport", transport, "--device", device]) == 2
-    require_usage_error(capsys, "verify", f"--transport {transport} carries tensors of")
-
-
-@pytest.mark.parametrize(("words", "complaint"), [
-    (("--megatron", "--device", "cuda"), "float64"),
-    (("--megatron", "--dtype", "float32"), "leave --dtype and --transport out"),
-    (("--megatron", "--ranks", "3"), "2 or 4 ranks, not for 3"),
-    (("--megatron", "--only", "sparse"), "no configuration is called sparse; there are dense, "),
-    (("--megatron", "--only", "pipeline"), "needs 4 ranks, there are 2"),
-    (("--only", "dense"), "--only names configurations of --megatron"),
-    (("--ranks", "1"), "one rank has nothing to communicate; use --ranks 2 or more"),
-    (("--lora",), "--lora puts adapters into the models of --megatron: give that, too"),
-    (("--megatron", "--lora", "--only", "sparse"), "no option of --lora has the word sparse. There are model: "),
+@pytest.mark.parametrize(("command", "complaint"), [
+    *((f"verify --transport {transport} --device {device}", f"--transport {transport} carries tensors of")
+     for transport, device in (("nccl", "cpu"), ("copy_engine", "cpu"), ("gloo", "cuda"))),
+    ("verify --megatron --device cuda", "float64"),
+    ("verify --megatron --dtype float32", "leave --dtype and --transport out"),
+    ("verify --megatron --ranks 3", "2 or 4 ranks, not for 3"),
+    ("verify --megatron --only sparse", "no configuration is called sparse; there are dense, "),
+    ("verify --megatron --only pipeline", "needs 4 ranks, there are 2"),
+    ("verify --only dense", "--only names configurations of --megatron"),
+    ("verify --ranks 1", "one rank has nothing to communicate; use --ranks 2 or more"),
+    ("verify --lora", "--lora puts adapters into the models of --megatron: give that, too"),
+    ("verify --megatron --lora --only sparse", "no option of --lora has the word sparse. There are model: "),
+    ("demo --steps 0", "--steps must be at least 1"), ("demo --ranks 3", "can be cut for 2, 4, 8 ranks, not 3"),
+    ("demo --ranks 1", "can be cut for 2, 4, 8 ranks, not 1"), ("demo --text no/such/file", "the text cannot be read"),
+    (f"demo --text {Path(__file__).parents[1] / 'conftest.py'}", "the demo needs at least 10000"),
 ])  # fmt: skip
-def test_what_cannot_be_verified_is_refused_before_start(words, complaint, capsys):
-    assert cli.main(["verify", *words]) == 2
-    require_usage_error(capsys, "verify", complaint)
+def test_what_makes_no_sense_is_refused_before_start(command, complaint, capsys):
+    assert cli.main(command.split()) == 2
+    require_usage_error(capsys, command.split()[0], complaint)
 
 
 @pytest.mark.parametrize(("stock", "end"), [
@@ -153,18 +144,9 @@ def test_what_cannot_be_verified_is_refused_before_start(words, complaint, capsy
 def test_the_legend_of_verified_models_is_a_whole_sentence(stock, end, capsys):
     """Fails without the look at the reasons: it ended in "because" where nothing was stock."""
     result = ModelResult(
-        name="dense",
-        layout="TP2",
-        loss_error=0.0,
-        gradient_error=0.0,
-        gradient="",
-        num_gradients=3,
-        parameter_error=None,
-        parameter="",
-        overlapped=4,
-        backward=4,
-        stock=stock,
-    )
+        name="dense", layout="TP2", loss_error=0.0, gradient_error=0.0, gradient="", num_gradients=3,
+        parameter_error=None, parameter="", overlapped=4, backward=4, stock=stock,
+    )  # fmt: skip
     report.print_models([result], [], Rank(0, 2, "cpu"))
     assert end in capsys.readouterr().out
 
@@ -183,12 +165,9 @@ def a_machine(*, has_gloo: bool = True, is_config_wrong: bool = False) -> Machin
 
 
 @pytest.mark.parametrize(
-    ("machine", "exit_code"),
-    [(a_machine(), 0), (a_machine(is_config_wrong=True), 2), (a_machine(has_gloo=False), 2)],
+    ("machine", "exit_code"), [(a_machine(), 0), (a_machine(is_config_wrong=True), 2), (a_machine(has_gloo=False), 2)]
 )
-def test_exit_codes_of_the_doctor(
-    machine: Machine, exit_code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exit_codes_of_the_doctor(machine, exit_code, monkeypatch, capsys):
     monkeypatch.setattr("commfuse_megatron.tools.doctor.machine.inspect_machine", lambda: machine)
     assert cli.main(["doctor"]) == exit_code
     out, err = capsys.readouterr()
@@ -265,12 +244,11 @@ def test_folders_are_made_for_results_only(option, tmp_path, capsys):
 
 
 def test_help_says_that_folders_are_made():
-    (commands,) = [a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
     helps = {
         (name, action.dest): action.help
-        for name, parser in commands.choices.items()
+        for name, parser in subcommands().items()
         for action in parser._actions
         if action.dest in ("json", "output", "figure")
     }
-    assert len(helps) >= len(commands.choices) + 4
+    assert len(helps) >= len(subcommands()) + 4
     assert [key for key, text in helps.items() if "made" not in text] == []

@@ -39,6 +39,7 @@ from commfuse_megatron.tools.verify import report as verify
 from commfuse_megatron.tools.verify.cases import make_cases
 from commfuse_megatron.tools.verify.megatron_models import ModelResult
 from commfuse_megatron.tools.verify.ops import CaseResult, Deviation
+from tests.unit.test_cli import subcommands
 from tests.unit.test_predictions import a_row, measured_rows
 
 # --- commands that have their results already -------------------------------------------------------------------------
@@ -149,12 +150,9 @@ def run_trace_step(place: Path, put: Set) -> int:
         for name, ms in ((STOCK, 4567.8), (PLANNED, 3456.7), (FREE, 1.2))
     }
     found = StepTrace(
-        times=times,
-        runs={STOCK: INTERVALS, PLANNED: INTERVALS},
-        layers={"decoder.layers.0.mlp.linear_fc1": "it is off"},
-        ops=(a_record(),),
-        transport="gloo",
-    )
+        times=times, runs={STOCK: INTERVALS, PLANNED: INTERVALS},
+        layers={"decoder.layers.0.mlp.linear_fc1": "it is off"}, ops=(a_record(),), transport="gloo",
+    )  # fmt: skip
     put("commfuse_megatron.tools.trace.reports.trace_step", lambda *_, **__: found)
     sizes = {"model": "demo", "layers": 2, "seq": 8, "batch": 1, "rounds": 1, "runs": 1}
     options = traces(place, transformer_impl="local", fusions=False, **sizes)
@@ -296,14 +294,7 @@ def require_whole(table: Table, out: str) -> None:
     [(60, "utf-8"), (60, "latin-1"), (80, "utf-8"), (100, "ascii"), (None, "utf-8"), (None, "latin-1")],
 )
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_value_is_on_the_screen(
-    command: str,
-    width: int | None,
-    encoding: str,
-    tmp_path: Path,
-    tables: list[Table],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_value_is_on_the_screen(command, width, encoding, tmp_path, tables, monkeypatch):
     """Fails where rich divides the width: columns of values got none, or UnicodeEncodeError for an ellipsis."""
     if width is not None:
         monkeypatch.setenv("COLUMNS", str(width))
@@ -325,9 +316,7 @@ def test_every_value_is_on_the_screen(
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("command", COMMANDS)
-def test_results_are_in_the_file_before_any_is_printed(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_in_the_file_before_any_is_printed(command, tmp_path, monkeypatch):
     """Fails where the file is written last: what stops the printing then loses the results."""
 
     class ScreenIsGoneError(Exception):
@@ -345,8 +334,7 @@ def test_results_are_in_the_file_before_any_is_printed(
 
 
 def test_all_commands_are_looked_at() -> None:
-    (action,) = [a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
-    assert {name.split()[0] for name in COMMANDS} == set(action.choices)
+    assert {name.split()[0] for name in COMMANDS} == set(subcommands())
 
 
 def test_a_problem_that_was_only_planned_says_so() -> None:

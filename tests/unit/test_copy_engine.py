@@ -35,10 +35,23 @@ def test_a_rank_without_memory_stops_all_before_the_rendezvous(is_here, monkeypa
         map_window(CUDA, group, torch.device("cpu"), 3 << 20, lambda own: [own, elsewhere])
 
 
-def test_transfers_are_given_up_also_while_a_graph_is_captured(monkeypatch):
-    """A stream that is being captured refuses to say whether it is idle, which is no reason to let go of nothing."""
-    monkeypatch.setattr(copy_engine, "_ABORT_ROUND_S", 0.0)
+def bare_transport(**attributes) -> CopyEngineTransport:
+    """Without a device: what gives transfers up."""
     transport = object.__new__(CopyEngineTransport)
+    page = SimpleNamespace(set_all=lambda: None)
+    usual = {"_page": page, "_is_aborted": False, "_has_let_go": False, "_in_flight": deque()}
+    vars(transport).update(usual | attributes)
+    return transport
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    monkeypatch.setattr(copy_engine, "_ABORT_ROUND_S", 0.0)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_transfers_are_given_up_also_while_a_graph_is_captured():
+    """A stream that is being captured refuses to say whether it is idle, which is no reason to let go of nothing."""
     answers = iter([RuntimeError("operation not permitted when stream is capturing"), False, *[True] * 20])
 
     def query():
@@ -48,38 +61,32 @@ def test_transfers_are_given_up_also_while_a_graph_is_captured(monkeypatch):
         return answer
 
     rounds = []
-    transport._stream = SimpleNamespace(torch=SimpleNamespace(query=query))
-    transport._page = SimpleNamespace(set_all=lambda: rounds.append(1))
-    transport._in_flight = deque()
-    transport._let_go()
+    stream = SimpleNamespace(torch=SimpleNamespace(query=query))
+    bare_transport(_stream=stream, _page=SimpleNamespace(set_all=lambda: rounds.append(1)))._let_go()
     assert len(rounds) == 22
 
 
 @pytest.mark.parametrize("kind", [TransportError, RuntimeError])
 def test_a_device_that_has_failed_holds_nobody_up(kind, caplog):
     """Its flags cannot be set, and need not: who gives up waited for that at the exit."""
-    transport = object.__new__(CopyEngineTransport)
 
     def set_all():  # PyTorch says so where another device than the first is made the current one
         raise kind("cuMemcpyHtoDAsync failed: CUDA_ERROR_ILLEGAL_ADDRESS")
 
-    transport._page = SimpleNamespace(set_all=set_all)
-    transport._has_let_go = False
+    transport = bare_transport(_page=SimpleNamespace(set_all=set_all))
     transport._let_go()
     assert transport.has_given_up
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in caplog.text
 
 
+@pytest.mark.usefixtures("hasty")
 def test_who_lets_go_of_streams_may_do_so_whatever_is_captured(monkeypatch):
     asked = []
     monkeypatch.setattr(
         copy_engine, "allow_calls_during_capture", lambda: asked.append(threading.current_thread().name)
     )
     monkeypatch.setattr(CopyEngineTransport, "_is_idle", lambda transport: True)
-    monkeypatch.setattr(copy_engine, "_ABORT_ROUND_S", 0.0)
-    transport = object.__new__(CopyEngineTransport)
-    transport._is_aborted = transport._has_let_go = False
-    transport._page = SimpleNamespace(set_all=lambda: None)
+    transport = bare_transport()
     transport.abort()
     deadline = time.monotonic() + 10.0
     while not transport.has_given_up:
@@ -91,15 +98,6 @@ def test_who_lets_go_of_streams_may_do_so_whatever_is_captured(monkeypatch):
 def test_a_transport_that_cannot_be_made_gives_its_streams_back():
     given_back, destroyed = [], []
 
-    class Stream:
-        handle = 1
-
-        def __init__(self, device, *, is_high_priority=False):
-            pass
-
-        def destroy(self):
-            destroyed.append(self)
-
     class WithoutMemory(Driver):
         def memory(self):
             return SimpleNamespace(run=None)
@@ -107,11 +105,10 @@ def test_a_transport_that_cannot_be_made_gives_its_streams_back():
         def event(self):
             return None
 
-        def new_stream(self, device, *, is_high_priority):
-            return Stream(device)
+        def new_stream(self, device, **_):
+            return SimpleNamespace(handle=1, destroy=lambda: destroyed.append(device))
 
-        def borrow_stream(self, device):
-            return Stream(device)
+        borrow_stream = new_stream
 
         def give_stream_back(self, device, stream):
             given_back.append(stream)
@@ -125,20 +122,18 @@ def test_a_transport_that_cannot_be_made_gives_its_streams_back():
     assert (len(given_back), len(destroyed)) == (1, 1)
 
 
+def refuse_to_start(**_):
+    def start():
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    return SimpleNamespace(start=start)
+
+
 def test_transfers_are_given_up_at_the_exit_too(monkeypatch):
     """Where no thread can be started any more."""
-
-    class NoThread:
-        def __init__(self, **keywords):
-            pass
-
-        def start(self):
-            raise RuntimeError("can't create new thread at interpreter shutdown")
-
     let_go = []
-    monkeypatch.setattr(copy_engine, "threading", SimpleNamespace(Thread=NoThread))
+    monkeypatch.setattr(copy_engine, "threading", SimpleNamespace(Thread=refuse_to_start))
     monkeypatch.setattr(CopyEngineTransport, "_let_go", lambda transport: let_go.append(transport))
-    transport = object.__new__(CopyEngineTransport)
-    transport._is_aborted = False
+    transport = bare_transport()
     transport.abort()
     assert let_go == [transport]

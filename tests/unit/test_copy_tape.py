@@ -1,20 +1,21 @@
 """In which order a tape submits: copies behind the kernel beside which they run, waits behind what they wait for."""
 
+from typing import NamedTuple
+
 import pytest
 
 from commfuse_megatron.transport.copy_steps import Ref
 from commfuse_megatron.transport.copy_tape import CopyTape
 
 HERE = Ref(0, 0)
-SENT, ARRIVED, LATER, SILENT = ("sent",), ("arrived",), ("later",), ("silent",)
 
 
 class Transport:
     """Binds steps that write their names into `log` when they run."""
 
-    def __init__(self):
+    def __init__(self, silent=()):
         self.log = []
-        self.silent = ()
+        self.silent = silent
 
     def step(self, name):
         return lambda at, stream: self.log.append(name)
@@ -47,145 +48,109 @@ class Transport:
         return self.step("tell") if self.silent else None, self.silent
 
     def bind_release(self, keys, awaited):
-        return "release " + " ".join(key[0] for key in awaited)
+        return " ".join(["release", *(key[0] for key in awaited)])
 
 
-@pytest.fixture
-def transport():
-    return Transport()
+def tell(tape, transport, told):
+    """What a lowering tells a tape, by words; keys are named, that of the copy "copy"."""
+    for words in told.split(", "):
+        what, *names = words.split()
+        keys = [(name, 0) if name == "copy" else (name,) for name in names]
+        match what:
+            case "order":
+                tape.order()
+            case "push":
+                tape.push(int(names[0]), None, HERE, 8)
+            case "issued":
+                tape.issued(keys)
+            case "copy":
+                assert tape.copy(HERE, HERE, 8, flag=0) == ("copy", 0)
+            case "kernel":
+                tape.compute(transport.step("kernel"))
+            case "wait":
+                tape.wait(*keys)
 
 
-@pytest.fixture
-def tape(transport):
-    return CopyTape(transport)
+class Story(NamedTuple):
+    """What is told, and what is submitted then, step by step and in a graph. silent: who sends no message."""
+
+    told: str
+    stepped: str = ""
+    captured: str = ""
+    silent: tuple = ()
 
 
-def run(tape, transport):
-    operation = tape.finish()
-    for step in operation.steps:
-        step((0,), 0)
-    return [*transport.log, operation.release]
+SILENT = (("silent",),)
+STORIES = {
+    "copies are submitted behind the next kernel": Story(
+        "order, push 1, issued sent arrived, copy, kernel, kernel",
+        "mark, kernel, follow, take 1, push 1, copy, kernel, release",
+    ),
+    # A batch that sends nothing: the peer's push may be behind its wait for ours.
+    "a wait is submitted behind the pushes of its batch": Story(
+        "order, push 1, issued sent, issued arrived, wait arrived, kernel",
+        "mark, follow, take 1, push 1, wait arrived, kernel, release",
+    ),
+    "a wait for an earlier batch holds nothing up": Story(
+        "issued arrived, order, push 1, issued later, wait arrived, kernel",
+        "mark, wait arrived, kernel, follow, take 1, push 1, release",
+    ),
+    "a wait for a copy is submitted behind it, or made by the release": Story("copy, wait copy", "copy, release copy"),
+    "nothing is left out at the end": Story("order, push 1, issued sent", "mark, follow, take 1, push 1, release"),
+    "a wait depends on its batch's push alone": Story(
+        "order, push 1, issued sent, issued arrived, kernel, push 2, issued later, wait arrived, kernel, "
+        "wait later sent, kernel",
+        captured="mark, kernel, follow, take 1, push 1, mark copies, mark copies, "
+        "follow copies, wait arrived, kernel, take 2, push 2, mark copies, "
+        "follow copies, follow copies, wait later sent, kernel",
+    ),
+    # Nothing is pending any more when the second one is issued.
+    "a batch without push depends on earlier ones": Story(
+        "order, push 1, issued sent, kernel, issued arrived, wait arrived, kernel",
+        captured="mark, kernel, follow, take 1, push 1, mark copies, follow copies, wait arrived, kernel",
+    ),
+    "a wait that the release makes is in no list": Story(
+        "kernel, copy, wait copy", captured="kernel, copy, mark copies, follow copies"
+    ),
+    "who gets no message is told last and waited for": Story(
+        "order, push 1, issued sent arrived, kernel, wait arrived",
+        "mark, kernel, follow, take 1, push 1, tell, release arrived silent",
+        silent=SILENT,
+    ),
+    "in a graph the release depends on what was told": Story(
+        "kernel", captured="kernel, tell, mark copies, follow copies", silent=SILENT
+    ),
+}
 
 
-def test_copies_are_submitted_behind_the_next_kernel(tape, transport):
-    tape.order()
-    tape.push(1, None, HERE, 8)
-    tape.issued([SENT, ARRIVED])
-    tape.copy(HERE, HERE, 8, flag=0)
-    tape.compute(transport.step("kernel"))
-    tape.compute(transport.step("kernel"))
-    expected = ["mark", "kernel", "follow", "take 1", "push 1", "copy", "kernel", "release "]
-    assert run(tape, transport) == expected
+@pytest.mark.parametrize("name", STORIES)
+def test_what_is_submitted_in_which_order(name):
+    story = STORIES[name]
+    for expected, in_graph in ((story.stepped, False), (story.captured, True)):
+        transport = Transport(story.silent)
+        tape = CopyTape(transport)
+        tell(tape, transport, story.told)
+        operation = tape.finish()
+        for step in operation.captured if in_graph else operation.steps:
+            step((0,), 0)
+        submitted = [*transport.log, *([] if in_graph else [operation.release])]
+        assert not expected or submitted == expected.split(", ")
 
 
-def test_a_wait_is_submitted_behind_the_pushes_of_its_batch(tape, transport):
-    tape.order()
-    tape.push(1, None, HERE, 8)
-    tape.issued([SENT])
-    tape.issued([ARRIVED])  # a batch that sends nothing: the peer's push may be behind its wait for ours
-    tape.wait(ARRIVED)
-    tape.compute(transport.step("kernel"))
-    assert run(tape, transport) == ["mark", "follow", "take 1", "push 1", "wait arrived", "kernel", "release "]
-
-
-def test_a_wait_for_an_earlier_batch_holds_nothing_up(tape, transport):
-    tape.issued([ARRIVED])
-    tape.order()
-    tape.push(1, None, HERE, 8)
-    tape.issued([LATER])
-    tape.wait(ARRIVED)
-    tape.compute(transport.step("kernel"))
-    assert run(tape, transport) == ["mark", "wait arrived", "kernel", "follow", "take 1", "push 1", "release "]
-
-
-def test_a_wait_for_a_copy_is_submitted_behind_it(tape, transport):
-    key = tape.copy(HERE, HERE, 8, flag=0)
-    tape.wait(key)
-    assert run(tape, transport) == ["copy", "release copy"]
-
-
-def test_nothing_is_left_out_at_the_end(tape, transport):
-    tape.order()
-    tape.push(1, None, HERE, 8)
-    tape.issued([SENT])
-    assert run(tape, transport) == ["mark", "follow", "take 1", "push 1", "release "]
-
-
-def captured(tape, transport):
-    for step in tape.finish().captured:
-        step((0,), 0)
-    return transport.log
-
-
-def test_in_a_graph_a_wait_depends_on_its_batchs_push_alone(tape, transport):
-    tape.order()
-    tape.push(1, None, HERE, 8)
-    tape.issued([SENT])
-    tape.issued([ARRIVED])
-    tape.compute(transport.step("kernel"))
-    tape.push(2, None, HERE, 8)
-    tape.issued([LATER])
-    tape.wait(ARRIVED)
-    tape.compute(transport.step("kernel"))
-    tape.wait(LATER, SENT)
-    tape.compute(transport.step("kernel"))
-    first = ["mark", "kernel", "follow", "take 1", "push 1", "mark copies", "mark copies"]
-    second = ["follow copies", "wait arrived", "kernel", "take 2", "push 2", "mark copies"]
-    third = ["follow copies", "follow copies", "wait later sent", "kernel"]
-    assert captured(tape, transport) == [*first, *second, *third]
-
-
-def test_in_a_graph_a_batch_without_push_depends_on_earlier_ones(tape, transport):
-    tape.order()
-    tape.push(1, None, HERE, 8)
-    tape.issued([SENT])
-    tape.compute(transport.step("kernel"))
-    tape.issued([ARRIVED])  # nothing is pending any more
-    tape.wait(ARRIVED)
-    tape.compute(transport.step("kernel"))
-    expected = [
-        "mark", "kernel", "follow", "take 1", "push 1", "mark copies", "follow copies", "wait arrived", "kernel",
-    ]  # fmt: skip
-    assert captured(tape, transport) == expected
-
-
-def test_a_wait_that_the_release_makes_is_in_no_list(tape, transport):
-    tape.compute(transport.step("kernel"))
-    tape.wait(tape.copy(HERE, HERE, 8, flag=0))
-    assert captured(tape, transport) == ["kernel", "copy", "mark copies", "follow copies"]
-
-
-def test_who_gets_no_message_is_told_last_and_waited_for(tape, transport):
-    transport.silent = (SILENT,)
-    tape.order()
-    tape.push(1, None, HERE, 8)
-    tape.issued([SENT, ARRIVED])
-    tape.compute(transport.step("kernel"))
-    tape.wait(ARRIVED)
-    expected = ["mark", "kernel", "follow", "take 1", "push 1", "tell", "release arrived silent"]
-    assert run(tape, transport) == expected
-
-
-def test_in_a_graph_the_release_depends_on_what_was_told(tape, transport):
-    transport.silent = (SILENT,)
-    tape.compute(transport.step("kernel"))
-    assert captured(tape, transport) == ["kernel", "tell", "mark copies", "follow copies"]
-
-
-def test_no_message_is_among_what_a_release_clears(tape, transport):
-    transport.silent = (SILENT,)
-    tape.issued([SENT])
-    assert tape.finish().keys == (SENT, SILENT)
+def test_no_message_is_among_what_a_release_clears():
+    tape = CopyTape(Transport(SILENT))
+    tape.issued([("sent",)])
+    assert tape.finish().keys == (("sent",), *SILENT)
 
 
 @pytest.mark.parametrize("when_stepped", [True, False])
-def test_lanes_may_be_for_graphs_only(when_stepped, transport):
+def test_lanes_may_be_for_graphs_only(when_stepped):
+    transport, log = Transport(), []
     tape = CopyTape(transport, lanes_when_stepped=when_stepped)
-    log = []
     tape.fork((2, 3))
-    for lane in (2, 3):
+    for lane, key in ((2, ("arrived",)), (3, ("sent",))):
         tape.on(lane)
-        tape.wait(ARRIVED if lane == 2 else SENT)
+        tape.wait(key)
         tape.compute(lambda at, stream: log.append(stream))
     tape.join((2, 3))
     operation = tape.finish()

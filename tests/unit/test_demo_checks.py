@@ -1,21 +1,19 @@
 """What makes the demo fail: losses too far apart, or a call that was not overlapped; and where its text is from."""
 
-import argparse
 import dataclasses
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from commfuse_megatron.tools import main as cli
 from commfuse_megatron.tools.common.modes import Mode
 from commfuse_megatron.tools.common.text import batch_of, standard_library_text
 from commfuse_megatron.tools.demo import cli as demo
 from commfuse_megatron.tools.demo.training import Comparison, Run, complaints_of, gradient_limit, loss_limits, task_for
+from tests.harness import run_python
+from tests.unit.test_cli import subcommands
 
 STEPS = 20
 
@@ -139,29 +137,12 @@ def test_no_more_of_a_text_is_read_than_is_used(tmp_path: Path) -> None:
     assert len(demo._read_text(str(file))) == demo.MOST_TEXT_BYTES
     if Path("/dev/zero").exists():
         assert len(demo._read_text("/dev/zero")) == demo.MOST_TEXT_BYTES
-    (option,) = re.findall("first ([0-9]+) are used", demo_help())
+    (option,) = re.findall("first ([0-9]+) are used", " ".join(subcommands()["demo"].format_help().split()))
     assert int(option) == demo.MOST_TEXT_BYTES
-
-
-def demo_help() -> str:
-    (commands,) = [a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
-    return " ".join(commands.choices["demo"].format_help().split())
 
 
 def test_a_task_names_its_dtype() -> None:
     assert task_for("cuda", dtype=torch.bfloat16, num_steps=1, text=b"").dtype_name == "bfloat16"
-
-
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["--steps", "0"], "--steps must be at least 1"), (["--ranks", "3"], "can be cut for 2, 4, 8 ranks, not 3"),
-    (["--ranks", "1"], "can be cut for 2, 4, 8 ranks, not 1"), (["--text", "no/such/file"], "the text cannot be read"),
-    (["--text", __file__], "the demo needs at least 10000"),
-])  # fmt: skip
-def test_what_cannot_run_is_said_before_anything_starts(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["demo", *arguments]) == 2
-    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("level", "are_shown"), [("WARNING", False), ("INFO", True)])
@@ -181,9 +162,8 @@ def test_what_is_said_of_others_on_import_is_shown_if_asked_for(level: str, are_
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "import megatron.module, transformer_engine, own.module\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-B", "-W", "default", "-c", script], capture_output=True, text=True, timeout=50, check=True
-    )
+    ran = run_python("-B", "-W", "default", "-c", script)
+    assert ran.returncode == 0, ran.stderr
     assert "own/module.py" in ran.stderr
     assert "own lacks something" in ran.stderr
     for foreign in ("megatron/module.py", "megatron lacks something", "transformer_engine lacks something"):

@@ -33,20 +33,14 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
     return found
 
 
-def test_on_a_cpu_nothing_is_submitted(submitted: list[tuple[str, float]]):
-    start_together(None, torch.device("cpu"), 1000.0)
-    assert submitted == []
-
-
-def test_the_device_waits_for_the_host_and_then_for_the_others(submitted: list[tuple[str, float]]):
-    start_together(None, torch.device("cuda"), 1000.0)
-    assert submitted == [("sleep", 2_000_000), ("meet", 0)]
+@pytest.mark.parametrize(("device", "expected"), [("cpu", []), ("cuda", [("sleep", 2_000_000), ("meet", 0)])])
+def test_the_device_waits_for_the_host_and_then_for_the_others(submitted, device, expected):
+    start_together(None, torch.device(device), 1000.0)
+    assert submitted == expected
 
 
 @pytest.mark.parametrize(("host_ms", "head_start_us"), [(0.01, 200.0), (1.0, 1500.0), (50.0, 5000.0)])
-def test_a_burst_begins_a_call_of_the_host_later(
-    submitted: list[tuple[str, float]], monkeypatch: pytest.MonkeyPatch, host_ms: float, head_start_us: float
-):
+def test_a_burst_begins_a_call_of_the_host_later(submitted, monkeypatch, host_ms, head_start_us):
     monkeypatch.setattr(timing, "largest_of_ranks", lambda values, device, group: values)
     clock_s = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock_s[0])

@@ -1,7 +1,5 @@
 """Every variant of the Triton kernels that a call can ask for compiles for Hopper, without a GPU."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -32,65 +30,58 @@ def layout(
 
 
 def variant_for(
-    *,
-    sizes: tuple[int, int, int] = (M, N, K),
-    pass_name: str = "fprop",
-    dtype: torch.dtype = BF16,
-    out_dtype: torch.dtype = BF16,
-    addend: str = "none",
-    addend_dtype: torch.dtype = BF16,
-    shares: bool = False,
-    aligned: bool = True,
-    allow_tma: bool = True,
-    num_sms: int = 132,
+    sizes=(M, N, K),
+    pass_name="fprop",
+    dtype=BF16,
+    out_dtype=BF16,
+    addend="none",
+    addend_dtype=BF16,
+    aligned=True,
+    **how,
 ) -> Variant:
+    """how: whether tiles are shared, and TMA allowed."""
     rows, cols, inner = sizes
+
+    def added(strides: tuple[int, int], **copies: int) -> Layout:
+        return Layout((rows, cols), strides, addend_dtype, 0, True, **copies)
+
+    several = {"copies": 3, "copy_stride": rows * cols}
     addends = {
-        "none": None,
-        "matrix": layout(rows, cols, dtype=addend_dtype),
-        "strided": layout(rows, cols, dtype=addend_dtype, transposed=True),
-        "several": Layout((rows, cols), (cols, 1), addend_dtype, 0, True, copies=3, copy_stride=rows * cols),
-        "several strided": Layout((rows, cols), (1, rows), addend_dtype, 0, True, copies=3, copy_stride=rows * cols),
-        "bias": Layout((rows, cols), (0, 1), addend_dtype, 0, True),
-    }
+        "none": None, "matrix": added((cols, 1)), "strided": added((1, rows)), "several": added((cols, 1), **several),
+        "several strided": added((1, rows), **several), "bias": added((0, 1)),
+    }  # fmt: skip
     variant = choose_variant(
         layout(rows, inner, transposed=pass_name == "wgrad", dtype=dtype, aligned=aligned),
         layout(inner, cols, transposed=pass_name == "fprop", dtype=dtype, aligned=aligned),
         layout(rows, cols, dtype=out_dtype, aligned=aligned),
         addends[addend],
-        num_sms=num_sms,
-        shares=shares,
-        allow_tma=allow_tma,
+        **{"num_sms": 132, "shares": False, "allow_tma": True, **how},
     )
     assert variant is not None
     return variant
 
 
-def hopper_variants() -> Iterator[tuple[str, Variant]]:
-    for shares in (False, True):
-        order = "shared" if shares else "alone"
-        for pass_name in ("fprop", "dgrad", "wgrad"):
-            yield f"{pass_name}-{order}", variant_for(pass_name=pass_name, shares=shares)
-        yield f"bias-{order}", variant_for(addend="bias", shares=shares)
-        yield f"addend-{order}", variant_for(addend="matrix", shares=shares)
-        yield f"several-addends-{order}", variant_for(addend="several", shares=shares)
-        yield f"several-strided-addends-{order}", variant_for(addend="several strided", shares=shares)
-        yield f"strided-addend-{order}", variant_for(addend="strided", shares=shares)
-        yield (
-            f"wgrad-fp32-accumulate-{order}",
-            variant_for(pass_name="wgrad", out_dtype=FP32, addend="matrix", addend_dtype=FP32, shares=shares),
-        )
-        yield f"unaligned-{order}", variant_for(aligned=False, shares=shares)
-    yield "fp16", variant_for(dtype=FP16, out_dtype=FP16)
-    yield "fp32-out", variant_for(out_dtype=FP32)
-    yield "strided-fp32-addend", variant_for(out_dtype=FP32, addend="strided", addend_dtype=FP32)
+def hopper_variants() -> dict[str, Variant]:
+    accumulates = {"pass_name": "wgrad", "out_dtype": FP32, "addend": "matrix", "addend_dtype": FP32}
+    kinds: dict[str, dict] = {name: {"pass_name": name} for name in ("fprop", "dgrad", "wgrad")}
+    kinds |= {
+        "bias": {"addend": "bias"}, "addend": {"addend": "matrix"}, "several-addends": {"addend": "several"},
+        "several-strided-addends": {"addend": "several strided"}, "strided-addend": {"addend": "strided"},
+        "wgrad-fp32-accumulate": accumulates, "unaligned": {"aligned": False},
+    }  # fmt: skip
+    options = {
+        f"{name}-{'shared' if shares else 'alone'}": {**kind, "shares": shares}
+        for name, kind in kinds.items()
+        for shares in (False, True)
+    }
+    options["fp16"] = {"dtype": FP16, "out_dtype": FP16}
+    options["fp32-out"] = {"out_dtype": FP32}
+    options["strided-fp32-addend"] = {"out_dtype": FP32, "addend": "strided", "addend_dtype": FP32}
     for index, tile in enumerate(TILES):
         sizes = next(sizes for sizes in SIZES if choose_tile(sizes[0], sizes[1], 132) is tile)
-        yield f"tile-{index}", variant_for(sizes=sizes)
-        yield (
-            f"tile-{index}-fp32-accumulate",
-            variant_for(sizes=sizes, pass_name="wgrad", out_dtype=FP32, addend="matrix", addend_dtype=FP32),
-        )
+        options[f"tile-{index}"] = {"sizes": sizes}
+        options[f"tile-{index}-fp32-accumulate"] = {"sizes": sizes, **accumulates}
+    return {name: variant_for(**each) for name, each in options.items()}
 
 
 SIZES = [
@@ -100,8 +91,11 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "variant"), [pytest.param(n, v, id=n) for n, v in hopper_variants()])
-def test_compiles_for_hopper(name: str, variant: Variant) -> None:
+VARIANTS = hopper_variants()
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_compiles_for_hopper(variant: Variant) -> None:
     compiled = compile_variant(variant, HOPPER)
     assert list(compiled.src.signature) == matmul_kernel.persistent_matmul_kernel.arg_names
     ptx = compiled.asm["ptx"]
@@ -122,31 +116,23 @@ def test_compiles_without_tma(pass_name: str, out_dtype: torch.dtype) -> None:
     assert "mma.sync" in compiled.asm["ptx"]
 
 
+def chosen(a: Layout, b: Layout) -> Variant | None:
+    return choose_variant(a, b, layout(M, N), None, num_sms=132, shares=False, allow_tma=True)
+
+
 def test_operands_choose_their_loads_one_by_one() -> None:
-    variant = choose_variant(
-        layout(M, K), Layout((K, N), (1, K + 1), BF16, 0, True), layout(M, N), None,
-        num_sms=132, shares=False, allow_tma=True,
-    )  # fmt: skip
+    variant = chosen(layout(M, K), Layout((K, N), (1, K + 1), BF16, 0, True))
     assert variant is not None
     assert (variant.a.tma, variant.b.tma, variant.out_tma) == (True, False, True)
     assert "cp.async.bulk.tensor.2d.shared" in compile_variant(variant, HOPPER).asm["ptx"]
-
-
-def test_expanded_operands_go_through_pointers() -> None:
-    variant = choose_variant(
-        Layout((M, K), (0, 1), BF16, 0, True), layout(K, N), layout(M, N), None,
-        num_sms=132, shares=False, allow_tma=True,
-    )  # fmt: skip
-    assert variant is not None
-    assert not variant.a.tma
-    assert variant.b.tma
+    expanded = chosen(Layout((M, K), (0, 1), BF16, 0, True), layout(K, N))
+    assert expanded is not None
+    assert (expanded.a.tma, expanded.b.tma) == (False, True)
 
 
 def test_no_variant_where_no_stride_is_one() -> None:
-    wide = Layout((M, K), (2 * K, 2), BF16, 0, True)
-    common = dict(num_sms=132, shares=False, allow_tma=True)
-    assert choose_variant(wide, layout(K, N), layout(M, N), None, **common) is None
-    assert choose_variant(layout(M, K), Layout((K, N), (2 * N, 2), BF16, 0, True), layout(M, N), None, **common) is None
+    assert chosen(Layout((M, K), (2 * K, 2), BF16, 0, True), layout(K, N)) is None
+    assert chosen(layout(M, K), Layout((K, N), (2 * N, 2), BF16, 0, True)) is None
 
 
 def test_kernel_and_host_agree_on_the_addend_switch() -> None:
@@ -167,9 +153,7 @@ def test_every_tile_of_the_table_is_chosen_by_some_size() -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP32, torch.float64])
 @pytest.mark.parametrize(("num_partials", "has_bias"), [(0, False), (1, True), (7, False), (63, True)])
 @pytest.mark.parametrize("is_aligned", [True, False])
-def test_sum_partials_compiles_for_hopper(
-    dtype: torch.dtype, num_partials: int, has_bias: bool, is_aligned: bool
-) -> None:
+def test_sum_partials_compiles_for_hopper(dtype, num_partials, has_bias, is_aligned):
     kind = _Kind(dtype, dtype, dtype if has_bias else None, dtype, num_partials, is_aligned)
     compiled = compile_sum(kind, HOPPER)
     assert list(compiled.src.signature) == sum_partials_kernel.arg_names, "launchers pass arguments by position"

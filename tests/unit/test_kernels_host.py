@@ -1,8 +1,5 @@
 """What the kernels do without a GPU: refuse with words, choose tiles, and sum in torch."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -10,13 +7,13 @@ from commfuse_megatron.errors import ShapeError, UnsupportedError
 from commfuse_megatron.kernels import persistent_matmul, persistent_matmul_unavailable_reason, sum_partials
 from commfuse_megatron.kernels.sum_partials import bind_sum
 from commfuse_megatron.kernels.tiles import TILES, choose_tile
+from tests.harness import run_python
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 
 def test_importing_the_kernels_loads_no_triton() -> None:
-    source = "import sys, commfuse_megatron.kernels; assert 'triton' not in sys.modules"
-    subprocess.run([sys.executable, "-c", source], check=True, timeout=50)
+    run_python("-c", "import sys, commfuse_megatron.kernels; assert 'triton' not in sys.modules").check_returncode()
 
 
 @pytest.mark.parametrize(
@@ -66,12 +63,9 @@ def test_sum_of_small_integers_is_exact(dtype: torch.dtype, num_partials: int) -
                                    wanted, rtol=0, atol=0)  # fmt: skip
 
 
-def test_sum_in_fp64_stays_in_fp64() -> None:
+def test_sum_in_fp64_stays_in_fp64_and_of_nothing_is_nothing() -> None:
     own, partials = torch.full((1, 1), 1.0, dtype=FP64), torch.full((1, 1, 1), 2.0**-40, dtype=FP64)
     assert sum_partials(own, partials, out=torch.empty(1, 1, dtype=FP64)).item() == 1 + 2.0**-40
-
-
-def test_sum_of_nothing() -> None:
     out = torch.empty(0, 7)
     assert sum_partials(torch.empty(0, 7), torch.empty(3, 0, 7), out=out) is out
 

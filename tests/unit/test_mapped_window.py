@@ -152,19 +152,20 @@ def test_nothing_is_freed_when_the_device_has_failed(on_gpu, monkeypatch, caplog
     assert "device-side assert" in caplog.text
 
 
-def test_what_was_mapped_to_find_out_whether_it_can_be_is_freed(mapped):
-    assert mapped_window.why_memory_cannot_be_shared(GROUP, DEVICE) == ""
-    assert are_alive(mapped) == [False]
-    assert mapped_window._mapped == set()
+@pytest.mark.parametrize("error", ["", "pidfd_getfd is forbidden"])
+def test_what_was_mapped_to_find_out_whether_it_can_be_is_freed(mapped, error, monkeypatch):
+    """At once, or later, where it could not be."""
 
-
-def test_what_could_not_be_mapped_is_freed_later(mapped, monkeypatch):
     def refuse(tensor, name):
-        raise RuntimeError("pidfd_getfd is forbidden")
+        raise RuntimeError(error)
 
-    monkeypatch.setattr(symmetric_memory, "rendezvous", refuse)
-    assert "pidfd_getfd is forbidden" in mapped_window.why_memory_cannot_be_shared(GROUP, DEVICE)
-    mapped_window._free_unused(DEVICE)
+    if error:
+        monkeypatch.setattr(symmetric_memory, "rendezvous", refuse)
+    said = mapped_window.why_memory_cannot_be_shared(GROUP, DEVICE)
+    assert error in said if error else said == ""
+    assert are_alive(mapped) == ([] if error else [False])
+    if error:
+        mapped_window._free_unused(DEVICE)
     assert mapped_window._mapped == set()
 
 

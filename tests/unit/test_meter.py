@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,6 +38,8 @@ def test_a_whole_recording_is_metered_as_counted(members: list[Interval]) -> Non
     assert overlap.exposed_us == exposed_us(members) == len(transferring - computing)
     assert overlap.exposed_us <= overlap.transfer_us <= overlap.span_us
     assert 0 <= overlap.hidden_fraction <= 1
+    hidden = overlap.transfer_us - overlap.exposed_us
+    assert overlap.hidden_fraction == pytest.approx(hidden / overlap.transfer_us if transferring else 1.0)
     ends = [us for i in members for us in (i.start_us, i.end_us)]
     assert overlap.span_us == (max(ends) - min(ends) if ends else 0)
 
@@ -50,8 +53,12 @@ def test_the_order_of_intervals_does_not_matter(members: list[Interval], shuffle
 
 
 @given(intervals())
-def test_spans_are_disjoint_in_order_and_not_empty(members: list[Interval]) -> None:
-    for spans in (exposed_spans(members), *(union_spans(members, track) for track in TRACKS)):
+def test_spans_are_what_is_counted_in_order_and_never_empty(members: list[Interval]) -> None:
+    computing, transferring = (counted(members, track) for track in TRACKS)
+    of_tracks = [union_spans(members, track) for track in TRACKS]
+    counts = (transferring - computing, computing, transferring)
+    for spans, expected in zip((exposed_spans(members), *of_tracks), counts, strict=True):
+        assert {us for start, end in spans for us in range(int(start), int(end))} == expected
         assert all(start < end for start, end in spans)
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
 

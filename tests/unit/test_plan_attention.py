@@ -57,11 +57,8 @@ def test_a_split_forward_pass_may_have_an_unsplit_backward_pass():
     assert (plan.for_backward.path, plan.for_backward.name) == ("row_parallel", "row_parallel")
 
 
-def test_by_default_the_planner_chooses():
+def test_by_default_the_planner_chooses_or_it_is_row_parallel():
     assert names(problem(), OverlapConfig()) == names(problem(), config("auto"))
-
-
-def test_where_nothing_is_measured_it_is_the_row_parallel_one():
     assert choose_by_default(list_candidates(problem(), config()), "because").path == "row_parallel"
 
 

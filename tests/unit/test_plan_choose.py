@@ -79,14 +79,12 @@ def test_a_measured_choice_says_all_paths():
 
 @given(st.lists(st.floats(1, 1e6), min_size=6, max_size=6))
 def test_whatever_is_chosen_is_within_a_tie_of_the_shortest(times_us):
-    for plan, key in ((choose_measured(PLANS, times_us), "measured_us"),):
-        assert getattr(plan, key) <= min(times_us) * 1.01
+    assert choose_measured(PLANS, times_us).measured_us <= min(times_us) * 1.01
     candidates = predicted(*times_us)
     chosen = choose_predicted(candidates, MACHINE)
     assert chosen.predicted_us <= min(times_us) * 1.01
     names = timed(candidates)
     assert not names or "sequential" in names
-    assert names == [] or chosen.name in names or min(times_us) * 1.01 >= chosen.predicted_us
 
 
 def test_where_speed_does_not_count_the_plainest_plan_is_taken():

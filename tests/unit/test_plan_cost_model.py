@@ -78,14 +78,9 @@ def test_gemms_take_longer_when_larger_or_on_fewer_sms(M, N, K, idle_sms):
 def test_a_sliced_gather_takes_its_schedule_bound(group_size, m, algorithm, bandwidth_gb_s):
     problem = layer_problem("70b.qkv", 8192, group_size)
     machine = MachineModel(
-        gemm=COPY_ENGINE.gemm,
-        link=Channel(latency_us=0.0, bandwidth_gb_s=bandwidth_gb_s),
-        collective=COPY_ENGINE.collective,
-        traits=COPY_ENGINE.traits,
-        source="test",
-        host=FREE_HOST,
-        replay=FREE_HOST,
-    )
+        gemm=COPY_ENGINE.gemm, link=Channel(latency_us=0.0, bandwidth_gb_s=bandwidth_gb_s),
+        collective=COPY_ENGINE.collective, traits=COPY_ENGINE.traits, source="test", host=FREE_HOST, replay=FREE_HOST,
+    )  # fmt: skip
     slices = group_size * m
     compute_us = slices * machine.gemm.time_us(8192 // slices, problem.N, problem.K, 2)
     transfer_us = (group_size - 1) * machine.link.time_us(problem.shard_bytes)
@@ -196,15 +191,9 @@ def test_noise_gives_no_negative_latency():
 
 def test_a_calibrated_machine_predicts_its_calibration():
     timings = Timings(
-        gemm_size=4096,
-        gemm_us=200.0,
-        copy_bytes=64 << 20,
-        copy_us=50.0,
-        message_bytes=(1 << 18, 1 << 24),
-        link_us=(10.0, 60.0),
-        collective_bytes=(1 << 18, 1 << 24),
-        collective_us=(30.0, 100.0),
-    )
+        gemm_size=4096, gemm_us=200.0, copy_bytes=64 << 20, copy_us=50.0, message_bytes=(1 << 18, 1 << 24),
+        link_us=(10.0, 60.0), collective_bytes=(1 << 18, 1 << 24), collective_us=(30.0, 100.0),
+    )  # fmt: skip
     machine = timings.machine(COPY_ENGINE.traits, 2)
     assert machine.source == "measured"
     assert machine.gemm.time_us(4096, 4096, 4096, 2) == pytest.approx(200.0)

@@ -1,10 +1,12 @@
 """Predictions, in a made-up world that follows the planner's model exactly, and on rows that were measured."""
 
 import dataclasses
+import functools
 import json
 import re
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +57,7 @@ def sliced(m: int, algorithm: Algorithm = Algorithm.DIRECT) -> PassPlan:
     return PassPlan("sliced", "", algorithm, m, keep_gathered_input=False)
 
 
+@functools.cache
 def measured_rows() -> list[Row]:
     rows = []
     for name in ("llama-8b.qkv", "llama-8b.proj", "llama-70b.fc1", "llama-70b.fc2"):
@@ -224,30 +227,34 @@ def one_width(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.case.startswith("llama-70b")]
 
 
+def simulate(rows_file: Path, *options: str | Path, models: tuple[str, ...] = ("llama-70b",)) -> dict[str, Any]:
+    """What the command writes of these rows and models."""
+    out = rows_file.with_name("out.json")
+    asked = ("--rows", rows_file, "--models", *models, "--json", out, *options)
+    assert cli.main(["simulate", *map(str, asked)]) == 0
+    return json.loads(out.read_text())
+
+
 def test_a_transport_without_a_bandwidth_is_left_out(rows_file: Path, capsys: pytest.CaptureFixture[str]):
     """Fails without going on: one transport's rows of one size stopped the others' predictions."""
     header, rows = load_report(rows_file)
     kept = [row for row in one_width(rows) if row.variant != "comm_only nccl" or row.M == 8192]
     Report(rows_file, header, kept).write()
-    out = rows_file.with_name("out.json")
-    options = ["simulate", "--rows", str(rows_file), "--ranks", "8", "--models", "llama-70b", "--json", str(out)]
-    assert cli.main(options) == 0
+    data = simulate(rows_file, "--ranks", "8")
     text = capsys.readouterr().out
     assert "left out transport nccl: 2 `comm_only nccl` rows do not show a bandwidth" in text
-    data = json.loads(out.read_text())
     assert set(data["machines"]["by_transport"]) == {"copy_engine"}
     assert {way["transport"] for way in data["predictions"] if way["variant"] != "sequential"} == {"copy_engine"}
-    assert cli.main([*options, "--link", "25"]) == 2
+    assert (
+        cli.main(["simulate", "--rows", str(rows_file), "--ranks", "8", "--models", "llama-70b", "--link", "25"]) == 2
+    )
     assert "nccl serves such links" in capsys.readouterr().err
 
 
 def test_what_limits_a_prediction_is_explained(rows_file: Path, capsys: pytest.CaptureFixture[str]):
-    options = [
-        "--rows", str(rows_file), "--ranks", "2", "8", "--tokens", "1024", "8192", "--models", "llama-8b", "llama-70b",
-    ]  # fmt: skip
-    assert cli.main(["simulate", *options, "--json", str(rows_file.with_name("out.json"))]) == 0
+    options = ("--ranks", "2", "8", "--tokens", "1024", "8192")
+    predictions = simulate(rows_file, *options, models=("llama-8b", "llama-70b"))["predictions"]
     out = capsys.readouterr().out
-    predictions = json.loads(rows_file.with_name("out.json").read_text())["predictions"]
     # Sorted by case, the fastest first: only those are in the table.
     best = {(way["case"], way["M"], way["group_size"]): way["limit"] for way in reversed(predictions)}
     assert len(set(best.values())) > 1
@@ -281,75 +288,66 @@ def rows_file(tmp_path: Path) -> Path:
 
 
 def test_the_command_predicts_and_says_how_wrong_it_is(rows_file: Path, capsys: pytest.CaptureFixture[str]):
-    out = rows_file.with_name("out.json")
     figure = rows_file.with_name("figure.png")
-    options = ["--rows", str(rows_file), "--ranks", "8", "16", "--models", "llama-70b", "--json", str(out)]
-    assert cli.main(["simulate", *options, "--figure", str(figure)]) == 0
+    options = ("--ranks", "8", "16", "--figure", figure)
+    data = simulate(rows_file, *options)
     text = capsys.readouterr().out
     assert "predicted, not measured" in text
     assert re.search(r"median size of the error on 36 measured rows: 0\.0 %; the largest: [+-]0\.\d %, .* M=\d+", text)
     assert "may be predicted wrongly" not in text
-    data = json.loads(out.read_text())
     assert {prediction["group_size"] for prediction in data["predictions"]} == {8, 16}
     assert len(data["deviations"]) == 36
     assert figure.stat().st_size > 10_000
     # A slower link that was not measured: nothing to check it with, and it takes longer.
-    assert cli.main(["simulate", *options, "--link", "25"]) == 0
+    slow = simulate(rows_file, *options, "--link", "25")
     assert "no measured rows of this link" in capsys.readouterr().out
-    slow = json.loads(out.read_text())
     assert slow["machines"]["by_transport"]["nccl"]["link"]["bandwidth_gb_s"] == 25
     assert min(p["comm_ms"] for p in slow["predictions"]) > min(p["comm_ms"] for p in data["predictions"])
 
 
 def test_a_larger_group_stands_beside_what_two_ranks_said_of_it(rows_file: Path, capsys: pytest.CaptureFixture[str]):
-    case = linear_case("llama-70b.fc1", 8192, 4)
-    way = {"transport": "copy_engine", "algorithm": "direct", "chunks_per_shard": 1}
-    here = load_report(rows_file)[1]
-    emulated = a_row(case, "sliced m=1 copy_engine", "sliced", 2.2, emulated=True, **way)
-    over_host = a_row(case, "sliced m=1 copy_engine", "sliced", 22.0, emulated=True, **way, link="host")
-    Report(rows_file, {"multiprocessors": 132}, [*here, emulated, over_host]).write()
-    real, out = rows_file.with_name("four.json"), rows_file.with_name("out.json")
-    measured = a_row(case, "sliced m=1 copy_engine", "sliced", 2.0, **way)
-    elsewhere = a_row(case, "sliced m=1 copy_engine", "sliced", 9.0, **way, device="NVIDIA H100 80GB HBM3")
-    Report(real, {}, [measured, elsewhere]).write()
-    options = ["--rows", str(rows_file), "--ranks", "4", "--models", "llama-70b", "--json", str(out)]
-    assert cli.main(["simulate", *options, "--against", str(real)]) == 0
+    case, real = linear_case("llama-70b.fc1", 8192, 4), rows_file.with_name("four.json")
+
+    def a_way(ms: float, case=case, variant="sliced m=1 copy_engine", **changes) -> Row:
+        way = {"transport": "copy_engine", "algorithm": "direct", "chunks_per_shard": 1}
+        return a_row(case, variant, "sliced", ms, **way | changes)
+
+    def against(*rows: Row, models: tuple[str, ...] = ("llama-70b",)) -> list[dict[str, Any]]:
+        Report(real, {}, list(rows)).write()
+        return simulate(rows_file, "--ranks", "4", "--against", real, models=models)["against"]
+
+    def refused(*rows: Row, asked: tuple[str, ...] = ()) -> str:
+        Report(real, {}, list(rows)).write()
+        options = ("--rows", str(rows_file), "--ranks", "4", "--models", "llama-70b", *asked, "--against", str(real))
+        capsys.readouterr()
+        assert cli.main(["simulate", *options]) == 2
+        return capsys.readouterr().err
+
+    emulated, over_host = a_way(2.2, emulated=True), a_way(22.0, emulated=True, link="host")
+    Report(rows_file, {"multiprocessors": 132}, [*load_report(rows_file)[1], emulated, over_host]).write()
+    measured, elsewhere = a_way(2.0), a_way(9.0, device="NVIDIA H100 80GB HBM3")
+    (entry,) = against(measured, elsewhere)
     text = capsys.readouterr().out
     assert "median size of the error of the emulation: 10.0 %; the largest: 10.0 %" in text
-    (entry,) = json.loads(out.read_text())["against"]
     assert (entry["measured_ms"], entry["emulated_ms"]) == (2.0, 2.2)
     assert entry["emulation_error"] == pytest.approx(0.1)
     assert entry["prediction_error"] == pytest.approx(entry["predicted_ms"] / 2.0 - 1)
-    planned = a_row(case, "planned", "sliced", 3.0, **way)
+    planned = a_way(3.0, variant="planned")
     for of_the_way, measured_ms in ([planned], 3.0), ([planned, measured], 2.0):
-        Report(real, {}, of_the_way).write()
-        assert cli.main(["simulate", *options, "--against", str(real)]) == 0
-        (entry,) = json.loads(out.read_text())["against"]
-        assert (entry["variant"], entry["measured_ms"]) == ("sliced m=1 copy_engine", measured_ms)
-        assert (entry["emulated_ms"], entry["predicted_ms"] is None) == (2.2, False)
-    of_a_file = a_row(case, "few_sms", "sliced", 4.0, **way)
+        (alone,) = against(*of_the_way)
+        assert (alone["variant"], alone["measured_ms"]) == ("sliced m=1 copy_engine", measured_ms)
+        assert (alone["emulated_ms"], alone["predicted_ms"] is None) == (2.2, False)
+    of_a_file = a_way(4.0, variant="few_sms")
     smaller = Row.from_json(measured.as_json() | {"N": case.N // 4, "K": case.K // 4, "shrink": 4, "median_ms": 0.2})
-    alone = json.loads(out.read_text())["against"]
     for rows in ([measured, of_a_file, smaller], [smaller, of_a_file, measured]):
-        Report(real, {}, rows).write()
-        assert cli.main(["simulate", *options, "--against", str(real)]) == 0
-        large, small = sorted(json.loads(out.read_text())["against"], key=lambda e: -e["measured_ms"])
-        assert [large] == alone
+        large, small = sorted(against(*rows), key=lambda e: -e["measured_ms"])
+        assert large == alone
         assert (small["emulated_ms"], small["predicted_ms"] < large["predicted_ms"]) == (None, True)
-    Report(real, {}, [measured, elsewhere]).write()
-    capsys.readouterr()
-    other_model = [*options, "--models", "llama-8b"]
-    for wanted in (other_model, [*options, "--linears", "qkv"]):
-        assert cli.main(["simulate", *wanted, "--against", str(real)]) == 2
-        assert "of these models and linears no forward rows" in capsys.readouterr().err
-    paper = linear_case("paper-mlp.fc1", 131072, 4)
-    Report(real, {}, [measured, a_row(paper, "sliced m=1 copy_engine", "sliced", 2.0, **way)]).write()
-    assert cli.main(["simulate", *other_model, "--against", str(real)]) == 0
-    assert [entry["case"] for entry in json.loads(out.read_text())["against"]] == ["paper-mlp.fc1"]
-    capsys.readouterr()
-    Report(real, {}, [elsewhere]).write()
-    assert cli.main(["simulate", *options, "--against", str(real)]) == 2
-    assert "rows of other machines and links are not compared" in capsys.readouterr().err
+    for wanted in (("--models", "llama-8b"), ("--linears", "qkv")):
+        assert "of these models and linears no forward rows" in refused(measured, elsewhere, asked=wanted)
+    paper = a_way(2.0, linear_case("paper-mlp.fc1", 131072, 4))
+    assert [entry["case"] for entry in against(measured, paper, models=("llama-8b",))] == ["paper-mlp.fc1"]
+    assert "rows of other machines and links are not compared" in refused(elsewhere)
 
 
 @pytest.mark.parametrize(("options", "message"), [

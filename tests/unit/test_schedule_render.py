@@ -106,15 +106,13 @@ def test_large_groups_show_both_ends_without_a_mark() -> None:
 
 
 @given(
-    schedule=schedules(max_group_size=24, max_chunks=2),
-    max_width=st.integers(60, 200),
+    schedule=schedules(max_group_size=64, max_chunks=2),
+    max_width=st.integers(60, 200) | st.just(120),
     max_steps=st.integers(1, 200),
     data=st.data(),
 )
 @settings(deadline=None, max_examples=50)
-def test_any_grid_fits_and_shows_its_mark(
-    schedule: Schedule, max_width: int, max_steps: int, data: st.DataObject
-) -> None:
+def test_any_grid_fits_and_shows_its_mark(schedule, max_width, max_steps, data):
     num_steps = schedule.group_size * schedule.chunks_per_shard
     mark = data.draw(st.none() | st.tuples(st.integers(0, schedule.group_size - 1), st.integers(0, num_steps - 1)))
     text = render(schedule, mark=mark, max_width=max_width, max_steps=max_steps)
@@ -131,12 +129,6 @@ def test_any_grid_fits_and_shows_its_mark(
         assert lines[0].split("|")[1 + column].strip() == f"rank {mark[0]}"
     assert len(lines) <= 2 + max_steps + 2
     assert all(line == line.rstrip() for line in text.splitlines())
-
-
-@pytest.mark.parametrize("group_size", [1, 2, 7, 16, 64])
-def test_every_size_fits_the_usual_width(group_size: int) -> None:
-    for collective, algorithm in [("all_gather", "ring"), ("reduce_scatter", "direct")]:
-        assert max(map(len, render(build(collective, algorithm, group_size)).splitlines())) <= 120
 
 
 def test_a_marked_last_column_fits_exactly() -> None:

@@ -9,16 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commfuse_megatron.errors import ScheduleError
-from commfuse_megatron.schedule import (
-    Activity,
-    Algorithm,
-    Costs,
-    Interval,
-    Simulation,
-    Work,
-    closed_form_us,
-    simulate,
-)
+from commfuse_megatron.schedule import Activity, Algorithm, Costs, Interval, Simulation, Work, closed_form_us, simulate
 from commfuse_megatron.schedule.lower_linear import Asked
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Copy, Gemm, Issue, Program, Wait, WeightGrad

@@ -117,14 +117,6 @@ def test_free_memory_is_what_is_left_and_not_all_there_is(driver):
         stream_memory.free_memory_bytes()
 
 
-def test_events_are_given_back(driver):
-    """A tape has some for every slice, and lengths that vary make many tapes."""
-    event = stream_memory.StreamEvent()
-    assert "cuEventDestroy" not in driver.names()
-    del event
-    assert driver.called[-1] == ("cuEventDestroy", "event")
-
-
 @pytest.mark.parametrize(("status", "answer"), [
     ("CUDA_SUCCESS", True), ("CUDA_ERROR_NOT_READY", False), ("CUDA_ERROR_CAPTURED_EVENT", False),
     ("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", False), ("CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD", False),
@@ -132,7 +124,10 @@ def test_events_are_given_back(driver):
     ("CUDA_ERROR_LAUNCH_FAILED", TransportError),
 ])  # fmt: skip
 def test_a_device_that_has_failed_is_not_one_that_is_still_at_it(status, answer, driver):
-    """It was: contexts were in flight for good, and the exit waited for that."""
+    """It was: contexts were in flight for good, and the exit waited for that.
+
+    Events are given back: a tape has some for every slice, and lengths that vary make many tapes.
+    """
     driver.answers["cuEventQuery"] = (getattr(bindings.CUresult, status),)
     event = stream_memory.StreamEvent()
     if answer is TransportError:
@@ -140,6 +135,9 @@ def test_a_device_that_has_failed_is_not_one_that_is_still_at_it(status, answer,
             event.query()
     else:
         assert event.query() is answer
+        assert "cuEventDestroy" not in driver.names()
+        del event
+        assert driver.called[-1] == ("cuEventDestroy", "event")
 
 
 def test_a_stream_is_destroyed_once(driver, monkeypatch):

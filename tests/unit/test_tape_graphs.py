@@ -1,6 +1,7 @@
 """When a call of a tape is made step by step, when as a graph; which graphs give way, and what they seem to take."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,15 +13,8 @@ from commfuse_megatron.transport.stream_memory import Driver
 from commfuse_megatron.transport.tape_graphs import TapeGraphs
 
 HERE, THERE = (0, 16), (0, 32)
+STREAM = SimpleNamespace(handle=7)
 MIB = 1 << 20
-
-
-class Event:
-    def record(self, stream):
-        pass
-
-    def wait(self, stream):
-        pass
 
 
 class Device:
@@ -62,10 +56,6 @@ class Graph:
         self.device.take(-self.size_bytes)
 
 
-class Stream:
-    handle = 7
-
-
 LOG: list[str] = []
 
 
@@ -80,7 +70,7 @@ def device(monkeypatch):
 
 class FakeDriver(Driver):
     def event(self):
-        return Event()
+        return SimpleNamespace(record=lambda stream: None, wait=lambda stream: None)
 
     def graph(self, stream, tell):
         return Graph(stream, tell)
@@ -90,9 +80,7 @@ class FakeDriver(Driver):
 
 
 def within(mib):
-    return TapeGraphs(
-        FakeDriver(), Stream(), Stream(), lambda stream, batch: LOG.append(f"{batch} on {stream}"), mib * MIB
-    )
+    return TapeGraphs(FakeDriver(), STREAM, STREAM, lambda stream, batch: LOG.append(f"{batch} on {stream}"), mib * MIB)
 
 
 @pytest.fixture
@@ -116,7 +104,8 @@ def call(graphs, one, *addresses, times=1):
 
 
 def test_a_call_becomes_a_graph_when_it_was_seen_three_times(graphs):
-    one = tape()
+    """Those of other addresses and other tapes are other calls."""
+    one, other = tape(), tape()
     assert [graphs.run(one, HERE, 0) for _ in range(2)] == [False, False]
     assert LOG == []
     assert graphs.run(one, HERE, 0)
@@ -124,12 +113,6 @@ def test_a_call_becomes_a_graph_when_it_was_seen_three_times(graphs):
     assert graphs.run(one, HERE, 3)
     assert graphs.run(one, HERE, 4)
     assert LOG[2:] == ["launch on 3", "launch on 4"]
-
-
-def test_other_addresses_and_other_tapes_are_other_calls(graphs):
-    one, other = tape(), tape()
-    for _ in range(3):
-        graphs.run(one, HERE, 0)
     assert not graphs.run(one, THERE, 0)
     assert not graphs.run(other, HERE, 0)
 

@@ -3,6 +3,7 @@
 import builtins
 import itertools
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -129,12 +130,27 @@ def test_runs_lie_below_each_other_and_all_start_at_zero(tmp_path: Path) -> None
     assert json.loads(write_perfetto(tmp_path / "trace.json", runs).read_text("utf-8")) == json.loads(json.dumps(trace))
 
 
+def rows_of(trace: dict[str, Any]) -> set[str]:
+    return {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
+
+
 def test_lanes_and_streams_name_the_rows() -> None:
     kernel = Interval("GEMM", "compute", 0, 9, None, "GEMM kernels", 1, "stream 7", "nvjet_tst_128x256")
     trace = chrome_trace({0: [kernel, batch(1, 1, 0, 5)]})
-    rows = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
-    assert rows == {"compute, stream 7", "transfers, lane 0", "arrivals"}
+    assert rows_of(trace) == {"compute, stream 7", "transfers, lane 0", "arrivals"}
+    assert trace["otherData"]["rank 0"] == {"compute_us": 9, "transfer_us": 5, "exposed_us": 0}
     assert [e["args"]["detail"] for e in trace["traceEvents"] if "detail" in e.get("args", {})] == ["nvjet_tst_128x256"]
+
+
+def transfer(start_us: float, end_us: float) -> Interval:
+    return Interval("batch", "transfer", start_us, end_us, 0, OP, 1)
+
+
+def test_intervals_that_overlap_have_rows_of_their_own() -> None:
+    intervals = [transfer(0, 10), transfer(5, 15), transfer(10, 12), transfer(11, 20)]
+    lanes = [[(i.start_us, i.end_us) for i in lane] for lane in assign_lanes(intervals)]
+    assert lanes == [[(0, 10), (10, 12)], [(5, 15)], [(11, 20)]]
+    assert rows_of(chrome_trace({0: [multiply(0, 9), *intervals]})) >= {"compute", "transfers", "transfers 2"}
 
 
 def test_rows_of_streams_come_in_the_order_of_their_numbers() -> None:
@@ -228,16 +244,14 @@ def cut_labels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_labels_of_a_timeline_are_whole(ranks: int, tmp_path: Path, cut_labels: list[str]) -> None:
+@pytest.mark.parametrize(("ranks", "file"), [(1, "a.png"), (2, "deep/a.svg"), (4, "a.png")])
+def test_labels_of_a_timeline_are_whole(ranks: int, file: str, tmp_path: Path, cut_labels: list[str]) -> None:
     caption = "8 x NVIDIA H100 80GB HBM3, copy_engine, bfloat16, November 2026"
     title = "llama-70b.fc2 backward, M 8192, N 8192, K 14336: sliced, direct, 2 per shard"
     recording = a_ring(max(2, ranks))
     shown = {rank: recording[rank] for rank in range(ranks)}
-    for name in ("a.png", "a.svg"):
-        file = tmp_path / "deep" / name
-        path = draw_timeline(file, shown, title=title, caption=caption, zooms={"two calls": (100, 250)})
-        assert path.stat().st_size > 5000
+    path = draw_timeline(tmp_path / file, shown, title=title, caption=caption, zooms={"two calls": (100, 250)})
+    assert path.stat().st_size > 5000
     assert cut_labels == []
 
 
@@ -246,8 +260,37 @@ def test_labels_of_runs_are_whole_however_long(tmp_path: Path, cut_labels: list[
     path = draw_runs(tmp_path / "b.png", runs, title="a long title " * 20, caption="a long caption " * 15)
     assert path.stat().st_size > 5000
     assert cut_labels == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_the_measured_overlap_fits_the_picture(num_ranks: int) -> None:
+    """Fails with the ranks in one line: matplotlib does not wrap titles, and cuts them off at the edge."""
+    text = figure._overlap_line({rank: [multiply(0, 1)] for rank in range(num_ranks)})
+    assert max(map(len, text.splitlines())) < 100
+    assert [f"rank {rank}" in text for rank in range(num_ranks)] == [rank < 4 for rank in range(num_ranks)]
+    assert ("..." in text) == (num_ranks > 4)
+
+
+def test_pictures_need_intervals_and_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, one = tmp_path / "c.png", {0: [multiply(0, 1)]}
+    with pytest.raises(ValueError, match="no interval to draw between 5 and 6 us"):
+        draw_timeline(file, one, zooms={"nothing there": (5, 6)})
+    with pytest.raises(ValueError, match="no interval to draw in the recording of 2 ranks"):
+        draw_timeline(file, {0: [], 1: []})
     with pytest.raises(ValueError, match="no interval to draw in the recording of 1 ranks of plugin"):
-        draw_runs(tmp_path / "c.png", {"stock": a_ring(2), "plugin": {0: []}})
+        draw_runs(file, {"stock": a_ring(2), "plugin": {0: []}})
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UnsupportedError, match=r"commfuse-megatron\[plot\]"):
+        draw_timeline(file, one)
+
+
+def test_the_zoom_is_where_most_is_computed() -> None:
+    spans = ((0, 1), (100, 101), (200, 250), (251, 300), (900, 901))
+    first = [multiply(*span, call) for call, span in enumerate(spans, 1)]
+    recording = {0: first, 1: [multiply(195, 240, 3), multiply(241, 310, 4)]}
+    assert densest_calls(recording) == pytest.approx((195 - 1.15, 310 + 1.15))
+    assert densest_calls({0: first[:1]}) is None
+    assert densest_calls({}) is None
 
 
 def bars(axes: Any) -> set[tuple[float, float]]:
@@ -257,9 +300,7 @@ def bars(axes: Any) -> set[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(("num_streams", "rows"), [(1, 1), (2, 2), (3, 3), (5, 1)])
-def test_every_stream_has_a_row_where_there_is_room(
-    num_streams: int, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_stream_has_a_row_where_there_is_room(num_streams, rows, tmp_path, monkeypatch):
     """Fails where rows go by overlap alone: kernels that alternate between two streams would look like one."""
     from matplotlib.figure import Figure
 

@@ -101,57 +101,13 @@ def test_kernels_are_sorted_by_name(name: str, track: str, short: str, op: str) 
     assert (interval.detail, interval.row, interval.call) == (name, "stream 7", 1)
 
 
-def test_copies_between_devices_are_transfers() -> None:
-    intervals = intervals_of_trace(
-        trace_of(
-            work(PERSISTENT, 101, 5, launched=23),
-            copy(DTOD, 106, 2, launched=22, stream=COMPUTE_STREAM),
-            copy(DTOD, 110, 2, launched=23, stream=COPY_STREAM),
-            copy(PTOP, 115, 2, launched=24, stream=COMPUTE_STREAM),
-            copy("Memcpy HtoD (Pageable -> Device)", 120, 2, launched=25, stream=COPY_STREAM),
-            work(NCCL, 130, 5, launched=26, stream=NCCL_STREAM),
-            copy(DTOD, 140, 2, launched=27, stream=NCCL_STREAM),
-        ),
-        2,
-    )
-    tracks = [interval.track for interval in intervals]
-    assert tracks == ["compute", "compute", "transfer", "transfer", "compute", "transfer", "transfer"]
+SUM = "sum_partials_kernel"
+HTOD = "Memcpy HtoD (Pageable -> Device)"
 
 
-def test_copies_by_the_driver_are_transfers_among_kernels_too() -> None:
-    """Fails where streams alone are looked at: a graph's are the driver's choice."""
-    found = calls_in(
-        trace_of(
-            work(PERSISTENT, 101, 5, launched=None),
-            copy(DTOD, 107, 9, launched=None, stream=COMPUTE_STREAM),
-            copy("Memset (Device)", 120, 1, launched=None, stream=COMPUTE_STREAM),
-            copy(DTOD, 130, 9, launched=29, stream=COMPUTE_STREAM),
-        )
-    )
-    assert found == [(1, "compute", 101), (1, "transfer", 107), (1, "compute", 120), (1, "compute", 130)]
-
-
-def test_work_of_a_graph_belongs_to_the_call_during_which_it_ran() -> None:
-    """Fails where launches are looked at: nobody saw the graph's."""
-    found = calls_in(
-        trace_of(
-            copy(PTOP, 100, 5, launched=None, stream=COPY_STREAM),
-            work(PERSISTENT, 100, 50, launched=None),
-            copy(DTOD, 140, 9, launched=None, stream=COPY_STREAM),
-            work(PERSISTENT, 200, 30, launched=None),
-            copy(DTOD, 230, 20, launched=None, stream=COPY_STREAM),
-            work("sum_partials_kernel", 240, 10, launched=None),
-        )
-    )
-    assert found == [
-        (1, "transfer", 100), (1, "compute", 100), (1, "transfer", 140),
-        (2, "compute", 200), (2, "transfer", 230), (2, "compute", 240),
-    ]  # fmt: skip
-
-
-def test_what_ran_between_calls_is_nobodys() -> None:
+def between_calls() -> list[Events]:
     """Warm-up before, what `prepare` launches between and after; by the driver or not, and long before it ran."""
-    between = [
+    return [
         piece
         for ts in (10, 60, 160, 180, 260, 400)
         for piece in (
@@ -161,8 +117,57 @@ def test_what_ran_between_calls_is_nobodys() -> None:
             copy(DTOD, ts, 9, launched=None, stream=COPY_STREAM),
         )
     ]
-    ours = work(PERSISTENT, 120, 9, launched=25)
-    assert calls_in(trace_of(*between, ours)) == [(1, "compute", 120)]
+
+
+#: By what it shows: what ran, and the call, track and start of each that counts.
+PLACED: dict[str, tuple[list[Events], list[tuple[int, str, float]]]] = {
+    "copies between devices are transfers": (
+        [
+            work(PERSISTENT, 101, 5, launched=23), copy(DTOD, 106, 2, launched=22, stream=COMPUTE_STREAM),
+            copy(DTOD, 110, 2, launched=23, stream=COPY_STREAM), copy(PTOP, 115, 2, launched=24, stream=COMPUTE_STREAM),
+            copy(HTOD, 120, 2, launched=25, stream=COPY_STREAM), work(NCCL, 130, 5, launched=26, stream=NCCL_STREAM),
+            copy(DTOD, 140, 2, launched=27, stream=NCCL_STREAM),
+        ],
+        [(1, "compute", 101), (1, "compute", 106), (1, "transfer", 110), (1, "transfer", 115), (1, "compute", 120),
+         (1, "transfer", 130), (1, "transfer", 140)],
+    ),
+    # Fails where streams alone are looked at: a graph's are the driver's choice.
+    "copies by the driver are transfers among kernels, too": (
+        [
+            work(PERSISTENT, 101, 5, launched=None), copy(DTOD, 107, 9, launched=None, stream=COMPUTE_STREAM),
+            copy("Memset (Device)", 120, 1, launched=None, stream=COMPUTE_STREAM),
+            copy(DTOD, 130, 9, launched=29, stream=COMPUTE_STREAM),
+        ],
+        [(1, "compute", 101), (1, "transfer", 107), (1, "compute", 120), (1, "compute", 130)],
+    ),
+    # Fails where launches are looked at: nobody saw the graph's.
+    "work of a graph belongs to the call during which it ran": (
+        [
+            copy(PTOP, 100, 5, launched=None, stream=COPY_STREAM), work(PERSISTENT, 100, 50, launched=None),
+            copy(DTOD, 140, 9, launched=None, stream=COPY_STREAM), work(PERSISTENT, 200, 30, launched=None),
+            copy(DTOD, 230, 20, launched=None, stream=COPY_STREAM), work(SUM, 240, 10, launched=None),
+        ],
+        [(1, "transfer", 100), (1, "compute", 100), (1, "transfer", 140), (2, "compute", 200), (2, "transfer", 230),
+         (2, "compute", 240)],
+    ),
+    "what ran between calls is nobody's": (
+        [*between_calls(), work(PERSISTENT, 120, 9, launched=25)], [(1, "compute", 120)],
+    ),
+    "the middle decides, since clocks are coarse": (
+        [
+            work(PERSISTENT, 99.5, 20, launched=25), work(PERSISTENT, 140, 10.5, launched=25),
+            work(PERSISTENT, 250.5, 20, launched=45), work(PERSISTENT, 190, 9.5, launched=45),
+        ],
+        [(1, "compute", 99.5), (1, "compute", 140)],
+    ),
+    "marks are not part of the profile": ([], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_work_is_placed_in_tracks_and_calls(name: str) -> None:
+    events, expected = PLACED[name]
+    assert calls_in(trace_of(*events)) == expected
 
 
 def test_kernels_may_run_long_after_the_host_has_launched_them() -> None:
@@ -170,20 +175,6 @@ def test_kernels_may_run_long_after_the_host_has_launched_them() -> None:
     marks = [begin_and_end(n, 1000 * n, 1000 * n + 900, launched=(10 * n, 10 * n + 5)) for n in (1, 2, 3)]
     kernels = [work(PERSISTENT, 1000 * n + 100, 700, launched=10 * n + 3) for n in (1, 2, 3)]
     assert calls_in(chrome(*marks, *kernels), 3) == [(n, "compute", 1000 * n + 100) for n in (1, 2, 3)]
-
-
-def test_the_middle_decides_since_clocks_are_coarse() -> None:
-    edges = (
-        work(PERSISTENT, 99.5, 20, launched=25),
-        work(PERSISTENT, 140, 10.5, launched=25),
-        work(PERSISTENT, 250.5, 20, launched=45),
-        work(PERSISTENT, 190, 9.5, launched=45),
-    )
-    assert calls_in(trace_of(*edges)) == [(1, "compute", 99.5), (1, "compute", 140)]
-
-
-def test_marks_are_not_part_of_the_profile() -> None:
-    assert intervals_of_trace(trace_of(), 2) == []
 
 
 def test_a_trace_without_all_marks_is_refused() -> None:

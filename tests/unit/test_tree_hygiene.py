@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,14 +53,22 @@ def files_of_the_tree() -> list[Path]:
 
 
 FILES = files_of_the_tree()
-TEXTS = [file for file in FILES if file.suffix not in FIGURE_SUFFIXES]
+TEXTS = {file: file.read_bytes() for file in FILES if file.suffix not in FIGURE_SUFFIXES}
+DOCUMENTS = {file: text.decode("utf-8") for file, text in TEXTS.items() if file.suffix == ".md"}
+
+
+def lines_of(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    """(where, line) of all of them."""
+    for file in files:
+        for number, line in enumerate(TEXTS[file].decode("utf-8").splitlines(), 1):
+            yield f"{file.relative_to(ROOT)}:{number}", line
 
 
 def test_tables_of_documents_have_one_head_each() -> None:
     """Fails with a second table stuck to the end of one, which is then read as its rows."""
     wrong = []
-    for file in (file for file in TEXTS if file.suffix == ".md"):
-        lines = file.read_text(encoding="utf-8").splitlines()
+    for file, text in DOCUMENTS.items():
+        lines = text.splitlines()
         rules = [number for number, line in enumerate(lines) if re.fullmatch(r"\|[-:| ]+\|", line)]
         wrong += [f"{file}:{number}" for number in rules if number >= 2 and lines[number - 2].startswith("|")]
     assert not wrong, "\n".join(wrong)
@@ -67,39 +76,28 @@ def test_tables_of_documents_have_one_head_each() -> None:
 
 def test_no_binaries_and_no_large_files() -> None:
     assert len(FILES) > 10, "the tree was not found"
-    wrong = [
-        str(f.relative_to(ROOT)) for f in FILES if f.suffix in BINARY_SUFFIXES or f.stat().st_size > MAX_SIZE_BYTES
-    ]
-    wrong += [str(f.relative_to(ROOT)) for f in TEXTS if b"\0" in f.read_bytes()]
-    wrong += [
-        str(f.relative_to(ROOT))
-        for f in FILES
-        if f.suffix in FIGURE_SUFFIXES and f.relative_to(ROOT).parts[0] != "docs"
-    ]
+    wrong = [f for f in FILES if f.suffix in BINARY_SUFFIXES or f.stat().st_size > MAX_SIZE_BYTES]
+    wrong += [f for f, text in TEXTS.items() if b"\0" in text]
+    wrong += [f for f in FILES if f.suffix in FIGURE_SUFFIXES and f.relative_to(ROOT).parts[0] != "docs"]
     assert not wrong, f"not sources: {wrong}"
 
 
 def test_texts_are_ascii() -> None:
-    wrong = [
-        f"{file.relative_to(ROOT)}:{number}"
-        for file in TEXTS
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
-        if not line.isascii()
-    ]
+    wrong = [where for where, line in lines_of(TEXTS) if not line.isascii()]
     assert not wrong, f"not ASCII: {wrong}"
 
 
 def test_files_that_documents_name_exist() -> None:
     names = {str(path.relative_to(ROOT)) for file in FILES for path in (file, *file.parents) if ROOT in path.parents}
     wrong = []
-    for file in (file for file in FILES if file.suffix == ".md"):
+    for file in DOCUMENTS:
         # As seen from the root, the package, the tests (in the support table), or beside the document.
         folders = ("", "commfuse_megatron", "tests", str(file.parent.relative_to(ROOT)))
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        for where, line in lines_of([file]):
             for named in NAMED.findall(line):
                 possible = {os.path.normpath(os.path.join(folder, named)) for folder in folders}
                 if named not in WRITTEN_BY_COMMANDS and not possible & names:
-                    wrong.append(f"{file.relative_to(ROOT)}:{number}: {named}")
+                    wrong.append(f"{where}: {named}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -111,14 +109,14 @@ def anchors_of(text: str) -> set[str]:
 
 def test_links_between_documents_lead_somewhere() -> None:
     wrong, count = [], 0
-    for file in (file for file in FILES if file.suffix == ".md"):
-        for target in re.findall(r"\]\(([^)\s]+)\)", file.read_text(encoding="utf-8")):
+    for file, text in DOCUMENTS.items():
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
             if target.startswith("https://"):
                 continue
             count += 1
             name, _, anchor = target.partition("#")
             there = (file.parent / name) if name else file
-            if not there.exists() or (anchor and anchor not in anchors_of(there.read_text(encoding="utf-8"))):
+            if not there.exists() or (anchor and anchor not in anchors_of(DOCUMENTS[there.resolve()])):
                 wrong.append(f"{file.relative_to(ROOT)}: {target}")
     assert not wrong, "\n".join(wrong)
     assert count > 30
@@ -129,22 +127,20 @@ def test_every_document_is_reached_from_the_readme() -> None:
     while left:
         file = left.pop()
         reached.add(file)
-        text = file.read_text(encoding="utf-8")
+        text = DOCUMENTS[file]
         named = [*re.findall(r"\]\(([^)#\s]+\.md)", text), *re.findall(r"`([\w./-]+\.md)`", text)]
         there = {Path(os.path.normpath(file.parent / name)) for name in named}
         left += [each for each in there if each.is_file() and each not in reached]
-    missing = {file for file in FILES if file.suffix == ".md"} - reached
-    assert missing == set()
+    assert DOCUMENTS.keys() - reached == set()
 
 
 def test_every_figure_is_shown_and_its_command_is_written_down() -> None:
-    documents = [file for file in FILES if file.suffix == ".md"]
     shown = {
         os.path.normpath(file.parent.relative_to(ROOT) / target)
-        for file in documents
-        for target in re.findall(r"!\[[^]]*\]\((\S+\.png)\)", file.read_text(encoding="utf-8"))
+        for file, text in DOCUMENTS.items()
+        for target in re.findall(r"!\[[^]]*\]\((\S+\.png)\)", text)
     }
-    commands = (ROOT / "docs/tracing.md").read_text(encoding="utf-8").split("## The figures")[1].split("##")[0]
+    commands = DOCUMENTS[ROOT / "docs" / "tracing.md"].split("## The figures")[1].split("##")[0]
     drawn = {f"{folder}/{name}.png" for folder, name in re.findall(r"--output (\S+) --name (\S+)", commands)}
     figures = {str(file.relative_to(ROOT)) for file in FILES if file.suffix in FIGURE_SUFFIXES}
     assert shown == drawn == figures
@@ -153,9 +149,8 @@ def test_every_figure_is_shown_and_its_command_is_written_down() -> None:
 
 def test_no_machine_paths_and_no_package_hosts() -> None:
     wrong = [
-        f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
-        for file in TEXTS
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        f"{where}: {line.strip()}"
+        for where, line in lines_of(TEXTS)
         if MACHINE_PATH.search(line) or PACKAGE_HOST.search(line)
     ]
     assert not wrong, "\n".join(wrong)
