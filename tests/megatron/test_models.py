@@ -17,7 +17,6 @@ from commfuse_megatron.testing import gpt
 from commfuse_megatron.tools.verify.megatron_cases import (
     CONFIGURATIONS,
     Configuration,
-    by_name,
     choose_configurations,
 )
 from commfuse_megatron.tools.verify.megatron_models import ModelResult, verify_models
@@ -29,6 +28,10 @@ NAMES = {
     4: ["dense", "layer_norm_and_bias", "one_query_group", "mla", "hybrid_moe", "moe_expert_parallel", "pipeline",
         "pipeline_interleaved", "pipeline_variable_lengths", "distributed_optimizer", "tensor_and_context_parallel"],
 }  # fmt: skip
+
+
+def configuration_of(name: str) -> Configuration:
+    return next(each for each in CONFIGURATIONS if each.name == name)
 
 
 def verified(configuration: Configuration) -> ModelResult:
@@ -48,7 +51,7 @@ def assert_passed(result: ModelResult, largest_loss_error: float = 1e-13) -> Non
 
 
 def equals_stock(ranks: int, name: str) -> None:
-    configuration = by_name(name)
+    configuration = configuration_of(name)
     result = verified(configuration)
     # Megatron's cross-entropies are fp32, and means over parts of them are rounded where ranks share sequences.
     assert_passed(result, 2.0**-22 if configuration.context > 1 else 1e-13)
@@ -70,7 +73,7 @@ def finds_a_fault(ranks: int, fault: str, words: tuple[str, ...], not_words: str
             ops, "linear_reduce_scatter", lambda *args, **kwargs: scatter(*args, **kwargs).flip(0)
         ),
     }[fault]:
-        result = verified(by_name("dense"))
+        result = verified(configuration_of("dense"))
     complaints = "\n".join(result.complaints)
     assert all(each in complaints for each in words), complaints
     assert not_words not in complaints
@@ -103,7 +106,7 @@ def test_wrong_choices(ranks: int, names: list[str] | None, words: str) -> None:
 
 
 def test_layouts_are_described() -> None:
-    assert by_name("dense").describe_layout(4) == "TP4"
-    assert by_name("pipeline").describe_layout(4) == "TP2 x PP2"
-    assert by_name("distributed_optimizer").describe_layout(4) == "TP2 x DP2"
-    assert by_name("moe_expert_parallel").describe_layout(2) == "TP2 x EP2"
+    assert configuration_of("dense").describe_layout(4) == "TP4"
+    assert configuration_of("pipeline").describe_layout(4) == "TP2 x PP2"
+    assert configuration_of("distributed_optimizer").describe_layout(4) == "TP2 x DP2"
+    assert configuration_of("moe_expert_parallel").describe_layout(2) == "TP2 x EP2"

@@ -36,7 +36,8 @@ def test_every_help_has_an_example(command: str, capsys: pytest.CaptureFixture[s
 def test_options_are_read_without_torch() -> None:
     """Fails where a room's `cli` imports it, or the room itself: every `--help` then took as long as that does."""
     check = "import sys; from commfuse_megatron.tools.main import build_parser; build_parser(); print(*sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=50, check=True)
+    ran = run_python("-c", check)
+    assert ran.returncode == 0, ran.stderr
     assert "torch" not in ran.stdout.split()
 
 

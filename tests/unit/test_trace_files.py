@@ -1,6 +1,5 @@
 """What is written, drawn and measured of hand-made recordings: every interval once, arrows in pairs, labels whole."""
 
-import builtins
 import itertools
 import json
 import sys
@@ -140,10 +139,6 @@ def test_lanes_and_streams_name_the_rows() -> None:
     assert rows_of(trace) == {"compute, stream 7", "transfers, lane 0", "arrivals"}
     assert trace["otherData"]["rank 0"] == {"compute_us": 9, "transfer_us": 5, "exposed_us": 0}
     assert [e["args"]["detail"] for e in trace["traceEvents"] if "detail" in e.get("args", {})] == ["nvjet_tst_128x256"]
-
-
-def transfer(start_us: float, end_us: float) -> Interval:
-    return Interval("batch", "transfer", start_us, end_us, 0, OP, 1)
 
 
 def test_intervals_that_overlap_have_rows_of_their_own() -> None:
@@ -320,44 +315,3 @@ def test_export_writes_trace_and_picture(tmp_path: Path) -> None:
     assert [file.name for file in files] == ["step_trace.json", "step_timeline.png"]
     check(json.loads(files[0].read_text("utf-8")), [a_ring(2)])
     assert files[1].stat().st_size > 5000
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-def test_the_measured_overlap_fits_the_picture(num_ranks: int) -> None:
-    """Fails with the ranks in one line: matplotlib does not wrap titles, and cuts them off at the edge."""
-    text = figure._overlap_line({rank: [compute(0, 1)] for rank in range(num_ranks)})
-    assert max(map(len, text.splitlines())) < 100
-    assert [f"rank {rank}" in text for rank in range(num_ranks)] == [rank < 4 for rank in range(num_ranks)]
-    assert ("..." in text) == (num_ranks > 4)
-
-
-def test_the_picture_needs_intervals(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no interval to draw between 5 and 6 us"):
-        draw_timeline(tmp_path / "timeline.png", {0: [compute(0, 1)]}, zooms={"nothing there": (5, 6)})
-    with pytest.raises(ValueError, match="no interval to draw in the recording of 2 ranks"):
-        draw_timeline(tmp_path / "timeline.png", {0: [], 1: []})
-
-
-def test_the_zoom_is_where_most_is_computed() -> None:
-    def call(number: int, start_us: float, end_us: float) -> Interval:
-        return Interval("chunk", "compute", start_us, end_us, 0, "all_gather_linear", number)
-
-    first = [call(1, 0, 1), call(2, 100, 101), call(3, 200, 250), call(4, 251, 300), call(5, 900, 901)]
-    recording = {0: first, 1: [call(3, 195, 240), call(4, 241, 310)]}
-    window = densest_calls(recording)
-    assert window == pytest.approx((195 - 1.15, 310 + 1.15))
-    assert densest_calls({0: first[:1]}) is None
-    assert densest_calls({}) is None
-
-
-def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_import = builtins.__import__
-
-    def refuse(name: str, *args: object, **kwargs: object) -> object:
-        if name.split(".")[0] == "matplotlib":
-            raise ImportError(name)
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(UnsupportedError, match=r"commfuse-megatron\[plot\]"):
-        draw_timeline(tmp_path / "timeline.png", {0: [compute(0, 1)]})
