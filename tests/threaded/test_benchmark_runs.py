@@ -13,7 +13,7 @@ from commfuse_megatron.tools.bench.ours import Ours, PathOptions
 from commfuse_megatron.tools.bench.run import Settings, grid, run_grid
 from commfuse_megatron.tools.bench.timing import Timed, measure, measure_host_us
 from commfuse_megatron.tools.bench.variant import Plain
-from commfuse_megatron.tools.common.cases import linear_case
+from commfuse_megatron.tools.common.cases import linear_case, ulysses_case
 from tests.harness.threads import on_ranks, run_threads
 
 CPU = torch.device("cpu")
@@ -97,13 +97,16 @@ def test_cases_without_what_they_are_compared_with_are_missing(monkeypatch):
 
 
 @pytest.mark.parametrize("virtual_ranks", [2, 4, 8])
-@pytest.mark.parametrize("linear", ["qkv", "proj"])
+@pytest.mark.parametrize(("path", "chunks", "name"), [
+    ("sliced", 1, "qkv"), ("sliced", 1, "proj"), ("overlapped", 1, "ulysses"), ("overlapped", 2, "ulysses"),
+])  # fmt: skip
 @on_ranks(2)
-def test_emulated_groups_multiply_what_was_sent(group, device, virtual_ranks, linear):
+def test_emulated_groups_compute_with_what_was_sent(group, device, virtual_ranks, path, chunks, name):
     pool = Pool(device, torch.float32, seed=group.rank())
-    case = linear_case(f"llama-8b.{linear}", 2048, virtual_ranks, 32)
+    make_case = ulysses_case if name == "ulysses" else linear_case
+    case = make_case(f"llama-8b.{name}", 2048, virtual_ranks, 32)
     work = make_work(case, "fprop", group, pool, is_emulated=True)
-    variant = EmulatedPath("sliced", "gloo")
+    variant = EmulatedPath(path, "gloo", chunks)
     ready = variant.build(work)
     found = [ready.results() for _ in range(3)]
     assert max(check_results(work, variant.name, results) for results in found) < 1e-5

@@ -76,8 +76,16 @@ def make_variants(
 
 
 def make_emulated_variants(kind: str, device: torch.device, splits: tuple[int, ...] = ()) -> list[Variant]:
-    """The same for groups that are emulated. splits: of one shard's queries, for query_split over the copy engine."""
+    """The same for groups that are emulated. splits: of one shard's queries, for query_split over the copy engine; of a
+    split sequence groups of a rank's heads."""
     backends = backends_of(device)
+    if kind == "ulysses":
+        bounds_of_blocks = [
+            Plain("compute_only", "compute", ulysses.compute),
+            Plain("comm_only collective", "transfers", emulate.exchanges_alone),
+            Plain("sequential", "sequential", emulate.exchanged),
+        ]
+        return bounds_of_blocks + [emulate.EmulatedPath("overlapped", b, m) for b in backends for m in splits]
     collective = Plain("comm_only collective", "transfers", emulate.collective_alone)
     comm_only = [collective, *map(emulate.Transfers, backends)]
     if kind == "attention":

@@ -135,8 +135,6 @@ def _require_sense(arguments: argparse.Namespace, num_ranks: int) -> None:
         raise UsageError("--virtual-ranks emulates groups of 2 and more on exactly two ranks: use --ranks 2")
     if arguments.virtual_ranks:
         _require_emulated(arguments)
-    if arguments.virtual_ranks and arguments.ulysses:
-        raise UsageError("--virtual-ranks: --ulysses runs on the ranks that there are; leave one of the two out")
     if arguments.write_plans:
         require_plans_alone(arguments)
     _require_models(arguments)
@@ -151,10 +149,10 @@ def _require_emulated(arguments: argparse.Namespace) -> None:
         raise UsageError("--config: an emulated group runs fixed variants; leave it or --virtual-ranks out")
     if "fprop" not in arguments.passes:
         raise UsageError("--passes: an emulated group runs forward only; add fprop, or leave --virtual-ranks out")
-    if arguments.chunks and not (arguments.attention and arguments.device == "cuda"):
+    if arguments.chunks and not (arguments.ulysses or (arguments.attention and arguments.device == "cuda")):
         raise UsageError(
-            "--chunks: emulated groups run one per shard, but for --attention on --device cuda; leave it or"
-            " --virtual-ranks out"
+            "--chunks: emulated groups run one per shard, but for --ulysses, and --attention on --device cuda; leave it"
+            " or --virtual-ranks out"
         )
 
 

@@ -15,6 +15,7 @@ Results are checked: every slice against the product of the rows that were reall
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import override
 
 import torch
@@ -26,6 +27,9 @@ from commfuse_megatron.kernels import sum_partials
 from commfuse_megatron.ops.all_gather_linear import gather_forward
 from commfuse_megatron.ops.attention_passes import AttentionCall, attention_forward
 from commfuse_megatron.ops.linear_reduce_scatter import scatter_forward
+from commfuse_megatron.ops.split_attention import Heads
+from commfuse_megatron.ops.ulysses_pass import UlyssesCall
+from commfuse_megatron.ops.ulysses_passes import ulysses_forward
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import GemmProblem, Problem
 from commfuse_megatron.runtime.prepared import PreparedPass
@@ -35,7 +39,9 @@ from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Issue, Program
 from commfuse_megatron.tools.bench.attention import Pieces, heads_of, plain_attention, split_attention
 from commfuse_megatron.tools.bench.bounds import CommOnly, compute
-from commfuse_megatron.tools.bench.operands import Results, Work
+from commfuse_megatron.tools.bench.operands import Results, Work, ulysses_block
+from commfuse_megatron.tools.bench.ulysses import compute as compute_block
+from commfuse_megatron.tools.bench.ulysses import dealt_rows
 from commfuse_megatron.tools.bench.variant import Ready, WithContext, in_turn
 
 #: On how many ranks larger groups are emulated.
@@ -74,24 +80,48 @@ def rank_played(group_size: int) -> int:
 
 def expected(work: Work) -> Results:
     """What the program of one rank of a larger group gives, with the one peer in all other places: y [M or M_r, N]."""
-    case, group, own = work.case, work.group, rank_played(work.case.group_size)
-    if group.size() != REAL_RANKS:
-        raise UnsupportedError(f"larger groups are emulated on {REAL_RANKS} ranks, not on {group.size()}")
-
-    def from_peer(tensor: torch.Tensor) -> torch.Tensor:
-        both = [torch.empty_like(tensor) for _ in range(REAL_RANKS)]
-        dist.all_gather(both, tensor, group=group)
-        return both[1 - group.rank()]
-
+    case, own = work.case, rank_played(work.case.group_size)
+    if work.group.size() != REAL_RANKS:
+        raise UnsupportedError(f"larger groups are emulated on {REAL_RANKS} ranks, not on {work.group.size()}")
+    if case.op == "ulysses_attention":
+        with torch.no_grad():
+            return work.named(ulysses_block(case, work.operands, partial(_attend_all, work=work)).flatten(0, -2))
     weight, x = work.operands.weight.detach(), work.operands.x.detach().flatten(0, -2)
     if case.gathers:
-        rows = [from_peer(x.contiguous())] * case.group_size
+        rows = [_from_peer(work, x.contiguous())] * case.group_size
         rows[own] = x
         return work.named(torch.cat(rows) @ weight.t())
     multiplied = plain_attention(*heads_of(work)).reshape(case.M, -1) if case.heads else x
     partials = (multiplied @ weight.t()).chunk(case.group_size)
-    arrived = from_peer(torch.stack([partial for owner, partial in enumerate(partials) if owner != own]))
+    arrived = _from_peer(work, torch.stack([partial for owner, partial in enumerate(partials) if owner != own]))
     return work.named(sum_partials(partials[own].contiguous(), arrived, out=torch.empty_like(partials[own])))
+
+
+def _from_peer(work: Work, tensor: torch.Tensor) -> torch.Tensor:
+    both = [torch.empty_like(tensor) for _ in range(REAL_RANKS)]
+    dist.all_gather(both, tensor.contiguous(), group=work.group)
+    return both[1 - work.group.rank()]
+
+
+def _attend_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work) -> torch.Tensor:
+    """Attention over a split sequence. Of distance d, what lies in the place of rank own - d is what the peer has for
+    rank own + d."""
+    size, own = work.case.group_size, rank_played(work.case.group_size)
+
+    def by_rank(ours: torch.Tensor, theirs: torch.Tensor) -> list[torch.Tensor]:
+        """[R, ...] by whom each is for -> by whose place each comes to."""
+        return [(ours if rank == own else theirs)[(2 * own - rank) % size] for rank in range(size)]
+
+    gathered = []
+    for each in (q, k, v):
+        for_ranks = each.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4)  # [R, S_r, B, heads of a rank, D]
+        gathered.append(torch.cat(by_rank(for_ranks, _from_peer(work, for_ranks))))
+    dealt = dealt_rows(work.case.rows, size, q.device)
+    order = torch.argsort(dealt)
+    attended = plain_attention(*(each[order] for each in gathered))
+    for_owners = attended[dealt].unflatten(0, (size, -1))
+    home = torch.stack(by_rank(for_owners, _from_peer(work, for_owners)))
+    return home.permute(1, 2, 0, 3, 4).flatten(2)
 
 
 def emulate(program: Program, peer: int) -> Program:
@@ -145,8 +175,8 @@ class Transfers(CommOnly):
 class EmulatedPath(WithContext):
     """The direct schedule of V ranks, over one transport: V slices and V - 1 messages.
 
-    path: "sliced" of linears; "row_parallel", attention at once and then a sliced projection; or "query_split", with so
-    many splits of every shard's queries.
+    path: "sliced" of linears; "row_parallel", attention at once and then a sliced projection; "query_split", with so
+    many splits of every shard's queries; or "overlapped" over a split sequence, with so many groups of heads.
     """
 
     is_basic = True
@@ -159,10 +189,9 @@ class EmulatedPath(WithContext):
     @override
     def build(self, work: Work) -> Ready:
         shard_rows = work.case.rows // work.case.group_size
-        if shard_rows % self._splits:
+        if self._path != "overlapped" and shard_rows % self._splits:
             raise UnsupportedError(f"{shard_rows} rows of a shard cannot be cut into {self._splits}")
-        make_run = {"sliced": _run_linear, "row_parallel": _run_at_once, "query_split": _run_query_split}[self._path]
-        run = make_run(work, self.context_for(work), self._splits)
+        run = _RUNS[self._path](work, self.context_for(work), self._splits)
         return Ready(
             call=as_graph(lambda: run().flatten(0, -2), work.pool.device),
             read=work.named,
@@ -199,6 +228,51 @@ def _run_query_split(work: Work, context: OverlapContext, splits: int) -> Callab
     prepared.attention = context.attention_kernels.choose(problem, "auto")
     call = AttentionCall(prepared, None, work.case.head_dim**-0.5, None, None)
     return lambda: attention_forward(call, heads, weight, None)[0]
+
+
+def _run_overlapped(work: Work, context: OverlapContext, groups: int) -> Callable[[], torch.Tensor]:
+    case, problem = work.case, work.case.exchange(work.dtype_name)
+    if len(problem.head_groups(groups)) != groups:
+        raise UnsupportedError(f"the heads of a rank make {len(problem.head_groups(groups))} groups, not {groups}")
+    prepared = EmulatedPass(context, problem, "overlapped", groups)
+    prepared.attention = context.attention_kernels.choose(problem.attention(), "auto")
+    call = UlyssesCall(prepared, case.head_dim**-0.5, None)
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            return ulysses_block(case, work.operands, lambda *heads: ulysses_forward(call, Heads(*heads))[0])
+
+    return run
+
+
+_RUNS = {
+    "sliced": _run_linear,
+    "row_parallel": _run_at_once,
+    "query_split": _run_query_split,
+    "overlapped": _run_overlapped,
+}
+
+
+def all_to_alls(work: Work) -> list[Callable[[], object]]:
+    """The real group's, towards the heads and home: per rank, the bytes of V - 1 of V parts of its rows each way."""
+    case, tokens = work.case, work.case.M // work.case.group_size
+    found: list[Callable[[], object]] = []
+    for name, features in (("there", case.qkv_features), ("home", case.K)):
+        moved = tokens * features * (case.group_size - 1) // case.group_size
+        source, target = (work.pool.tensor(f"{name} {end}", REAL_RANKS, moved) for end in ("source", "target"))
+        found.append(partial(dist.all_to_all_single, target, source, group=work.group))
+    return found
+
+
+def exchanges_alone(work: Work) -> Callable[[], object]:
+    """Both, nothing computed."""
+    return as_graph(in_turn(*all_to_alls(work)), work.pool.device)
+
+
+def exchanged(work: Work) -> Callable[[], object]:
+    """Both, and between them the block of one rank."""
+    there, home = all_to_alls(work)
+    return as_graph(in_turn(there, compute_block(work), home), work.pool.device)
 
 
 def _collective(work: Work, parts: int = 1) -> Callable[[], dist.Work]:

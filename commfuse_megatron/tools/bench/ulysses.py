@@ -45,12 +45,17 @@ def _attend_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.P
         """[S_r, B, H, D] -> [S, B, heads of this rank, D], as ranks hold the rows."""
         return exchanged(part.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4).contiguous()).flatten(0, 1)
 
-    chunks = torch.arange(rows, device=q.device).chunk(2 * size)
-    dealt = torch.cat([part for rank in range(size) for part in (chunks[rank], chunks[-1 - rank])])
+    dealt = dealt_rows(rows, size, q.device)
     order = torch.argsort(dealt)
     attended = plain_attention(*(to_heads(each)[order] for each in (q, k, v)))
     home = exchanged(attended[dealt].unflatten(0, (size, -1)).contiguous())  # [R, S_r, B, heads of a rank, D]
     return home.permute(1, 2, 0, 3, 4).flatten(2)
+
+
+def dealt_rows(rows: int, num_ranks: int, device: torch.device) -> torch.Tensor:
+    """The positions of the sequence in zigzag order, rank after rank: of 2R chunks rank r has r and 2R - 1 - r."""
+    chunks = torch.arange(rows, device=device).chunk(2 * num_ranks)
+    return torch.cat([part for rank in range(num_ranks) for part in (chunks[rank], chunks[-1 - rank])])
 
 
 class _LocalAttention(torch.autograd.Function):

@@ -140,12 +140,18 @@ class Case:
 
     def attention(self, dtype: str) -> AttentionProblem:
         """What a rank attends, forward; with a projection, the problem that our operation states."""
+        if self.op == "ulysses_attention":
+            return self.exchange(dtype).attention()
+        return AttentionProblem(**self._heads(dtype), N=self.N)
+
+    def exchange(self, dtype: str) -> UlyssesProblem:
+        """The problem that our operation states over a split sequence, forward."""
+        return UlyssesProblem(**self._heads(dtype), order="zigzag")
+
+    def _heads(self, dtype: str) -> dict[str, Any]:
         sizes: dict[str, Any] = {"pass_name": "fprop", "rows": self.rows, "batch": self.batch, "heads": self.heads}
         sizes |= {"kv_heads": self.kv_heads, "head_dim": self.head_dim, "value_dim": self.head_dim, "right": 0}
-        sizes |= {"dtype": dtype, "group_size": self.group_size}
-        if self.op == "ulysses_attention":
-            return UlyssesProblem(**sizes, order="zigzag", needs="input").attention()
-        return AttentionProblem(**sizes, N=self.N)
+        return sizes | {"dtype": dtype, "group_size": self.group_size}
 
 
 def tokens_of(name: str, asked: tuple[int, ...]) -> tuple[int, ...]:
