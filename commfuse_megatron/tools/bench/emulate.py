@@ -176,7 +176,8 @@ class EmulatedPath(WithContext):
     """The direct schedule of V ranks, over one transport: V slices and V - 1 messages.
 
     path: "sliced" of linears; "row_parallel", attention at once and then a sliced projection; "query_split", with so
-    many splits of every shard's queries; or "overlapped" over a split sequence, with so many groups of heads.
+    many splits of every shard's queries; or "overlapped" over a split sequence, with so many groups of heads, or as many
+    as there are.
     """
 
     is_basic = True
@@ -232,9 +233,7 @@ def _run_query_split(work: Work, context: OverlapContext, splits: int) -> Callab
 
 def _run_overlapped(work: Work, context: OverlapContext, groups: int) -> Callable[[], torch.Tensor]:
     case, problem = work.case, work.case.exchange(work.dtype_name)
-    if len(problem.head_groups(groups)) != groups:
-        raise UnsupportedError(f"the heads of a rank make {len(problem.head_groups(groups))} groups, not {groups}")
-    prepared = EmulatedPass(context, problem, "overlapped", groups)
+    prepared = EmulatedPass(context, problem, "overlapped", len(problem.head_groups(groups)))
     prepared.attention = context.attention_kernels.choose(problem.attention(), "auto")
     call = UlyssesCall(prepared, case.head_dim**-0.5, None)
 
