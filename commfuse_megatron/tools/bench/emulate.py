@@ -176,8 +176,8 @@ class EmulatedPath(WithContext):
     """The direct schedule of V ranks, over one transport: V slices and V - 1 messages.
 
     path: "sliced" of linears; "row_parallel", attention at once and then a sliced projection; "query_split", with so
-    many splits of every shard's queries; or "overlapped" over a split sequence, with so many groups of heads, or as many
-    as there are.
+    many splits of every shard's queries; or "overlapped" over a split sequence, with so many groups of heads, or as
+    many as there are.
     """
 
     is_basic = True
