@@ -28,9 +28,9 @@ from commfuse_megatron.tools.simulate.predict_step import (
 
 _HOST_BOUND = (
     "host-bound: the passes in which the device waits for the host, and of which variant; where that is forward alone, "
-    "the backward pass begins late and takes the device's time. Host times are those of one machine; a faster host "
-    "shortens such steps. The plugin's can be shorter than the step without communication, since its calls are CUDA "
-    "graphs"
+    "the backward pass begins late and takes the device's time. Host times lie amid those of three machines; a faster "
+    "host shortens such steps. The plugin's can be shorter than the step without communication, since its calls are "
+    "CUDA graphs"
 )
 
 
