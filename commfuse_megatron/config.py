@@ -357,7 +357,12 @@ def _check_value(hint: Any, value: Any, where: str) -> Any:
         if bool in allowed:
             return value
     elif isinstance(value, int) and float in allowed:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(
+                f"{where} must be a number that a float can hold; got one of {len(str(value))} digits"
+            ) from None
     elif isinstance(value, tuple(t for t in allowed if t not in (bool, types.NoneType))):
         return value
     expected = " or ".join("null" if t is types.NoneType else t.__name__ for t in allowed)

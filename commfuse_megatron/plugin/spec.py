@@ -78,16 +78,6 @@ def our_spec(spec: Any, config: OverlapConfig | None = None) -> Any:
     return _Mapping(REPLACEMENTS, config).map(spec)
 
 
-# What a backend is asked for by these names, ours takes the place of.
-_ASKED_OF_BACKENDS = (
-    "column_parallel_linear",
-    "row_parallel_linear",
-    "column_parallel_layer_norm_linear",
-    "core_attention",
-    "layer_norm",
-)
-
-
 class CommFuseSpecProvider:
     """A backend for those who assemble specs with Megatron's own builders.
 
@@ -99,11 +89,30 @@ class CommFuseSpecProvider:
     def __init__(self, fallback: Any) -> None:
         self._fallback = fallback
 
+    def column_parallel_linear(self) -> Any:
+        """Our column-parallel linear where the fallback has Megatron's."""
+        return our_spec(self._fallback.column_parallel_linear())
+
+    def row_parallel_linear(self) -> Any:
+        """Our row-parallel linear where the fallback has Megatron's."""
+        return our_spec(self._fallback.row_parallel_linear())
+
+    def column_parallel_layer_norm_linear(self) -> Any:
+        """Our norm and linear in one where the fallback has Transformer Engine's; None where it has none."""
+        return our_spec(self._fallback.column_parallel_layer_norm_linear())
+
+    def core_attention(self) -> Any:
+        """Our core attention where the fallback has Megatron's."""
+        return our_spec(self._fallback.core_attention())
+
+    def layer_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """A norm that works under sequence parallelism where the fallback's does not."""
+        return our_spec(self._fallback.layer_norm(*args, **kwargs))
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        found = getattr(self._fallback, name)
-        return (lambda *args, **kwargs: our_spec(found(*args, **kwargs))) if name in _ASKED_OF_BACKENDS else found
+        return getattr(self._fallback, name)
 
 
 def replace_in_spec(spec: Any, replacements: dict[type, type]) -> Any:

@@ -78,6 +78,11 @@ class OverlapContext(PassContext):
                 "torch.distributed.group.WORLD is None before init_process_group."
             )
         config = OverlapConfig() if config is None else config
+        if not isinstance(config, OverlapConfig):
+            raise ConfigError(
+                f"OverlapContext takes an OverlapConfig, got {config!r}: make one with OverlapConfig(...), from_dict or"
+                " from_file"
+            )
         timeout_s = config.transport.timeout_s
         self._place = MeetingPlace.of_next_context(group) if _place is None else _place
         store = self._place.store

@@ -115,6 +115,8 @@ def _require_writable(arguments: argparse.Namespace) -> None:
     )
     for option, why_not in checks:
         place = getattr(arguments, option, None)
+        if place == "":
+            raise UsageError(f"--{option.replace('_', '-')}: a name is missing")
         reason = why_not(place) if place else None
         if reason is not None:
             raise UsageError(f"--{option.replace('_', '-')} {place}: {reason}")
@@ -133,6 +135,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="commfuse",
         description="Tensor-parallel communication of Megatron-Core hidden under partial GEMMs.",
+        allow_abbrev=False,
         epilog="exit codes: 0 passed, 1 a check failed, 2 wrong usage or cannot run here; the message says why",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
@@ -141,6 +144,7 @@ def build_parser() -> argparse.ArgumentParser:
         room = importlib.import_module(f"commfuse_megatron.tools.{name}.cli")
         command = commands.add_parser(
             name,
+            allow_abbrev=False,
             help=room.SUMMARY,
             description=f"{room.SUMMARY[0].upper()}{room.SUMMARY[1:]}.",
             epilog=f"example:\n  {room.EXAMPLE}",

@@ -194,6 +194,14 @@ def test_provider() -> None:
         provider.does_not_exist()
 
 
+def test_a_provider_can_be_derived_from() -> None:
+    class Own(CommFuseSpecProvider):
+        def layer_norm(self, *args: Any, **kwargs: Any) -> Any:
+            return super().layer_norm(*args, **kwargs)
+
+    assert Own(LocalSpecProvider()).layer_norm(rms_norm=False) is CommFuseNorm
+
+
 def test_the_default_spec_says_transformer_engine_is_missing(monkeypatch):
     monkeypatch.setattr(compat, "HAVE_TRANSFORMER_ENGINE", False)
     transformer = SimpleNamespace(transformer_impl="transformer_engine")

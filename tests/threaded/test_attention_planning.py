@@ -28,7 +28,9 @@ def planned(monkeypatch, times, config=None, group_size=2, case=None):
             assert torch.equal(torch.get_rng_state(), before)
             expected = run(operands, grad_y, ops.reference.query_split_attention, group=group)
             assert_close(found, expected, 1e-4)
-            return [record for record in context.report() if record.op == "query_split_attention"]
+            records = context.report()
+            assert all(sum(record.modes.values()) <= record.calls for record in records), "trials are no calls"
+            return [record for record in records if record.op == "query_split_attention"]
 
     return run_threads(group_size, body)
 

@@ -55,6 +55,13 @@ def test_ranks_with_different_shapes_raise_before_they_send(group, device, op):
         call(op, context, rows=8 - 2 * group.rank())
 
 
+@pytest.mark.parametrize("config", ["x", 3, {}])
+@on_ranks(2)
+def test_what_is_no_configuration_is_refused(group, device, config):
+    with pytest.raises(ConfigError, match="OverlapContext takes an OverlapConfig, got"):
+        OverlapContext(group, config)
+
+
 LATE = r"waited 0\.5 s for group ranks"
 
 

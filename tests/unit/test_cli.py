@@ -33,6 +33,13 @@ def test_every_help_has_an_example(command: str, capsys: pytest.CaptureFixture[s
     assert f"example:\n  commfuse {command}" in capsys.readouterr().out
 
 
+def test_a_part_of_an_option_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["demo", "--rank", "2"])
+    assert ended.value.code == 2
+    assert "unrecognized arguments: --rank" in capsys.readouterr().err
+
+
 def test_options_are_read_without_torch() -> None:
     """Fails where a room's `cli` imports it, or the room itself: every `--help` then took as long as that does."""
     check = "import sys; from commfuse_megatron.tools.main import build_parser; build_parser(); print(*sys.modules)"
@@ -212,7 +219,8 @@ def test_a_package_that_cannot_be_imported_says_why() -> None:
 @pytest.mark.parametrize(("arguments", "message"), [
     (["doctor", "--json", "{folder}"], "--json {folder}: is a folder; name a file"),
     (["verify", "--json", "{file}/x.json"], "--json {file}/x.json: the folder cannot be made: "),
-    (["demo", "--output", "{file}"], "--output {file}: the folder cannot be made: "),
+    (["demo", "--output", "{file}"], "--output {file}: the folder cannot be made: {file} is a file"),
+    (["doctor", "--json", ""], "--json: a name is missing"),
     (["bench", "--device", "cuda", "--figure", "{folder}"], "--figure {folder}: is a folder; name a file"),
     (["simulate", "--figure", "{folder}/x.bmp"], "--figure {folder}/x.bmp: pictures are .png or .svg"),
     (["simulate", "--figure", "{folder}/x"], "--figure {folder}/x: pictures are .png or .svg"),

@@ -160,15 +160,18 @@ def test_files_that_cannot_be_read_are_wrong_usage(arguments, content, tmp_path,
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    (["--variants", "megatron"], "was measured with --variants sliced, and this is --variants megatron"),
-    ([], "was measured with --variants sliced, and this is --variants none"),
-    (["--variants", "sliced", "--chunks", "1", "2"], "with --chunks 1, and this is --chunks 1 2"),
+    (["--variants", "megatron"], "has --variants sliced, and this is --variants megatron"),
+    ([], "has --variants sliced, and this is --variants none"),
+    (["--variants", "sliced", "--chunks", "1", "2"], "has --chunks 1, and this is --chunks 1 2"),
+    (["--variants", "sliced", "--chunks", "1", "--ranks", "4"], "has --ranks 2, and this is --ranks 4"),
+    (["--attention"], "has cases of linears, and this is cases of attention"),
 ])  # fmt: skip
 def test_a_benchmark_goes_on_with_the_same_variants_only(options, words, tmp_path, capsys):
     """Else its cases would count as done, and what was asked for would never be measured."""
     file = tmp_path / "rows.json"
     settings = {"variants": ["sliced"], "chunks": [1], "config_files": []}
-    file.write_text(json.dumps({"settings": settings, "rows": []}), encoding="utf-8")
+    settings["kind"] = "linears"
+    file.write_text(json.dumps({"ranks": 2, "settings": settings, "rows": []}), encoding="utf-8")
     assert cli.main(["bench", "--models", "llama-8b", "--resume", "--json", str(file), *options]) == 2
     assert words in capsys.readouterr().err
 

@@ -81,6 +81,7 @@ def test_errors_name_file_key_and_advice(tmp_path, text, message):
 
 @pytest.mark.parametrize(("part", "values", "message"), [
     (PassConfig, {"path": "slice"}, "path must be one of auto, sliced, bulk, async, sequential; got 'slice'"),
+    (TransportConfig, {"timeout_s": 10**400}, "timeout_s must be a number that a float can hold; got one of 401"),
     (PassConfig, {"chunks_per_shard": 2.5}, "chunks_per_shard must be int or null; got 2.5"),
     (TransportConfig, {"backend": "glo"}, "backend must be one of auto, gloo, nccl, copy_engine; got 'glo'"),
     (TransportConfig, {"timeout_s": float("inf")}, "timeout_s must be positive and at most 1e+09, got inf"),

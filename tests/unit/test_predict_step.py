@@ -331,4 +331,4 @@ def test_what_cannot_be_predicted_is_refused(options, message, tmp_path, capsys)
 
 def test_layers_are_for_steps(capsys):
     assert cli.main(["simulate", "--rows", "x.json", "--layers", "2"]) == 2
-    assert "is for --step: --layers" in capsys.readouterr().err
+    assert "only --step takes --layers" in capsys.readouterr().err

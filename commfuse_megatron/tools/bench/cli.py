@@ -52,7 +52,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--models", nargs="+", choices=known, metavar="MODEL", help=models)
     add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS), metavar="L", help=f"of {', '.join(LINEARS)}")
     add("--tokens", nargs="+", type=int, metavar="M", help="of the whole sequence; the paper's cases have their own")
-    add("--passes", nargs="+", choices=PASSES, default=list(PASSES), metavar="P", help="fprop, backward (default both)")
+    add(
+        "--passes",
+        nargs="+",
+        choices=PASSES,
+        default=list(PASSES),
+        metavar="P",
+        help="fprop, backward (default both; of emulated groups fprop)",
+    )
     what = "only variants whose names begin with such words, and the lower bounds"
     add("--variants", nargs="+", default=[], metavar="NAME", help=what)
     what = (
@@ -108,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.write_plans:
         return run_write_plans(arguments, settings, num_ranks)
     if arguments.resume and is_speaker() and Path(arguments.json).exists():
-        _require_same_columns(settings, load_report(Path(arguments.json))[0], arguments.json)
+        _require_same_columns(settings, num_ranks, load_report(Path(arguments.json))[0], arguments.json)
     options = for_ranks(arguments, settings=settings, limits=limits)
     return launch(_bench_on_rank, options, num_ranks=num_ranks, device_type=arguments.device)
 
@@ -175,15 +182,22 @@ def _require_models(arguments: argparse.Namespace) -> None:
         refuse_given(arguments, of_linears, f"{{}}: for linears, not for --{kind}")
 
 
-def _require_same_columns(settings: Settings, header: dict[str, Any], file: str) -> None:
-    """Raise UsageError where the cases of `file` were measured with other variants: they would count as done."""
+def _require_same_columns(settings: Settings, num_ranks: int, header: dict[str, Any], file: str) -> None:
+    """Raise UsageError where the cases of `file` were measured with other variants, which would count as done, or are
+    of another kind or number of ranks, which its header says of all."""
     before = header.get("settings", {})
+    compared: list[tuple[str, Any, Any]] = [
+        ("cases of", before.get("kind", settings.kind), settings.kind),
+        ("--ranks", header.get("ranks", num_ranks), num_ranks),
+    ]
     for name, option in (("variants", "--variants"), ("chunks", "--chunks"), ("config_files", "--config")):
-        found, asked = list(before.get(name, ())), list(getattr(settings, name))
+        compared.append((option, before.get(name, ()), getattr(settings, name)))
+    for option, *values in compared:
+        found, asked = (list(each) if isinstance(each, list | tuple) else [each] for each in values)
         if found != asked:
             was, now = (" ".join(map(str, values)) or "none" for values in (found, asked))
             raise UsageError(
-                f"--resume: {file} was measured with {option} {was}, and this is {option} {now}: go on with the same,"
+                f"--resume: {file} has {option} {was}, and this is {option} {now}: go on with the same,"
                 " or write another file"
             )
 

@@ -195,13 +195,13 @@ def why_folder_cannot_be_written(path: str | Path) -> str | None:
     while not os.path.lexists(existing) and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
-        return f"the folder cannot be made: {existing} is none"
+        return f"the folder cannot be made: {existing} is a file"
     try:
         # Asking for permission proves nothing for root or on special file systems.
         with tempfile.TemporaryFile(dir=existing):
             return None
     except OSError as error:
-        return f"the folder {existing} is not writable: {error.strerror or error}"
+        return f"nothing can be written into {existing}: {error.strerror or error}"
 
 
 def write_json(path: str | Path, data: Any) -> None:

@@ -32,10 +32,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     sizes = "group sizes (default 8 16 64; with --step 2 4 8 16)"
     add("--ranks", nargs="+", type=int, metavar="N", help=sizes)
     add("--link", metavar="LINK", help="nvlink or host, as in the rows, or a bandwidth in GB/s per rank and direction")
-    add("--models", nargs="+", choices=models, default=models, metavar="MODEL", help=f"of {', '.join(models)}")
+    add(
+        "--models",
+        nargs="+",
+        choices=models,
+        default=models,
+        metavar="MODEL",
+        help=f"of {', '.join(models)}; not with --step",
+    )
     add("--linears", nargs="+", choices=LINEARS, default=list(LINEARS), metavar="L", help=f"of {', '.join(LINEARS)}")
     add("--tokens", nargs="+", type=int, default=[8192], metavar="M", help="of the whole sequence (default 8192)")
-    add("--figure", metavar="FILE", help="draw the predictions into FILE (.png or .svg); missing folders are made")
+    add(
+        "--figure",
+        metavar="FILE",
+        help="draw the predictions into FILE (.png or .svg), not of --step; missing folders are made",
+    )
     step = f"whole training steps of MODEL, of {', '.join(STEP_LAYERS)}, and the error on those that were measured"
     add("--step", choices=STEP_LAYERS, metavar="MODEL", help=f"{step}; needs no rows")
     add("--layers", type=int, metavar="N", help="with --step: layers of the model (default: as published)")
@@ -64,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         refuse_given(arguments, ("models", "linears", "figure"), "--step predicts a whole model; leave out")
         return run_simulate_step(arguments)
-    refuse_given(arguments, ("layers",), "is for --step:")
+    refuse_given(arguments, ("layers",), "only --step takes")
     if arguments.rows is None:
         raise UsageError(
             "no measurements: name a file of rows with --rows FILE. On two or more GPUs of one host,\n"

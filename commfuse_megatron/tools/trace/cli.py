@@ -91,7 +91,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Trace what is asked for. 0: done; 2: the plugin overlapped nothing of a step."""
     if not arguments.attention:
-        refuse_given(arguments, ("paths", "splits", "shrink"), "of an attention block; add --attention, or leave out")
+        refuse_given(
+            arguments, ("paths", "splits", "shrink"), "these are of an attention block; add --attention, or leave out"
+        )
     if arguments.name is not None:
         require_names_for_files("--name", arguments.name)
     if arguments.transport in ("nccl", "copy_engine") and arguments.device != "cuda":
@@ -151,7 +153,7 @@ def config_of(arguments: argparse.Namespace) -> OverlapConfig:
 
 def _checked_linear(arguments: argparse.Namespace, num_ranks: int) -> argparse.Namespace:
     refuse_given(arguments, ("seq",), "of --attention and --step; one linear has --tokens: leave out")
-    refuse_given(arguments, _OF_STEPS, "of a whole step; add --step, or leave out")
+    refuse_given(arguments, _OF_STEPS, "these are of a whole step; add --step, or leave out")
     require_positive(arguments, ("calls", "tokens", "N", "K"))
     op, M, N, K = _problem(arguments, num_ranks)
     _require_path_of(op, arguments)

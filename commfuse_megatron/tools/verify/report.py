@@ -14,7 +14,13 @@ from commfuse_megatron.tools.common.output import make_progress, make_table, res
 from commfuse_megatron.tools.common.ranks import Rank
 from commfuse_megatron.tools.verify.cases import make_cases
 from commfuse_megatron.tools.verify.lora_cases import choose, options_of
-from commfuse_megatron.tools.verify.megatron_models import TOLERANCE, ModelResult, verify_models
+from commfuse_megatron.tools.verify.megatron_models import (
+    PARAMETER_TOLERANCE,
+    SHARED_LOSS_TOLERANCE,
+    TOLERANCE,
+    ModelResult,
+    verify_models,
+)
 from commfuse_megatron.tools.verify.ops import CaseResult, verify_ops
 
 TENSORS = ("y", "x.grad", "weight.grad", "bias.grad")
@@ -50,7 +56,9 @@ def verify_models_on_rank(rank: Rank, options: argparse.Namespace) -> int:
         task = progress.add_task("verifying models", total=len(configurations))
         found = verify_models(configurations, on_done=lambda _: progress.advance(task))
     rows = [each.to_dict() | ({"options": options_of(each.name)} if options.lora else {}) for each in found]
-    data = {"ranks": rank.world_size, "dtype": "float64", "tolerance": TOLERANCE, "configurations": rows}
+    tolerances = {"tolerance": TOLERANCE, "shared_loss_tolerance": SHARED_LOSS_TOLERANCE}
+    tolerances |= {"parameter_tolerance": PARAMETER_TOLERANCE}
+    data = {"ranks": rank.world_size, "dtype": "float64", **tolerances, "configurations": rows}
     return _say(rank, options, found, data, lambda failed: print_models(found, failed, rank, options.lora))
 
 
@@ -121,7 +129,8 @@ def print_models(
         )
         for result in found
     ]
-    console.print(make_table(f"{title} (allowed {TOLERANCE:g}; 0 = bit-equal)", columns, rows))
+    allowed = f"allowed {TOLERANCE:g}; losses of ranks that share sequences {SHARED_LOSS_TOLERANCE:.1e}"
+    console.print(make_table(f"{title} ({allowed}; 0 = bit-equal)", columns, rows))
     reasons = dict.fromkeys(reason for result in found for reason in result.stock)
     legend = "overlapped: calls in forward + backward passes; stock: forward calls on Megatron's own path"
     console.print(f"{legend}, because" if reasons else f"{legend}.")
