@@ -199,6 +199,9 @@ def check_replaced_collectives(group: dist.ProcessGroup, device: torch.device) -
         work = dist.reduce_scatter_tensor(summed, partials, group=group, async_op=True)
         work.wait()
         assert work.is_completed()
+        exchanged = torch.zeros_like(partials)
+        dist.all_to_all_single(exchanged, partials, group=group)
+    assert torch.equal(exchanged, partials), "only copied"
     assert torch.equal(gathered, own.repeat(size, 1)), "only copied"
     assert torch.equal(summed, partials[:2])
     assert dist.all_gather_into_tensor is original

@@ -34,7 +34,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A model and the text it is trained on, byte by byte. Tensor parallel over all ranks.
+    """A model and the text it is trained on, byte by byte. Tensor parallel over all ranks, or over as many as are left
+    where so many share each sequence.
 
     pattern: None for a GPT, else the layers of a HybridModel ("*" attention, "-" MLP, "M" Mamba). lr: Adam's.
     """
@@ -54,6 +55,7 @@ class Task:
     sequence: int = 64
     batch: int = 2
     lr: float = 1e-3
+    context_parallel: int = 1
 
     @property
     def device(self) -> torch.device:
@@ -76,8 +78,9 @@ class Task:
 
 
 @contextmanager
-def tensor_parallel_megatron(device_type: str) -> Iterator[None]:
-    """Megatron, tensor parallel over the default group, on that kind of device; our contexts are closed at the end."""
+def tensor_parallel_megatron(device_type: str, context_parallel: int = 1) -> Iterator[None]:
+    """Megatron, tensor parallel over the default group, or so many groups that share sequences, on that kind of device;
+    our contexts are closed at the end."""
     with ExitStack() as stack:
         if device_type == "cpu":
             from commfuse_megatron.testing import cpu_megatron
@@ -88,7 +91,8 @@ def tensor_parallel_megatron(device_type: str) -> Iterator[None]:
         from commfuse_megatron.plugin import reset_contexts
         from commfuse_megatron.testing.gpt import tensor_parallel
 
-        stack.enter_context(tensor_parallel(dist.get_world_size()))
+        sizes = {"context_parallel_size": context_parallel}
+        stack.enter_context(tensor_parallel(dist.get_world_size() // context_parallel, **sizes))
         yield
         reset_contexts()
 
@@ -111,7 +115,7 @@ def build_model(
     """
     from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, transformer_config
 
-    group_size = dist.get_world_size()
+    group_size = dist.get_world_size() // task.context_parallel
     gpt = SmallGPT(
         num_layers=task.num_layers if task.pattern is None else len(task.pattern),
         hidden_size=task.hidden_size,
@@ -125,6 +129,8 @@ def build_model(
     chosen: dict[str, Any] = {"transformer_impl": task.transformer_impl}
     if task.device_type == "cuda":
         chosen["use_cpu_initialization"] = False
+    if task.context_parallel > 1:
+        chosen |= {"context_parallel_size": task.context_parallel, "cp_comm_type": "a2a"}
     if task.pattern is not None:
         chosen["is_hybrid_model"] = True
     config = transformer_config(gpt, group_size, **chosen | options)

@@ -35,7 +35,7 @@ EXAMPLE = """commfuse trace --op all_gather_linear --pass backward --ranks 2
 OPS = ("all_gather_linear", "linear_reduce_scatter")
 ATTENTION_PATHS = ("sequential", "row_parallel", "query_split")
 
-_OF_STEPS = ("model", "layers", "batch", "transformer_impl", "fusions", "rounds", "runs")
+_OF_STEPS = ("model", "layers", "batch", "context_parallel", "transformer_impl", "fusions", "rounds", "runs")
 _OF_OPERATIONS = ("op", "case", "N", "K", "tokens", "pass_name", "calls", "profiler", "attention")
 
 
@@ -79,6 +79,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--model", choices=("demo", "llama-8b", "llama-70b"), default="demo", help="default demo")
     add("--layers", type=int, metavar="L", help="default 2, llama 4")
     add("--batch", type=int, default=1, metavar="B", help="default 1")
+    what = "so many ranks share each sequence, by a2a (default 1); the others are tensor parallel"
+    add("--context-parallel", type=int, default=1, metavar="C", help=what)
     impls = ("local", "transformer_engine")
     add("--transformer-impl", choices=impls, default="local", help="attention and norms")
     add("--fusions", action="store_true", help="Megatron's fused activation, dropout and rotary kernels")
@@ -246,6 +248,21 @@ def _checked_step(arguments: argparse.Namespace, num_ranks: int) -> argparse.Nam
         raise UsageError(f"--seq {sequence} must be a multiple of the {num_ranks} ranks")
     if num_ranks not in (2, 4, 8):
         raise UsageError(f"the models can be cut for 2, 4 or 8 ranks, not {num_ranks}")
-    require_positive(arguments, ("seq", "layers", "batch", "rounds", "runs"))
+    require_positive(arguments, ("seq", "layers", "batch", "rounds", "runs", "context_parallel"))
+    _require_shared_sequences(arguments.context_parallel, arguments, sequence, num_ranks)
     layers = arguments.layers or (2 if is_demo else 4)
     return _ready(arguments, f"step_{arguments.model}", layers=layers, seq=sequence)
+
+
+def _require_shared_sequences(sharing: int, arguments: argparse.Namespace, sequence: int, num_ranks: int) -> None:
+    if sharing == 1:
+        return
+    if num_ranks % sharing:
+        raise UsageError(f"--context-parallel {sharing} does not divide the {num_ranks} ranks")
+    if arguments.transformer_impl == "local":
+        raise UsageError(
+            "--context-parallel: Megatron's local layers have none without the plugin, so there is no stock step to"
+            " compare with; add --transformer-impl transformer_engine"
+        )
+    if sequence % (2 * sharing):
+        raise UsageError(f"--seq {sequence} must be a multiple of {2 * sharing}, twice --context-parallel")

@@ -22,6 +22,7 @@ _NAMES = {
     "all_gather_into_tensor": "all-gather",
     "reduce_scatter_tensor": "reduce-scatter",
     "all_reduce": "all-reduce",
+    "all_to_all_single": "all-to-all",
 }
 _KEEP_COPIES = ("megatron", "transformer_engine")
 
@@ -63,7 +64,8 @@ class _Done:
 
 @contextmanager
 def local_copies() -> Iterator[None]:
-    """Inside the with-block, all-gathers and reduce-scatters only copy this rank's own data into their results.
+    """Inside the with-block, all-gathers, reduce-scatters and all-to-alls only copy this rank's own data into their
+    results.
 
     The results are wrong on purpose: what runs then is the same work with as many bytes written and nothing sent, a
     lower bound on the time with communication. All-reduces (the loss, the gradients of norms) stay, and with them the
@@ -85,7 +87,7 @@ def local_copies() -> Iterator[None]:
 
         return copy_locally
 
-    with replaced_collectives(replace, ("all_gather_into_tensor", "reduce_scatter_tensor")):
+    with replaced_collectives(replace, ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")):
         yield
 
 

@@ -260,7 +260,8 @@ def _with_options(path: str, trace: BlockTrace) -> str:
 
 def step_on_rank(rank: Rank, options: argparse.Namespace) -> int:
     """Time all variants of a step and trace some. 0: done."""
-    asked = {name: getattr(options, name) for name in ("batch", "config", "transformer_impl", "rounds", "runs")}
+    names = ("batch", "config", "transformer_impl", "rounds", "runs", "context_parallel")
+    asked = {name: getattr(options, name) for name in names}
     wanted = StepToTrace(
         **MODELS[options.model],
         **asked,
@@ -275,9 +276,11 @@ def step_on_rank(rank: Rank, options: argparse.Namespace) -> int:
         traced = trace_step(wanted, on_step=lambda: progress.advance(task))
     if not rank.is_first:
         return 0
+    sharing = f", context parallel {options.context_parallel}" if options.context_parallel > 1 else ""
     what = (
         f"step of a Megatron GPT ({options.model}, {options.layers} layers, sequence {options.seq},"
-        f" batch {options.batch}, {options.transformer_impl}), tensor parallel {rank.world_size}"
+        f" batch {options.batch}, {options.transformer_impl}), tensor parallel"
+        f" {rank.world_size // options.context_parallel}{sharing}"
     )
 
     def draw(file: Path) -> Path:
@@ -288,7 +291,7 @@ def step_on_rank(rank: Rank, options: argparse.Namespace) -> int:
         results().print(f"{what}; {_machine(rank, traced.transport, options.dtype)}")
         _print_step(traced, wanted)
 
-    names = ("model", "layers", "batch", "dtype", "transformer_impl")
+    names = ("model", "layers", "batch", "dtype", "transformer_impl", "context_parallel")
     data = {
         **{name: getattr(options, name) for name in names},
         "sequence": options.seq,

@@ -1,6 +1,6 @@
 """A whole Megatron step, forward and backward: stock, planned by the plugin, without communication; timed, traced.
 
-Without communication is the stock step with every all-gather and reduce-scatter replaced by a local copy
+Without communication is the stock step with every all-gather, reduce-scatter and all-to-all replaced by a local copy
 (`trace.collectives.local_copies`): its results are wrong on purpose, its time is a lower bound. What a step takes more
 is its exposed communication. With Transformer Engine there is a fourth, Megatron's `tp_comm_overlap`, where it can run.
 Beware: local layers, stock and overlapped, are one model switched by `config.commfuse`, so both have the same weights
@@ -96,6 +96,8 @@ def userbuffers_left_out(wanted: StepToTrace) -> str | None:
     """Why the step with `tp_comm_overlap` cannot be timed here, None if it will be."""
     if wanted.transformer_impl == "local":
         return "tp_comm_overlap is for Transformer Engine's layers"
+    if wanted.context_parallel > 1:
+        return "tp_comm_overlap is timed where all ranks are tensor parallel"
     return missing_userbuffers(torch.device(wanted.device_type))
 
 
@@ -105,12 +107,12 @@ def count_steps(wanted: StepToTrace) -> int:
 
 
 def trace_step(wanted: StepToTrace, *, on_step: Callable[[], object] = lambda: None) -> StepTrace:
-    """Build, warm up, time and trace on all ranks of the default group, the tensor-parallel group. Collective.
+    """Build, warm up, time and trace on all ranks of the default group. Collective.
 
     Raises UnsupportedError where Transformer Engine is asked for and missing, where the plugin overlapped nothing, and
     where nothing was seen to run in a traced step.
     """
-    with tensor_parallel_megatron(wanted.device_type), ExitStack() as stack:
+    with tensor_parallel_megatron(wanted.device_type, wanted.context_parallel), ExitStack() as stack:
         from commfuse_megatron.plugin.contexts import open_contexts
 
         device = wanted.device
