@@ -242,8 +242,13 @@ class CopyEngineTransport(Transport):
     # -- binding: see copy_tape -------------------------------------------------------------------------------------
 
     def bind_order(self) -> tuple[Step, Step]:
-        """Mark where the current stream has come; let the copy stream go on from the latest mark."""
-        record, follow, copies = self._issued.record, self._issued.wait, self._stream.handle
+        """Mark where one stream has come; let the copy stream go on from there.
+
+        The event is this mark's own: the copy stream is told behind the next kernel, before which another lane may
+        have made a mark of its own.
+        """
+        event, copies = self._driver.event(), self._stream.handle
+        record, follow = event.record, event.wait
         return lambda at, stream: record(stream), lambda at, stream: follow(copies)
 
     def bind_mark(self) -> tuple[Step, Step]:

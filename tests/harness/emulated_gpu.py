@@ -164,12 +164,16 @@ class _Stream:
 class _Event:
     def __init__(self) -> None:
         self._mark: tuple[_Capture, frozenset[int]] | None = None
+        self._unawaited: int | None = None  # the stream of a mark that nobody has waited for
 
     def record(self, stream: int) -> None:
+        assert self._unawaited in (None, stream), "another stream's mark is overwritten before anybody waited for it"
+        self._unawaited = stream
         capture = _capture()
         self._mark = None if capture is None else (capture, capture.latest[stream])
 
     def wait(self, stream: int) -> None:
+        self._unawaited = None
         capture = _capture()
         if capture is None:
             assert self._mark is None, "waits outside of a graph for what is in it"
