@@ -26,6 +26,7 @@ from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.lanes import choose_num_lanes
 from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.marks import without_marks
+from commfuse_megatron.runtime.parts import CallInParts
 from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.runtime.stored_plans import StoredPlans
 from commfuse_megatron.runtime.tape_program import TapeKernel, Tapes
@@ -109,6 +110,24 @@ class PreparedPass:
         self, asked: Asked | str, tensors: Mapping[str, torch.Tensor], *, kernels: Mapping[str, Kernel] | None = None
     ) -> None:
         """The same, not from a tape."""
+        self._program_on_tensors(asked, tensors).run(tensors, kernels or {})
+        self.modes["stepped"] += 1
+
+    def begin_in_parts(
+        self, asked: Asked, tensors: Mapping[str, torch.Tensor], *, kernels: Mapping[str, Kernel]
+    ) -> CallInParts:
+        """A call on tensors whose parts the caller runs; in place of the with-block. For programs with pauses."""
+        self.__enter__()
+        try:
+            program = self._program_on_tensors(asked, tensors)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        call = self.context.under_way = CallInParts(self, program, tensors, kernels)
+        self.modes["stepped"] += 1
+        return call
+
+    def _program_on_tensors(self, asked: Asked | str, tensors: Mapping[str, torch.Tensor]) -> TensorProgram | TensorTape:
         program = self._programs.get(asked)
         if program is None or program.generation != self._means.buffers.generation:
             lowered = self.lower(self._tensor_policy, asked)
@@ -116,8 +135,7 @@ class PreparedPass:
             is_on_tape = self.context.link.transport.is_one_sided and lowered.schedules
             program = (TensorTape if is_on_tape else TensorProgram)(lowered, self._means, tensors)
             self._programs[asked] = program
-        program.run(tensors, kernels or {})
-        self.modes["stepped"] += 1
+        return program
 
     def run_transfers(self, shard: torch.Tensor, label: str) -> None:
         """The messages of the all-gather of `shard` [own rows, features] alone: what arrives is left in the buffer."""
@@ -293,6 +311,8 @@ class PassContext:
         self._prepared: dict[Problem, PreparedPass] = {}
         #: Of the call that began last.
         self.latest_pass: PreparedPass | None = None
+        #: The call in parts that began last.
+        self.under_way: CallInParts | None = None
         #: Calls whose arguments were seen before, by everything a check looks at: `ops.arguments` fills and reads it.
         self.known_calls: dict[Hashable, PreparedPass] = {}
         self._gemms: dict[tuple[torch.dtype, bool], SliceGemm] = {}
@@ -366,6 +386,7 @@ class PassContext:
     def agree_on(self, prepared: PreparedPass, numbers: CallNumbers) -> None:
         """Compare a problem with the other ranks', if it, or its numbers, are new or every call is to be compared."""
         self.link.require_usable()
+        self._require_alone()
         is_known = numbers in prepared.agreed
         if (self.consensus.compares_every_call or not is_known) and self.group_size > 1:
             if self.is_capturing:  # what is captured now is agreed on at the first call outside
@@ -416,6 +437,7 @@ class PassContext:
 
     def enter(self, problem: Problem) -> None:
         """Start one operation's use of the buffers, ordered after the one before, whatever stream that ran on."""
+        self._require_alone()
         link = self.link
         if link.last_done is not None:
             link.is_capturing, stream = self._driver.is_capturing(), self._driver.current_stream(self.device)
@@ -426,6 +448,10 @@ class PassContext:
                 self._last_stream = stream
         if link.recorder is not None:
             link.recorder.begin_call(problem)
+
+    def _require_alone(self) -> None:
+        if self.under_way is not None:
+            self.under_way.refuse_another()
 
     def leave(self) -> None:
         """End what `enter` began."""

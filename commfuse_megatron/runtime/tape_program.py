@@ -234,6 +234,8 @@ class TapeBinder:
                 self._add_after(op)
             case prog.Join():
                 self.tape.join(self._handles)
+            case prog.Pause():
+                self.tape.pause()
             case prog.Finish():
                 self.tape.wait(*self._unawaited.values(), *self._sends)
                 self._note_arrivals((op.channel, op.step) for op in self._program.ops if isinstance(op, prog.Issue))
