@@ -107,7 +107,7 @@ def ulysses_attention(
         q, k, v = cast_for_autocast(context.device.type, q, k, v)
     with context.guard("ulysses_attention"), torch.autocast(context.device.type, enabled=False):
         inputs = UlyssesInputs(q, k, v, causal, order, window, scale, dropout, total_rows)
-        forward = _prepare(inputs, context)
+        forward = prepare_ulysses(inputs, context)
         number = q.size(-1) ** -0.5 if scale is None else float(scale)
         call = UlyssesCall(forward, number, draw_dropout(dropout, context))
         if not forward.problem.needs:
@@ -192,7 +192,7 @@ class _UlyssesAttention(torch.autograd.Function):
                 return None, None, None, None
             heads, states = tuple(others[: ctx.num_heads]), iter(others[ctx.num_heads :])
             by_group = [tuple(next(states) for _ in range(size)) for size in ctx.state_sizes]
-            p = _prepare_backward(call.forward)
+            p = prepare_backward(call.forward)
             p.begin()
             grad = without_marks(grad_y).contiguous()
             found = ulysses_backward(p, call, Saved(heads, attended, by_group), grad, ctx.like)
@@ -202,7 +202,7 @@ class _UlyssesAttention(torch.autograd.Function):
 # -- preparation ------------------------------------------------------------------------------------------------------
 
 
-def _prepare(inputs: UlyssesInputs, context: OverlapContext) -> PreparedPass:
+def prepare_ulysses(inputs: UlyssesInputs, context: OverlapContext) -> PreparedPass:
     """The forward pass of a call, checked; not yet agreed on."""
     try:
         prepared = context.known_calls.get(inputs.key)
@@ -216,7 +216,8 @@ def _prepare(inputs: UlyssesInputs, context: OverlapContext) -> PreparedPass:
     return prepared
 
 
-def _prepare_backward(forward: PreparedPass) -> PreparedPass:
+def prepare_backward(forward: PreparedPass) -> PreparedPass:
+    """The backward pass of a call whose forward pass this was."""
     problem = dataclasses.replace(forward.problem, pass_name="backward", needs="input")
     p = forward.context.prepare_like(problem, forward.plan, "as the forward pass")
     p.attention, p.attention_reason = forward.attention, forward.attention_reason

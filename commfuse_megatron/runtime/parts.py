@@ -32,7 +32,9 @@ class _Pass(Protocol):
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: object) -> None: ...
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: object
+    ) -> None: ...
 
 
 class CallInParts:
@@ -83,9 +85,9 @@ class CallInParts:
         """Raise UnsupportedError: another call begins while this one is not done."""
         if not self.is_done:
             raise UnsupportedError(
-                f"{self._pass.problem} has come as far as part {self._next} of {self._program.num_parts}, and another call"
-                " of its context begins: what computes the heads of ulysses_block must not use the same context, and a"
-                " backward pass that was given up half-way leaves none behind it"
+                f"{self._pass.problem} has come as far as part {self._next} of {self._program.num_parts}, and another"
+                " call of its context begins: to_heads must not use the context of its ulysses_block, and no call may"
+                " follow a backward pass that was given up half-way"
             )
 
     @contextmanager

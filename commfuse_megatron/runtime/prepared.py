@@ -127,7 +127,9 @@ class PreparedPass:
         self.modes["stepped"] += 1
         return call
 
-    def _program_on_tensors(self, asked: Asked | str, tensors: Mapping[str, torch.Tensor]) -> TensorProgram | TensorTape:
+    def _program_on_tensors(
+        self, asked: Asked | str, tensors: Mapping[str, torch.Tensor]
+    ) -> TensorProgram | TensorTape:
         program = self._programs.get(asked)
         if program is None or program.generation != self._means.buffers.generation:
             lowered = self.lower(self._tensor_policy, asked)

@@ -222,9 +222,10 @@ class TensorProgram:
         self._uses_lanes = any(isinstance(op, prog.Fork) for op in program.ops)
         parts: list[list[FrameStep]] = [[]]
         for op in program.ops:
+            step = self._step(op)
             if isinstance(op, prog.Pause):
                 parts.append([])
-            elif (step := self._step(op)) is not None:
+            elif step is not None:
                 parts[-1].append(step)
         self._parts = tuple(map(tuple, parts))
 
@@ -267,6 +268,8 @@ class TensorProgram:
                 return lambda frame: frame.views[target].copy_(frame.views[source])
             case prog.Finish():
                 return self._finish_step()
+            case prog.Pause():
+                return None
         return self._lane_step(op)
 
     def _issue_step(self, op: prog.Issue) -> FrameStep:

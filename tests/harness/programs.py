@@ -118,7 +118,7 @@ KINDS = {
     "ulysses shared in parts": Kind(None, (Asked(keeps_gathered=True, pauses=True),), only_direct=True,
      problem=_ulysses(order="zigzag", kv_heads=1), has_lanes_on_tensors=True),
     "ulysses backward in parts": Kind(None, (Asked(is_backward=True, pauses=True),), only_direct=True,
-     problem=_ulysses("backward", order="zigzag"), has_lanes_on_tensors=True),
+     problem=_ulysses("backward"), has_lanes_on_tensors=True),
 }  # fmt: skip
 
 

@@ -78,7 +78,7 @@ CASES = {
     "exchange of one key on tensors": Case("ulysses zigzag", TENSOR_LANES, Asked(), DIRECT, 3, 3, 12),
     "exchange backward on lanes": Case("ulysses backward", TENSOR_LANES, Asked(is_backward=True), DIRECT, 2, 4, 4),
     "exchange in parts": PARTS, "exchange backward in parts": PARTS_BACK,
-    "exchange in parts on lanes": Case("ulysses in parts", LANES, Asked(keeps_gathered=True, pauses=True), DIRECT, 2, 3, 4),
+    "exchange in parts on lanes": Case("ulysses in parts", LANES, Asked(pauses=True), DIRECT, 2, 3, 4),
     "exchange, kept": Case("ulysses", NCCL, Asked(keeps_gathered=True), DIRECT, 2, 1, 3),
     "exchange, dropout": Case("ulysses dropout", TAPE, Asked(keeps_gathered=True), DIRECT, 3, 1, 5),
 }  # fmt: skip

@@ -354,35 +354,31 @@ TABLES: dict[str, tuple[Case, str]] = {
  13 | main | finish   |                            |                                |""",
     ),
     "ulysses backward in parts": (
-        Case("ulysses backward in parts", NCCL, Asked(is_backward=True, pauses=True), chunks_per_shard=2, group_size=2, rows=4),
+        Case("ulysses backward in parts", NCCL, Asked(is_backward=True, pauses=True), chunks_per_shard=2, **SMALL),
         """\
- op | lane | what           | rows read                        | rows written                | batch
-----+------+----------------+----------------------------------+-----------------------------+-----------------------------
- 0  | main | pack 0         |                                  | packed[0:2]                 |
- 1  | main | issue          | packed[0:1]                      | gathered[0:1]               | gather 0: 4->r0 at 1 0<-r0
- 2  | main | issue          | packed[1:2]                      | gathered[3:4]               | gather 1: 5->r0 at 2 1<-r0
- 3  | main | pause          |                                  |                             |
- 4  | main | pack 1         |                                  | packed[4:6]                 |
- 5  | main | issue          | packed[4:5]                      | gathered[4:5]               | gather 2: 6->r0 at 5 2<-r0
- 6  | main | issue          | packed[5:6]                      | gathered[7:8]               | gather 3: 7->r0 at 6 3<-r0
- 7  | main | pause          |                                  |                             |
- 8  | main | place 0        |                                  | gathered[1:2] gathered[2:3] |
- 9  | main | wait           |                                  |                             | gather 0, gather 1
- 10 | main | attend group 0 | gathered[0:4]                    | a[0:20]                     |
- 11 | main | issue          | a[0:5]                           | arrived[0:5]                | scatter 0: 0->r0 at 0 4<-r0
- 12 | main | issue          | a[15:20]                         | arrived[5:10]               | scatter 1: 1->r0 at 5 5<-r0
- 13 | main | place 1        |                                  | gathered[5:6] gathered[6:7] |
- 14 | main | wait           |                                  |                             | gather 2, gather 3
- 15 | main | attend group 1 | gathered[4:8]                    | a[20:40]                    |
- 16 | main | issue          | a[20:25]                         | arrived[10:15]              | scatter 2: 2->r0 at 10 6<-r0
- 17 | main | issue          | a[35:40]                         | arrived[15:20]              | scatter 3: 3->r0 at 15 7<-r0
- 18 | main | pause          |                                  |                             |
- 19 | main | wait           |                                  |                             | scatter 0, scatter 1
- 20 | main | unpack 0       | arrived[0:10] a[5:10] a[10:15]   |                             |
- 21 | main | pause          |                                  |                             |
- 22 | main | wait           |                                  |                             | scatter 2, scatter 3
- 23 | main | unpack 1       | arrived[10:20] a[25:30] a[30:35] |                             |
- 24 | main | finish         |                                  |                             |""",
+ op | lane | what           | rows read              | rows written  | batch
+----+------+----------------+------------------------+---------------+-----------------------------
+ 0  | main | pack 0         |                        | packed[0:1]   |
+ 1  | main | issue          | packed[0:1]            | gathered[0:2] | gather 0: 2->r0 at 2 0<-r0
+ 2  | main | pause          |                        |               |
+ 3  | main | pack 1         |                        | packed[2:3]   |
+ 4  | main | issue          | packed[2:3]            | gathered[3:5] | gather 1: 3->r0 at 5 1<-r0
+ 5  | main | pause          |                        |               |
+ 6  | main | place 0        |                        | gathered[2:3] |
+ 7  | main | wait           |                        |               | gather 0
+ 8  | main | attend group 0 | gathered[0:3]          | a[0:15]       |
+ 9  | main | issue          | a[0:10]                | arrived[0:5]  | scatter 0: 0->r0 at 0 2<-r0
+ 10 | main | place 1        |                        | gathered[5:6] |
+ 11 | main | wait           |                        |               | gather 1
+ 12 | main | attend group 1 | gathered[3:6]          | a[15:30]      |
+ 13 | main | issue          | a[15:25]               | arrived[5:10] | scatter 1: 1->r0 at 10 3<-r0
+ 14 | main | pause          |                        |               |
+ 15 | main | wait           |                        |               | scatter 0
+ 16 | main | unpack 0       | arrived[0:5] a[10:15]  |               |
+ 17 | main | pause          |                        |               |
+ 18 | main | wait           |                        |               | scatter 1
+ 19 | main | unpack 1       | arrived[5:10] a[25:30] |               |
+ 20 | main | finish         |                        |               |""",
     ),
 }
 

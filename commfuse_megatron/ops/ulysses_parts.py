@@ -1,0 +1,194 @@
+"""Attention over a split sequence whose heads come, and whose gradients go, group by group: the engine of a block.
+
+`ForwardInParts` sends a group's heads when the caller has them and attends all at the end; `BackwardInParts` sends the
+gradient of the output, which it computes group by group, and leaves those of q, k and v to the caller, group by group.
+Where nothing is overlapped the two `AtOnce` do the same in one go, with one group. Knows prepared passes; must not know
+autograd.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, override
+
+import torch
+
+from commfuse_megatron.ops.qkv_rows import multiply_columns
+from commfuse_megatron.ops.split_attention import Heads
+from commfuse_megatron.ops.ulysses_pass import UlyssesCall
+from commfuse_megatron.ops.ulysses_passes import Backward, Forward, Saved, ulysses_backward, ulysses_forward
+from commfuse_megatron.ops.ulysses_pieces import CopyPair
+from commfuse_megatron.problem import HeadGroup, RowRange
+from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.runtime.tensor_program import Kernel
+from commfuse_megatron.schedule.lower_linear import Asked
+from commfuse_megatron.schedule.lower_ulysses import PACK
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+class ForwardOfGroups(Protocol):
+    """A forward pass under way."""
+
+    def submit(self) -> None:
+        """The caller has submitted a kernel, beside which what has been sent may travel."""
+
+    def bring(self, number: int, heads: Heads) -> None:
+        """Send q, k and v of the next group: of all ranks' heads; k and v are None where groups share them."""
+
+    def finish(self) -> tuple[torch.Tensor, Saved]:
+        """Attend; see `ulysses_forward`."""
+
+
+class BackwardOfGroups(Protocol):
+    """A backward pass under way. weight [N, H * D_v]: of the projection behind attention, or None."""
+
+    def begin(self, grad: torch.Tensor, weight: torch.Tensor, beside: Callable[[], None], *, in_parts: bool) -> None:
+        """From grad [M, N] of what the projection gave to the attention's gradients.
+
+        beside: computes what else is due, while the last of what is sent travels. in_parts: gradients will be taken for
+        all groups, so nothing need be here yet.
+        """
+
+    def submit(self) -> None:
+        """The caller has submitted a kernel, beside which what has been sent may travel."""
+
+    def take(self, number: int) -> Heads:
+        """The gradients of a group's q, k and v, once."""
+
+
+class ForwardAtOnce:
+    """The whole pass at its end."""
+
+    def __init__(self, call: UlyssesCall) -> None:
+        self._call = call
+        self._heads: Heads | None = None
+
+    def submit(self) -> None:
+        """Nothing has been sent."""
+
+    def bring(self, number: int, heads: Heads) -> None:
+        """Keep those of the only group."""
+        self._heads = heads
+
+    def finish(self) -> tuple[torch.Tensor, Saved]:
+        """Exchange and attend."""
+        heads, self._heads = self._heads, None
+        assert heads is not None
+        return ulysses_forward(self._call, heads)
+
+
+class BackwardAtOnce:
+    """The whole pass at its beginning. shapes: of q, k and v of all heads."""
+
+    def __init__(self, p: PreparedPass, call: UlyssesCall, saved: Saved, shapes: Shapes) -> None:
+        self._p, self._call, self._saved = p, call, saved
+        self._like = Heads(*(torch.empty(shape, device="meta") for shape in shapes))
+        self._gradients: Heads | None = None
+
+    def begin(self, grad: torch.Tensor, weight: torch.Tensor, beside: Callable[[], None], *, in_parts: bool) -> None:
+        """Multiply, exchange and attend."""
+        rows, batch = self._like.q.shape[:2]
+        grad_attended = (grad @ weight).view(rows, batch, -1)
+        beside()
+        self._gradients = ulysses_backward(self._p, self._call, self._saved, grad_attended, self._like)
+
+    def submit(self) -> None:
+        """Nothing travels any more."""
+
+    def take(self, number: int) -> Heads:
+        """Those of all heads."""
+        gradients, self._gradients = self._gradients, None
+        assert gradients is not None
+        return gradients
+
+
+class ForwardInParts(Forward):
+    """A group is sent while the caller computes the next one."""
+
+    def __init__(self, call: UlyssesCall, like: torch.Tensor) -> None:
+        """Begin. like: of the dtype and device of all heads."""
+        super().__init__(call, like, None)
+        self._brought: list[Heads] = []
+        asked, self._arrived, tensors = self.asked(pauses=True)
+        self._run = self.p.begin_in_parts(asked, tensors, kernels=self.kernels())
+
+    def submit(self) -> None:
+        """See `ForwardOfGroups`."""
+        self._run.submit()
+
+    def bring(self, number: int, heads: Heads) -> None:
+        """See `ForwardOfGroups`."""
+        assert number == len(self._brought)
+        self._brought.append(heads)
+        if number + 1 < len(self.groups):
+            self._run.go_on()
+
+    def finish(self) -> tuple[torch.Tensor, Saved]:
+        """See `ForwardOfGroups`."""
+        self._run.go_on()
+        assert self._run.is_done
+        return self.out, self.saved(self._arrived)
+
+    @override
+    def given(self, number: int) -> tuple[Heads, HeadGroup]:
+        return self._brought[number], _alone(self.groups[number])
+
+
+class BackwardInParts(Backward):
+    """The output's gradient is sent group by group as it is computed, and the caller takes those of q, k and v."""
+
+    def __init__(self, p: PreparedPass, call: UlyssesCall, saved: Saved, shapes: Sequence[Shapes]) -> None:
+        """shapes: by group, of q, k and v of all ranks' heads."""
+        super().__init__(p, call, saved, saved.attended, None)
+        self._shapes = shapes
+        self._found: dict[int, Heads] = {}
+        self._run = p.begin_in_parts(Asked(is_backward=True, pauses=True), self.memory, kernels=self.kernels())
+
+    def begin(self, grad: torch.Tensor, weight: torch.Tensor, beside: Callable[[], None], *, in_parts: bool) -> None:
+        """See `BackwardOfGroups`."""
+        for turn in range(len(self.groups)):
+            chosen, value_dim = self.groups[self.group_of(turn)].q, self.problem.value_dim
+            columns = RowRange(chosen.start * value_dim, chosen.stop * value_dim)
+            multiply_columns(grad, weight, columns, self._packed(turn).flatten(1, 2))
+            self._run.submit()
+            self._run.go_on()
+        beside()
+        self._run.submit()
+        self._run.go_on()
+        while not in_parts and not self._run.is_done:
+            self._run.go_on()
+
+    def submit(self) -> None:
+        """See `BackwardOfGroups`."""
+        self._run.submit()
+
+    def take(self, number: int) -> Heads:
+        """See `BackwardOfGroups`."""
+        while number not in self._found:
+            self._run.go_on()
+        return self._found.pop(number)
+
+    def _packed(self, turn: int) -> torch.Tensor:
+        """[R, S_r, B, features]: what goes to every rank, and own rows."""
+        rows = self.arriving.packed_for_all(turn)
+        packed = self.memory["packed"][rows.start : rows.start + rows.count]
+        return packed.view(self.problem.group_size, self.pieces.own_rows, self.problem.batch, -1)
+
+    @override
+    def kernels(self) -> dict[str, Kernel]:
+        return super().kernels() | {PACK: lambda turn, reads, writes: None}  # products are where they are sent from
+
+    @override
+    def to_tokens(self, number: int, tokens: torch.Tensor, ranks: range, rows: slice, operand: str) -> list[CopyPair]:
+        return [CopyPair(tokens, self._packed(number)[ranks.start : ranks.stop, rows], (operand, "packed"))]
+
+    @override
+    def gradients(self, number: int) -> tuple[Heads, HeadGroup]:
+        if number not in self._found:
+            found = [self.grad.new_empty(shape) for shape in self._shapes[number]]
+            self._found[number] = Heads(*[*found, None, None][:3])  # type: ignore[arg-type]
+        return self._found[number], _alone(self.groups[number])
+
+
+def _alone(group: HeadGroup) -> HeadGroup:
+    """The same heads where each rank has no others."""
+    return HeadGroup(RowRange(0, group.q.size), RowRange(0, group.kv.size), group.brings_kv)
