@@ -35,7 +35,7 @@ class QkvRows:
         if self._is_whole:
             heads = projected.unflatten(-1, (-1, self._per_kv_head))
             q, k, v = heads.split([self._shared_by * problem.head_dim, *sizes], dim=-1)
-            return q.reshape(*projected.shape[:2], -1, problem.head_dim), k, v
+            return q.unflatten(-1, (self._shared_by, problem.head_dim)).flatten(2, 3), k, v
         features = problem.group_size * group.q.size * problem.head_dim
         q = projected[..., :features].unflatten(-1, (-1, problem.head_dim))
         if not group.brings_kv:

@@ -321,7 +321,7 @@ class _Columns(torch.autograd.Function):
         # Before group 0 waits, all others' part of the weight's gradient covers what it waits for.
         ctx.covers = number == 1 and weight.requires_grad and not isinstance(call.qkv_weight_grad, DeferredWeightGrad)
         ctx.save_for_backward(flat if ctx.covers and ctx.needs_input_grad[0] else None)
-        return projected.view(*x.shape[:-1], -1)
+        return projected.unflatten(0, x.shape[:-1])
 
     @staticmethod
     @once_differentiable

@@ -87,7 +87,7 @@ class BackwardAtOnce:
     def begin(self, grad: torch.Tensor, weight: torch.Tensor, beside: Callable[[], None], *, in_parts: bool) -> None:
         """Multiply, exchange and attend."""
         rows, batch = self._like.q.shape[:2]
-        grad_attended = (grad @ weight).view(rows, batch, -1)
+        grad_attended = (grad @ weight).unflatten(0, (rows, batch))
         beside()
         self._gradients = ulysses_backward(self._p, self._call, self._saved, grad_attended, self._like)
 
@@ -163,15 +163,19 @@ class BackwardInParts(Backward):
 
     def take(self, number: int) -> Heads:
         """See `BackwardOfGroups`."""
-        while number not in self._found:
+        num_groups = len(self.groups)  # each is one part that sends and one that unpacks; one attends
+        while self._run.num_done < num_groups + 2 + self.turn_of(number):
             self._run.go_on()
-        return self._found.pop(number)
+        gradients, _ = self.gradients(number)  # of no rows nothing was unpacked
+        del self._found[number]
+        return gradients
 
     def _packed(self, turn: int) -> torch.Tensor:
         """[R, S_r, B, features]: what goes to every rank, and own rows."""
         rows = self.arriving.packed_for_all(turn)
         packed = self.memory["packed"][rows.start : rows.start + rows.count]
-        return packed.view(self.problem.group_size, self.pieces.own_rows, self.problem.batch, -1)
+        shape = (self.problem.group_size, self.pieces.own_rows, self.problem.batch)
+        return packed.view(*shape, self.arriving.exchange.widths[turn] * self.problem.unit)
 
     @override
     def kernels(self) -> dict[str, Kernel]:

@@ -250,6 +250,8 @@ class Backward(UlyssesPass):
         """The number of the group whose turn it is."""
         return len(self.groups) - 1 - turn
 
+    turn_of = group_of
+
     @override
     def to_tokens(self, number: int, tokens: torch.Tensor, ranks: range, rows: slice, operand: str) -> list[CopyPair]:
         group, names = self.groups[self.group_of(number)], (operand, "grad")

@@ -14,7 +14,7 @@ keeps its steps a second time, in which each wait depends on the push of its own
 copy stream has been forked from the current one before these.
 
 A tape with pauses is run part by part, as no graph. What the copy stream has not been told by a pause is told behind a
-kernel of the caller, when he says so; at the latest where the tape sends more, or waits for it.
+kernel of the caller, when he says so; at the latest where the tape waits for it.
 """
 
 import itertools
