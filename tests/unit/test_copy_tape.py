@@ -180,7 +180,7 @@ def test_what_a_pause_holds_is_run_behind_a_kernel_of_the_caller(is_told):
     tell(tape, transport, "wait b, kernel")
     bound = tape.finish()
     pushes = [["follow", "take 1", "push 1"], ["follow", "push 1"]]
-    last, (sent, early) = ([], pushes) if is_told else ([*pushes[0], *pushes[1]], ([], []))
+    late, (sent, early) = ([], pushes) if is_told else ([*pushes[0], *pushes[1]], ([], []))
     for _ in range(2):
         runs = []
         for number, part in enumerate(bound.parts):
@@ -194,5 +194,5 @@ def test_what_a_pause_holds_is_run_behind_a_kernel_of_the_caller(is_told):
             runs.append((parted, list(transport.log)))
         assert runs[0] == (["kernel", "mark"], sent)
         assert runs[1] == (["kernel", "mark"], early)
-        assert runs[2] == (["wait a", "kernel"], [])
-        assert runs[3] == ([*last, "wait b", "kernel"], [])
+        assert runs[2] == ([*late, "wait a", "kernel"], [])
+        assert runs[3] == (["wait b", "kernel"], [])
