@@ -128,7 +128,7 @@ def _attend(
     attn_mask_type: Any = None,
     **others: Any,
 ) -> torch.Tensor:
-    found = _judge(core, query, key, value, attention_mask, attn_mask_type=attn_mask_type, **others)
+    found = judge_exchange(core, query, key, value, attention_mask, attn_mask_type=attn_mask_type, **others)
     reason = found if isinstance(found, str) else None
     context = context_unless(core, query, reason, without_stock="" if stock is not None else _ADVICE)
     if context is None or isinstance(found, str):
@@ -180,7 +180,7 @@ def _comm_type(core: Any) -> str:
     return (found[core.layer_number - 1] if isinstance(found, list) else found) or "p2p"
 
 
-def _judge(
+def judge_exchange(
     core: Any,
     query: torch.Tensor,
     key: torch.Tensor,

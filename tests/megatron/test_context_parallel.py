@@ -34,12 +34,13 @@ CORE_ATTENTION_AGAIN = {"recompute_granularity": "selective", "recompute_modules
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """recipe: of the model. comm_type: what only the model with context parallelism is given. overlap: for it. calls:
-    of each core attention in a step."""
+    of each core attention in a step. alone: why its exchanges do not hide under the projections."""
 
     recipe: Recipe = field(default_factory=Recipe)
     comm_type: str | list[str] = "a2a"
     overlap: dict[str, Any] = field(default_factory=dict)
     calls: int = 1
+    alone: str | None = None
 
 
 def model(calls: int = 1, pattern: str | None = None, **options: Any) -> Variant:

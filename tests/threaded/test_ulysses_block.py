@@ -127,7 +127,14 @@ def test_block_and_every_gradient_equal_the_reference(group_size, path, head_gro
 @on_ranks(3)
 def test_sizes_of_zero_and_one(group, device, path):
     with OverlapContext(group, ulysses_config(path)) as context:
-        for sizes in ({"rows": 0}, {"rows": 1}, {"rows": 2}, {"batch": 0}, {"head_dim": 2, "value_dim": 3}, {"rows": 4}):
+        for sizes in (
+            {"rows": 0},
+            {"rows": 1},
+            {"rows": 2},
+            {"batch": 0},
+            {"head_dim": 2, "value_dim": 3},
+            {"rows": 4},
+        ):
             check(Case(**sizes), group, context)
         check(Case(rows=6, heads=3, kv_heads=1, value_dim=1, keywords={"order": "zigzag"}), group, context)
 
@@ -172,25 +179,24 @@ def test_calls_in_a_row_and_beside_other_operations(is_emulated, monkeypatch):
                 operands, grad_y = draw(case, group.rank(), 2)
                 square = torch.randn(7, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) / 3
 
-                def twice(block, attend, case=case, square=square, operands=operands, **where):
+                def twice(block, attend, of_attention, case=case, square=square, operands=operands, **where):
                     leaves = [each.clone().requires_grad_() for each in operands]
                     y = block(*leaves, **where, **case.sizes) @ square
                     heads = y.unflatten(-1, (2, 5))
-                    y = y + attend(heads, heads, heads, order="zigzag", **where_attend)
+                    y = y + attend(heads, heads, heads, order="zigzag", **of_attention)
                     y = block(y, *leaves[1:], **where, **case.sizes)
                     return y, leaves
 
-                where_attend = {"context": context}
-                found, leaves = twice(ops.ulysses_block, ops.ulysses_attention, context=context)
-                where_attend = {"group": group}
-                expected, others = twice(
-                    ops.reference.ulysses_block, ops.reference.ulysses_attention, group=group, head_dim=4
-                )
+                found, leaves = twice(ops.ulysses_block, ops.ulysses_attention, {"context": context}, context=context)
+                reference = ops.reference.ulysses_block, ops.reference.ulysses_attention, {"group": group}
+                expected, others = twice(*reference, group=group, head_dim=4)
                 found.backward(grad_y)
                 expected.backward(grad_y)
-                names = dict(zip(NAMES, zip(leaves, others, strict=True), strict=True))
-                assert_close({"y": found.detach(), **{name: pair[0].grad for name, pair in names.items()}},
-                             {"y": expected.detach(), **{name: pair[1].grad for name, pair in names.items()}})  # fmt: skip
+                results = [
+                    {"y": y.detach(), **{name: leaf.grad for name, leaf in zip(NAMES, given, strict=True)}}
+                    for y, given in ((found, leaves), (expected, others))
+                ]
+                assert_close(*results)
 
     run_threads(2, body)
 
@@ -411,7 +417,6 @@ def test_heads_that_are_wrong_half_way_end_it_on_all_ranks(name, is_emulated, mo
                 return
             with pytest.raises((CommFuseError, AssertionError)):  # of the emulated device: waited in vain
                 ops.ulysses_block(*operands, to_heads=to_heads, context=context, **Case().sizes)
-                ops.ulysses_block(*operands, context=context, **Case().sizes)
             assert not context.is_usable
 
     run_threads(2, body)
