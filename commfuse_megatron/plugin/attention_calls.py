@@ -64,4 +64,6 @@ def arguments_of(stock: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, A
     """The arguments of a call of the bound method `stock`, by name; one by position is the hidden states."""
     if len(args) == 1:
         return {"hidden_states": args[0], **kwargs}
-    return dict(_signature(stock.__func__).bind(None, *args, **kwargs).arguments)
+    found = dict(_signature(stock.__func__).bind(stock.__self__, *args, **kwargs).arguments)
+    found.pop("self")
+    return found
