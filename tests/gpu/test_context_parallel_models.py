@@ -15,6 +15,7 @@ from tests.gpu.models import errors, gradients_of, parallel
 from tests.harness.checks import make_test
 
 OVERLAP = OverlapConfig.from_dict({"ulysses": {"path": "overlapped"}})
+ALONE = OverlapConfig.from_dict({"ulysses": {"path": "overlapped", "with_projections": "off"}})
 LENGTH = 256
 LATENT = {
     "multi_latent_attention": True, "num_query_groups": None, "q_lora_rank": 128, "kv_lora_rank": 128,
@@ -67,6 +68,7 @@ def _compare(_, device, **options):
             "converted": convert_model(_model(device, weights, **shared), OVERLAP),
         }
         if not options:  # fused and separate norms of latent attention have other names
+            ours["core attention alone"] = _model(device, weights, overlap=ALONE, **shared)
             ours["local"] = _model(device, weights, overlap=OVERLAP, is_local=True, **shared)
         for kind, model in ours.items():
             loss, gradients = _loss_and_gradients(model, device)
@@ -76,6 +78,9 @@ def _compare(_, device, **options):
                 assert error <= 2 * stock_errors[name] + 2**-8, f"{kind}, {name}: {error:.1e}"
             layers = [each for each in model_report(model).layers if each.name.endswith("core_attention")]
             assert [(each.path, each.overlapped_calls, each.reasons) for each in layers] == [("overlapped", 1, ())] * 2
+            qkv = [each.path for each in model_report(model).layers if each.name.endswith("linear_qkv")]
+            # Latent attention has none.
+            assert qkv == ([] if options else ["stock" if kind == "core attention alone" else "overlapped"] * 2), kind
 
 
 CHECKS = {"grouped queries": {}, "latent attention": LATENT}

@@ -80,7 +80,7 @@ def turn(q, k, v, angle):
 
 def run(operands, grad_y, call, *, is_fused, **where) -> dict[str, torch.Tensor]:
     leaves = [each.detach().clone().requires_grad_() for each in operands]
-    angle = torch.full((), 0.3, dtype=leaves[0].dtype, requires_grad=True)
+    angle = torch.full((), 0.3, dtype=leaves[0].dtype, device=leaves[0].device, requires_grad=True)
 
     def to_heads(*given):
         parts = (given[0].q, given[0].k, given[0].v) if is_fused else given
