@@ -361,6 +361,8 @@ class _Depart(torch.autograd.Function):
         with call.context.guard(f"the backward pass of {_NAME}"):
             assert call.backward is not None
             found = call.backward.take(ctx.number)
+            if call.backward.is_taken:
+                call.backward = None
             due = gradients_asked_for(ctx, 3)
             return *(each if is_due else None for each, is_due in zip(found, due, strict=True)), None, None
 
@@ -406,7 +408,7 @@ class _AttendAndProject(torch.autograd.Function):
                     call.backward = BackwardInParts(p, call.attention, saved, call.shapes)
                 else:
                     call.backward = BackwardAtOnce(p, call.attention, saved, call.shapes[0])
-                call.backward.begin(grad, weight, compute_weight_grad, in_parts=all(due))
+                call.backward.begin(grad, weight, compute_weight_grad, due)
             else:
                 compute_weight_grad()
             tokens = (call.token() if is_due else None for is_due in due)

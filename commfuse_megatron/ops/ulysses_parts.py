@@ -39,13 +39,13 @@ class ForwardOfGroups(Protocol):
 
 
 class BackwardOfGroups(Protocol):
-    """A backward pass under way. weight [N, H * D_v]: of the projection behind attention, or None."""
+    """A backward pass under way."""
 
-    def begin(self, grad: torch.Tensor, weight: torch.Tensor, beside: Callable[[], None], *, in_parts: bool) -> None:
-        """From grad [M, N] of what the projection gave to the attention's gradients.
+    def begin(self, grad: torch.Tensor, weight: torch.Tensor, beside: Callable[[], None], due: Sequence[bool]) -> None:
+        """From grad [M, N] of what the projection gave, with weight [N, H * D_v], to the attention's gradients.
 
-        beside: computes what else is due, while the last of what is sent travels. in_parts: gradients will be taken for
-        all groups, so nothing need be here yet.
+        beside: computes what else is due, while the last of what is sent travels. due: by group, whether its gradients
+        will be taken; where all will, none need be here yet.
         """
 
     def submit(self) -> None:
@@ -53,6 +53,10 @@ class BackwardOfGroups(Protocol):
 
     def take(self, number: int) -> Heads:
         """The gradients of a group's q, k and v, once."""
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether those of all groups are that were due: nothing need be kept."""
 
 
 class ForwardAtOnce:
@@ -84,7 +88,7 @@ class BackwardAtOnce:
         self._like = Heads(*(torch.empty(shape, device="meta") for shape in shapes))
         self._gradients: Heads | None = None
 
-    def begin(self, grad: torch.Tensor, weight: torch.Tensor, beside: Callable[[], None], *, in_parts: bool) -> None:
+    def begin(self, grad: torch.Tensor, weight: torch.Tensor, beside: Callable[[], None], due: Sequence[bool]) -> None:
         """Multiply, exchange and attend."""
         rows, batch = self._like.q.shape[:2]
         grad_attended = (grad @ weight).unflatten(0, (rows, batch))
@@ -99,6 +103,11 @@ class BackwardAtOnce:
         gradients, self._gradients = self._gradients, None
         assert gradients is not None
         return gradients
+
+    @property
+    def is_taken(self) -> bool:
+        """See `BackwardOfGroups`."""
+        return self._gradients is None
 
 
 class ForwardInParts(Forward):
@@ -141,10 +150,12 @@ class BackwardInParts(Backward):
         super().__init__(p, call, saved, saved.attended, None)
         self._shapes = shapes
         self._found: dict[int, Heads] = {}
+        self._left: set[int] = set()
         self._run = p.begin_in_parts(Asked(is_backward=True, pauses=True), self.memory, kernels=self.kernels())
 
-    def begin(self, grad: torch.Tensor, weight: torch.Tensor, beside: Callable[[], None], *, in_parts: bool) -> None:
+    def begin(self, grad: torch.Tensor, weight: torch.Tensor, beside: Callable[[], None], due: Sequence[bool]) -> None:
         """See `BackwardOfGroups`."""
+        self._left = {number for number, is_due in enumerate(due) if is_due}
         for turn in range(len(self.groups)):
             chosen, value_dim = self.groups[self.group_of(turn)].q, self.problem.value_dim
             columns = RowRange(chosen.start * value_dim, chosen.stop * value_dim)
@@ -154,8 +165,10 @@ class BackwardInParts(Backward):
         beside()
         self._run.submit()
         self._run.go_on()
-        while not in_parts and not self._run.is_done:
+        while not (all(due) or self._run.is_done):
             self._run.go_on()
+        if not all(due):
+            self._found = {number: found for number, found in self._found.items() if number in self._left}
 
     def submit(self) -> None:
         """See `BackwardOfGroups`."""
@@ -168,7 +181,13 @@ class BackwardInParts(Backward):
             self._run.go_on()
         gradients, _ = self.gradients(number)  # of no rows nothing was unpacked
         del self._found[number]
+        self._left.discard(number)
         return gradients
+
+    @property
+    def is_taken(self) -> bool:
+        """See `BackwardOfGroups`."""
+        return not self._left
 
     def _packed(self, turn: int) -> torch.Tensor:
         """[R, S_r, B, features]: what goes to every rank, and own rows."""

@@ -29,7 +29,7 @@ class TensorTape:
     @property
     def num_parts(self) -> int:
         """As `TensorProgram.num_parts`."""
-        return max(1, len(self._operation.parts))
+        return len(self._operation.parts)
 
     def begin(self, tensors: Mapping[str, torch.Tensor], kernels: Mapping[str, Kernel]) -> Frame:
         """As `TensorProgram.begin`."""

@@ -52,7 +52,7 @@ class BoundOperation(NamedTuple):
 
     release: what ends the operation: the last wait, if nothing comes after it, and the release of all `keys`.
     captured: the steps for a graph, the copy stream being forked already.
-    parts: of a tape with pauses, the steps between them. held: by pause, what the copy stream has not been told then.
+    parts: the steps between pauses, of most tapes all. held: by pause, what the copy stream has not been told by then.
     """
 
     steps: tuple[Step, ...]

@@ -178,7 +178,7 @@ class CopyTape:
         keys = (*self.keys, *silent)
         release = self._transport.bind_release(keys, (*awaited, *silent))
         steps, bounds = tuple(self.steps), [0, *self._part_ends, len(self.steps)]
-        parts = tuple(steps[start:stop] for start, stop in itertools.pairwise(bounds)) if self._held else ()
+        parts = tuple(steps[start:stop] for start, stop in itertools.pairwise(bounds))
         held = tuple(each.run for each in self._held)
         notes, captured = tuple(self.notes), tuple(self._captured)
         return BoundOperation(steps, keys, notes, release, captured, GraphTable(), parts, held)

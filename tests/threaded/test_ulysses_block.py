@@ -1,6 +1,8 @@
 """Attention between its projections, in parts, against the reference: results, every gradient, what is interrupted."""
 
+import functools
 import importlib
+import random
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -347,6 +349,71 @@ def test_autocast_and_no_gradients(group, device):
         assert all(leaf.grad.dtype == torch.float32 for leaf in leaves)
 
 
+@pytest.mark.parametrize("is_emulated", [False, True], ids=["gloo", "copy engine"])
+@pytest.mark.parametrize("group_size", [2, 3, 4, 5])
+def test_random_problems(group_size, is_emulated, monkeypatch):
+    if is_emulated:
+        emulate_copy_engine(monkeypatch)
+
+    def body(group, device):
+        draws = random.Random(group_size)
+        with take_part(group):
+            for seed in range(10):
+                number, shared_by = draws.randint(1, 3), draws.randint(1, 3)
+                kv_heads = draws.choice([1, group_size * number])
+                order, rows = draws.choice(["contiguous", "zigzag"]), draws.randint(0, 30)
+                rows = rows if order == "contiguous" else rows // 4 * 2 * group_size
+                window = draws.choice([None, (3, 2), (-1, 4)])
+                case = Case(
+                    rows=rows, batch=draws.randint(1, 3), heads=group_size * number * shared_by, kv_heads=kv_heads,
+                    head_dim=draws.choice([2, 4, 6]), value_dim=draws.randint(1, 5), features=draws.randint(1, 9),
+                    has_bias=draws.random() < 0.5, seed=seed,
+                    keywords={"order": order, "window": window, "causal": draws.random() < 0.5},
+                )  # fmt: skip
+                with OverlapContext(group, ulysses_config(head_groups=draws.randint(1, 5))) as context:
+                    check(case, group, context)
+
+    run_threads(group_size, body)
+
+
+def test_nothing_of_a_call_is_kept_behind_its_backward_pass():
+    """Fails without the last line of a departure's backward pass: all that was exchanged lived as long as the graph."""
+
+    def body(group, device):
+        operands, grad_y = draw(Case(), group.rank(), 2)
+        leaves = [each.requires_grad_() for each in operands]
+        with OverlapContext(group, ulysses_config(head_groups=3)) as context:
+            y = ops.ulysses_block(*leaves, context=context, **Case().sizes)
+            call = y.grad_fn.call
+            assert call.forward is None
+            y.backward(grad_y, retain_graph=True)
+            assert call.backward is None
+            assert call.grad_projected is None
+            assert context.under_way.is_done
+            (found,) = torch.autograd.grad(y, leaves[1], grad_y)
+            assert torch.equal(found, leaves[1].grad)
+            assert call.backward is None
+
+    run_threads(2, body)
+
+
+@on_ranks(2)
+def test_only_what_the_caller_does_to_heads_has_a_gradient(group, device):
+    operands, grad_y = draw(Case(kv_heads=4), group.rank(), 2)
+    found = []
+    with OverlapContext(group, ulysses_config(head_groups=2)) as context:
+        plain = (ops.reference.ulysses_block, False, {"group": group, "head_dim": 4})
+        for call, is_fused, where in ((ops.ulysses_block, True, {"context": context}), plain):
+            angle = torch.full((), 0.3, dtype=torch.float64, requires_grad=True)
+
+            def to_heads(*given, angle=angle, is_fused=is_fused):
+                return turn(*((given[0].q, given[0].k, given[0].v) if is_fused else given), angle)
+
+            call(*operands, to_heads=to_heads, **where, **Case(kv_heads=4).sizes).backward(grad_y)
+            found.append({"angle": angle.grad})
+    assert_close(*found)
+
+
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
@@ -415,8 +482,9 @@ def test_heads_that_are_wrong_half_way_end_it_on_all_ranks(name, is_emulated, mo
                 with pytest.raises(CommFuseError):
                     context.close()
                 return
-            with pytest.raises((CommFuseError, AssertionError)):  # of the emulated device: waited in vain
-                ops.ulysses_block(*operands, to_heads=to_heads, context=context, **Case().sizes)
+            calls = [functools.partial(ops.ulysses_block, *operands, to_heads=to_heads, **Case().sizes)] * 2
+            with pytest.raises((CommFuseError, AssertionError)):  # the latter of the emulated device: waited in vain
+                [call(context=context) for call in calls]  # over the copy engine the second one
             assert not context.is_usable
 
     run_threads(2, body)
