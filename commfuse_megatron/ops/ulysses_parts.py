@@ -13,11 +13,12 @@ import torch
 
 from commfuse_megatron.ops.qkv_rows import multiply_columns
 from commfuse_megatron.ops.split_attention import Heads
-from commfuse_megatron.ops.ulysses_pass import UlyssesCall
+from commfuse_megatron.ops.ulysses_pass import UlyssesCall, UlyssesPass, copy_all
 from commfuse_megatron.ops.ulysses_passes import Backward, Forward, Saved, ulysses_backward, ulysses_forward
-from commfuse_megatron.ops.ulysses_pieces import CopyPair
+from commfuse_megatron.ops.ulysses_pieces import CopyPair, pack_copies
 from commfuse_megatron.problem import HeadGroup, RowRange
 from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.runtime.tape_program import TapeKernel
 from commfuse_megatron.runtime.tensor_program import Kernel
 from commfuse_megatron.schedule.lower_linear import Asked
 from commfuse_megatron.schedule.lower_ulysses import PACK
@@ -110,15 +111,43 @@ class BackwardAtOnce:
         return self._gradients is None
 
 
-class ForwardInParts(Forward):
+class _Packed(UlyssesPass):
+    """What both passes have in common: the caller's products, or copies, are where they are sent from already."""
+
+    def packed(self, turn: int) -> torch.Tensor:
+        """[R, S_r, B, features]: what goes to every rank, and own rows."""
+        rows = self.arriving.packed_for_all(turn)
+        packed = self.memory["packed"][rows.start : rows.start + rows.count]
+        shape = (self.problem.group_size, self.pieces.own_rows, self.problem.batch)
+        return packed.view(*shape, self.arriving.exchange.widths[turn] * self.problem.unit)
+
+    @override
+    def kernels(self) -> dict[str, Kernel]:
+        return super().kernels() | {PACK: lambda turn, reads, writes: None}
+
+    @override
+    def tape_kernels(self) -> dict[str, TapeKernel]:
+        return super().tape_kernels() | {PACK: lambda binder, op: None}
+
+    @override
+    def to_tokens(self, number: int, tokens: torch.Tensor, ranks: range, rows: slice, operand: str) -> list[CopyPair]:
+        return [CopyPair(tokens, self.packed(number)[ranks.start : ranks.stop, rows], (operand, "packed"))]
+
+
+class ForwardInParts(_Packed, Forward):
     """A group is sent while the caller computes the next one."""
 
     def __init__(self, call: UlyssesCall, like: torch.Tensor) -> None:
         """Begin. like: of the dtype and device of all heads."""
         super().__init__(call, like, None)
-        self._brought: list[Heads] = []
         asked, self._arrived, tensors = self.asked(pauses=True)
-        self._run = self.p.begin_in_parts(asked, tensors, kernels=self.kernels())
+        self._states = self.new_states() if self.may_replay else None
+        if self._states is not None:
+            tensors = tensors | self.named_states(self._states)
+        on_tape = self.tape_kernels() if self._states is not None else None
+        self._run = self.p.begin_in_parts(
+            asked, tensors, kernels=self.kernels(), tape_kernels=on_tape, layout=self.layout
+        )
 
     def submit(self) -> None:
         """See `ForwardOfGroups`."""
@@ -126,8 +155,11 @@ class ForwardInParts(Forward):
 
     def bring(self, number: int, heads: Heads) -> None:
         """See `ForwardOfGroups`."""
-        assert number == len(self._brought)
-        self._brought.append(heads)
+        ranks, group = range(self.problem.group_size), _alone(self.groups[number])
+        parts = self.pieces.in_tokens(group, self.packed(number), heads)
+        for index in range(3 if group.brings_kv else 1):
+            chosen = group.kv if index else group.q
+            copy_all(pack_copies(parts[index], heads[index], chosen, ranks, len(ranks), ("packed", "")))
         if number + 1 < len(self.groups):
             self._run.go_on()
 
@@ -135,23 +167,30 @@ class ForwardInParts(Forward):
         """See `ForwardOfGroups`."""
         self._run.go_on()
         assert self._run.is_done
+        if self._run.mode == "tape":
+            assert self._states is not None
+            return self.out, Saved(self._arrived, self.memory["a"], [(state,) for state in self._states])
         return self.out, self.saved(self._arrived)
 
-    @override
-    def given(self, number: int) -> tuple[Heads, HeadGroup]:
-        return self._brought[number], _alone(self.groups[number])
 
-
-class BackwardInParts(Backward):
+class BackwardInParts(_Packed, Backward):
     """The output's gradient is sent group by group as it is computed, and the caller takes those of q, k and v."""
 
     def __init__(self, p: PreparedPass, call: UlyssesCall, saved: Saved, shapes: Sequence[Shapes]) -> None:
         """shapes: by group, of q, k and v of all ranks' heads."""
         super().__init__(p, call, saved, saved.attended, None)
-        self._shapes = shapes
         self._found: dict[int, Heads] = {}
         self._left: set[int] = set()
-        self._run = p.begin_in_parts(Asked(is_backward=True, pauses=True), self.memory, kernels=self.kernels())
+        named: dict[str, torch.Tensor] = {}
+        for number, of_group in enumerate(shapes):
+            found = [saved.attended.new_empty(shape) for shape in of_group]
+            self._found[number] = Heads(*[*found, None, None][:3])  # type: ignore[arg-type]
+            named |= {self.name_of_gradient(name, number): each for name, each in zip("qkv", found, strict=False)}
+        tensors, on_tape = self.memory, None
+        if self.may_bind:
+            tensors, on_tape = self.memory | self.named_saved() | named, self.tape_kernels()
+        asked = Asked(is_backward=True, pauses=True)
+        self._run = p.begin_in_parts(asked, tensors, kernels=self.kernels(), tape_kernels=on_tape, layout=self.layout)
 
     def begin(self, grad: torch.Tensor, weight: torch.Tensor, beside: Callable[[], None], due: Sequence[bool]) -> None:
         """See `BackwardOfGroups`."""
@@ -159,7 +198,7 @@ class BackwardInParts(Backward):
         for turn in range(len(self.groups)):
             chosen, value_dim = self.groups[self.group_of(turn)].q, self.problem.value_dim
             columns = RowRange(chosen.start * value_dim, chosen.stop * value_dim)
-            multiply_columns(grad, weight, columns, self._packed(turn).flatten(1, 2))
+            multiply_columns(grad, weight, columns, self.packed(turn).flatten(1, 2))
             self._run.submit()
             self._run.go_on()
         beside()
@@ -179,37 +218,21 @@ class BackwardInParts(Backward):
         num_groups = len(self.groups)  # each is one part that sends and one that unpacks; one attends
         while self._run.num_done < num_groups + 2 + self.turn_of(number):
             self._run.go_on()
-        gradients, _ = self.gradients(number)  # of no rows nothing was unpacked
-        del self._found[number]
         self._left.discard(number)
-        return gradients
+        return self._found.pop(number)
 
     @property
     def is_taken(self) -> bool:
         """See `BackwardOfGroups`."""
         return not self._left
 
-    def _packed(self, turn: int) -> torch.Tensor:
-        """[R, S_r, B, features]: what goes to every rank, and own rows."""
-        rows = self.arriving.packed_for_all(turn)
-        packed = self.memory["packed"][rows.start : rows.start + rows.count]
-        shape = (self.problem.group_size, self.pieces.own_rows, self.problem.batch)
-        return packed.view(*shape, self.arriving.exchange.widths[turn] * self.problem.unit)
-
-    @override
-    def kernels(self) -> dict[str, Kernel]:
-        return super().kernels() | {PACK: lambda turn, reads, writes: None}  # products are where they are sent from
-
-    @override
-    def to_tokens(self, number: int, tokens: torch.Tensor, ranks: range, rows: slice, operand: str) -> list[CopyPair]:
-        return [CopyPair(tokens, self._packed(number)[ranks.start : ranks.stop, rows], (operand, "packed"))]
-
     @override
     def gradients(self, number: int) -> tuple[Heads, HeadGroup]:
-        if number not in self._found:
-            found = [self.grad.new_empty(shape) for shape in self._shapes[number]]
-            self._found[number] = Heads(*[*found, None, None][:3])  # type: ignore[arg-type]
         return self._found[number], _alone(self.groups[number])
+
+    @override
+    def name_of_gradient(self, name: str, number: int) -> str:
+        return f"grad_{name} {number}"
 
 
 def _alone(group: HeadGroup) -> HeadGroup:

@@ -3,7 +3,7 @@
 Knows prepared passes and kernels; must not know autograd.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple, override
 
 import torch
@@ -18,6 +18,7 @@ from commfuse_megatron.ops.ulysses_tapes import (
 )
 from commfuse_megatron.problem import HeadGroup
 from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.runtime.tape_program import TapeKernel
 from commfuse_megatron.runtime.tensor_program import Kernel
 from commfuse_megatron.schedule.lower_attention import ATTEND
 from commfuse_megatron.schedule.lower_linear import Asked
@@ -102,13 +103,10 @@ class Forward(UlyssesPass):
         assert given is not None
         asked, arrived, tensors = self.asked(pauses=False)
         if self.may_replay:
-            states = [view.new_empty(view.size(1), view.size(2), view.size(0), 1, dtype=torch.float32)
-                      for view in self.attended]  # fmt: skip
-            by_name = {f"states {number}": state for number, state in enumerate(states)}
-            on_tape = tensors | given._asdict() | {"out": self.out} | by_name
-            layout = (self.call.scale, p.attention, *(tensor.stride() for tensor in given))
-            attend = ulysses_forward_kernels(self.pieces, self.attention, self.attended, self.runs)
-            if p.run_from_tape(asked, on_tape, kernels=attend | self.tape_kernels(), layout=layout):
+            states = self.new_states()
+            on_tape = tensors | given._asdict() | self.named_states(states)
+            layout = (*self.layout, *(tensor.stride() for tensor in given))
+            if p.run_from_tape(asked, on_tape, kernels=self.tape_kernels(), layout=layout):
                 return self.out, Saved(arrived, self.memory["a"], [(state,) for state in states])
         p.run_on_tensors(asked, tensors, kernels=self.kernels())
         return self.out, self.saved(arrived)
@@ -125,6 +123,25 @@ class Forward(UlyssesPass):
     def kernels(self) -> dict[str, Kernel]:
         return super().kernels() | {ATTEND_GROUP: self._attend_group, ATTEND: self._attend}
 
+    @override
+    def tape_kernels(self) -> dict[str, TapeKernel]:
+        attend = ulysses_forward_kernels(self.pieces, self.attention, self.attended, self.runs)
+        return attend | super().tape_kernels()
+
+    @property
+    def layout(self) -> tuple[Hashable, ...]:
+        """What a tape depends on beside its operands."""
+        return self.call.scale, self.p.attention
+
+    def new_states(self) -> list[torch.Tensor]:
+        """Memory for what a tape leaves of the softmax, by group."""
+        return [view.new_empty(view.size(1), view.size(2), view.size(0), 1, dtype=torch.float32)
+                for view in self.attended]  # fmt: skip
+
+    def named_states(self, states: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What a tape fills, by name."""
+        return {"out": self.out} | {f"states {number}": state for number, state in enumerate(states)}
+
     def sequential(self) -> tuple[torch.Tensor, Saved]:
         """All-to-all, attention, all-to-all."""
         arrived = self.exchange(self.arriving, self.pack_for_all())
@@ -133,14 +150,10 @@ class Forward(UlyssesPass):
         self._put(0, self.all_pieces(self.exchange(self.leaving, self.memory["a"])))
         return self.out, self.saved((arrived,))
 
-    def given(self, number: int) -> tuple[Heads, HeadGroup]:
-        """q, k and v that have the heads of a group, and which of each rank's heads there they are."""
-        assert self._given is not None
-        return self._given, self.groups[number]
-
     @override
     def to_tokens(self, number: int, tokens: torch.Tensor, ranks: range, rows: slice, operand: str) -> list[CopyPair]:
-        (heads, group), found = self.given(number), list[CopyPair]()
+        group, heads, found = self.groups[number], self._given, list[CopyPair]()
+        assert heads is not None
         given, parts = heads._asdict(), self.pieces.in_tokens(group, tokens, heads)._asdict()
         for name in ("q", "k", "v") if group.brings_kv else ("q",):
             chosen = group.q if name == "q" else group.kv
@@ -214,21 +227,35 @@ class Backward(UlyssesPass):
 
     def overlapped(self) -> None:
         """Groups of heads one after the other, each while the next one's gradients travel."""
-        p, asked, saved = self.p, Asked(is_backward=True), self.saved
-        is_bound = not (self.sums_groups or self.sums_ranks) and all(
-            len(state) == 1 and state[0].is_contiguous() for state in saved.states
-        )
-        if self.may_replay and is_bound:
-            by_name = {f"states {number}": state for number, (state,) in enumerate(saved.states)}
+        p, asked = self.p, Asked(is_backward=True)
+        if self.may_bind:
             assert self._gradients is not None
             named = {f"grad_{name}": gradient for name, gradient in self._gradients._asdict().items()}
-            on_tape = {**self.memory, "grad": self.grad, "heads": saved.heads[0], "attended": saved.attended}
-            layout = (self.call.scale, p.attention, torch.are_deterministic_algorithms_enabled())
-            attend = ulysses_backward_kernel(self.pieces, self.attention, self.heads, self.attended)
-            kernels = attend | self.tape_kernels()
-            if p.run_from_tape(asked, on_tape | named | by_name, kernels=kernels, layout=layout):
+            on_tape = {**self.memory, "grad": self.grad, **self.named_saved(), **named}
+            if p.run_from_tape(asked, on_tape, kernels=self.tape_kernels(), layout=self.layout):
                 return
         p.run_on_tensors(asked, self.memory, kernels=self.kernels())
+
+    @property
+    def may_bind(self) -> bool:
+        """Whether the pass may be on a tape, with what the forward pass left."""
+        are_bound = all(len(state) == 1 and state[0].is_contiguous() for state in self.saved.states)
+        return self.may_replay and are_bound and not (self.sums_groups or self.sums_ranks)
+
+    @property
+    def layout(self) -> tuple[Hashable, ...]:
+        """What a tape depends on beside its operands."""
+        return self.call.scale, self.p.attention, torch.are_deterministic_algorithms_enabled()
+
+    def named_saved(self) -> dict[str, torch.Tensor]:
+        """What a tape reads of the forward pass, by name."""
+        states = {f"states {number}": state for number, (state,) in enumerate(self.saved.states)}
+        return {"heads": self.saved.heads[0], "attended": self.saved.attended} | states
+
+    @override
+    def tape_kernels(self) -> dict[str, TapeKernel]:
+        attend = ulysses_backward_kernel(self.pieces, self.attention, self.heads, self.attended)
+        return attend | super().tape_kernels()
 
     @override
     def kernels(self) -> dict[str, Kernel]:
@@ -245,6 +272,10 @@ class Backward(UlyssesPass):
         """Gradients of q, k and v to be filled for a group, and which of each rank's heads there are its own."""
         assert self._gradients is not None
         return self._gradients, self.groups[number]
+
+    def name_of_gradient(self, name: str, number: int) -> str:
+        """Of q, k or v, for a group, as an operand of a tape."""
+        return f"grad_{name}"
 
     def group_of(self, turn: int) -> int:
         """The number of the group whose turn it is."""
@@ -285,7 +316,7 @@ class Backward(UlyssesPass):
         for index, name in enumerate(("q", "k", "v") if group.brings_kv and not self.sums_ranks else ("q",)):
             chosen = group.q if name == "q" else group.kv
             of_name = [piece.of(part[index]) for piece, part in zip(pieces, parts, strict=True)]
-            found += unpack_copies(gradients[index], chosen, of_name, f"grad_{name}")
+            found += unpack_copies(gradients[index], chosen, of_name, self.name_of_gradient(name, number))
         return found
 
     def _put(self, number: int, pieces: Sequence[Piece]) -> None:

@@ -26,7 +26,7 @@ from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.lanes import choose_num_lanes
 from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.marks import without_marks
-from commfuse_megatron.runtime.parts import CallInParts
+from commfuse_megatron.runtime.parts import CallInParts, Parts, PartsOnTensors
 from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.runtime.stored_plans import StoredPlans
 from commfuse_megatron.runtime.tape_program import TapeKernel, Tapes
@@ -114,17 +114,29 @@ class PreparedPass:
         self.modes["stepped"] += 1
 
     def begin_in_parts(
-        self, asked: Asked, tensors: Mapping[str, torch.Tensor], *, kernels: Mapping[str, Kernel]
+        self,
+        asked: Asked,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        kernels: Mapping[str, Kernel],
+        tape_kernels: Mapping[str, TapeKernel] | None,
+        layout: Hashable,
     ) -> CallInParts:
-        """A call on tensors whose parts the caller runs; in place of the with-block. For programs with pauses."""
-        self.__enter__()
-        try:
-            program = self._program_on_tensors(asked, tensors)
-        except BaseException as error:
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
-        call = self.context.under_way = CallInParts(self, program, tensors, kernels)
-        self.modes["stepped"] += 1
+        """A call whose parts the caller runs, in place of the with-block: from a tape where there is one, else on
+        tensors. For programs with pauses.
+
+        tape_kernels, layout: see `run_from_tape`; None: not from a tape.
+        """
+
+        def make() -> Parts:
+            if tape_kernels is not None and self.can_replay:
+                on_tape = self._tapes.in_parts(asked, tensors, tape_kernels, layout)
+                if on_tape is not None:
+                    return on_tape
+            return PartsOnTensors(self._program_on_tensors(asked, tensors), tensors, kernels)
+
+        call = self.context.under_way = CallInParts(self, make)
+        self.modes[call.mode] += 1
         return call
 
     def _program_on_tensors(

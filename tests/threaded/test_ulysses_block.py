@@ -16,6 +16,7 @@ from commfuse_megatron.errors import CommFuseError, ShapeError, UnsupportedError
 from commfuse_megatron.ops import WeightGradTarget, ulysses_parts
 from commfuse_megatron.problem import shard_range
 from commfuse_megatron.runtime.tensor_program import TensorProgram
+from commfuse_megatron.tools.common.modes import with_mode
 from tests.harness import on_ranks, run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
 from tests.threaded.test_query_split_attention import MASKS, assert_close
@@ -166,6 +167,38 @@ def test_the_copy_engine_gives_the_bits_that_gloo_gives(group_size, kv_heads, he
     for (first, _), (second, _) in zip(over_gloo, over_windows, strict=True):
         for one, other in zip(first, second, strict=True):
             assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(
+    ("group_size", "kv_heads", "head_groups"), [(2, 12, 3), (3, 6, 2), (4, 12, 3), (2, 2, 3), (4, 2, 1)]
+)
+def test_tapes_give_the_bits_of_steps(group_size, kv_heads, head_groups, order, monkeypatch):
+    emulate_copy_engine(monkeypatch)
+    config = ulysses_config("overlapped", head_groups, transport=TransportConfig(backend="copy_engine"))
+    rows = 8 * 2 * group_size  # runs begin where kernels can load statistics
+    sizes = {"rows": rows, "kv_heads": kv_heads, "head_dim": 16, "value_dim": 16, "dtype": torch.float32}
+
+    def body(group, device):
+        found, modes = {}, {}
+        for mode in ("stepped", "tape"):
+            with take_part(group), OverlapContext(group, with_mode(config, mode)) as context:
+                found[mode] = []
+                for seed in range(6):  # addresses that come again make no graph
+                    case = Case(seed=seed % 2, keywords={"order": order}, **sizes)
+                    operands, grad_y = draw(case, group.rank(), group_size)
+                    where = {"is_fused": True, "context": context, **case.sizes}
+                    found[mode].append(run(operands, grad_y, ops.ulysses_block, **where))
+                modes[mode] = {record.pass_name: record.modes for record in context.report()}
+        for stepped, taped in zip(*found.values(), strict=True):
+            for name, tensor in stepped.items():
+                assert torch.equal(tensor, taped[name]), name
+        return modes
+
+    is_summed = kv_heads % group_size or (kv_heads == group_size and head_groups > 1)  # over groups or ranks: PyTorch's
+    for modes in run_threads(group_size, body):
+        assert modes["stepped"] == {"fprop": {"stepped": 6}, "backward": {"stepped": 6}}
+        assert modes["tape"] == {"fprop": {"tape": 6}, "backward": {"stepped" if is_summed else "tape": 6}}
 
 
 @pytest.mark.parametrize("is_emulated", [False, True], ids=["gloo", "copy engine"])
