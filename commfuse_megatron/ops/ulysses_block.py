@@ -103,7 +103,7 @@ def ulysses_block(
     The exchanges are those of `ulysses_attention`, the first one of each pass beside the projections. Heads go in
     groups, as many as were planned for the attention; where that is not overlapped, all are one group.
     A group of heads takes the same heads of every rank, so its queries, keys and values are in `to_heads` as if there
-    were no others. Calls run step by step on tensors, from tapes only what copies.
+    were no others. Calls run step by step or from tapes, never as graphs.
 
     Gradients: x, the weights and the bias get those of this rank's rows, complete.
 
