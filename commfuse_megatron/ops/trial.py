@@ -54,7 +54,7 @@ def run_trial(
         if isinstance(run, str):
             return run
         if problem.pass_name == "backward":
-            run = _through_autograd(run, context.device)
+            run = _by_engine(run, context.device)
         calls = [functools.partial(run, context.make_pass(problem, plan)) for plan in plans]
         bursts = _Bursts(calls, [_burst_length(plan) for plan in plans], Stopwatch(context.device))
         fitting = [index for index, plan in enumerate(plans) if bursts.warm_up(index, plan, context)]
@@ -94,22 +94,27 @@ class _Node(torch.autograd.Function):
         return None, None
 
 
-def _through_autograd(run: Callable[[PreparedPass], object], device: torch.device) -> Callable[[PreparedPass], object]:
-    """`run` as PyTorch's engine calls backward passes, since the host time of that counts.
+def engine_of(device: torch.device) -> Callable[[Callable[[], object]], object]:
+    """What runs a call as PyTorch's engine does backward passes, since the host time of that counts.
 
     Of a backward pass that was timed without it at 0.33 ms a benchmark found 0.69: the host was the slower one.
     """
-    chosen: list[PreparedPass] = []
+    chosen: list[Callable[[], object]] = []
     with torch.inference_mode(mode=False), torch.enable_grad():
         leaf = torch.zeros((), device=device, requires_grad=True)
-        y = _Node.apply(leaf, lambda: run(chosen[0]))
+        y = _Node.apply(leaf, lambda: chosen[0]())
     grad = torch.zeros_like(y, requires_grad=False)
 
-    def through(prepared: PreparedPass) -> object:
-        chosen[:] = [prepared]
+    def run(call: Callable[[], object]) -> object:
+        chosen[:] = [call]
         return torch.autograd.grad(y, leaf, grad, retain_graph=True, allow_unused=True)
 
-    return through
+    return run
+
+
+def _by_engine(run: Callable[[PreparedPass], object], device: torch.device) -> Callable[[PreparedPass], object]:
+    engine = engine_of(device)
+    return lambda prepared: engine(functools.partial(run, prepared))
 
 
 class _Bursts:

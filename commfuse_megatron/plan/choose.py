@@ -46,11 +46,12 @@ def choose_by_default(candidates: Candidates, reason: str) -> PassPlan:
     """The candidate that exercises the most of this package, where speed does not count.
 
     Of attention, the row-parallel one: the smaller change, which nothing but a measurement argues against. Of a split
-    sequence, the one with the most groups of heads.
+    sequence, the one with the most groups of heads; what the caller has for it argues likewise.
     """
     paths = ("sliced", "row_parallel")
     default = next((plan for plan in candidates.plans if plan.path in paths), candidates.plans[0])
     default = next((plan for plan in reversed(candidates.plans) if plan.path == "overlapped"), default)
+    default = next((plan for plan in candidates.plans if plan.path == "stock"), default)
     return _because(default, reason, candidates.note)
 
 

@@ -20,8 +20,11 @@ SWITCHED_OFF = "config.commfuse is False: switched off"
 
 _ONE_RANK = "the tensor-parallel group has one rank: there is nothing to hide"
 
-#: What is never an error, nor worth a warning. Under context parallelism alone the groups of all linears have one rank.
-NOTHING_MISSED = frozenset({SWITCHED_OFF, _ONE_RANK})
+# Under context parallelism alone the groups of all linears have one rank.
+_NOTHING_MISSED = frozenset({SWITCHED_OFF, _ONE_RANK})
+
+#: How the reason begins for what the planner left to Megatron.
+PLANNED = "planned as "
 
 _GTP = "the weight is sharded over a weight-rematerialisation group (gtp_remat_size > 1)"
 _FLOAT64_ON_GPU = "the tensors are torch.float64 on a GPU: float64 is overlapped on the CPU only"
@@ -47,6 +50,11 @@ _SETTINGS = {
 
 #: Megatron's classes beside linears and the embedding -> what judges them.
 _JUDGES: dict[tuple[type, ...], Callable[[Any], str | None]] = {}
+
+
+def misses_nothing(reason: str) -> bool:
+    """Whether Megatron's own path is as good as ours for this reason: never an error, nor worth a warning."""
+    return reason in _NOTHING_MISSED or reason.startswith(PLANNED)
 
 
 def judges[F: Callable[..., str | None]](*stock: type) -> Callable[[F], F]:

@@ -43,7 +43,7 @@ from commfuse_megatron.transport.stream_memory import Driver
 _ALONE = nullcontext()
 
 # Paths on which the group's own collectives carry everything.
-_COLLECTIVE_PATHS = ("sequential", "async")
+_COLLECTIVE_PATHS = ("sequential", "async", "stock")
 
 # How long the end of a failed context waits for its streams, before it leaves the rest to later.
 _LETTING_GO_S = 2.0

@@ -257,7 +257,9 @@ class PreparedPass:
 
 
 class _Plans(Protocol):
-    """What chooses plans: the planner."""
+    """What chooses plans: the planner. default_reason: why costs do not count here; None where they do."""
+
+    default_reason: str | None
 
     def plan(self, problem: Problem, try_out: TryOut | None = None) -> PassPlan: ...
 

@@ -4,6 +4,7 @@ All get the same weights and the same tokens. The judge is the model without con
 rank runs on whole sequences.
 """
 
+import re
 from contextlib import contextmanager
 
 import torch
@@ -66,6 +67,7 @@ def _compare(_, device, **options):
             "by spec": _model(device, weights, overlap=OVERLAP, **shared),
             "converted": convert_model(_model(device, weights, **shared), OVERLAP),
         }
+        ours["auto"] = _model(device, weights, overlap=OverlapConfig(), **shared)
         if not options:  # fused and separate norms of latent attention have other names
             ours["local"] = _model(device, weights, overlap=OVERLAP, is_local=True, **shared)
         for kind, model in ours.items():
@@ -75,7 +77,17 @@ def _compare(_, device, **options):
             for name, error in errors(oracle, gradients).items():
                 assert error <= 2 * stock_errors[name] + 2**-8, f"{kind}, {name}: {error:.1e}"
             layers = [each for each in model_report(model).layers if each.name.endswith("core_attention")]
-            assert [(each.path, each.overlapped_calls, each.reasons) for each in layers] == [("overlapped", 1, ())] * 2
+            found = [(each.path, each.overlapped_calls, each.reasons) for each in layers]
+            if kind == "auto" and layers[0].path != "overlapped":  # as was timed, of both layers and on all ranks
+                assert found == [found[0]] * 2
+                (reason,) = layers[0].reasons or layers[0].sequential_reasons
+                assert "measured: " in reason
+                assert re.search(r"(stock \d+\.\d+.*overlapped m=|sequential \d+\.\d+.*stock )", reason), reason
+                everyone = [None, None]
+                dist.all_gather_object(everyone, reason)
+                assert everyone[0] == everyone[1]
+            else:
+                assert found == [("overlapped", 1, ())] * 2, kind
 
 
 CHECKS = {"grouped queries": {}, "latent attention": LATENT}
