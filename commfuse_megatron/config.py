@@ -151,8 +151,8 @@ class UlyssesConfig(_Checked):
     path: "overlapped": heads travel in groups, each attended while the next one travels, and the rows of one owner
     after the other go home; "sequential": all-to-all, attention, all-to-all. "auto", the default, leaves it to the
     planner, which times them; where nothing is timed, as on the CPU, it is "overlapped". In Megatron's layers
-    (`cp_comm_type: a2a`) "auto" on GPUs times Transformer Engine's own exchange, too, and keeps it unless ours is more
-    than a percent faster, or where nothing may be timed; "stock" keeps it anyway. Megatron's local attention has none:
+    (`cp_comm_type: a2a`) "auto" on GPUs times Transformer Engine's own exchange, too, and keeps it unless ours is
+    faster, or where nothing may be timed; "stock" keeps it anyway. Megatron's local attention has none:
     there "auto" is ours, and "stock" raises. Our operation itself takes "stock" for "auto".
     head_groups: into how many groups a rank's own heads are cut, at most as many as heads of keys and values, or of
     queries where there is only one of those; None: the planner chooses.

@@ -144,7 +144,7 @@ class Planner:
         if isinstance(found, str):
             chosen = choose_predicted(candidates, machine, f"not measured: {found}")
         else:
-            chosen = choose_measured(timed, found, candidates.note)
+            chosen = choose_measured(problem, timed, found, candidates.note)
         if chosen.path == "stock" and not context.slots.is_captured:  # what is large, and nobody else's as a rule
             context.slots.release()
             self._buffers = held

@@ -15,6 +15,7 @@ from torch import distributed as dist
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels.attention import AttentionKernel
+from commfuse_megatron.plan.choose import TrialTimes
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.plan.passes import bind_plan, lower_pass, tape_policy, tensor_policy
 from commfuse_megatron.plan.ulysses import num_ulysses_lanes
@@ -50,8 +51,8 @@ _ALONE = nullcontext()
 #: By name, those of one call.
 CallNumbers = tuple[tuple[str, float], ...]
 
-#: Times some plans of one problem, collectively: microseconds by plan, equal on all ranks; or why there are none.
-TryOut = Callable[[Sequence[PassPlan]], Sequence[float] | str]
+#: Times some plans of one problem, collectively; or says why there are no times.
+TryOut = Callable[[Sequence[PassPlan]], TrialTimes | str]
 
 
 class PreparedPass:

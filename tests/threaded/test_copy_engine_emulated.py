@@ -166,7 +166,7 @@ def test_trials_of_attention_run_as_calls_do(group, context):
     attention.check(heads(), group, context, limit=LIMIT)
     (forward,) = (p for p in context.known_calls.values() if p.problem.op == "query_split_attention")
     assert forward.problem.needs
-    (time,) = run_trial(operation.rehearse, context, forward.problem, [forward.plan])
+    (time,) = run_trial(operation.rehearse, context, forward.problem, [forward.plan]).us
     assert time > 0
     windows = sum(buffer.tensor.numel() for buffer in map(context.slots.window, ("gather", "receive")))
     assert context.buffer_bytes == windows  # what only a losing candidate needs is freed
