@@ -173,6 +173,29 @@ def test_the_plugin_gains_no_more_than_there_is_to_gain(model, tokens):
             assert step.step_ms[PLANNED] >= step.step_ms[FREE]
 
 
+@pytest.mark.parametrize("tokens", [8192, 32768, 65536])
+@pytest.mark.parametrize(("group_size", "sharing"), [(2, 2), (4, 2), (4, 4), (8, 2), (8, 8), (16, 16)])
+def test_steps_whose_ranks_share_a_sequence(group_size, sharing, tokens):
+    step = predict_step(StepSizes("llama-8b", 4, tokens, group_size, sharing), MACHINE)
+    assert step.step_ms[PLANNED] <= step.step_ms[STOCK], "auto keeps what is faster"
+    if not step.host_bound:
+        assert step.step_ms[FREE] <= step.step_ms[PLANNED]
+    # Of tensor-parallel ranks each has whole sequences of some heads, too; what else is computed is as much. More than
+    # there are heads of keys have one each, and their weights.
+    cut = predict_step(StepSizes("llama-8b", 4, tokens, group_size), MACHINE)
+    if group_size <= 8 and not (step.host_bound or cut.host_bound):
+        assert step.step_ms[FREE] == pytest.approx(cut.step_ms[FREE], rel=0.05)
+
+
+def test_exchanges_are_what_their_bytes_take():
+    """Of one layer: stock's are exposed as a whole, queries, keys, values and the output, forward and backward."""
+    step = predict_step(StepSizes("llama-8b", 1, 32768, 2, 2), MACHINE)
+    sent_bytes = 16384 // 2 * (2 * 32 + 2 * 8) * 128 * 2
+    machine = MACHINE.of_group(2)
+    expected_ms = 2 * (sent_bytes / machine.collective.bandwidth_gb_s / 1e6)
+    assert step.step_ms[STOCK] - step.step_ms[FREE] == pytest.approx(expected_ms, rel=0.1)
+
+
 def test_the_host_or_the_device_decides():
     layers = 32
     short, long = (predict("llama-8b", layers, tokens, 2) for tokens in (2048, 8192))
@@ -307,6 +330,9 @@ def test_other_rows_are_no_steps(tmp_path):
     times = {"stock": 3.0, "planned": 3.0}
     step = MeasuredStep("NVIDIA H200", "copy_engine", StepSizes("llama-8b", 2, 64, 2), times)
     assert measured_steps(file) == [step, step]
+    file.write_text(json.dumps({"runs": [{**run_of, "context_parallel": 2, "rows": rows[:2]}]}))
+    (shared,) = measured_steps(file)
+    assert shared.sizes == StepSizes("llama-8b", 2, 64, 2, 2), "else a split sequence were taken for split weights"
     file.write_text("{}")
     with pytest.raises(ConfigError, match="has no steps of llama-8b, llama-70b that `commfuse trace --step --json`"):
         measured_steps(file)
@@ -317,6 +343,11 @@ def test_other_rows_are_no_steps(tmp_path):
     (["llama-8b", "--models", "llama-70b"], "--step predicts a whole model; leave out --models"),
     (["llama-8b", "--figure", "x.png"], "--step predicts a whole model; leave out --figure"),
     (["llama-8b", "--layers", "0"], "--layers"), (["llama-8b", "--tokens", "0"], "--tokens must be at least 1"),
+    (["llama-8b", "--context-parallel", "3"], "2 ranks cannot be cut for a context-parallel size of 3"),
+    (["llama-8b", "--context-parallel", "2", "--tokens", "8194"], "8194 tokens cannot be cut for 4 parts"),
+    (["llama-8b", "--context-parallel", "64", "--ranks", "64"], "32 attention heads cannot be cut for 64 ranks"),
+    (["llama-8b", "--context-parallel", "2", "--link", "host"], "exchanges are predicted over nvlink alone, not over"),
+    (["llama-8b", "--context-parallel", "0"], "--context-parallel must be at least 1"),
     (["llama-8b", "--link", "25"], "of a bandwidth only --rows tells the rest"),
     (["llama-8b", "--against", "{none}"], "none.json: no file of rows"),
     (["llama-8b", "--against", "{steps}"], "it has no steps of NVIDIA H200 over nvlink; steps of other machines"),
@@ -328,6 +359,15 @@ def test_what_cannot_be_predicted_is_refused(options, message, tmp_path, capsys)
     steps.write_text(json.dumps({**run_of, "rows": rows}))
     run(*(option.format(none=tmp_path / "none.json", steps=steps) for option in options), expected=2)
     assert message in capsys.readouterr().err
+
+
+def test_what_the_measured_steps_do_not_tell_is_said(capsys):
+    run("llama-8b", "--ranks", 2, "--context-parallel", 2)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "step of llama-8b, 32 layers, context parallel 2, ms" in out
+    assert "no step whose ranks share a sequence is among these" in out
+    run("llama-8b", "--ranks", 2)
+    assert "share a sequence" not in capsys.readouterr().out
 
 
 def test_layers_are_for_steps(capsys):
