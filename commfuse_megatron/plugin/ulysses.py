@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from commfuse_megatron import OverlapConfig
+from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.ops.ulysses_attention import (
     Stock,
     UlyssesInputs,
@@ -212,20 +212,24 @@ def _judge(call: _Call) -> tuple[UlyssesInputs, PreparedPass] | str:
         return found
     if found.dropout and getattr(core.config, "cuda_graph_impl", "none") != "none":
         return capture.REPEATED_DROPOUT
-    reason = _reason_in_sizes(core, query, key, value) or _reason_in_machine(core)
-    inputs = UlyssesInputs(query, key, value, found.causal, "zigzag", found.window, found.scale, found.dropout, None)
-    if reason is None and query.is_cuda and not call.is_local:
-        reason = _reason_in_kernel(core, inputs)
+    reason = _reason_in_sizes(query, key, value, compat.group_of(core).size())
     if reason is not None:
         return reason
-    planned = prepare_exchange(inputs, context_of(core), _stock_beside(call))
+    context = context_of(core)
+    reason = _reason_in_hosts(context)
+    inputs = UlyssesInputs(query, key, value, found.causal, "zigzag", found.window, found.scale, found.dropout, None)
+    if reason is None and query.is_cuda and not call.is_local:
+        reason = _reason_in_kernel(context, inputs)
+    if reason is not None:
+        return reason
+    planned = prepare_exchange(inputs, context, _stock_beside(call, context))
     plan = planned[1].plan
     return f"{PLANNED}{plan.path}, Transformer Engine's own: {plan.reason}" if plan.path == "stock" else planned
 
 
-def _stock_beside(call: _Call) -> Stock | None:
+def _stock_beside(call: _Call, context: OverlapContext) -> Stock | None:
     """What "auto" has timed beside ours; None where ours is taken without."""
-    core, context = call.core, context_of(call.core)
+    core = call.core
     if call.is_local or context.config.ulysses.path != "auto":
         return None
     if not call.query.is_cuda and context.planner.default_reason is not None:  # nothing is timed on the CPU
@@ -237,10 +241,10 @@ def _stock_beside(call: _Call) -> Stock | None:
     return Stock(compat.transformer_engines_attention(backend), call.run_stock, core.training, apart)
 
 
-def _reason_in_sizes(core: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:
+def _reason_in_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int) -> str | None:
     if len({tensor.dtype for tensor in (query, key, value)}) > 1:
         return f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: only one dtype is overlapped"
-    ranks, heads, kv_heads = compat.group_of(core).size(), query.size(2), key.size(2)
+    heads, kv_heads = query.size(2), key.size(2)
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         return (
             f"{heads} heads of queries and {kv_heads} of keys are left to a tensor-parallel rank, which {ranks}"
@@ -251,9 +255,8 @@ def _reason_in_sizes(core: Any, query: torch.Tensor, key: torch.Tensor, value: t
     return None
 
 
-def _reason_in_kernel(core: Any, inputs: UlyssesInputs) -> str | None:
+def _reason_in_kernel(context: OverlapContext, inputs: UlyssesInputs) -> str | None:
     """Why Transformer Engine's own kernels are kept; the same on all ranks, which may not have the same installed."""
-    context = context_of(core)
     problem = state_ulysses_problem(inputs, context.group_size).attention()
     reason = None
     if context.attention_kernels.choose(problem, context.config.attention.kernel).name == "math":
@@ -261,8 +264,7 @@ def _reason_in_kernel(core: Any, inputs: UlyssesInputs) -> str | None:
     return context.consensus.first_reason(("exchanged attention's kernel", problem), reason)
 
 
-def _reason_in_machine(core: Any) -> str | None:
-    context = context_of(core)
-    if context.num_hosts > 1:
-        return f"the context-parallel group spans {context.num_hosts} hosts: tested is one"
-    return None
+def _reason_in_hosts(context: OverlapContext) -> str | None:
+    if context.num_hosts == 1:
+        return None
+    return f"the context-parallel group spans {context.num_hosts} hosts: tested is one"

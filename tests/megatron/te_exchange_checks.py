@@ -175,7 +175,7 @@ def check_what_only_the_plain_kernel_computes_stays_theirs(ranks: int) -> None:
             kernels, chosen = context_of(core).attention_kernels, SimpleNamespace()
             chosen.name = name
             with mock.patch.object(kernels, "choose", return_value=chosen):
-                reason = _reason_in_kernel(core, UlyssesInputs(*heads(), *attention))
+                reason = _reason_in_kernel(context_of(core), UlyssesInputs(*heads(), *attention))
             assert (reason or "").startswith(words)
             assert bool(reason) == bool(words)
             reset_contexts()

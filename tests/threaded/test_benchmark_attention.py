@@ -215,6 +215,18 @@ def test_every_way_of_a_split_sequence_gives_the_same(group_size):
     assert {row.path for row in rows if row.variant == "planned"} == {"overlapped"}
 
 
+def test_emulated_groups_of_a_split_sequence_say_so():
+    settings = Settings(models=("llama-8b",), tokens=(2048,), shrink=32, rounds=1, kind="ulysses", virtual_ranks=(4, 8))
+    rows, outcome = run_settings(2, settings)[0]
+    assert (outcome.missing, outcome.failures) == ([], [])
+    names = {"compute_only", "comm_only collective", "sequential", *(f"overlapped m={m} gloo" for m in (1, 2, 4))}
+    assert {(row.group_size, row.variant) for row in rows} == {(size, name) for size in (4, 8) for name in names}
+    assert {(row.emulated, row.op, row.M) for row in rows} == {(True, "ulysses_attention", 2048 // 32)}
+    checked = [row.max_error for row in rows if row.path == "overlapped"]
+    assert len(checked) == 6
+    assert max(checked) < 1e-5
+
+
 @on_ranks(2)
 def test_a_wrong_row_of_a_split_sequence_is_noticed(group, device):
     case = ulysses_case("llama-8b.ulysses", 2048, 2, 32)
