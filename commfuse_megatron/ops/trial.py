@@ -104,7 +104,10 @@ def engine_of(device: torch.device) -> Callable[[Callable[[], object]], object]:
 
     def run(call: Callable[[], object]) -> object:
         chosen[:] = [call]
-        return torch.autograd.grad(y, leaf, grad, retain_graph=True, allow_unused=True)
+        try:
+            return torch.autograd.grad(y, leaf, grad, retain_graph=True, allow_unused=True)
+        finally:
+            chosen.clear()  # and what the call holds
 
     return run
 

@@ -1,6 +1,10 @@
 """Attention over a split sequence beside what its caller has for it: trials with made-up times, and what is left."""
 
 import functools
+import importlib
+import threading
+import weakref
+from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -14,6 +18,8 @@ from tests.harness.emulated_gpu import emulate_copy_engine, take_part
 from tests.threaded.test_planning import TRIAL, MadeUpTimes, machine
 from tests.threaded.test_query_split_attention import assert_close
 from tests.threaded.test_ulysses import Case, draw, run
+
+ulysses_attention = importlib.import_module("commfuse_megatron.ops.ulysses_attention")  # the name is the function's
 
 CASE = Case(rows=16, heads=8, kv_heads=4, keywords={"order": "zigzag"})
 OURS = ("sequential", "overlapped m=1", "overlapped m=2")
@@ -214,6 +220,37 @@ def test_a_trial_that_is_lost_leaves_no_memory(monkeypatch, over_copies):
         return held, context.buffer_bytes > 0, [record.path for record in context.report()]
 
     assert on_two(monkeypatch, where("stock", 50.0), body)[0] == (0, True, ["stock", "sequential", "sequential"])
+
+
+def test_a_trial_holds_one_call_at_a_time_and_nothing_afterwards(monkeypatch):
+    """Fails without: what the last backward pass of ours had saved was there while the caller's own was timed."""
+    made, drawn, of_rank = defaultdict(list), defaultdict(list), threading.get_ident
+    forward = ulysses_attention.ulysses_forward
+
+    def noting(call, heads):
+        y, saved = forward(call, heads)
+        made[of_rank()] += map(weakref.ref, (y, saved.attended))
+        drawn[of_rank()] += map(weakref.ref, heads)
+        return y, saved
+
+    monkeypatch.setattr(ulysses_attention, "ulysses_forward", noting)
+
+    def body(group, context):
+        theirs = Theirs(group)
+        attend, alive = theirs.attend, []
+
+        def watch(*heads):
+            alive.extend(each for each in made[of_rank()] if each() is not None)
+            return attend(*heads)
+
+        theirs.attend = watch
+        heads, _ = draw(CASE, group.rank(), 2)
+        prepare_exchange(inputs_of([each.requires_grad_() for each in heads]), context, theirs.stock)
+        assert len(drawn[of_rank()]) > 3
+        alive += [each for each in drawn[of_rank()] if each() is not None]
+        return len(alive)
+
+    assert on_two(monkeypatch, where("stock"), body)[0] == 0
 
 
 def test_what_is_tried_meets_no_hooks_of_the_program(monkeypatch):
