@@ -175,7 +175,7 @@ class Transfers(CommOnly):
 class EmulatedPath(WithContext):
     """The direct schedule of V ranks, over one transport: V slices and V - 1 messages.
 
-    path: "sliced" of linears; "row_parallel", attention at once and then a sliced projection; "query_split", with so
+    path: "sliced" or "grouped" of linears; "row_parallel", attention at once and then a sliced projection; "query_split", with so
     many splits of every shard's queries; or "overlapped" over a split sequence, with so many groups of heads, or as
     many as there are.
     """
@@ -185,7 +185,7 @@ class EmulatedPath(WithContext):
     def __init__(self, path: str, backend: str, splits: int = 1) -> None:
         super().__init__(OverlapConfig.from_dict({"transport": {"backend": backend}}), backend)
         self._path, self._splits = path, splits
-        self.name = f"{path} {backend}" if path == "row_parallel" else f"{path} m={splits} {backend}"
+        self.name = f"{path} {backend}" if path in ("grouped", "row_parallel") else f"{path} m={splits} {backend}"
 
     @override
     def build(self, work: Work) -> Ready:
@@ -203,8 +203,8 @@ class EmulatedPath(WithContext):
         )
 
 
-def _run_linear(work: Work, context: OverlapContext, _: int) -> Callable[[], torch.Tensor]:
-    prepared = EmulatedPass(context, work.case.problem("fprop", work.dtype_name))
+def _run_linear(work: Work, context: OverlapContext, _: int, path: str = "sliced") -> Callable[[], torch.Tensor]:
+    prepared = EmulatedPass(context, work.case.problem("fprop", work.dtype_name), path)
     x, weight = work.operands.x.detach(), work.operands.weight.detach()
     if work.case.gathers:
         return lambda: gather_forward(prepared, x, weight, None, returns_gathered=False)[0]
@@ -246,6 +246,7 @@ def _run_overlapped(work: Work, context: OverlapContext, groups: int) -> Callabl
 
 _RUNS = {
     "sliced": _run_linear,
+    "grouped": partial(_run_linear, path="grouped"),
     "row_parallel": _run_at_once,
     "query_split": _run_query_split,
     "overlapped": _run_overlapped,
