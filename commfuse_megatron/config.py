@@ -76,8 +76,9 @@ class PassConfig(_Checked):
 
     path: "sliced": partial GEMMs over point-to-point transfers, one for every shard; "grouped", of more than two ranks:
     one for more and more shards, all that have arrived (of a reduce-scatter for fewer and fewer); "bulk", backward
-    passes only: as few GEMMs as possible, the weight gradient put where it covers the transfer; "async": the group's own collectives beside whole GEMMs, as
-    Megatron's own layers do in backward; "sequential": the plain collective followed by (or following) one GEMM.
+    passes only: as few GEMMs as possible, the weight gradient put where it covers the transfer; "async": the
+    group's own collectives beside whole GEMMs, as Megatron's own layers do in backward; "sequential": the plain
+    collective followed by (or following) one GEMM.
     algorithm: "direct" sends between owner and user, "ring" hop by hop through the neighbours.
     chunks_per_shard: pieces that one rank's shard is cut into; more start the transfer earlier on slow links and make
     the GEMMs smaller.

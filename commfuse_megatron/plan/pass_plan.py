@@ -12,10 +12,10 @@ from commfuse_megatron.schedule import Algorithm
 class PassPlan:
     """What was chosen for one pass of one linear.
 
-    path: "sliced", "grouped", "bulk", "async" or "sequential" (see `PassConfig`); "query_split", "row_parallel" or "sequential"
-    (see `AttentionConfig`); "overlapped" or "sequential" (see `UlyssesConfig`); or "local" (a group of one rank:
-    nothing to send). reason: one sentence, for the report. chunks_per_shard: of "overlapped", groups of heads.
-    keep_gathered_input: see `WgradConfig`.
+    path: "sliced", "grouped", "bulk", "async" or "sequential" (see `PassConfig`); "query_split", "row_parallel" or
+    "sequential" (see `AttentionConfig`); "overlapped" or "sequential" (see `UlyssesConfig`); or "local" (a group of
+    one rank: nothing to send). reason: one sentence, for the report. chunks_per_shard: of "overlapped", groups of
+    heads. keep_gathered_input: see `WgradConfig`.
     predicted_us, measured_us: what the cost model said and what the trial found, where they were asked.
     backward_path: of an attention, the path of its backward pass, where that is another one.
     """

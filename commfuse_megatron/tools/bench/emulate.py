@@ -175,9 +175,9 @@ class Transfers(CommOnly):
 class EmulatedPath(WithContext):
     """The direct schedule of V ranks, over one transport: V slices and V - 1 messages.
 
-    path: "sliced" or "grouped" of linears; "row_parallel", attention at once and then a sliced projection; "query_split", with so
-    many splits of every shard's queries; or "overlapped" over a split sequence, with so many groups of heads, or as
-    many as there are.
+    path: "sliced" or "grouped" of linears; "row_parallel", attention at once and then a sliced projection;
+    "query_split", with so many splits of every shard's queries; or "overlapped" over a split sequence, with so many
+    groups of heads, or as many as there are.
     """
 
     is_basic = True
@@ -244,7 +244,7 @@ def _run_overlapped(work: Work, context: OverlapContext, groups: int) -> Callabl
     return run
 
 
-_RUNS = {
+_RUNS: dict[str, Callable[[Work, OverlapContext, int], Callable[[], torch.Tensor]]] = {
     "sliced": _run_linear,
     "grouped": partial(_run_linear, path="grouped"),
     "row_parallel": _run_at_once,
