@@ -31,7 +31,10 @@ from tests.unit.test_cli import require_usage_error
     (["--attention", "--variants", "sliced"], "row_parallel gloo, query_split m=1 gloo"),
     (["--models", "paper-mlp", "--linears", "qkv"], "which are paper-mlp.fc1, paper-mlp.fc2"),
     (["--virtual-ranks", "4", "--config", "f"], "leave it or --virtual-ranks out"),
-    (["--virtual-ranks", "4", "--passes", "backward"], "an emulated group runs forward only"),
+    (
+        ["--attention", "--virtual-ranks", "4", "--passes", "backward"],
+        "an emulated group runs --attention forward only",
+    ),
     (["--virtual-ranks", "4", "--chunks", "4"], "emulated groups run one per shard, but for --ulysses, and"),
     (["--virtual-ranks", "4", "--attention", "--chunks", "4"], "emulated groups run one per shard"),
     (["--models", "llama-8b", "--tokens", "1024", "--chunks", "2", "9"], "of llama-8b.qkv M=1024 fprop it has 8 rows"),

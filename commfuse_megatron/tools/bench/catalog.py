@@ -99,7 +99,8 @@ def make_emulated_variants(kind: str, device: torch.device, splits: tuple[int, .
             variants += [emulate.EmulatedPath("query_split", backend, count) for count in counts]
         return variants
     sequential = Plain("sequential", "sequential", emulate.sequential)
-    ours = [emulate.EmulatedPath(path, backend) for path in ("sliced", "grouped") for backend in backends]
+    paths = ("sliced", "grouped", "bulk")
+    ours = [emulate.EmulatedPath(path, backend) for path in paths for backend in backends]
     return [*_compute_only(device), *comm_only, sequential, *_slices_only(device, (1,)), *ours]
 
 
