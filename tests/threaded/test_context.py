@@ -180,6 +180,26 @@ def test_a_rank_that_cannot_connect_is_named_everywhere(group, device):
         OverlapContext(group, quick(5.0))
 
 
+@pytest.mark.parametrize("kind", [ConfigError, RuntimeError, KeyError])
+def test_a_rank_that_finds_no_transport_is_not_waited_for(kind, monkeypatch):
+    """Fails where nobody asks between choosing a transport and connecting it: the others wait 20 s to connect."""
+
+    def choose(group, config, exchange):
+        if group.rank() == 1:
+            raise kind("the driver is not there")
+        return "gloo"
+
+    monkeypatch.setattr(hardware.current, "choose_backend", choose)
+
+    def body(group, device):
+        with pytest.raises(kind if group.rank() == 1 else ShapeError, match="the driver is not there"):
+            OverlapContext(group, quick(20.0))
+
+    started_s = time.monotonic()
+    run_threads(2, body)
+    assert time.monotonic() - started_s < 10.0
+
+
 def expect_again(first, use):
     """`use` raises what was raised before, and says how to go on."""
     with pytest.raises(type(first.value)) as later:
