@@ -215,7 +215,7 @@ def test_overlap_counts_no_time_twice() -> None:
 
 @pytest.fixture
 def cut_labels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Filled, whenever a picture is saved, with every text that does not lie inside it."""
+    """Filled, whenever a picture is saved, with every text that does not lie inside it, and every axis without a unit."""
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
@@ -224,6 +224,7 @@ def cut_labels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def save_and_look(figure: Figure, *args: Any, **kwargs: Any) -> None:
         save(figure, *args, **kwargs)
+        found.extend(f"no unit: {axes.get_title('left')}" for axes in figure.axes if axes.get_xlabel()[:2] != "ms")
         width, height = figure.bbox.width, figure.bbox.height
         axis_ticks = [(tick, a.xaxis.get_view_interval()) for a in figure.axes for tick in a.xaxis.get_major_ticks()]
         not_drawn = {tick.label1 for tick, (low, high) in axis_ticks if not low <= tick.get_loc() <= high}
