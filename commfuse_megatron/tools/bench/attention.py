@@ -8,7 +8,7 @@ row_parallel <transport> attention at once, then the projection over our reduce-
 query_split m=C <...>    the queries of one owner after the other
 planned                  what the planner chooses
 
-At the sizes measured the reference's scores do not fit: results are held to PyTorch's attention.
+Results are held to the reference's attention, computed in pieces.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 from torch import distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from commfuse_megatron import ops
 from commfuse_megatron.kernels.attention_choice import AttentionKernels
@@ -26,6 +27,9 @@ from commfuse_megatron.tools.bench.operands import Results, Work
 from commfuse_megatron.tools.bench.variant import differentiable, in_turn
 
 PIECES = (2, 4)
+
+# Of the reference, in fp32: half a GiB, of which its backward pass has some copies.
+_SCORES_AT_ONCE = 2**27
 
 
 def heads_of(work: Work) -> Heads:
@@ -46,10 +50,17 @@ def split_attention(work: Work, splits_per_shard: int | None) -> SplitAttention:
 
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """PyTorch's, causal, of [S, B, H, D] and [S, B, H_kv, D]: [S, B, H, D]."""
-    q, k, v = (each.permute(1, 2, 0, 3) for each in (q, k, v))
-    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return attended.permute(2, 0, 1, 3)
+    """The reference's, causal, of [S, B, H, D] and [S, B, H_kv, D]: [S, B, H, D]. In pieces of queries, as its scores
+    would not fit; no kernel that is measured, nor PyTorch's own, which may be the same one, has a part in it."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    queries, keys, values = (each.to(wide) for each in (q, k, v))  # gradients of pieces are added up in it, too
+    rows = max(1, _SCORES_AT_ONCE // (q.size(1) * q.size(2) * k.size(0)))
+    attended = []
+    for start in range(0, q.size(0), rows):
+        end = min(start + rows, q.size(0))
+        operands = (queries[start:end], keys[:end], values[:end])
+        attended.append(checkpoint(ops.reference.attend, *operands, use_reentrant=False))
+    return torch.cat(attended).to(q.dtype)
 
 
 def expected(work: Work) -> Results:
