@@ -215,7 +215,7 @@ def test_overlap_counts_no_time_twice() -> None:
 
 @pytest.fixture
 def cut_labels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Filled, whenever a picture is saved, with every text that does not lie inside it, and every axis without a unit."""
+    """Filled, whenever a picture is saved, with texts that do not lie inside it, and axes without a unit."""
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
