@@ -5,7 +5,6 @@ import gc
 import importlib
 import os
 import signal
-import threading
 import time
 import weakref
 from types import SimpleNamespace
@@ -36,12 +35,6 @@ def call(op, context, rows=4, value=1.0, features=5):
 
 def gather(context, **others):
     return call("all_gather_linear", context, **others)
-
-
-@pytest.fixture
-def event():
-    """One of all ranks."""
-    return threading.Event()
 
 
 def interrupt(*_):
