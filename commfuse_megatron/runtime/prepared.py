@@ -407,10 +407,12 @@ class PassContext:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Record and count nothing inside the with-block: what runs there is no call of the user's."""
+        """Record and count nothing inside the with-block: what runs there is no call of the user's. It leaves no
+        buffers but windows, which shrink with the context only."""
         counted = {prepared: prepared.modes.copy() for prepared in self._prepared.values()}
         with self.unrecorded():
             yield
+        self.slots.drop_local()
         for prepared in self._prepared.values():
             prepared.modes = counted.get(prepared) or dict.fromkeys(prepared.modes, 0)
 

@@ -168,6 +168,9 @@ def test_trials_of_attention_run_as_calls_do(group, context):
     assert forward.problem.needs
     (time,) = run_trial(operation.rehearse, context, forward.problem, [forward.plan])
     assert time > 0
+    windows = sum(buffer.tensor.numel() for buffer in map(context.slots.window, ("gather", "receive")))
+    assert context.buffer_bytes == windows  # what only a losing candidate needs is freed
+    attention.check(heads(), group, context, limit=LIMIT)
 
 
 @pytest.mark.parametrize("path", ["sliced", "bulk"])

@@ -90,7 +90,7 @@ def test_the_newest_steps_are_predicted_to_a_tenth(step):
 
 def test_all_measured_steps_are_predicted_to_a_tenth():
     steps = measured_steps(STEPS)
-    assert len(steps) == 11
+    assert len(steps) == 14
     for step in steps:
         assert predict_step(step.sizes, MACHINE).step_ms == pytest.approx(step.step_ms, rel=0.1), step
 
@@ -99,7 +99,8 @@ def test_all_measured_steps_are_predicted_to_a_tenth():
 def test_host_times_lie_amid_those_of_the_hosts_they_name(variant):
     """As far in percent from the fastest host as from the slowest, and parted between the passes as in the mean."""
     rows = [row for row in read_rows(STEPS) if (row.get("variant"), row.get("sequence")) == (variant, 2048)]
-    assert {row["commit"] for row in rows} == {"e8c6fe5", "0694a0a", "2bf6ab1"}
+    rows = [row for row in rows if row["commit"] in ("e8c6fe5", "0694a0a", "2bf6ab1")]
+    assert len(rows) == 3
     forward_us, backward_us = module._HOST_US_OF_A_LAYER[variant]
     fastest, *_, slowest = sorted(row["step_ms"] * 1e3 / row["layers"] for row in rows)
     assert (forward_us + backward_us) / fastest - 1 == pytest.approx(1 - (forward_us + backward_us) / slowest, abs=1e-3)
@@ -128,7 +129,7 @@ def test_the_share_of_hidden_transfers_is_what_its_step_shows(tmp_path, monkeypa
 
 def test_any_step_would_give_a_share_that_suits_the_others(monkeypatch):
     steps = [step for step in measured_steps(STEPS) if step.sizes.tokens >= 8192]
-    assert len(steps) == 8
+    assert len(steps) == 10
     for left_in in steps:
         share = shown_by(left_in, monkeypatch)
         assert 0.3 < share < 0.6
@@ -267,7 +268,7 @@ def test_where_the_forward_pass_alone_waits_it_says_so(capsys):
     assert "forward: all" in out
     assert "both: stock, without communication; forward: with the plugin" in out
     assert "no step of more than 2 ranks was measured: expect at least these errors" in out
-    assert "errors, of host-bound ones +3.2 to +9.6 %, and that more ranks wait for the host sooner" in out
+    assert "errors, of host-bound ones -7.8 to +6.5 %, and that more ranks wait for the host sooner" in out
 
 
 def test_against_takes_the_place_of_what_comes_along(tmp_path, capsys):
@@ -276,10 +277,10 @@ def test_against_takes_the_place_of_what_comes_along(tmp_path, capsys):
     run("llama-8b", "--ranks", 2, "--against", STEPS, "--json", told)
     out = capsys.readouterr().out
     assert "llama-8b, 4 layers, S 8192" in out
-    assert "of 44 figures" in out
+    assert "of 56 figures" in out
     against = json.loads(told.read_text())["against"]
     lines = {tuple(each[name] for name in ("model", "layers", "tokens", "run", "what")) for each in against}
-    assert len(lines) == len(against) == 44
+    assert len(lines) == len(against) == 56
     assert all(each["run"] in out for each in against)
 
 
