@@ -50,17 +50,24 @@ def split_attention(work: Work, splits_per_shard: int | None) -> SplitAttention:
 
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The reference's, causal, of [S, B, H, D] and [S, B, H_kv, D]: [S, B, H, D]. In pieces of queries, as its scores
-    would not fit; no kernel that is measured, nor PyTorch's own, which may be the same one, has a part in it."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    queries, keys, values = (each.to(wide) for each in (q, k, v))  # gradients of pieces are added up in it, too
-    rows = max(1, _SCORES_AT_ONCE // (q.size(1) * q.size(2) * k.size(0)))
+    """The reference's, causal, of [S, B, H, D] and [S, B, H_kv, D]: [S, B, H, D].
+
+    In pieces of one head of keys and some queries, as all scores would not fit. No kernel that is measured has a part
+    in it, nor PyTorch's own attention, which may run the same one.
+    """
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32  # gradients of pieces are added up in it, too
+    rows, shared_by = q.size(0), q.size(2) // k.size(2)
+    step = max(1, _SCORES_AT_ONCE // (rows * q.size(1) * shared_by))
     attended = []
-    for start in range(0, q.size(0), rows):
-        end = min(start + rows, q.size(0))
-        operands = (queries[start:end], keys[:end], values[:end])
-        attended.append(checkpoint(ops.reference.attend, *operands, use_reentrant=False))
-    return torch.cat(attended).to(q.dtype)
+    of_heads = (tensor.to(wide).split(number, dim=2) for tensor, number in ((q, shared_by), (k, 1), (v, 1)))
+    for queries, keys, values in zip(*of_heads, strict=True):
+        pieces = []
+        for start in range(0, rows, step):
+            end = min(start + step, rows)
+            given = (queries[start:end], keys[:end], values[:end])
+            pieces.append(checkpoint(ops.reference.attend, *given, use_reentrant=False))
+        attended.append(torch.cat(pieces))
+    return torch.cat(attended, dim=2).to(q.dtype)
 
 
 def expected(work: Work) -> Results:
