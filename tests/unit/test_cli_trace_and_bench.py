@@ -93,6 +93,7 @@ OF_THE_CONFIGURATION = (
     (["--step", "--context-parallel", "2", "--ranks", "2"], "there is no stock step to compare with"),
     (["--step", "--context-parallel", "2", "--ranks", "2", "--seq", "66", "--transformer-impl", "transformer_engine"],
      "--seq 66 must be a multiple of 4, twice"),
+    (["--step", "--transformer-impl", "transformer_engine"], "--transformer-impl transformer_engine is for GPUs"),
     (["--context-parallel", "2"], "of a whole step; add --step, or leave out --context-parallel"),
     (["--step", "--path", "sequential"], "every step is traced without the plugin, too; leave it out"),
     (["--step", "--rounds", "0"], "--rounds must be at least 1, got 0"),
