@@ -74,15 +74,17 @@ class PassConfig(_Checked):
 
     What is "auto" (or None) the planner chooses; the rest is forced.
 
-    path: "sliced": partial GEMMs over point-to-point transfers; "bulk", backward passes only: as few GEMMs as possible,
-    the weight gradient put where it covers the transfer; "async": the group's own collectives beside whole GEMMs, as
-    Megatron's own layers do in backward; "sequential": the plain collective followed by (or following) one GEMM.
+    path: "sliced": partial GEMMs over point-to-point transfers, one for every shard; "grouped", of more than two ranks:
+    one for more and more shards, all that have arrived (of a reduce-scatter for fewer and fewer); "bulk", backward
+    passes only: as few GEMMs as possible, the weight gradient put where it covers the transfer; "async": the
+    group's own collectives beside whole GEMMs, as Megatron's own layers do in backward; "sequential": the plain
+    collective followed by (or following) one GEMM.
     algorithm: "direct" sends between owner and user, "ring" hop by hop through the neighbours.
     chunks_per_shard: pieces that one rank's shard is cut into; more start the transfer earlier on slow links and make
     the GEMMs smaller.
     """
 
-    path: Literal["auto", "sliced", "bulk", "async", "sequential"] = "auto"
+    path: Literal["auto", "sliced", "grouped", "bulk", "async", "sequential"] = "auto"
     algorithm: Literal["auto", "ring", "direct"] = "auto"
     chunks_per_shard: int | None = _at_least(1, None)
 

@@ -101,6 +101,7 @@ class OverlapContext(PassContext):
         try:
             exchange = functools.partial(agreement.exchange, topic="a transport")
             backend = machine.choose_backend(group, config.transport, exchange)
+            exchange(backend)  # who failed there says so here: nobody waits for it where transports connect
             private = dist.PrefixStore("transport", store)
             nccl = choose_nccl_settings(group, backend, config, exchange)
             transport = machine.create_transport(backend, group, private, config.transport, nccl, exchange)

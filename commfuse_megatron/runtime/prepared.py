@@ -195,7 +195,7 @@ class PreparedPass:
         context, plan = self.context, self.plan
         return (
             context.link.transport.is_one_sided
-            and plan.path in ("sliced", "bulk", "query_split", "overlapped")
+            and plan.path in ("sliced", "grouped", "bulk", "query_split", "overlapped")
             and plan.algorithm is Algorithm.DIRECT
             and context.config.kernel.gemm == "auto"
             and min(self.problem.rows, self.problem.batch, self.problem.N, self.problem.K) > 0

@@ -12,6 +12,7 @@ from commfuse_megatron.errors import ConfigError, VerificationError
 from commfuse_megatron.kernels import attention_choice
 from commfuse_megatron.runtime import prepared
 from commfuse_megatron.schedule import closed_form_us
+from commfuse_megatron.tools.bench import attention
 from commfuse_megatron.tools.bench.attention import heads_of
 from commfuse_megatron.tools.bench.catalog import make_work
 from commfuse_megatron.tools.bench.emulate import EmulatedPath
@@ -153,8 +154,15 @@ SMALL = ("paper.attention-4x8192", 4 * 8192)
 
 
 @pytest.mark.parametrize("pass_name", ["fprop", "backward"])
-@on_ranks(2)
-def test_what_is_expected_is_the_reference(group, device, pass_name):
+@pytest.mark.parametrize("scores", [1, 1000, 2**27])
+def test_what_is_expected_is_the_reference(pass_name, scores, monkeypatch):
+    """In pieces of one query, of some, or whole; and by no kernel of PyTorch's, which on GPUs may be cuDNN's."""
+    monkeypatch.setattr(attention, "_SCORES_AT_ONCE", scores)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda q, *others, **options: q * 0)
+    run_threads(2, functools.partial(_expect_the_reference, pass_name))
+
+
+def _expect_the_reference(pass_name, group, device):
     work = make_work(attention_case(*SMALL, 2, 256), pass_name, group, Pool(CPU, torch.float64, group.rank()))
     heads = [head.clone().requires_grad_() for head in heads_of(work)]
     y = ops.reference.query_split_attention(*heads, work.operands.weight, group=group)

@@ -154,8 +154,8 @@ def run_trace_step(place: Path, put: Set) -> int:
         layers={"decoder.layers.0.mlp.linear_fc1": "it is off"}, ops=(a_record(),), transport="gloo",
     )  # fmt: skip
     put("commfuse_megatron.tools.trace.reports.trace_step", lambda *_, **__: found)
-    sizes = {"model": "demo", "layers": 2, "seq": 8, "batch": 1, "rounds": 1, "runs": 1, "context_parallel": 1}
-    options = traces(place, transformer_impl="local", fusions=False, **sizes)
+    sizes = {"model": "demo", "layers": 2, "seq": 8, "batch": 1, "rounds": 1, "runs": 1}
+    options = traces(place, transformer_impl="local", fusions=False, context_parallel=1, **sizes)
     return trace.step_on_rank(FIRST, options)
 
 

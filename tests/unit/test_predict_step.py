@@ -294,11 +294,17 @@ def test_where_the_forward_pass_alone_waits_it_says_so(capsys):
     assert "errors, of host-bound ones -7.8 to +6.5 %, and that more ranks wait for the host sooner" in out
 
 
-def test_against_takes_the_place_of_what_comes_along(capsys):
-    run("llama-8b", "--ranks", 2, "--against", STEPS)
+def test_against_takes_the_place_of_what_comes_along(tmp_path, capsys):
+    """Each run by its commit: several are of one step."""
+    told = tmp_path / "told.json"
+    run("llama-8b", "--ranks", 2, "--against", STEPS, "--json", told)
     out = capsys.readouterr().out
     assert "llama-8b, 4 layers, S 8192" in out
     assert "of 56 figures" in out
+    against = json.loads(told.read_text())["against"]
+    lines = {tuple(each[name] for name in ("model", "layers", "tokens", "run", "what")) for each in against}
+    assert len(lines) == len(against) == 56
+    assert all(each["run"] in out for each in against)
 
 
 def test_rows_are_another_machine_of_nearly_the_same_steps(tmp_path, capsys):
@@ -328,8 +334,11 @@ def test_other_rows_are_no_steps(tmp_path):
     file = tmp_path / "steps.json"
     file.write_text(json.dumps({"runs": runs}))
     times = {"stock": 3.0, "planned": 3.0}
-    step = MeasuredStep("NVIDIA H200", "copy_engine", StepSizes("llama-8b", 2, 64, 2), times)
-    assert measured_steps(file) == [step, step]
+    step = MeasuredStep("NVIDIA H200", "copy_engine", StepSizes("llama-8b", 2, 64, 2), times, "run 1")
+    assert measured_steps(file) == [step, step._replace(run="run 2")]
+    named = [{**run_of, "commit": commit, "rows": rows} for commit in ("abc", "abc", "def")]
+    file.write_text(json.dumps({"runs": named}))
+    assert [step.run for step in measured_steps(file)] == ["commit abc, run 1", "commit abc, run 2", "commit def"]
     file.write_text(json.dumps({"runs": [{**run_of, "context_parallel": 2, "rows": rows[:2]}]}))
     (shared,) = measured_steps(file)
     assert shared.sizes == StepSizes("llama-8b", 2, 64, 2, 2), "else a split sequence were taken for split weights"

@@ -116,12 +116,13 @@ class StepPrediction(NamedTuple):
 
 
 class MeasuredStep(NamedTuple):
-    """A step that `commfuse trace --step --json` wrote. step_ms: by variant."""
+    """A step that `commfuse trace --step --json` wrote. step_ms: by variant. run: tells it from others of its sizes."""
 
     device: str
     transport: str
     sizes: StepSizes
     step_ms: dict[str, float]
+    run: str
 
     def fits(self, machine: StepMachine) -> bool:
         """Whether it ran on such GPUs, over such a link."""
@@ -338,7 +339,13 @@ def measured_steps(path: Path) -> list[MeasuredStep]:
     if not found:
         raise ConfigError(f"{path} has no steps of {', '.join(STEP_LAYERS)} that `commfuse trace --step --json` wrote")
     return [
-        MeasuredStep(device, transport, sizes, step_ms)
-        for (_, device, transport, sizes), runs in found.items()
-        for step_ms in runs
+        MeasuredStep(device, transport, sizes, step_ms, _name_run(commit, number, len(runs)))
+        for (commit, device, transport, sizes), runs in found.items()
+        for number, step_ms in enumerate(runs, 1)
     ]
+
+
+def _name_run(commit: str | None, number: int, count: int) -> str:
+    """By the commit that was measured; of several runs by it, or of none that is named, with a number."""
+    parts = [f"commit {commit}"] if commit else []
+    return ", ".join(parts + [f"run {number}"] * (count > 1 or not commit))

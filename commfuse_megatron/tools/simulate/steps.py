@@ -50,7 +50,7 @@ class _Error(NamedTuple):
 
     def as_json(self) -> dict[str, object]:
         figures = {name: getattr(self, name) for name in ("what", "predicted", "measured", "error", "is_host_bound")}
-        return self.step.sizes._asdict() | figures
+        return self.step.sizes._asdict() | {"run": self.step.run} | figures
 
 
 def run_simulate_step(arguments: argparse.Namespace) -> int:
@@ -159,6 +159,7 @@ def _print_errors(errors: Sequence[_Error], machine: StepMachine, most_ranks: in
         sizes, digits = each.step.sizes, 1 if each.what in VARIANTS else 3
         row = (
             f"{_say_step(sizes)}, S {sizes.tokens}",
+            each.step.run,
             str(sizes.group_size),
             VARIANTS.get(each.what, each.what),
             *(f"{value:.{digits}f}" for value in (each.predicted, each.measured)),
@@ -166,7 +167,7 @@ def _print_errors(errors: Sequence[_Error], machine: StepMachine, most_ranks: in
             "yes" if each.is_host_bound else "no",
         )
         rows.append(row)
-    columns = ("step", ">ranks", "variant", ">predicted", ">measured", ">error", "host-bound")
+    columns = ("step", "run", ">ranks", "variant", ">predicted", ">measured", ">error", "host-bound")
     title = f"the same model on steps measured on {machine.device}, ms: predicted / measured - 1"
     console.print(make_table(title, columns, rows))
     console.print(say_errors(f"{len(errors)} figures", [each.error for each in errors]))
