@@ -74,15 +74,17 @@ class PassConfig(_Checked):
 
     What is "auto" (or None) the planner chooses; the rest is forced.
 
-    path: "sliced": partial GEMMs over point-to-point transfers; "bulk", backward passes only: as few GEMMs as possible,
-    the weight gradient put where it covers the transfer; "async": the group's own collectives beside whole GEMMs, as
-    Megatron's own layers do in backward; "sequential": the plain collective followed by (or following) one GEMM.
+    path: "sliced": partial GEMMs over point-to-point transfers, one for every shard; "grouped", of more than two ranks:
+    one for more and more shards, all that have arrived (of a reduce-scatter for fewer and fewer); "bulk", backward
+    passes only: as few GEMMs as possible, the weight gradient put where it covers the transfer; "async": the
+    group's own collectives beside whole GEMMs, as Megatron's own layers do in backward; "sequential": the plain
+    collective followed by (or following) one GEMM.
     algorithm: "direct" sends between owner and user, "ring" hop by hop through the neighbours.
     chunks_per_shard: pieces that one rank's shard is cut into; more start the transfer earlier on slow links and make
     the GEMMs smaller.
     """
 
-    path: Literal["auto", "sliced", "bulk", "async", "sequential"] = "auto"
+    path: Literal["auto", "sliced", "grouped", "bulk", "async", "sequential"] = "auto"
     algorithm: Literal["auto", "ring", "direct"] = "auto"
     chunks_per_shard: int | None = _at_least(1, None)
 
@@ -151,9 +153,9 @@ class UlyssesConfig(_Checked):
     path: "overlapped": heads travel in groups, each attended while the next one travels, and the rows of one owner
     after the other go home; "sequential": all-to-all, attention, all-to-all. "auto", the default, leaves it to the
     planner, which times them; where nothing is timed, as on the CPU, it is "overlapped". In Megatron's layers
-    (`cp_comm_type: a2a`), "auto" and "stock" keep Transformer Engine's own exchange on GPUs: ours is not timed beside
-    it yet. Megatron's local attention has none: there "auto" is ours, and "stock" raises. Our operation itself takes
-    "stock" for "auto".
+    (`cp_comm_type: a2a`) "auto" on GPUs times Transformer Engine's own exchange, too, and keeps it unless ours is
+    faster, or where nothing may be timed; "stock" keeps it anyway. Megatron's local attention has none:
+    there "auto" is ours, and "stock" raises. Our operation itself takes "stock" for "auto".
     head_groups: into how many groups a rank's own heads are cut, at most as many as heads of keys and values, or of
     queries where there is only one of those; None: the planner chooses.
     with_projections: "auto": in Megatron's layers the exchanges hide under the projections around attention, too, where

@@ -254,11 +254,13 @@ class UlyssesProblem(_AttentionPass):
     """One pass of attention over a sequence that is split over ranks: equal on all ranks of the group.
 
     heads, kv_heads: of all ranks together, of which rank r attends the r-th part; with fewer kv_heads than ranks,
-    several ranks attend with the same one. order: "contiguous" or "zigzag" (see `kept_rows`). The rest as in
-    `_AttentionPass`.
+    several ranks attend with the same one. order: "contiguous" or "zigzag" (see `kept_rows`). beside: what the caller
+    has for the same, such as "Transformer Engine 2.20.2", which is a plan of its own ("stock"); "" where it has
+    nothing. The rest as in `_AttentionPass`.
     """
 
     order: str = "contiguous"
+    beside: str = ""
     op: str = "ulysses_attention"
 
     @property
@@ -316,7 +318,7 @@ class UlyssesProblem(_AttentionPass):
     def __str__(self) -> str:
         return (
             f"{self.call} S={self.rows} {self.order} B={self.batch} heads={self.heads}/{self.kv_heads} "
-            f"D={self._features} {self._band} {self._rest}"
+            f"D={self._features} {self._band} {self._rest}{f' beside {self.beside}' if self.beside else ''}"
         )
 
 

@@ -8,6 +8,7 @@ Transformer Engine:
 
     torchrun --nproc-per-node 2 examples/check_training.py --device cuda --steps 50 --exchange-at 25 --json check.json
     torchrun --nproc-per-node 2 examples/check_training.py --device cuda --lora rows
+    torchrun --nproc-per-node 2 examples/check_training.py --device cuda --steps 50 --context-parallel 2
     torchrun --nproc-per-node 2 examples/check_training.py --device cuda --memory
 
 Prints a table; exits with 1 if a difference is too large or a linear was not overlapped. With --memory nothing is
@@ -41,6 +42,7 @@ from commfuse_megatron.tools.common.ranks import require_launcher
 from commfuse_megatron.tools.common.text import standard_library_text
 from commfuse_megatron.tools.verify.convergence import (
     ALLOWED_RATIO,
+    Convergence,
     ConvergenceTask,
     compare_runs,
     complaints_of,
@@ -58,6 +60,11 @@ GATHERED = (
     "Transformer Engine 2.20 leaves out the gradient of the norm's output that it returns gathered; the plugin adds it."
     " So the plugin's adapters take it gathered, and all stock runs the same adapters on this rank's rows, where the"
     " gradient is complete."
+)
+
+WITHOUT_SHARING = (
+    "Stock's runs have whole sequences on each rank: without the plugin these layers cannot share them, so stock is"
+    " compared without context parallelism."
 )
 
 #: With --memory, on GPUs: Llama-8B's layers.
@@ -98,9 +105,11 @@ def main() -> int:
     if chosen.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if chosen.device == "cuda" else "gloo")
-    is_first = dist.get_rank() == 0
+    is_first, tasks = dist.get_rank() == 0, tasks_of(chosen, config)
+    if dist.get_world_size() % chosen.context_parallel:
+        parser.error(f"--context-parallel {chosen.context_parallel} does not divide the {dist.get_world_size()} ranks")
     with make_progress(is_shown=is_first) as progress:
-        complaints, data, table = (measure if chosen.memory else train)(tasks_of(chosen, config), progress)
+        complaints, data, table = (measure if chosen.memory else train)(tasks, progress)
     if is_first:
         if chosen.json is not None:
             write_json(chosen.json, {name: data[name] | {"complaints": complaints[name]} for name in data})
@@ -110,6 +119,8 @@ def main() -> int:
                 console.print(f"[red]failed:[/] {name}: {escape(failure)}", soft_wrap=True)
         if chosen.lora == "gathered" and not chosen.memory:
             console.print(GATHERED, soft_wrap=True)
+        if chosen.context_parallel > 1 and not next(iter(tasks.values())).stock_shares:
+            console.print(WITHOUT_SHARING, soft_wrap=True)
         console.print(table)
     dist.destroy_process_group()
     return 1 if any(complaints.values()) else 0
@@ -125,9 +136,9 @@ def train(tasks: dict[str, ConvergenceTask], progress: Progress) -> Found:
     table = make_table(
         f"mean distance from stock in {reference}: {task.num_steps} steps in {say(task)}"
         f"{', adapters only' if task.lora else ''},\ncheckpoints after step {task.exchange_at};"
-        f" allowed ratio {ALLOWED_RATIO:g}; {time.perf_counter() - start_s:.0f} s",
+        f" allowed ratio {ALLOWED_RATIO:g}{asked(found)}; {time.perf_counter() - start_s:.0f} s",
         texts=("model", "run", "quantity"),
-        values=("distance", f"stock {name_of(task.dtype)}", "ratio", "linears overlapped"),
+        values=("distance", f"stock {name_of(task.dtype)}", "ratio", "layers overlapped"),
     )
     data: dict[str, Any] = {}
     for name, converged in found.items():
@@ -147,6 +158,12 @@ def train(tasks: dict[str, ConvergenceTask], progress: Progress) -> Found:
     return {name: complaints_of(converged) for name, converged in found.items()}, data, table
 
 
+def asked(found: dict[str, Convergence]) -> str:
+    """What is asked of the plugin's losses beside, for the title."""
+    ratio = next(iter(found.values())).allowed_of("plugin", "loss")
+    return "" if ratio == ALLOWED_RATIO else f", of the plugin's losses {ratio:g}"
+
+
 def measure(tasks: dict[str, ConvergenceTask], progress: Progress) -> Found:
     """Measure steps of the one task; one row per model."""
     ((name, task),) = tasks.items()
@@ -163,7 +180,7 @@ def measure(tasks: dict[str, ConvergenceTask], progress: Progress) -> Found:
         f"hidden {task.hidden_size} and {task.ffn_hidden_size}, sequence {task.sequence}, batch {task.batch};"
         f" adapters: {task.lora or 'rows'}",
         texts=("weights", "run"),
-        values=("saved, MiB", "peak, MiB", "step, ms", "linears overlapped"),
+        values=("saved, MiB", "peak, MiB", "step, ms", "layers overlapped"),
     )
     for key, costs in found.items():
         saved, peak = ("" if size is None else f"{size / 2**20:.1f}" for size in (costs.saved_bytes, costs.peak_bytes))
@@ -186,6 +203,7 @@ def tasks_of(chosen: argparse.Namespace, config: OverlapConfig) -> dict[str, Con
         "exchange_at": chosen.exchange_at,
         "config": config,
         "lora": chosen.lora,
+        "context_parallel": chosen.context_parallel,
         **(SIZES_OF_MEMORY if chosen.memory else SIZES)[chosen.device],
     }
     patterns = {"gpt": None, "hybrid": chosen.pattern}
@@ -203,7 +221,8 @@ def make_table(title: str, texts: tuple[str, ...], values: tuple[str, ...]) -> T
 def say(task: ConvergenceTask) -> str:
     """What was run, for titles."""
     ranks = f"{dist.get_world_size()} ranks of {task.device_type}"
-    return f"{name_of(task.dtype)}, {ranks}, {task.transformer_impl} layers"
+    sharing = f", {task.context_parallel} of them to a sequence" if task.context_parallel > 1 else ""
+    return f"{name_of(task.dtype)}, {ranks}{sharing}, {task.transformer_impl} layers"
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -212,7 +231,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def count_overlapped(layers: dict[str, str | None] | None) -> str:
-    """How many linears of a run were overlapped, in words."""
+    """How many linears of a run, or core attentions that share sequences, were overlapped, in words."""
     return "stock" if layers is None else f"{list(layers.values()).count(None)} of {len(layers)}"
 
 
@@ -248,9 +267,15 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         help="instead, measure steps of the GPT, trained and with adapters (--lora, default: rows): what is saved for"
         " the backward pass, peak of memory, time; on GPUs 4 layers of Llama-8B's sizes, planned as by default",
     )
+    sharing = "so many ranks share a sequence (cp_comm_type a2a), the others are tensor-parallel (default: 1)"
+    add("--context-parallel", type=int, default=1, metavar="C", help=sharing)
     add("--config", metavar="FILE", help="OverlapConfig of the plugin's runs; default: sliced, always")
     add("--json", metavar="FILE", help="write all that was found; missing folders are made")
     chosen = parser.parse_args()
+    if chosen.context_parallel < 1:
+        parser.error(f"--context-parallel must be at least 1, got {chosen.context_parallel}")
+    if chosen.context_parallel > 1 and (chosen.lora or chosen.memory):
+        parser.error("--context-parallel: neither adapters (--lora) nor --memory are compared so; leave them out")
     if chosen.lora or chosen.memory:
         chosen.models = ["gpt"]
     return parser, chosen

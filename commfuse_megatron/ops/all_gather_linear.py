@@ -134,7 +134,7 @@ def _ask_forward(has_bias: bool, keeps_gathered: bool) -> Asked:
     return Asked(has_bias=has_bias, keeps_gathered=keeps_gathered)
 
 
-def _backward(
+def gather_backward(
     p: PreparedPass, operands: LinearOperands, weight_grad: WeightGrad
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of input and weight, as far as they are needed."""
@@ -216,13 +216,13 @@ def _rehearse(problem: GemmProblem, context: PassContext) -> Callable[[PreparedP
         x.shape,
         scratch.draw(problem.M, problem.K) if needs_weight and is_kept else None,
     )
-    return lambda p: _backward(p, operands, None)
+    return lambda p: gather_backward(p, operands, None)
 
 
 _OPERATION = Operation("all_gather_linear", _rehearse, all_gather_linear)
 _LINEAR = Linear(
     _OPERATION,
     lambda p, x, weight, bias, keeps: gather_forward(p, x, weight, bias, returns_gathered=keeps),
-    _backward,
+    gather_backward,
     gathers=True,
 )

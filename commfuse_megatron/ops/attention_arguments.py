@@ -192,12 +192,19 @@ def _find_mask_complaint(inputs: AttentionInputs, device: torch.device) -> str |
 
 
 def prepare_attention[P: AttentionProblem | UlyssesProblem](
-    operation: Operation, key: Hashable, problem: P, with_all_gradients: P, context: OverlapContext
+    operation: Operation,
+    key: Hashable,
+    problem: P,
+    with_all_gradients: P,
+    context: OverlapContext,
+    *,
+    is_recomputed: bool = False,
 ) -> PreparedPass:
     """The forward pass of a call whose arguments fit together, found again under `key`; not yet agreed on.
 
     with_all_gradients: the same problem when everything has a gradient: with dropout, whose masks are those of parts
-    of a call, what is recomputed with gradients must be cut as it was without.
+    of a call, what is recomputed with gradients must be cut as it was without. is_recomputed: it is to run as it does
+    with gradients in any case.
 
     Raises UnsupportedError, on this rank and at the others' next comparison, where no kernel that may can compute it.
     """
@@ -207,12 +214,14 @@ def prepare_attention[P: AttentionProblem | UlyssesProblem](
         kernel = context.attention_kernels.choose(attention, wanted)
     except UnsupportedError as error:
         context.consensus.refuse(error, topic=problem.call)
-    if problem.has_dropout:
+    if problem.has_dropout or is_recomputed:
         model = remember(context, (key, "plan"), with_all_gradients, operation)
         reason = f"as with all gradients: {model.plan.reason}"
         prepared = context.known_calls[key] = context.prepare_like(problem, model.plan, reason)
     else:
         prepared = remember(context, key, problem, operation)
+    if prepared.plan.path == "stock":  # computed by the caller
+        return prepared
     prepared.attention = kernel
     prepared.attention_reason = context.attention_kernels.passed_over_reason(attention, wanted)
     return prepared

@@ -131,7 +131,7 @@ def query_split_attention(
     unlimited. mask: booleans instead of both; the score of a key that it hides (True) becomes -10000. scale: of scores,
     default 1 / sqrt(D). Scores and softmax are computed in fp32 (fp64 for fp64).
     """
-    attended = _attend(q, k, v, causal=causal, window=window, mask=mask, scale=scale)
+    attended = attend(q, k, v, causal=causal, window=window, mask=mask, scale=scale)
     return linear_reduce_scatter(attended.flatten(2), out_weight, out_bias, group=group)
 
 
@@ -167,7 +167,7 @@ def ulysses_attention(
         chunks = places.chunk(2 * size) if total else (places,) * (2 * size)
         places = torch.cat([torch.cat([chunks[rank], chunks[2 * size - 1 - rank]]) for rank in range(size)])
     in_order = [each[places.argsort()] for each in gathered]
-    attended = _attend(*in_order, causal=causal, window=window, mask=None, scale=scale).flatten(2)
+    attended = attend(*in_order, causal=causal, window=window, mask=None, scale=scale).flatten(2)
     own = places.split([shard_range(total, size, rank).size for rank in range(size)])[group.rank()]
     return attended[own]
 
@@ -203,23 +203,23 @@ def ulysses_block(
     return linear(attended, out_weight)
 
 
-def _attend(
+def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool,
-    window: tuple[int, int] | None,
-    mask: torch.Tensor | None,
-    scale: float | None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """[S, B, H, D_v]."""
+    """[S, B, H, D_v]: the attention of `query_split_attention`. With fewer queries than keys, of the last queries."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     shared_by = q.size(2) // k.size(2)
     keys, values = (tensor.to(wide).repeat_interleave(shared_by, dim=2) for tensor in (k, v))
     scores = torch.einsum("qbhd,kbhd->bhqk", q.to(wide), keys) * (q.size(-1) ** -0.5 if scale is None else scale)
-    position = torch.arange(q.size(0), device=q.device)
-    ahead = position - position.unsqueeze(1)  # of a key [column] before its query [row]
+    position = torch.arange(k.size(0), device=q.device)
+    ahead = position - position[k.size(0) - q.size(0) :].unsqueeze(1)  # of a key [column] before its query [row]
     left, right = (-1, -1) if window is None else window
     if mask is not None:
         scores = scores.masked_fill(mask, -10000.0)

@@ -22,8 +22,10 @@ from typing import Any
 import torch
 
 from commfuse_megatron.errors import TransportError
+from commfuse_megatron.plan.choose import TrialTimes
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import Problem
+from commfuse_megatron.runtime.head_start import start_together
 from commfuse_megatron.runtime.prepared import PassContext, PreparedPass
 from commfuse_megatron.runtime.stopwatch import Stopwatch
 
@@ -39,13 +41,20 @@ _MAY_WIN = 1.1
 # A burst is about this long, so that what happens at its ends does not count.
 _BURST_US = 2000.0
 _LEAST_CALLS, _MOST_CALLS = 3, 20
+_MOST_HEAD_START_US = 50_000.0
+# Standard error of the median of normal samples, times the square root of their number, over the distance of their
+# quartiles: 1.253 / 1.349.
+_ERROR_OF_QUARTILES = 0.929
 
 
 def run_trial(
     rehearse: Rehearse, context: PassContext, problem: Problem, plans: Sequence[PassPlan]
-) -> list[float] | str:
+) -> TrialTimes | str:
     """Microseconds per call of every plan, median over rounds, of the slowest rank; infinite for what runs out of
     memory on all ranks. Or why there are none.
+
+    Beside a plan of the caller's own ("stock") times are those of the device, which counts where the host is ahead; of
+    a plan that compares worse where the host is not, so much more.
 
     Raises TransportError on all ranks, and the context has failed, where one ran out of memory and others did not.
     """
@@ -54,30 +63,18 @@ def run_trial(
         if isinstance(run, str):
             return run
         if problem.pass_name == "backward":
-            run = _through_autograd(run, context.device)
+            run = _by_engine(run, context.device)
         calls = [functools.partial(run, context.make_pass(problem, plan)) for plan in plans]
-        bursts = _Bursts(calls, [_burst_length(plan) for plan in plans], Stopwatch(context.device))
-        fitting = [index for index, plan in enumerate(plans) if bursts.warm_up(index, plan, context)]
+        bursts = _Bursts(calls, [_burst_length(plan) for plan in plans], context)
+        fitting = [index for index, plan in enumerate(plans) if bursts.warm_up(index, plan)]
         if not fitting:
             return "every plan ran out of memory"
-        times = [math.inf] * len(plans)
-        for index, time_us in zip(fitting, _slowest(bursts.medians_us(fitting, _ROUNDS), context), strict=True):
-            times[index] = time_us
-        best_us = min(times)
-        leaders = [index for index, time_us in enumerate(times) if time_us <= _MAY_WIN * best_us]
-        if len(leaders) > 1:
-            again = _slowest(bursts.medians_us(leaders, _MORE_ROUNDS), context)
-            # Who is out keeps its distance from the best: the device may have become slower since.
-            times = [time_us * min(again) / best_us for time_us in times]
-            for index, time_us in zip(leaders, again, strict=True):
-                times[index] = time_us
-    return times
-
-
-def _slowest(times_us: list[float], context: PassContext) -> list[float]:
-    """Of every time the slowest rank's."""
-    everyone = [json.loads(text) for text in context.consensus.exchange(json.dumps(times_us), topic="times of a trial")]
-    return [max(each) for each in zip(*everyone, strict=True)]
+        found = _compare(bursts, fitting)
+        stock = next((index for index in fitting if plans[index].path == "stock"), None)
+        if stock is not None:
+            bursts.give_head_starts(found.us)
+            found = _worse_of(found, _compare(bursts, fitting), stock)
+    return found
 
 
 class _Node(torch.autograd.Function):
@@ -94,34 +91,45 @@ class _Node(torch.autograd.Function):
         return None, None
 
 
-def _through_autograd(run: Callable[[PreparedPass], object], device: torch.device) -> Callable[[PreparedPass], object]:
-    """`run` as PyTorch's engine calls backward passes, since the host time of that counts.
+def engine_of(device: torch.device) -> Callable[[Callable[[], object]], object]:
+    """What runs a call as PyTorch's engine does backward passes, since the host time of that counts.
 
     Of a backward pass that was timed without it at 0.33 ms a benchmark found 0.69: the host was the slower one.
     """
-    chosen: list[PreparedPass] = []
+    chosen: list[Callable[[], object]] = []
     with torch.inference_mode(mode=False), torch.enable_grad():
         leaf = torch.zeros((), device=device, requires_grad=True)
-        y = _Node.apply(leaf, lambda: run(chosen[0]))
+        y = _Node.apply(leaf, lambda: chosen[0]())
     grad = torch.zeros_like(y, requires_grad=False)
 
-    def through(prepared: PreparedPass) -> object:
-        chosen[:] = [prepared]
-        return torch.autograd.grad(y, leaf, grad, retain_graph=True, allow_unused=True)
+    def run(call: Callable[[], object]) -> object:
+        chosen[:] = [call]
+        try:
+            return torch.autograd.grad(y, leaf, grad, retain_graph=True, allow_unused=True)
+        finally:
+            chosen.clear()  # and what the call holds
 
-    return through
+    return run
+
+
+def _by_engine(run: Callable[[PreparedPass], object], device: torch.device) -> Callable[[PreparedPass], object]:
+    engine = engine_of(device)
+    return lambda prepared: engine(functools.partial(run, prepared))
 
 
 class _Bursts:
     """The bursts of all candidates; `warm_up` comes before the first of each."""
 
-    def __init__(self, calls: Sequence[Callable[[], object]], lengths: Sequence[int], stopwatch: Stopwatch) -> None:
-        self._calls, self._lengths, self._stopwatch = calls, lengths, stopwatch
+    def __init__(self, calls: Sequence[Callable[[], object]], lengths: Sequence[int], context: PassContext) -> None:
+        self._calls, self._lengths, self._context = calls, lengths, context
+        self._stopwatch = Stopwatch(context.device)
+        self.number = len(calls)
         self._samples: list[list[float]] = [[] for _ in calls]
+        self._leads: list[Callable[[], None] | None] = [None] * self.number
 
-    def warm_up(self, index: int, plan: PassPlan, context: PassContext) -> bool:
+    def warm_up(self, index: int, plan: PassPlan) -> bool:
         """Run calls of a candidate that are not timed; False if they run out of memory on all ranks."""
-        complaint = ""
+        context, complaint = self._context, ""
         try:
             for _ in range(_WARM_UP_CALLS):
                 self._calls[index]()
@@ -133,13 +141,58 @@ class _Bursts:
             raise context.link.fail(TransportError(f"{found}; force another path, or leave more memory"))
         return not complaints
 
-    def medians_us(self, of: Sequence[int], rounds: int) -> list[float]:
-        """Run so many rounds of the candidates `of`; the median of all rounds that each has had."""
+    def give_head_starts(self, times_us: Sequence[float]) -> None:
+        """From now on the host has submitted a burst before the device begins with it: calls take so long at most."""
+        self._samples = [[] for _ in self._calls]
+        for index, time_us in enumerate(times_us):
+            if math.isfinite(time_us):
+                head_start_us = min(_MOST_HEAD_START_US, (self._lengths[index] + 1) * time_us + _BURST_US)
+                self._leads[index] = functools.partial(
+                    start_together, self._context.group, self._context.device, head_start_us
+                )
+
+    def run(self, of: Sequence[int], rounds: int) -> dict[int, list[float]]:
+        """Run so many rounds of the candidates `of`; the times of all rounds that each has had, of the slowest rank."""
         for round_number in range(rounds):
             for position in range(len(of)):
                 index = of[(round_number + position) % len(of)]
-                self._samples[index].append(self._stopwatch.burst_us(self._calls[index], self._lengths[index]))
-        return [statistics.median(self._samples[index]) for index in of]
+                burst = (self._calls[index], self._lengths[index], self._leads[index])
+                self._samples[index].append(self._stopwatch.burst_us(*burst))
+        own = json.dumps([self._samples[index] for index in of])
+        everyone = [json.loads(text) for text in self._context.consensus.exchange(own, topic="times of a trial")]
+        of_all = zip(of, zip(*everyone, strict=True), strict=True)
+        return {index: [max(each) for each in zip(*ranks, strict=True)] for index, ranks in of_all}
+
+
+def _compare(bursts: _Bursts, fitting: Sequence[int]) -> TrialTimes:
+    first = {index: statistics.median(samples) for index, samples in bursts.run(fitting, _ROUNDS).items()}
+    best_us = min(first.values())
+    leaders = [index for index, time_us in first.items() if time_us <= _MAY_WIN * best_us]
+    times, tie = first, 0.0
+    if len(leaders) > 1:
+        samples = bursts.run(leaders, _MORE_ROUNDS)
+        again = {index: statistics.median(each) for index, each in samples.items()}
+        # Who is out keeps its distance from the best: the device may have become slower since.
+        times = {index: time_us * min(again.values()) / best_us for index, time_us in first.items()} | again
+        tie = _unsureness(samples[min(again, key=lambda index: again[index])], list(samples.values()))
+    return TrialTimes([times.get(index, math.inf) for index in range(bursts.number)], tie)
+
+
+def _unsureness(best: list[float], samples: list[list[float]]) -> float:
+    """By what fraction of the best's time another's may be wrong: two standard errors of the median of their ratio,
+    round by round, which clocks that drift leave alone."""
+    errors = []
+    for each in samples:
+        quartiles = statistics.quantiles([one / other for one, other in zip(each, best, strict=True)], n=4)
+        errors.append(2 * _ERROR_OF_QUARTILES * (quartiles[2] - quartiles[0]) / math.sqrt(len(each)))
+    return max(errors)
+
+
+def _worse_of(submitted: TrialTimes, ahead: TrialTimes, stock: int) -> TrialTimes:
+    """Of every plan the time that compares worse with the plan `stock`: as submitted, or with the host ahead."""
+    scale = ahead.us[stock] / submitted.us[stock]
+    times = [max(one, other * scale) for one, other in zip(ahead.us, submitted.us, strict=True)]
+    return TrialTimes(times, max(submitted.tie, ahead.tie))
 
 
 def _burst_length(plan: PassPlan) -> int:

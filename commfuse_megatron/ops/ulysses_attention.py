@@ -11,6 +11,7 @@ Each rank attends its own heads over the whole sequence, and holds its own rows 
 import dataclasses
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -38,7 +39,7 @@ from commfuse_megatron.ops.attention_arguments import (
     visible_band,
 )
 from commfuse_megatron.ops.split_attention import Heads
-from commfuse_megatron.ops.trial import Scratch
+from commfuse_megatron.ops.trial import Scratch, engine_of
 from commfuse_megatron.ops.ulysses_passes import Saved, UlyssesCall, ulysses_backward, ulysses_forward
 from commfuse_megatron.problem import UlyssesProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
@@ -103,18 +104,22 @@ def ulysses_attention(
     require_context("ulysses_attention", context)
     if isinstance(window, list):  # of a file, say: no key
         window = cast(tuple[int, int], tuple(window))
-    with context.guard("ulysses_attention"):
-        q, k, v = cast_for_autocast(context.device.type, q, k, v)
-    with context.guard("ulysses_attention"), torch.autocast(context.device.type, enabled=False):
-        inputs = UlyssesInputs(q, k, v, causal, order, window, scale, dropout, total_rows)
-        forward = prepare_ulysses(inputs, context)
-        number = q.size(-1) ** -0.5 if scale is None else float(scale)
-        call = UlyssesCall(forward, number, draw_dropout(dropout, context))
-        if not forward.problem.needs:
-            forward.begin(call.numbers)
-            return ulysses_forward(call, Heads(q, k, v))[0]
-    with torch.autocast(context.device.type, enabled=False):
-        return _UlyssesAttention.apply(q, k, v, call)
+    inputs = UlyssesInputs(q, k, v, causal, order, window, scale, dropout, total_rows)
+    return attend_prepared(*prepare_exchange(inputs, context), context)
+
+
+class Stock(NamedTuple):
+    """What the caller has for the same attention: a plan like any other, timed beside ours.
+
+    name: what it is, as the problem says it: all that its time depends on but the problem. attend: q, k and v to this
+    rank's rows of the result, differentiable; all ranks call it together. trains: gradients are asked for, if not of
+    this very call then of one like it, which recomputes it. apart: a context in which it changes no random state.
+    """
+
+    name: str
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    trains: bool
+    apart: Callable[[], AbstractContextManager[None]]
 
 
 class UlyssesInputs(NamedTuple):
@@ -168,6 +173,33 @@ def state_ulysses_problem(inputs: UlyssesInputs, group_size: int) -> UlyssesProb
     )
 
 
+def prepare_exchange(
+    inputs: UlyssesInputs, context: OverlapContext, stock: Stock | None = None
+) -> tuple[UlyssesInputs, PreparedPass]:
+    """The arguments of a call as autocast has them, and its forward pass, checked and planned, for `attend_prepared`.
+
+    All ranks must ask. With `stock` the plan may be that ("stock"), which the caller then runs instead. Raises as
+    `ulysses_attention` does.
+    """
+    with context.guard("ulysses_attention"):
+        q, k, v = cast_for_autocast(context.device.type, inputs.q, inputs.k, inputs.v)
+        inputs = inputs._replace(q=q, k=k, v=v)
+    with context.guard("ulysses_attention"), torch.autocast(context.device.type, enabled=False):
+        return inputs, _prepare(inputs, context, stock)
+
+
+def attend_prepared(inputs: UlyssesInputs, forward: PreparedPass, context: OverlapContext) -> torch.Tensor:
+    """What `ulysses_attention` gives."""
+    with context.guard("ulysses_attention"), torch.autocast(context.device.type, enabled=False):
+        number = inputs.q.size(-1) ** -0.5 if inputs.scale is None else float(inputs.scale)
+        call = UlyssesCall(forward, number, draw_dropout(inputs.dropout, context))
+        if not forward.problem.needs:
+            forward.begin(call.numbers)
+            return ulysses_forward(call, Heads(*inputs[:3]))[0]
+    with torch.autocast(context.device.type, enabled=False):
+        return _UlyssesAttention.apply(*inputs[:3], call)
+
+
 class _UlyssesAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: UlyssesCall) -> torch.Tensor:
@@ -202,17 +234,26 @@ class _UlyssesAttention(torch.autograd.Function):
 # -- preparation ------------------------------------------------------------------------------------------------------
 
 
-def prepare_ulysses(inputs: UlyssesInputs, context: OverlapContext) -> PreparedPass:
+def _prepare(inputs: UlyssesInputs, context: OverlapContext, stock: Stock | None) -> PreparedPass:
     """The forward pass of a call, checked; not yet agreed on."""
+    key = prepared = None
     try:
-        prepared = context.known_calls.get(inputs.key)
+        key = inputs.key if stock is None else (inputs.key, stock.name, stock.trains)
+        prepared = context.known_calls.get(key)
     except Exception:  # of a wrong kind: the checks say which
         prepared = None
     if prepared is None:
         require_fitting(_OPERATION, inputs._asdict(), functools.partial(_find_complaint, inputs, context), context)
-        problem = state_ulysses_problem(inputs, context.group_size)
+        problem, operation = state_ulysses_problem(inputs, context.group_size), _OPERATION
+        if stock is not None:
+            problem = dataclasses.replace(problem, beside=stock.name)
+            operation = _OPERATION._replace(rehearse=functools.partial(_rehearse, stock=stock))
         with_all_gradients = dataclasses.replace(problem, needs="input")
-        prepared = prepare_attention(_OPERATION, inputs.key, problem, with_all_gradients, context)
+        is_recomputed = stock is not None and stock.trains
+        with nullcontext() if stock is None else stock.apart():
+            prepared = prepare_attention(
+                operation, key, problem, with_all_gradients, context, is_recomputed=is_recomputed
+            )
     return prepared
 
 
@@ -261,22 +302,32 @@ def _find_row_complaint(inputs: UlyssesInputs, context: OverlapContext) -> str |
     return None
 
 
-def _rehearse(problem: UlyssesProblem, context: PassContext) -> Callable[[PreparedPass], object]:
-    """Scratch operands of `problem`, and what runs a forward pass on them, with its backward pass if one is due."""
+def _rehearse(
+    problem: UlyssesProblem, context: PassContext, stock: Stock | None = None
+) -> Callable[[PreparedPass], object]:
+    """Scratch operands of `problem`, and what runs a forward pass on them, with its backward pass if one is due.
+
+    Backward passes are run by autograd's engine, as those of `stock` are.
+    """
     scratch, batch = Scratch(problem, context.device), problem.batch
     rows = sum(run.size for run in problem.kept_rows(context.group_rank))
-    heads = Heads(
-        scratch.draw(rows, batch, problem.heads, problem.head_dim),
-        scratch.draw(rows, batch, problem.kv_heads, problem.head_dim),
-        scratch.draw(rows, batch, problem.kv_heads, problem.value_dim),
-    )
-    grad = scratch.draw(rows, batch, problem.N)
+    with torch.inference_mode(mode=False):  # a call that trains may come after this one
+        heads = Heads(
+            scratch.draw(rows, batch, problem.heads, problem.head_dim),
+            scratch.draw(rows, batch, problem.kv_heads, problem.head_dim),
+            scratch.draw(rows, batch, problem.kv_heads, problem.value_dim),
+        )
+        grad = scratch.draw(rows, batch, problem.N)
     dropout = Dropout(0.1, 0) if problem.has_dropout else None
     kernel = context.attention_kernels.choose(problem.attention(), context.config.attention.kernel)
     backward_problem = dataclasses.replace(problem, pass_name="backward")
     backward: dict[str, PreparedPass] = {}
+    engine = engine_of(context.device)
 
     def run(p: PreparedPass) -> None:
+        if p.plan.path == "stock":
+            assert stock is not None
+            return _run_stock(stock, heads, grad if problem.needs else None)
         p.attention = kernel
         call = UlyssesCall(p, problem.head_dim**-0.5, dropout)
         _, saved = ulysses_forward(call, heads)
@@ -284,9 +335,20 @@ def _rehearse(problem: UlyssesProblem, context: PassContext) -> Callable[[Prepar
             if p.plan.name not in backward:
                 backward[p.plan.name] = context.make_pass(backward_problem, p.plan)
                 backward[p.plan.name].attention = kernel
-            ulysses_backward(backward[p.plan.name], call, saved, grad, heads)
+            engine(lambda: ulysses_backward(backward[p.plan.name], call, saved, grad, heads))
 
     return run
+
+
+def _run_stock(stock: Stock, heads: Heads, grad: torch.Tensor | None) -> None:
+    """A forward pass, and the backward pass if there is a gradient; nothing that is saved meets a program's hooks."""
+    if grad is None:
+        stock.attend(*heads)
+        return
+    plain = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with torch.inference_mode(mode=False), torch.enable_grad(), plain:
+        leaves = [each.detach().requires_grad_() for each in heads]
+        torch.autograd.grad(stock.attend(*leaves), leaves, grad)
 
 
 _OPERATION = Operation("ulysses_attention", _rehearse, ulysses_attention)

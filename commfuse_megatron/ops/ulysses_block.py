@@ -30,7 +30,7 @@ from commfuse_megatron.ops.attention_arguments import draw_dropout
 from commfuse_megatron.ops.kinds import find_kind_complaint
 from commfuse_megatron.ops.qkv_rows import QkvRows, check_heads, joined, multiply_blocks, put_blocks
 from commfuse_megatron.ops.split_attention import Heads
-from commfuse_megatron.ops.ulysses_attention import UlyssesInputs, prepare_backward, prepare_ulysses
+from commfuse_megatron.ops.ulysses_attention import UlyssesInputs, prepare_backward, prepare_exchange
 from commfuse_megatron.ops.ulysses_parts import (
     BackwardAtOnce,
     BackwardInParts,
@@ -127,20 +127,43 @@ def ulysses_block(
     """
     require_context(_NAME, context)
     with context.guard(_NAME):
-        x, qkv_weight, out_weight, qkv_bias = cast_for_autocast(
-            context.device.type, x, qkv_weight, out_weight, qkv_bias
-        )
-        given = {
-            "x": x, "qkv_weight": qkv_weight, "out_weight": out_weight, "qkv_bias": qkv_bias, "heads": heads,
-            "kv_heads": kv_heads, "value_dim": value_dim, "to_heads": to_heads, "qkv_weight_grad": qkv_weight_grad,
-            "out_weight_grad": out_weight_grad,
-        }  # fmt: skip
+        operands = BlockOperands(x, qkv_weight, out_weight, qkv_bias, to_heads, qkv_weight_grad, out_weight_grad)
+        operands = operands.cast(context)
+        given = {**operands._asdict(), "heads": heads, "kv_heads": kv_heads, "value_dim": value_dim}
         placeholders = _placeholders(given, context)
-        inputs = UlyssesInputs(*placeholders, causal, order, window, scale, dropout, total_rows)
-        forward = prepare_ulysses(inputs, context)
-        number = inputs.q.size(-1) ** -0.5 if scale is None else float(scale)
-        attention = UlyssesCall(forward, number, draw_dropout(dropout, context))
-        call = _Call(attention, (qkv_weight_grad, out_weight_grad), x)
+    inputs = UlyssesInputs(*placeholders, causal, order, window, scale, dropout, total_rows)
+    return project_prepared(operands, *prepare_exchange(inputs, context), context)
+
+
+class BlockOperands(NamedTuple):
+    """Arguments of `ulysses_block`, by the same names."""
+
+    x: torch.Tensor
+    qkv_weight: torch.Tensor
+    out_weight: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    to_heads: ToHeads | None
+    qkv_weight_grad: WeightGrad
+    out_weight_grad: WeightGrad
+
+    def cast(self, context: OverlapContext) -> "BlockOperands":
+        """As autocast has them."""
+        x, qkv_weight, out_weight, qkv_bias = cast_for_autocast(context.device.type, *self[:4])
+        return self._replace(x=x, qkv_weight=qkv_weight, out_weight=out_weight, qkv_bias=qkv_bias)
+
+
+def project_prepared(
+    operands: BlockOperands, inputs: UlyssesInputs, forward: PreparedPass, context: OverlapContext
+) -> torch.Tensor:
+    """What `ulysses_block` gives of operands that fit.
+
+    inputs, forward: of the attention, by `prepare_exchange`; its q, k and v are looked at no more.
+    """
+    with context.guard(_NAME):
+        x, qkv_weight, out_weight, qkv_bias, to_heads, *weight_grads = operands.cast(context)
+        number = inputs.q.size(-1) ** -0.5 if inputs.scale is None else float(inputs.scale)
+        attention = UlyssesCall(forward, number, draw_dropout(inputs.dropout, context))
+        call = _Call(attention, (weight_grads[0], weight_grads[1]), x)
         forward.begin(attention.numbers)
         started = _Start.apply(x, qkv_weight, qkv_bias, call)
         call.begin(x)

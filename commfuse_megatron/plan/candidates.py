@@ -113,7 +113,7 @@ def buffer_needs(problem: Problem, plan: PassPlan) -> dict[str, int]:
     """
     if isinstance(problem, UlyssesProblem):
         return ulysses_buffer_needs(problem, plan)
-    if plan.path not in ("sliced", "bulk", "query_split"):
+    if plan.path not in ("sliced", "grouped", "bulk", "query_split"):
         return {}
     if isinstance(problem, AttentionProblem):
         gathers, scatters = bool(problem.needs) and plan.backward_path is None, True
@@ -163,6 +163,8 @@ def _paths(problem: GemmProblem, chosen: PassConfig) -> tuple[list[str], str]:
     if is_backward and is_bulk_of_its_own:
         paths.append("bulk")
     paths.append("sliced")
+    if problem.group_size > 2 and (not is_backward or "input" in problem.needs):
+        paths.append("grouped")
     if hides_whole_gemms:
         paths.append("async")
     return paths, ""

@@ -12,10 +12,10 @@ from commfuse_megatron.schedule import Algorithm
 class PassPlan:
     """What was chosen for one pass of one linear.
 
-    path: "sliced", "bulk", "async" or "sequential" (see `PassConfig`); "query_split", "row_parallel" or "sequential"
-    (see `AttentionConfig`); "overlapped" or "sequential" (see `UlyssesConfig`); or "local" (a group of one rank:
-    nothing to send). reason: one sentence, for the report. chunks_per_shard: of "overlapped", groups of heads.
-    keep_gathered_input: see `WgradConfig`.
+    path: "sliced", "grouped", "bulk", "async" or "sequential" (see `PassConfig`); "query_split", "row_parallel" or
+    "sequential" (see `AttentionConfig`); "overlapped" or "sequential" (see `UlyssesConfig`), or "stock": the caller's
+    own, see `UlyssesProblem.beside`; or "local" (a group of one rank: nothing to send). reason: one sentence, for the
+    report. chunks_per_shard: of "overlapped", groups of heads. keep_gathered_input: see `WgradConfig`.
     predicted_us, measured_us: what the cost model said and what the trial found, where they were asked.
     backward_path: of an attention, the path of its backward pass, where that is another one.
     """
@@ -32,12 +32,12 @@ class PassPlan:
     @property
     def is_scheduled(self) -> bool:
         """Whether a schedule is run (also the one without transfers), not the group's own collectives."""
-        return self.path in ("sliced", "bulk", "query_split", "overlapped", "local")
+        return self.path in ("sliced", "grouped", "bulk", "query_split", "overlapped", "local")
 
     @property
     def overlaps(self) -> bool:
         """Whether transfers run beside what is computed. A "row_parallel" attention leaves that to its projection."""
-        return self.path in ("sliced", "bulk", "async", "query_split", "overlapped")
+        return self.path in ("sliced", "grouped", "bulk", "async", "query_split", "overlapped")
 
     @property
     def name(self) -> str:

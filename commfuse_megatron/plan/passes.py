@@ -3,6 +3,8 @@
 What is predicted and what runs are lowered here; a test compares what both ask.
 """
 
+import dataclasses
+
 from commfuse_megatron.plan.machine import Traits
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import AttentionProblem, GemmProblem, Problem, RowRange, UlyssesProblem
@@ -93,6 +95,7 @@ def bind_plan(problem: Problem, plan: PassPlan, collective: Collective, group_ra
 
 def lower_pass(problem: Problem, plan: PassPlan, policy: Policy, asked: Asked, group_rank: int) -> Program:
     """The program of a rank for what is asked of a pass that is scheduled."""
+    policy = dataclasses.replace(policy, grows=plan.path == "grouped")
 
     def bound(collective: Collective) -> BoundSchedule:
         return bind_plan(problem, plan, collective, group_rank)

@@ -27,6 +27,7 @@ def list_ulysses_plans(problem: UlyssesProblem, config: OverlapConfig) -> list[P
     asked = _GROUPS if chosen.head_groups is None else (chosen.head_groups,)
     numbers = dict.fromkeys(len(problem.head_groups(number)) for number in asked)
     plans = [("sequential", 1), *(("overlapped", number) for number in numbers)]
+    plans = [("stock", 1), *plans] if problem.beside else plans
     forced = [plan for plan in plans if plan[0] == chosen.path]
     return [PassPlan(path, chunks_per_shard=number) for path, number in forced or plans]
 
@@ -62,7 +63,7 @@ def predict_ulysses_us(problem: UlyssesProblem, plan: PassPlan, machine: Machine
 
 def _predict_pass_us(problem: UlyssesProblem, plan: PassPlan, machine: MachineModel) -> float:
     is_backward, unit_bytes = problem.pass_name == "backward", problem.unit * DTYPE_BYTES[problem.dtype]
-    if plan.path == "sequential":
+    if plan.path in ("sequential", "stock"):  # as little is hidden of what is the caller's
         exchanges = [bind_exchange_plan(problem, plan, 0, goes_home=goes_home) for goes_home in (False, True)]
         sent = [rows.exchange.own_tokens(0) * sum(rows.exchange.widths) * unit_bytes for rows in exchanges]
         others_us = sum(machine.collective.time_us((problem.group_size - 1) * size) for size in sent)

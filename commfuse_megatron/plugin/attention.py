@@ -48,7 +48,7 @@ from commfuse_megatron.plugin.decision import (
     state_of,
 )
 from commfuse_megatron.plugin.stand_in import OURS
-from commfuse_megatron.plugin.support import SWITCHED_OFF, judges, unsupported_reason
+from commfuse_megatron.plugin.support import PLANNED, SWITCHED_OFF, judges, unsupported_reason
 from commfuse_megatron.plugin.ulysses_block import find_block
 
 logger = logging.getLogger(__name__)
@@ -230,7 +230,7 @@ class _Pairing:
                 return reason
         plan = plan_attention(inputs, context) if known is None else known.plan
         if plan.path != "query_split":
-            return f"planned as {plan.path}: {plan.reason}"
+            return f"{PLANNED}{plan.path}: {plan.reason}"
         reason = capture.reason_not_to_capture(context, problems) if is_capturing else None
         return reason or _Job(inputs, placeholder)
 
@@ -305,7 +305,7 @@ def reason_to_keep_megatrons(kernel: str, passed_over: str, capability: tuple[in
 def _note_stock(attention: Any, reason: str) -> None:
     """Count and log a call that takes Megatron's own attention; raise instead where the configuration insists."""
     state, projection = state_of(attention), attention.linear_proj
-    is_planned = reason.startswith("planned as ")
+    is_planned = reason.startswith(PLANNED)
     if reason != SWITCHED_OFF and not is_planned and type(projection) in OURS:
         config = state_of(projection).config(projection.config)
         if config.fallback.unsupported == "raise" and config.attention.path == "query_split":

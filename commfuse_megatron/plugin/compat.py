@@ -6,7 +6,8 @@ imports Megatron's names from here where they moved between versions or may be m
 # ruff: noqa: F401  (some are for others only)
 
 import contextlib
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from megatron.core.tensor_parallel import layers as _layers
 from megatron.core.tensor_parallel import mappings as _mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -84,6 +86,29 @@ def context_parallel_group(core: Any) -> dist.ProcessGroup | None:
         return None
     group = getattr(core.pg_collection, "cp", None) or parallel_state.get_context_parallel_group(False)
     return group if group is not None and group.size() > 1 else None
+
+
+@functools.cache
+def transformer_engines_attention(backend: str) -> str:
+    """What Transformer Engine's core attention is called in plans: what its time depends on beside sizes."""
+    import transformer_engine
+
+    version = transformer_engine.__version__
+    return f"Transformer Engine {version}" + (f" {backend}" if backend != "auto" else "")
+
+
+@contextlib.contextmanager
+def unchanged_random_states(device: torch.device) -> Iterator[None]:
+    """PyTorch's random states, of the CPU and of `device`, and Megatron's are afterwards what they were before."""
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    # Those that CUDA graphs may use are generators, which others hold as well.
+    shared = {name: state.get_state() for name, state in states.items() if isinstance(state, torch.Generator)}
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+    for name, state in shared.items():
+        states[name].set_state(state)
+    tracker.set_states(states)
 
 
 def attention_groups() -> ProcessGroupCollection:

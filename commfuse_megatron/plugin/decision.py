@@ -25,7 +25,7 @@ from commfuse_megatron.plugin.compat import fuses_weight_gradient, group_of
 from commfuse_megatron.plugin.contexts import context_for, existing_context
 from commfuse_megatron.plugin.main_grad import DelayedWeightGrads, main_grad_target
 from commfuse_megatron.plugin.stand_in import class_name
-from commfuse_megatron.plugin.support import NOTHING_MISSED, unsupported_reason
+from commfuse_megatron.plugin.support import misses_nothing, unsupported_reason
 from commfuse_megatron.problem import Problem
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,8 @@ def context_unless(
     Args:
         without_stock: where there is no path of Megatron's, what to do instead; every reason is an error then.
 
-    Raises UnsupportedError instead of returning None where the configuration says so, but for `NOTHING_MISSED`.
+    Raises UnsupportedError instead of returning None where the configuration says so, unless that misses
+    nothing (`misses_nothing`).
     Raises ShapeError on all ranks where they decide differently, if the configuration has that checked.
     """
     state = state_of(layer)
@@ -147,10 +148,10 @@ def context_unless(
         return context_of(layer)
     if without_stock:
         raise UnsupportedError(f"{label_of(layer)}: {reason}. {without_stock}")
-    if reason not in NOTHING_MISSED and state.config(layer.config).fallback.unsupported == "raise":
+    if not misses_nothing(reason) and state.config(layer.config).fallback.unsupported == "raise":
         raise UnsupportedError(f"{label_of(layer)}: {reason}")
     if reason not in state.stock_calls and group_of(layer).rank() == 0:
-        level = logging.INFO if reason in NOTHING_MISSED else logging.WARNING
+        level = logging.INFO if misses_nothing(reason) else logging.WARNING
         logger.log(level, "%s takes Megatron's own path: %s", label_of(layer), reason)
     state.stock_calls[reason] += 1
     return None

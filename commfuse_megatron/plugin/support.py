@@ -18,10 +18,13 @@ from commfuse_megatron.plugin.stand_in import reason_in_class
 #: The only reason that was asked for.
 SWITCHED_OFF = "config.commfuse is False: switched off"
 
-_ONE_RANK = "the tensor-parallel group has one rank: there is nothing to hide"
+#: Under context parallelism alone that of all linears.
+ONE_RANK = "the tensor-parallel group has one rank: there is nothing to hide"
 
-#: What is never an error, nor worth a warning. Under context parallelism alone the groups of all linears have one rank.
-NOTHING_MISSED = frozenset({SWITCHED_OFF, _ONE_RANK})
+_NOTHING_MISSED = frozenset({SWITCHED_OFF, ONE_RANK})
+
+#: How the reason begins for what the planner left to Megatron.
+PLANNED = "planned as "
 
 _GTP = "the weight is sharded over a weight-rematerialisation group (gtp_remat_size > 1)"
 _FLOAT64_ON_GPU = "the tensors are torch.float64 on a GPU: float64 is overlapped on the CPU only"
@@ -47,6 +50,11 @@ _SETTINGS = {
 
 #: Megatron's classes beside linears and the embedding -> what judges them.
 _JUDGES: dict[tuple[type, ...], Callable[[Any], str | None]] = {}
+
+
+def misses_nothing(reason: str) -> bool:
+    """Whether Megatron's own path is as good as ours for this reason: never an error, nor worth a warning."""
+    return reason in _NOTHING_MISSED or reason.startswith(PLANNED)
 
 
 def judges[F: Callable[..., str | None]](*stock: type) -> Callable[[F], F]:
@@ -134,7 +142,7 @@ def _reason_in_embedding(layer: Any, ids: torch.Tensor | None, weight: Any) -> s
         return reason
     group_size = layer.tp_group.size()
     if group_size == 1:
-        return _ONE_RANK
+        return ONE_RANK
     if not layer.reduce_scatter_embeddings:
         return "the embedding all-reduces (no sequence parallelism, or positions are added first): not overlapped"
     if getattr(layer, "gtp_remat_size", 1) > 1:
@@ -193,7 +201,7 @@ def _reason_in_config(config: Any) -> str | None:
 
 def _reason_in_layer(layer: Any, weight: Any) -> str | None:
     if compat.group_of(layer).size() == 1:
-        return _ONE_RANK
+        return ONE_RANK
     if not layer.sequence_parallel:
         return "sequence_parallel is off: the layer all-reduces, and only all-gather and reduce-scatter are overlapped"
     if getattr(layer, "gtp_remat_size", 1) > 1 or getattr(weight, "gtp_remat_size", 1) > 1:

@@ -10,29 +10,31 @@ context parallelism when it is built, so ours is built as if there were none, an
 """
 
 import copy
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from commfuse_megatron import OverlapConfig
-from commfuse_megatron.ops.ulysses_attention import UlyssesInputs, state_ulysses_problem, ulysses_attention
+from commfuse_megatron import OverlapConfig, OverlapContext
+from commfuse_megatron.ops.ulysses_attention import (
+    Stock,
+    UlyssesInputs,
+    attend_prepared,
+    prepare_exchange,
+    state_ulysses_problem,
+)
 from commfuse_megatron.plugin import arguments, capture, compat
-from commfuse_megatron.plugin.core_attention import CoreAttention, describe_core_attention
+from commfuse_megatron.plugin.core_attention import describe_core_attention
 from commfuse_megatron.plugin.decision import context_of, context_unless, count_call, state_of
 from commfuse_megatron.plugin.linear import remember
 from commfuse_megatron.plugin.stand_in import reason_in_class, stands_for
-from commfuse_megatron.plugin.support import SWITCHED_OFF, judges, reason_in_tensors
+from commfuse_megatron.plugin.support import PLANNED, SWITCHED_OFF, judges, reason_in_tensors
+from commfuse_megatron.runtime.prepared import PreparedPass
 
 _ADVICE = (
     "Megatron's local core attention has no context parallelism of its own to fall back to: change that, or take"
     " Transformer Engine's layers (transformer_impl transformer_engine)."
-)
-
-# Whole steps of ours are not measured beside it yet, and "auto" must never be slower.
-NOT_TIMED = (
-    "ulysses.path is auto: on GPUs our exchange is not timed beside Transformer Engine's own yet, which is kept;"
-    " overlapped asks for ours"
 )
 
 __all__ = ["CommFuseDotProductAttention", "CommFuseTEDotProductAttention", "exchange_unsupported_reason"]
@@ -128,25 +130,36 @@ def _attend(
     attn_mask_type: Any = None,
     **others: Any,
 ) -> torch.Tensor:
-    found = judge_exchange(core, query, key, value, attention_mask, attn_mask_type=attn_mask_type, **others)
+    call = _Call(core, stock, query, key, value, attention_mask, {"attn_mask_type": attn_mask_type, **others})
+    found = _judge(call)
     reason = found if isinstance(found, str) else None
     context = context_unless(core, query, reason, without_stock="" if stock is not None else _ADVICE)
     if context is None or isinstance(found, str):
-        assert stock is not None
-        return stock(query, key, value, attention_mask, attn_mask_type=attn_mask_type, **others)
-    attended = ulysses_attention(
-        query,
-        key,
-        value,
-        causal=found.causal,
-        order="zigzag",
-        window=found.window,
-        scale=found.scale,
-        dropout=found.dropout,
-        context=context,
-    )
+        return call.run_stock(query, key, value)
+    attended = attend_prepared(*found, context)
     count_call(core, context)
     return attended
+
+
+class _Call(NamedTuple):
+    """A call of a core attention, which `stock` is what Megatron has for."""
+
+    core: Any
+    stock: Callable[..., torch.Tensor] | None
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attention_mask: torch.Tensor | None
+    others: dict[str, Any]
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.core, compat.DotProductAttention)
+
+    def run_stock(self, *heads: torch.Tensor) -> torch.Tensor:
+        """What Megatron has, of queries, keys and values like those of the call."""
+        assert self.stock is not None
+        return self.stock(*heads, self.attention_mask, **self.others)
 
 
 @judges(*compat.CORE_ATTENTIONS)
@@ -187,35 +200,66 @@ def judge_exchange(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     **others: Any,
-) -> CoreAttention | str:
-    """What the operation is to compute, or why this call is left to Megatron; the same on all ranks."""
+) -> tuple[UlyssesInputs, PreparedPass] | str:
+    """What a call of a core attention of ours is to compute, planned; or why it is left to Megatron; the same on all
+    ranks. Of query, key and value only sizes and kinds are looked at."""
+    is_local = isinstance(core, compat.DotProductAttention)
+    stock = None if is_local else super(CommFuseTEDotProductAttention, core).forward
+    return _judge(_Call(core, stock, query, key, value, attention_mask, others))
+
+
+def _judge(call: _Call) -> tuple[UlyssesInputs, PreparedPass] | str:
+    """What the operation is to compute, planned; or why this call is left to Megatron; the same on all ranks."""
+    core, query, key, value = call.core, call.query, call.key, call.value
     reason = exchange_unsupported_reason(core) or reason_in_tensors(query=query, key=key, value=value)
     if reason is not None:
         return reason
     if capture.is_capturing(query):
         return "a CUDA graph is being captured: the exchange of context parallelism is not captured"
-    is_local = isinstance(core, compat.DotProductAttention)
-    if is_local and attention_mask is not None:
+    if call.is_local and call.attention_mask is not None:
         return (
-            f"a mask is given as a tensor, of shape {list(attention_mask.shape)}: pass none, and core attention makes"
-            f" its own, which is {core.attn_mask_type.name} (--no-create-attention-mask-in-dataloader)"
+            f"a mask is given as a tensor, of shape {list(call.attention_mask.shape)}: pass none, and core attention"
+            f" makes its own, which is {core.attn_mask_type.name} (--no-create-attention-mask-in-dataloader)"
         )
     # Transformer Engine's looks at no mask of the types that are understood.
-    found = describe_core_attention(core, query, key, None, **others)
+    found = describe_core_attention(core, query, key, None, **call.others)
     if isinstance(found, str):
         return found
     if found.dropout and getattr(core.config, "cuda_graph_impl", "none") != "none":
         return capture.REPEATED_DROPOUT
-    reason = _reason_in_sizes(core, query, key, value) or _reason_in_machine(core, query, is_local=is_local)
-    if reason is None and query.is_cuda and not is_local:
-        reason = _reason_in_kernel(core, query, key, value, found)
-    return reason or found
+    reason = _reason_in_sizes(query, key, value, compat.group_of(core).size())
+    if reason is not None:
+        return reason
+    context = context_of(core)
+    reason = _reason_in_hosts(context)
+    inputs = UlyssesInputs(query, key, value, found.causal, "zigzag", found.window, found.scale, found.dropout, None)
+    if reason is None and query.is_cuda and not call.is_local:
+        reason = _reason_in_kernel(context, inputs)
+    if reason is not None:
+        return reason
+    planned = prepare_exchange(inputs, context, _stock_beside(call, context))
+    plan = planned[1].plan
+    return f"{PLANNED}{plan.path}, Transformer Engine's own: {plan.reason}" if plan.path == "stock" else planned
 
 
-def _reason_in_sizes(core: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:
+def _stock_beside(call: _Call, context: OverlapContext) -> Stock | None:
+    """What "auto" has timed beside ours; None where ours is taken without."""
+    core = call.core
+    if call.is_local or context.config.ulysses.path != "auto":
+        return None
+    if not call.query.is_cuda and context.planner.default_reason is not None:  # nothing is timed on the CPU
+        return None
+    if call.key.size(2) % context.group_size:  # an error in Transformer Engine
+        return None
+    backend = getattr(getattr(core.config, "attention_backend", None), "name", "auto")
+    apart = functools.partial(compat.unchanged_random_states, call.query.device)
+    return Stock(compat.transformer_engines_attention(backend), call.run_stock, core.training, apart)
+
+
+def _reason_in_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int) -> str | None:
     if len({tensor.dtype for tensor in (query, key, value)}) > 1:
         return f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: only one dtype is overlapped"
-    ranks, heads, kv_heads = compat.group_of(core).size(), query.size(2), key.size(2)
+    heads, kv_heads = query.size(2), key.size(2)
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         return (
             f"{heads} heads of queries and {kv_heads} of keys are left to a tensor-parallel rank, which {ranks}"
@@ -226,12 +270,8 @@ def _reason_in_sizes(core: Any, query: torch.Tensor, key: torch.Tensor, value: t
     return None
 
 
-def _reason_in_kernel(
-    core: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, found: CoreAttention
-) -> str | None:
+def _reason_in_kernel(context: OverlapContext, inputs: UlyssesInputs) -> str | None:
     """Why Transformer Engine's own kernels are kept; the same on all ranks, which may not have the same installed."""
-    context = context_of(core)
-    inputs = UlyssesInputs(query, key, value, found.causal, "zigzag", found.window, found.scale, found.dropout, None)
     problem = state_ulysses_problem(inputs, context.group_size).attention()
     reason = None
     if context.attention_kernels.choose(problem, context.config.attention.kernel).name == "math":
@@ -239,10 +279,7 @@ def _reason_in_kernel(
     return context.consensus.first_reason(("exchanged attention's kernel", problem), reason)
 
 
-def _reason_in_machine(core: Any, query: torch.Tensor, *, is_local: bool) -> str | None:
-    context = context_of(core)
-    if context.num_hosts > 1:
-        return f"the context-parallel group spans {context.num_hosts} hosts: tested is one"
-    if query.is_cuda and not is_local and context.config.ulysses.path == "auto":
-        return NOT_TIMED
-    return None
+def _reason_in_hosts(context: OverlapContext) -> str | None:
+    if context.num_hosts == 1:
+        return None
+    return f"the context-parallel group spans {context.num_hosts} hosts: tested is one"

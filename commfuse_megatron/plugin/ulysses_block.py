@@ -14,20 +14,19 @@ with the first one is computed there. Whatever does not fit takes the exchange o
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from commfuse_megatron import ops
 from commfuse_megatron.errors import UnsupportedError
-from commfuse_megatron.ops.ulysses_attention import UlyssesInputs, prepare_ulysses
+from commfuse_megatron.ops.ulysses_attention import UlyssesInputs
+from commfuse_megatron.ops.ulysses_block import BlockOperands, project_prepared
 from commfuse_megatron.ops.ulysses_pass import problem_of
 from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin.attention_calls import FLAGS, only_megatrons_pre_hooks, reason_in_hooks
-from commfuse_megatron.plugin.core_attention import CoreAttention
 from commfuse_megatron.plugin.decision import (
     biases_of,
-    context_of,
     context_unless,
     count_call,
     dtype_of_operation,
@@ -38,6 +37,7 @@ from commfuse_megatron.plugin.decision import (
 from commfuse_megatron.plugin.stand_in import OURS
 from commfuse_megatron.plugin.support import reason_in_projection
 from commfuse_megatron.plugin.ulysses import exchange_unsupported_reason, judge_exchange
+from commfuse_megatron.runtime.prepared import PreparedPass
 
 #: Begins what the report says of an attention whose exchanges hide under core attention alone.
 NOT_UNDER_PROJECTIONS = "exchanges do not hide under the projections"
@@ -57,19 +57,16 @@ def find_block(attention: Any, stock: Callable[..., Any], given: dict[str, Any])
     if type(core) not in OURS or exchange_unsupported_reason(core) is not None:
         return ""
     found = _judge(attention, stock, given)
-    if not isinstance(found, _Judged):
+    if isinstance(found, str):
         return found and f"{NOT_UNDER_PROJECTIONS}: {found}"
     return lambda: _run(attention, stock, given, found)
 
 
-class _Judged(NamedTuple):
-    """What is to be computed, and a placeholder for the queries."""
-
-    core: CoreAttention
-    query: torch.Tensor
+#: The attention of a call, whose queries are a placeholder, and its forward pass.
+_Planned = tuple[UlyssesInputs, PreparedPass]
 
 
-def _judge(attention: Any, stock: Callable[..., Any], given: dict[str, Any]) -> _Judged | str:
+def _judge(attention: Any, stock: Callable[..., Any], given: dict[str, Any]) -> _Planned | str:
     core, config = attention.core_attention, attention.config
     if state_of(core).config(core.config).ulysses.with_projections == "off":
         return "ulysses.with_projections is off"
@@ -92,14 +89,10 @@ def _judge(attention: Any, stock: Callable[..., Any], given: dict[str, Any]) -> 
         return ""
     if getattr(config, "cuda_graph_impl", "none") != "none":
         return f"config.cuda_graph_impl is {config.cuda_graph_impl}: what runs part by part is not captured"
-    numbers = (found.causal, "zigzag", found.window, found.scale, found.dropout, None)
-    return _reason_in_plan(UlyssesInputs(query, key, value, *numbers), core) or _Judged(found, query)
+    return _reason_in_plan(found[1]) or found
 
 
-def _reason_in_plan(inputs: UlyssesInputs, core: Any) -> str | None:
-    context = context_of(core)
-    with context.guard("the plan of ulysses_block"):
-        p = prepare_ulysses(inputs, context)
+def _reason_in_plan(p: PreparedPass) -> str | None:
     problem, plan = problem_of(p), p.plan
     if not plan.is_scheduled:
         return f"planned as {plan.path}: {plan.reason}"
@@ -158,31 +151,25 @@ def _placeholders(attention: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, t
 # -- the call ---------------------------------------------------------------------------------------------------------
 
 
-def _run(attention: Any, stock: Callable[..., Any], given: dict[str, Any], found: _Judged) -> Any:
+def _run(attention: Any, stock: Callable[..., Any], given: dict[str, Any], found: _Planned) -> Any:
     core, qkv, projection = attention.core_attention, attention.linear_qkv, attention.linear_proj
-    context = context_unless(core, found.query, None)
+    inputs, forward = found
+    context = context_unless(core, inputs.q, None)
     assert context is not None
     x = _called(qkv, given["hidden_states"], getattr(qkv, "norm_output", lambda hidden: hidden))
     _called(projection, x, lambda hidden: hidden)
     bias, _ = biases_of(qkv, x)
     added, returned = biases_of(projection, x)
-    output = ops.ulysses_block(
+    operands = BlockOperands(
         x,
         qkv.weight,
         projection.weight,
         bias,
-        heads=attention.num_attention_heads_per_partition,
-        kv_heads=attention.num_query_groups_per_partition,
-        to_heads=_HeadsOfGroup(attention, stock, given),
-        qkv_weight_grad=weight_grad_of(qkv, qkv.weight),
-        out_weight_grad=weight_grad_of(projection, projection.weight),
-        causal=found.core.causal,
-        order="zigzag",
-        window=found.core.window,
-        scale=found.core.scale,
-        dropout=found.core.dropout,
-        context=context,
+        _HeadsOfGroup(attention, stock, given),
+        weight_grad_of(qkv, qkv.weight),
+        weight_grad_of(projection, projection.weight),
     )
+    output = project_prepared(operands, inputs, forward, context)
     count_call(core, context)
     for layer in (qkv, projection):
         state_of(layer).overlapped_calls += 1

@@ -43,7 +43,7 @@ from commfuse_megatron.transport.stream_memory import Driver
 _ALONE = nullcontext()
 
 # Paths on which the group's own collectives carry everything.
-_COLLECTIVE_PATHS = ("sequential", "async")
+_COLLECTIVE_PATHS = ("sequential", "async", "stock")
 
 # How long the end of a failed context waits for its streams, before it leaves the rest to later.
 _LETTING_GO_S = 2.0
@@ -101,6 +101,7 @@ class OverlapContext(PassContext):
         try:
             exchange = functools.partial(agreement.exchange, topic="a transport")
             backend = machine.choose_backend(group, config.transport, exchange)
+            exchange(backend)  # who failed there says so here: nobody waits for it where transports connect
             private = dist.PrefixStore("transport", store)
             nccl = choose_nccl_settings(group, backend, config, exchange)
             transport = machine.create_transport(backend, group, private, config.transport, nccl, exchange)

@@ -135,16 +135,20 @@ class Planner:
         try_out: TryOut,
         machine: MachineModel,
     ) -> PassPlan:
+        context, held = self._context, self._buffers
         statement = f"timing {', '.join(plan.name for plan in timed)} for {problem}"
-        self._context.consensus.agree(statement, topic=problem.call)
+        context.consensus.agree(statement, topic=problem.call)
         for plan in timed:
             self._buffers = merge_needs(self._buffers, buffer_needs(problem, plan))
         found = try_out(timed)
         if isinstance(found, str):
             chosen = choose_predicted(candidates, machine, f"not measured: {found}")
         else:
-            chosen = choose_measured(timed, found, candidates.note)
-        if self._context.group_rank == 0:
+            chosen = choose_measured(problem, timed, found, candidates.note)
+        if chosen.path == "stock" and not context.slots.is_captured:  # what is large, and nobody else's as a rule
+            context.slots.release()
+            self._buffers = held
+        if context.group_rank == 0:
             logger.info("%s: %s", problem, chosen.reason)
         return chosen
 

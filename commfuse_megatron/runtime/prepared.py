@@ -15,6 +15,7 @@ from torch import distributed as dist
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels.attention import AttentionKernel
+from commfuse_megatron.plan.choose import TrialTimes
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.plan.passes import bind_plan, lower_pass, tape_policy, tensor_policy
 from commfuse_megatron.plan.ulysses import num_ulysses_lanes
@@ -51,8 +52,8 @@ _ALONE = nullcontext()
 #: By name, those of one call.
 CallNumbers = tuple[tuple[str, float], ...]
 
-#: Times some plans of one problem, collectively: microseconds by plan, equal on all ranks; or why there are none.
-TryOut = Callable[[Sequence[PassPlan]], Sequence[float] | str]
+#: Times some plans of one problem, collectively; or says why there are no times.
+TryOut = Callable[[Sequence[PassPlan]], TrialTimes | str]
 
 
 class PreparedPass:
@@ -226,7 +227,7 @@ class PreparedPass:
         context, plan = self.context, self.plan
         return (
             context.link.transport.is_one_sided
-            and plan.path in ("sliced", "bulk", "query_split", "overlapped")
+            and plan.path in ("sliced", "grouped", "bulk", "query_split", "overlapped")
             and plan.algorithm is Algorithm.DIRECT
             and context.config.kernel.gemm == "auto"
             and min(self.problem.rows, self.problem.batch, self.problem.N, self.problem.K) > 0
@@ -289,7 +290,9 @@ class PreparedPass:
 
 
 class _Plans(Protocol):
-    """What chooses plans: the planner."""
+    """What chooses plans: the planner. default_reason: why costs do not count here; None where they do."""
+
+    default_reason: str | None
 
     def plan(self, problem: Problem, try_out: TryOut | None = None) -> PassPlan: ...
 
@@ -442,10 +445,12 @@ class PassContext:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Record and count nothing inside the with-block: what runs there is no call of the user's."""
+        """Record and count nothing inside the with-block: what runs there is no call of the user's. It leaves no
+        buffers but windows, which shrink with the context only."""
         counted = {prepared: prepared.modes.copy() for prepared in self._prepared.values()}
         with self.unrecorded():
             yield
+        self.slots.drop_local()
         for prepared in self._prepared.values():
             prepared.modes = counted.get(prepared) or dict.fromkeys(prepared.modes, 0)
 

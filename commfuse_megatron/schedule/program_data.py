@@ -61,6 +61,7 @@ class Checked:
         self._slabs: dict[int, list[Term]] = {}
         self._attended: Counter[Term] = Counter()
         self.products: list[tuple[int, bool]] = []
+        self.product_of: dict[int, int] = {}  # by row
 
     def fail(self, op: int, sentence: str) -> NoReturn:
         """Raise ScheduleError about an op of this rank."""
@@ -184,6 +185,7 @@ class Checked:
         self._note_computed(op, "product", terms)
         self._require_chunk(op, chunk, terms)
         self.products += [(op, is_own) for is_own in {term[-1] in self._own for term in terms}]
+        self.product_of |= {term[-1]: op for term in terms}  # type: ignore[misc]
 
     def _require_chunk(self, op: int, chunk: int, terms: list[Term]) -> None:
         if chunk >= 0:

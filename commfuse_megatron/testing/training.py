@@ -91,10 +91,19 @@ class Training:
         loss = loss_of(self.wrapped, tokens, with_mask=self._with_mask)
         self.optimizer.scale_loss(loss).backward()
         finalize_model_grads([self.wrapped])
-        found = loss.item()
+        found = self._of_all_rows(loss.detach()).item()
         if getattr(self._model.config, "cuda_graph_impl", "none") == "local":
             create_cudagraphs()
         return found
+
+    def _of_all_rows(self, loss: torch.Tensor) -> torch.Tensor:
+        """The mean over the ranks that share the sequences, which have equally many rows."""
+        from megatron.core import parallel_state
+
+        ranks = parallel_state.get_context_parallel_world_size()
+        if ranks > 1:
+            torch.distributed.all_reduce(loss, group=parallel_state.get_context_parallel_group())
+        return loss / ranks
 
     def grad_norm(self) -> float:
         """The norm of all gradients of the last step, over the tensor-parallel group, in float64. Collective."""

@@ -13,8 +13,8 @@ In a CUDA graph, ours or one that somebody else captures, it is the driver who o
 keeps its steps a second time, in which each wait depends on the push of its own batch; see `transport.tape_graphs`. The
 copy stream has been forked from the current one before these.
 
-A tape with pauses is run part by part, never as a graph. What the copy stream has not been told by a pause is told behind a
-kernel of the caller, when he says so; at the latest where the tape waits for it.
+A tape with pauses is run part by part, never as a graph. What the copy stream has not been told by a pause is told
+behind a kernel of the caller, when he says so; at the latest where the tape waits for it.
 """
 
 import itertools

@@ -120,19 +120,16 @@ def _free_unused(device: torch.device) -> None:
         del unused[:]
 
 
-def why_memory_cannot_be_shared(group: dist.ProcessGroup, device: torch.device) -> str:
+def why_memory_cannot_be_shared(group: dist.ProcessGroup, device: torch.device, exchange: Exchange) -> str:
     """What PyTorch says when the ranks of `group` map a little of each other's memory, "" if they can. Collective.
 
     Some containers forbid what that takes (`pidfd_getfd`), which no property of a GPU tells.
     """
     leave_multicast_alone()
     try:
-        tensor = CUDA.allocate_shared(4, device)
-        _map(CUDA, tensor, group)
+        map_window(CUDA, group, device, 4, exchange).free()
     except RuntimeError as error:
         return f"group rank {group.rank()} cannot share memory with the others: {error}"
-    del tensor
-    _free_unused(device)
     return ""
 
 

@@ -148,7 +148,7 @@ def _obstacle_to_copy_engine(
     found = _first(exchange(complaint or _find_obstacle(hosts, gpus, gpus[group.rank()])))
     if found:
         return found
-    return _first(exchange(why_memory_cannot_be_shared(group, device_of_backend("copy_engine"))))
+    return _first(exchange(why_memory_cannot_be_shared(group, device_of_backend("copy_engine"), exchange)))
 
 
 def _advice_without_copy_engine(gpus: list[str | None]) -> str:

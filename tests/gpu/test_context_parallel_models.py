@@ -4,6 +4,7 @@ All get the same weights and the same tokens. The judge is the model without con
 rank runs on whole sequences.
 """
 
+import re
 from contextlib import contextmanager
 
 import torch
@@ -67,6 +68,7 @@ def _compare(_, device, **options):
             "by spec": _model(device, weights, overlap=OVERLAP, **shared),
             "converted": convert_model(_model(device, weights, **shared), OVERLAP),
         }
+        ours["auto"] = _model(device, weights, overlap=OverlapConfig(), **shared)
         if not options:  # fused and separate norms of latent attention have other names
             ours["core attention alone"] = _model(device, weights, overlap=ALONE, **shared)
             ours["local"] = _model(device, weights, overlap=OVERLAP, is_local=True, **shared)
@@ -77,10 +79,22 @@ def _compare(_, device, **options):
             for name, error in errors(oracle, gradients).items():
                 assert error <= 2 * stock_errors[name] + 2**-8, f"{kind}, {name}: {error:.1e}"
             layers = [each for each in model_report(model).layers if each.name.endswith("core_attention")]
-            assert [(each.path, each.overlapped_calls, each.reasons) for each in layers] == [("overlapped", 1, ())] * 2
+            found = [(each.path, each.overlapped_calls, each.reasons) for each in layers]
+            if kind == "auto" and layers[0].path != "overlapped":  # as was timed, of both layers and on all ranks
+                assert found == [found[0]] * 2
+                (reason,) = layers[0].reasons or layers[0].sequential_reasons
+                assert "measured: " in reason
+                assert re.search(r"(stock \d+\.\d+.*overlapped m=|sequential \d+\.\d+.*stock )", reason), reason
+                everyone = [None, None]
+                dist.all_gather_object(everyone, reason)
+                assert everyone[0] == everyone[1]
+            else:
+                assert found == [("overlapped", 1, ())] * 2, kind
             qkv = [each.path for each in model_report(model).layers if each.name.endswith("linear_qkv")]
-            # Latent attention has none.
-            assert qkv == ([] if options else ["stock" if kind == "core attention alone" else "overlapped"] * 2), kind
+            is_alone = kind == "core attention alone" or layers[0].path != "overlapped"
+            assert qkv == ([] if options else ["stock" if is_alone else "overlapped"] * 2), (
+                kind
+            )  # of latent attention none
 
 
 CHECKS = {"grouped queries": {}, "latent attention": LATENT}

@@ -20,12 +20,12 @@ draw = Case.draw
 
 def draw_own(case: Case, group) -> Operands:
     """This rank's operands, on the CPU."""
-    return draw(case, group.rank(), group.size(), _CPU)
+    return case.draw(group.rank(), group.size(), _CPU)
 
 
 def drawn(case: Case, group, device=_CPU) -> tuple[Operands, dict]:
     """This rank's operands, and what the reference makes of all."""
-    operands = draw(case, group.rank(), group.size(), device)
+    operands = case.draw(group.rank(), group.size(), device)
     return operands, reference(case, operands, group)
 
 

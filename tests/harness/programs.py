@@ -47,6 +47,7 @@ class Kind:
     has_lanes_on_tensors: bool = False
     only_tapes: bool = False
     only_direct: bool = False
+    may_grow: bool = False
     problem: Callable[[int, int, int, int], UlyssesProblem] | None = None
 
 
@@ -87,11 +88,12 @@ _SCATTER_BACKWARD = tuple(
 _WHOLE_BACKWARD = tuple(asked for asked in _GATHER_BACKWARD if asked.has_product)
 
 KINDS = {
-    "all_gather_linear": Kind(lambda g, s, policy, asked: lower_gather_pass(g, policy, asked), _GATHER_FORWARD),
-    "linear_reduce_scatter": Kind(_scatter_pass, (Asked(), Asked(has_bias=True))),
-    "all_gather_linear backward": Kind(_scatter_pass, _SCATTER_BACKWARD),
+    "all_gather_linear": Kind(lambda g, s, policy, asked: lower_gather_pass(g, policy, asked), _GATHER_FORWARD,
+     may_grow=True),
+    "linear_reduce_scatter": Kind(_scatter_pass, (Asked(), Asked(has_bias=True)), may_grow=True),
+    "all_gather_linear backward": Kind(_scatter_pass, _SCATTER_BACKWARD, may_grow=True),
     "linear_reduce_scatter backward": Kind(lambda g, s, policy, asked: lower_gather_pass(g, policy, asked),
-     _GATHER_BACKWARD),
+     _GATHER_BACKWARD, may_grow=True),
     "embedding": Kind(lambda g, s, policy, asked: lower_embedding(s, policy), (Asked(),)),
     "embedding backward": Kind(lambda g, s, policy, asked: lower_gather_alone(g, policy, "all-gather",
      keeps_gathered=True), (Asked(has_product=False, keeps_gathered=True),)),
@@ -183,13 +185,14 @@ def cases(draw: st.DrawFn, kind: str, most_ranks: int = 16) -> Case:
     is_tape = what.only_tapes or (algorithm is Algorithm.DIRECT and draw(st.booleans()))
     has_lanes = (is_tape and not asked.is_bulk) or (what.has_lanes_on_tensors and not is_tape)
     group_size = draw(st.integers(1, most_ranks))
+    grows = what.may_grow and algorithm is Algorithm.DIRECT and not asked.is_bulk and draw(st.booleans())
     return Case(
         kind,
-        draw(policies(is_tape=is_tape, has_lanes=has_lanes)),
+        replace(draw(policies(is_tape=is_tape, has_lanes=has_lanes)), grows=grows),
         asked,
         algorithm,
         group_size,
-        1 if asked.is_bulk else draw(st.integers(1, 4)),
+        1 if asked.is_bulk or grows else draw(st.integers(1, 4)),
         draw(st.one_of(st.integers(int(is_tape), 2 * group_size), st.sampled_from([4 * group_size]))),
         draw(st.integers(1, 2)),
     )

@@ -15,6 +15,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.transformer.spec_utils import build_module
 
 from commfuse_megatron import OverlapConfig
+from commfuse_megatron.ops.reference import ulysses_attention
+from commfuse_megatron.ops.ulysses_attention import UlyssesInputs
 from commfuse_megatron.plugin import (
     CommFuseDotProductAttention,
     CommFuseTEDotProductAttention,
@@ -23,8 +25,7 @@ from commfuse_megatron.plugin import (
     model_report,
     reset_contexts,
 )
-from commfuse_megatron.plugin.compat import AttnMaskType
-from commfuse_megatron.plugin.core_attention import CoreAttention
+from commfuse_megatron.plugin.compat import AttnMaskType, get_cuda_rng_tracker, unchanged_random_states
 from commfuse_megatron.plugin.decision import context_of, state_of
 from commfuse_megatron.plugin.norm_linear import normalized
 from commfuse_megatron.plugin.spec import block_spec
@@ -33,9 +34,11 @@ from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, transformer_confi
 from tests.megatron import layers
 from tests.megatron.models import sharing_sequences
 from tests.megatron.te_checks import on_the_cpu, te_gpt
+from tests.threaded.test_planning import TRIAL, MadeUpTimes, machine
 
 ROWS, HEADS, SIZE = 4, 8, 8  # rows of a rank
 OVERLAPPED = OverlapConfig.from_dict({"ulysses": {"path": "overlapped"}})
+RAISES = OverlapConfig.from_dict({"fallback": {"unsupported": "raise"}})
 
 
 def build(leaf: Any, ranks: int, comm_type: str = "a2a", **options: Any) -> Any:
@@ -88,15 +91,92 @@ def check_both_classes_exchange_alike(ranks: int) -> None:
         assert (report.name, report.path, report.reasons) == ("core_attention", "overlapped", ())
 
 
+def check_auto_takes_the_faster_one(ranks: int) -> None:
+    """With made-up times, on which the ranks do not agree; what is Transformer Engine's is stood in for."""
+    stock = te.TEDotProductAttention.__bases__[0]
+    for theirs_us, ours, is_stock in ((7210.0, 7350.0, True), (7350.0, 7210.0, False)):
+        times = {"stock": theirs_us, "sequential": 8000.0}
+        with sharing_sequences(ranks):
+            group = parallel_state.get_context_parallel_group()
+            theirs = mock.Mock(side_effect=lambda q, k, v, mask, group=group, **_: reference(q, k, v, group))
+            watch = MadeUpTimes(lambda rank, name, times=times, ours=ours: times.get(name, ours) - 3000.0 * (rank == 0))
+            # Nothing is missed where the planner leaves a call to Megatron, so nothing is raised.
+            leaf = apply_to_spec(te.TEDotProductAttention, RAISES)
+            core = by_cost(build(leaf, ranks, num_query_groups=4))
+            with mock.patch.object(stock, "forward", theirs), mock.patch(TRIAL, return_value=watch):
+                with torch.no_grad():  # as what is recomputed
+                    core(*heads(), None, attn_mask_type=AttnMaskType.causal)
+                found = attend(core)
+                core.eval()
+                with torch.no_grad():  # forward passes alone are timed, with times that are as good
+                    core(*heads(), None, attn_mask_type=AttnMaskType.causal)
+            with mock.patch.object(stock, "forward", theirs):
+                expected = attend(build(te.TEDotProductAttention, ranks, num_query_groups=4))
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, atol=1e-13, rtol=1e-12)
+            assert all(call.kwargs["attn_mask_type"] == "causal" for call in theirs.call_args_list)
+            (report,) = model_report(torch.nn.ModuleDict({"core_attention": core})).layers
+            assert (report.stock_calls, report.overlapped_calls) == ((3, 0) if is_stock else (0, 3))
+            if is_stock:
+                assert report.reasons[0].startswith("planned as stock, Transformer Engine's own: ")
+                assert "measured: stock 7.210 ms, overlapped m=1 7.350" in report.reasons[0]
+            else:
+                assert report.reasons == ()
+
+
+def check_auto_times_nothing_beside_ours_where_it_need_not(ranks: int) -> None:
+    """On the CPU; local attention, which has no exchange; more ranks than heads of keys, which theirs refuses."""
+    watch = MadeUpTimes(lambda rank, name: 1.0)
+    with sharing_sequences(ranks), mock.patch(TRIAL, return_value=watch):
+        local = by_cost(build(CommFuseDotProductAttention, ranks, num_query_groups=4))
+        attend(local)
+        assert "sequential" in watch.names[parallel_state.get_context_parallel_rank()]
+        core = build(apply_to_spec(te.TEDotProductAttention), ranks, num_query_groups=1)
+        q, k, v = heads()
+        core(q, k[:, :, :1], v[:, :, :1], None, attn_mask_type=AttnMaskType.causal)
+        watch.names.clear()
+        reset_contexts()
+        attend(build(apply_to_spec(te.TEDotProductAttention), ranks, num_query_groups=4))
+        assert watch.names == {}
+    assert all("stock" not in names for names in watch.names.values())
+
+
+def check_trials_change_no_random_state(_: int) -> None:
+    device, tracker = torch.device("cpu"), get_cuda_rng_tracker()
+    generator = torch.Generator().manual_seed(5)
+    states = {"tensor": torch.get_rng_state(), "generator": generator}
+    with mock.patch.object(tracker, "states_", states):
+        kept = torch.get_rng_state(), generator.get_state()
+        with unchanged_random_states(device):
+            torch.rand(3)
+            torch.rand(3, generator=generator)
+            tracker.states_["tensor"] = torch.get_rng_state()
+        assert torch.equal(torch.get_rng_state(), kept[0])
+        assert torch.equal(tracker.get_states()["tensor"], kept[0])
+        assert tracker.get_states()["generator"] is generator
+        assert torch.equal(generator.get_state(), kept[1])
+
+
+def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Any) -> torch.Tensor:
+    return ulysses_attention(q, k, v, order="zigzag", group=group)
+
+
+def by_cost(core: Any) -> Any:
+    """`core`, whose context plans as it would on a GPU."""
+    planner = context_of(core).planner
+    planner.default_reason, planner.machines["float64"] = None, machine()
+    return core
+
+
 def check_what_only_the_plain_kernel_computes_stays_theirs(ranks: int) -> None:
-    found = CoreAttention(True, None, None, 0.3, 0.1)
+    attention = (True, "zigzag", None, 0.3, 0.1, None)
     with sharing_sequences(ranks):
         for name, words in (("math", "only the plain kernel"), ("flash", "")):
             core = build(apply_to_spec(te.TEDotProductAttention, OVERLAPPED), ranks)
             kernels, chosen = context_of(core).attention_kernels, SimpleNamespace()
             chosen.name = name
             with mock.patch.object(kernels, "choose", return_value=chosen):
-                reason = _reason_in_kernel(core, *heads(), found)
+                reason = _reason_in_kernel(context_of(core), UlyssesInputs(*heads(), *attention))
             assert (reason or "").startswith(words)
             assert bool(reason) == bool(words)
             reset_contexts()

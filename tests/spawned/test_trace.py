@@ -130,11 +130,12 @@ def test_a_whole_step_stock_and_planned(tmp_path: Path) -> None:
         for name in ("forward_ms", "step_ms"):
             assert len({run[name] for run in row["runs"]}) == 3
             assert row[name] == sorted(run[name] for run in row["runs"])[1]
-    assert (free["exposed_ms"], free["traced"]) == (None, None)
+    assert (free["exposed_beyond_no_communication_ms"], free["traced"]) == (None, None)
     for row in rows:
-        assert row["exposed_ms"] == pytest.approx(row["step_ms"] - free["step_ms"])
+        assert row["exposed_beyond_no_communication_ms"] == pytest.approx(row["step_ms"] - free["step_ms"])
         assert row["traced"]["gemm_us"] > 0
-        assert 0 < row["traced"]["exposed_us"] <= row["traced"]["transfer_us"]
+        assert "exposed_us" not in row["traced"]
+        assert 0 < row["traced"]["exposed_without_compute_us"] <= row["traced"]["transfer_us"]
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
     assert names == ["stock, rank 0", "stock, rank 1", "planned, rank 0", "planned, rank 1"]
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]

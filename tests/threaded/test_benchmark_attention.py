@@ -12,6 +12,7 @@ from commfuse_megatron.errors import ConfigError, VerificationError
 from commfuse_megatron.kernels import attention_choice
 from commfuse_megatron.runtime import prepared
 from commfuse_megatron.schedule import closed_form_us
+from commfuse_megatron.tools.bench import attention
 from commfuse_megatron.tools.bench.attention import heads_of
 from commfuse_megatron.tools.bench.catalog import make_work
 from commfuse_megatron.tools.bench.emulate import EmulatedPath
@@ -153,8 +154,15 @@ SMALL = ("paper.attention-4x8192", 4 * 8192)
 
 
 @pytest.mark.parametrize("pass_name", ["fprop", "backward"])
-@on_ranks(2)
-def test_what_is_expected_is_the_reference(group, device, pass_name):
+@pytest.mark.parametrize("scores", [1, 1000, 2**27])
+def test_what_is_expected_is_the_reference(pass_name, scores, monkeypatch):
+    """In pieces of one query, of some, or whole; and by no kernel of PyTorch's, which on GPUs may be cuDNN's."""
+    monkeypatch.setattr(attention, "_SCORES_AT_ONCE", scores)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda q, *others, **options: q * 0)
+    run_threads(2, functools.partial(_expect_the_reference, pass_name))
+
+
+def _expect_the_reference(pass_name, group, device):
     work = make_work(attention_case(*SMALL, 2, 256), pass_name, group, Pool(CPU, torch.float64, group.rank()))
     heads = [head.clone().requires_grad_() for head in heads_of(work)]
     y = ops.reference.query_split_attention(*heads, work.operands.weight, group=group)
@@ -213,6 +221,18 @@ def test_every_way_of_a_split_sequence_gives_the_same(group_size):
     checked = [row for row in rows if row.path in ("sequential", "overlapped")]
     assert all(row.max_error is not None and row.max_error < 1e-5 for row in checked)
     assert {row.path for row in rows if row.variant == "planned"} == {"overlapped"}
+
+
+def test_emulated_groups_of_a_split_sequence_say_so():
+    settings = Settings(models=("llama-8b",), tokens=(2048,), shrink=32, rounds=1, kind="ulysses", virtual_ranks=(4, 8))
+    rows, outcome = run_settings(2, settings)[0]
+    assert (outcome.missing, outcome.failures) == ([], [])
+    names = {"compute_only", "comm_only collective", "sequential", *(f"overlapped m={m} gloo" for m in (1, 2, 4))}
+    assert {(row.group_size, row.variant) for row in rows} == {(size, name) for size in (4, 8) for name in names}
+    assert {(row.emulated, row.op, row.M) for row in rows} == {(True, "ulysses_attention", 2048 // 32)}
+    checked = [row.max_error for row in rows if row.path == "overlapped"]
+    assert len(checked) == 6
+    assert max(checked) < 1e-5
 
 
 @on_ranks(2)

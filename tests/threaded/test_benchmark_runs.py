@@ -13,7 +13,8 @@ from commfuse_megatron.tools.bench.ours import Ours, PathOptions
 from commfuse_megatron.tools.bench.run import Settings, grid, run_grid
 from commfuse_megatron.tools.bench.timing import Timed, measure, measure_host_us
 from commfuse_megatron.tools.bench.variant import Plain
-from commfuse_megatron.tools.common.cases import linear_case, ulysses_case
+from commfuse_megatron.tools.common.cases import Case, linear_case, ulysses_case
+from tests.harness.emulated_gpu import emulate_copy_engine, take_part
 from tests.harness.threads import on_ranks, run_threads
 
 CPU = torch.device("cpu")
@@ -185,3 +186,24 @@ def test_what_fails_on_one_rank_is_left_out_on_all(monkeypatch):
     assert second.failures == ["sliced m=2 gloo: it failed on another rank"] * 2
     assert not {"slicing C=2", "sliced m=2 gloo"} & {row.variant for row in rows}
     assert {"slicing C=4", "sliced m=1 gloo"} <= {row.variant for row in rows}
+
+
+@pytest.mark.parametrize("path", ["sliced", "grouped", "bulk"])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("op", ["all_gather_linear", "linear_reduce_scatter"])
+def test_linears_of_emulated_groups_over_tapes(op, size, path, monkeypatch):
+    emulate_copy_engine(monkeypatch)
+
+    def body(group, device):
+        case = Case("some", op, M=16 * size, N=16, K=24, batch=2, group_size=size)
+        variant = EmulatedPath(path, "copy_engine")
+        for pass_name in variant.passes:
+            work = make_work(case, pass_name, group, Pool(CPU, torch.bfloat16, group.rank()), is_emulated=True)
+            with take_part(group):
+                check_results(work, variant.name, variant.build(work).results())
+            next(iter(work.expected.values()))[0] += 1.0
+            with take_part(group), pytest.raises(VerificationError, match="differs"):
+                check_results(work, variant.name, variant.build(work).results())
+        variant.close()
+
+    run_threads(2, body)

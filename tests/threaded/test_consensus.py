@@ -1,6 +1,5 @@
 """When ranks are in step after an error, so that a context may go on: else one rank's next call meets another's."""
 
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -20,12 +19,6 @@ def gather(context, value, features=5):
     """Each rank's value, by rank."""
     y = ops.all_gather_linear(torch.full((1, 1, features), float(value)), torch.ones(4, 5), context=context)
     return (y[:, 0, 0] / 5).tolist()
-
-
-@pytest.fixture
-def event():
-    """One of all ranks."""
-    return threading.Event()
 
 
 def interrupt(*_):

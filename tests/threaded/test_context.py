@@ -5,7 +5,6 @@ import gc
 import importlib
 import os
 import signal
-import threading
 import time
 import weakref
 from types import SimpleNamespace
@@ -36,12 +35,6 @@ def call(op, context, rows=4, value=1.0, features=5):
 
 def gather(context, **others):
     return call("all_gather_linear", context, **others)
-
-
-@pytest.fixture
-def event():
-    """One of all ranks."""
-    return threading.Event()
 
 
 def interrupt(*_):
@@ -178,6 +171,26 @@ def one_cannot_connect(monkeypatch):
 def test_a_rank_that_cannot_connect_is_named_everywhere(group, device):
     with pytest.raises(TransportError, match="no such interface"):
         OverlapContext(group, quick(5.0))
+
+
+@pytest.mark.parametrize("kind", [ConfigError, RuntimeError, KeyError])
+def test_a_rank_that_finds_no_transport_is_not_waited_for(kind, monkeypatch):
+    """Fails where nobody asks between choosing a transport and connecting it: the others wait 20 s to connect."""
+
+    def choose(group, config, exchange):
+        if group.rank() == 1:
+            raise kind("the driver is not there")
+        return "gloo"
+
+    monkeypatch.setattr(hardware.current, "choose_backend", choose)
+
+    def body(group, device):
+        with pytest.raises(kind if group.rank() == 1 else ShapeError, match="the driver is not there"):
+            OverlapContext(group, quick(20.0))
+
+    started_s = time.monotonic()
+    run_threads(2, body)
+    assert time.monotonic() - started_s < 10.0
 
 
 def expect_again(first, use):

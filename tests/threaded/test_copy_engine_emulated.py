@@ -26,7 +26,8 @@ from tests.harness.mixed_calls import MixedCalls, draw_cases
 from tests.harness.transport_contract import run_contract
 from tests.threaded import test_query_split_attention as attention
 
-PATHS = [("sliced", "direct", m) for m in (1, 2, 3)] + [("sliced", "ring", 2), ("bulk", "direct", 1)]
+PATHS = [("sliced", "direct", m) for m in (1, 2, 3)] + [("sliced", "ring", 2)]
+PATHS += [(path, "direct", 1) for path in ("grouped", "bulk")]
 COPIES = TransportConfig(backend="copy_engine")
 #: Of fp32; a split that is lost, doubled or sees other rows errs by order 1.
 LIMIT = 1e-5
@@ -35,7 +36,7 @@ in_copy_context = functools.partial(in_context, over_copies=True)
 
 def config_for(path: str, algorithm: str = "direct", m: int = 1, **others) -> OverlapConfig:
     chosen = PassConfig(path=path, algorithm=algorithm, chunks_per_shard=m)
-    fprop = dataclasses.replace(chosen, path="sliced")
+    fprop = dataclasses.replace(chosen, path="sliced" if path == "bulk" else path)
     return OverlapConfig(linear=LinearConfig(fprop=fprop, dgrad=chosen), **{"transport": COPIES, **others})
 
 
@@ -78,7 +79,7 @@ def config_with_graphs(path: str, m: int, mib: int) -> OverlapConfig:
 
 @pytest.mark.parametrize("group_size", [2, 4])
 @pytest.mark.parametrize("mib", [64, 0])
-@pytest.mark.parametrize(("path", "m"), [("sliced", 1), ("sliced", 2), ("bulk", 1)])
+@pytest.mark.parametrize(("path", "m"), [("sliced", 1), ("sliced", 2), ("grouped", 1), ("bulk", 1)])
 @in_copy_context("group_size", config_with_graphs, stepwise=0)  # malloc repeats itself less than the GPU's allocator
 def test_calls_of_the_same_addresses_become_graphs_of_new_data(group, context, mib):
     for op in OPS:
@@ -166,8 +167,11 @@ def test_trials_of_attention_run_as_calls_do(group, context):
     attention.check(heads(), group, context, limit=LIMIT)
     (forward,) = (p for p in context.known_calls.values() if p.problem.op == "query_split_attention")
     assert forward.problem.needs
-    (time,) = run_trial(operation.rehearse, context, forward.problem, [forward.plan])
+    (time,) = run_trial(operation.rehearse, context, forward.problem, [forward.plan]).us
     assert time > 0
+    windows = sum(buffer.tensor.numel() for buffer in map(context.slots.window, ("gather", "receive")))
+    assert context.buffer_bytes == windows  # what only a losing candidate needs is freed
+    attention.check(heads(), group, context, limit=LIMIT)
 
 
 @pytest.mark.parametrize("path", ["sliced", "bulk"])

@@ -72,9 +72,9 @@ def no_abort(monkeypatch):
 def test_a_context_given_up_is_released_when_transfers_are_done(group, device, how):
     """What is in flight goes on, is still watched, and keeps its streams to itself."""
 
-    def given_up(is_done):
+    def given_up(is_done, timeout_s):
         """The link of a context that was given up with a transfer in flight."""
-        context = used_context(group, config_for("sliced", transport=dataclasses.replace(COPIES, timeout_s=3.0)))
+        context = used_context(group, config_for("sliced", transport=dataclasses.replace(COPIES, timeout_s=timeout_s)))
         link = context.link
         link._watchdog.watch(in_flight(is_done, has_arrived=is_done), 1 - group.rank())
         if how == "by an exception":
@@ -87,7 +87,7 @@ def test_a_context_given_up_is_released_when_transfers_are_done(group, device, h
         return link
 
     answers = [False]
-    link = given_up(lambda: answers[-1])
+    link = given_up(lambda: answers[-1], 60.0)  # collecting garbage takes seconds on a busy machine
     assert link._watchdog._thread.is_alive()
     assert not any(link.transport._graph_stream in spare for spare in stream_memory._spare_streams.values())
     assert not link.is_idle
@@ -95,7 +95,7 @@ def test_a_context_given_up_is_released_when_transfers_are_done(group, device, h
     expect_stopped(link)
     assert link.failure is None
     group.barrier().wait()
-    link = given_up(lambda: False)
+    link = given_up(lambda: False, 3.0)
     wait_until(lambda: link.failure is not None, 10.0)
     assert "has nothing to send" in str(link.failure)
 

@@ -16,45 +16,40 @@ from commfuse_megatron.config import PlanConfig, TransportConfig
 from commfuse_megatron.errors import ShapeError, TransportError, TransportTimeoutError, UnsupportedError
 from commfuse_megatron.runtime import calibrate
 from commfuse_megatron.runtime.gemm import SliceGemm
+from commfuse_megatron.tools.verify.calls import AttentionCall, EmbeddingCall
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from tests.harness import on_ranks, run_threads
 from tests.harness.contexts import in_context
 from tests.harness.emulated_gpu import on_copy_engine
+from tests.harness.linear_cases import OPS, Case, draw_own
 from tests.threaded.test_copy_engine_emulated import config_for
 from tests.threaded.test_planning import TRIAL, MadeUpTimes, plan_by_cost
 
-ALL = ("all_gather_linear", "linear_reduce_scatter", "embedding_reduce_scatter", "query_split_attention")
+LINEARS = [Case(op=op, rows=8) for op in OPS]
+CALLS = {call.op: call for call in (*LINEARS, EmbeddingCall(rows=8), AttentionCall(rows=8, heads=2, head_dim=8))}
 QUICK = OverlapConfig(transport=TransportConfig(timeout_s=8.0), check_agreement=False)
 
 
-def operands_of(name, rank=0):
-    """Leaves, and the call of them."""
-    generator = torch.Generator().manual_seed(rank)
+def operands_of(name, group):
+    """Leaves, and the call of what is made of them."""
+    case = CALLS[name]
+    leaves = draw_own(case, group).copies(case.needs)
 
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator).requires_grad_()
+    def call(context):
+        made = dataclasses.replace(leaves, x=1 * leaves.x, weight=1 * leaves.weight)
+        return case.forward(getattr(ops, name), made, context=context)
 
-    if name == "embedding_reduce_scatter":
-        weight = draw(4, 5)
-        ids = torch.arange(8).view(1, 8)
-        return [weight], lambda context: ops.embedding_reduce_scatter(ids, 1 * weight, 4 * rank, context=context)
-    if name == "query_split_attention":
-        q, k, v = (draw(8, 1, 2, 8) for _ in range(3))
-        weight = draw(16, 16)
-        leaves = [q, k, v, weight]
-        return leaves, lambda context: ops.query_split_attention(q * 1, k * 1, v * 1, weight, context=context)
-    x, weight = draw(4, 1, 5), draw(4, 5)
-    return [x, weight], lambda context: getattr(ops, name)(x * 1, weight, context=context)
+    return [leaf for leaf in leaves.leaves.values() if leaf.requires_grad], call
 
 
 @pytest.mark.parametrize("is_compared", [True, False])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", CALLS)
 @in_context(2, lambda is_compared: OverlapConfig(check_agreement=is_compared))
 def test_a_checkpoint_that_stops_early_is_no_interruption(group, context, name):
     """It raises out of what autograd does after our forward pass has returned, as soon as all is there again."""
     found = []
     for is_checkpointed in (False, True):
-        leaves, call = operands_of(name, group.rank())
+        leaves, call = operands_of(name, group)
         for _ in range(2):
             y = checkpoint(call, context, use_reentrant=False) if is_checkpointed else call(context)
             y.square().sum().backward()
@@ -98,19 +93,19 @@ def ends(monkeypatch, name, is_forward, place, error):
         return
     special = {("embedding_reduce_scatter", True): "_localize", ("query_split_attention", False): "_prepare_backward"}
     function = special.get((name, is_forward), "cast_for_autocast" if is_forward else "prepare_backward")
-    module = importlib.import_module(f"commfuse_megatron.ops.{'linear' if name in ALL[:2] else name}")
+    module = importlib.import_module(f"commfuse_megatron.ops.{'linear' if name in OPS else name}")
     end_where_told(monkeypatch, module, function, error)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("is_forward", [True, False])
 @pytest.mark.parametrize("place", ["before", "enter", "leave"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.usefixtures("ends")
 @on_ranks(2)
 def test_a_call_that_ends_early_on_one_rank_fails_its_context(group, device, name, place, is_forward, error):
     context = OverlapContext(group, QUICK)
-    _, call = operands_of(name, group.rank())
+    _, call = operands_of(name, group)
     call(context).sum().backward()
     y = None if is_forward else call(context)
 
@@ -190,12 +185,12 @@ def nobody_gives_up(monkeypatch):
     assert given_up == []
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.usefixtures("nobody_gives_up")
 @on_copy_engine(2)
 def test_a_closed_context_that_is_used_has_not_failed(group, device, name):
     """What it left in flight was given up then, and with it what the peers still worked on."""
-    _, call = operands_of(name, group.rank())
+    _, call = operands_of(name, group)
     with OverlapContext(group, config_for("sliced", "direct", 1)) as context:
         y = call(context)
     for use in (lambda: call(context), lambda: y.sum().backward()):
@@ -249,13 +244,13 @@ def test_a_dtype_the_gemm_refuses_leaves_the_context_to_others(group, context):
 
 @pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("is_compared", [True, False])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", CALLS)
 @on_ranks(2)
 def test_what_a_hook_of_saved_tensors_raises_fails_the_context(group, device, name, is_compared, error):
     """Memory runs out there on one rank, say: nobody would see that its next call meets the others' present one."""
     config = OverlapConfig(transport=TransportConfig(timeout_s=8.0), check_agreement=is_compared)
     context = OverlapContext(group, config)
-    leaves, call = operands_of(name, group.rank())
+    leaves, call = operands_of(name, group)
 
     def refuse(packed):
         raise error("not there any more")

@@ -59,75 +59,37 @@ def test_random_inputs_err_no_more_than_the_reference(group, device, op, dtype):
             assert error <= 2 * stock_error + 16 * torch.finfo(dtype).eps, (name, algorithm, m, error, stock_error)
 
 
-def outer_swapped(tensor):
-    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
-
-
-def every_second(tensor):
-    return torch.stack([tensor, tensor], dim=-1)[..., 0]
-
-
-def one_batch_expanded(x):
-    return x[:, :1].expand(x.shape)
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("view", [outer_swapped, every_second, one_batch_expanded])
-@in_context(2)
-def test_layouts_of_the_input(group, context, op, view):
-    case = Case(op=op, rows=12, batch=2)
-
-    def viewing(call):
-        # The leaves are copies, and a copy of an expanded tensor is contiguous: so the view is made behind the leaf.
-        def run(x, weight, *others, **where):
-            given = view(x)
-            assert not given.is_contiguous()
-            assert not outer_swapped(weight).is_contiguous()
-            return call(given, outer_swapped(weight), *others, **where)
-
-        return run
-
-    operands = draw_own(case, group)
-    found = run_op(case, operands, viewing(getattr(ops, op)), context=context)
-    assert_equal(found, run_op(case, operands, viewing(getattr(ops.reference, op)), group=group))
-
-
-@pytest.mark.parametrize("op", OPS)
-@in_context(2)
-def test_layouts_of_the_output_gradient(group, context, op):
-    case = Case(op=op, rows=12, batch=2)
-    operands = draw_own(case, group)
-    ones = torch.ones((), device=context.device).expand(operands.grad_y.shape)  # what out.sum() sends back
-    for grad_y in (outer_swapped(operands.grad_y), every_second(operands.grad_y), ones):
-        assert not grad_y.is_contiguous()
-        operands.grad_y = grad_y
-        assert_equal(overlapped(case, operands, context), reference(case, operands, group))
+VIEWS = {
+    "outer swapped": lambda tensor: tensor.transpose(0, 1).contiguous().transpose(0, 1) if tensor.dim() > 1 else tensor,
+    "every second": lambda tensor: torch.stack([tensor, tensor], dim=-1)[..., 0],
+    "first of a row expanded": lambda tensor: tensor[..., :1].expand(tensor.shape),
+    "first column expanded": lambda tensor: tensor[:, :1].expand(tensor.shape) if tensor.dim() > 1 else tensor,
+    "one number expanded": lambda tensor: tensor.flatten()[0].expand(tensor.shape),  # what y.sum() sends back
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("config", [linear_config(), linear_config("ring", 2), linear_config(path="sequential")])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 @in_context(3, "config")
-def test_operands_without_a_unit_stride(group, context, op):
-    case = Case(op=op, rows=7)
-    names = ("x", "weight", "bias")
+def test_operands_and_gradients_in_any_layout(group, context, op, view):
+    case = Case(op=op, rows=12)
+    operands, extra = draw_own(case, group), {"total_rows": case.rows} if op == "all_gather_linear" else {}
 
-    def first_expanded(tensor):
-        return tensor[..., :1].expand(tensor.shape)
+    def results(viewed, call, **where):
+        # A copy of an expanded tensor is contiguous, so the view is made behind the leaf.
+        leaves = operands.copies().leaves
+        given = {**leaves, "grad_y": operands.grad_y}
+        given[viewed] = view(given[viewed])
+        assert viewed == "bias" or not given[viewed].is_contiguous()
+        grad_y = given.pop("grad_y")
+        y = call(*given.values(), **where)
+        y.backward(grad_y)
+        return {"y": y.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
 
-    def gradients(leaves, view, viewed, call, **where):
-        # A copy of such a tensor is contiguous, so the view must be made behind the leaf.
-        given = [view(leaf) if name == viewed else leaf for name, leaf in zip(names, leaves, strict=True)]
-        y = call(*given, **where)
-        return y, *torch.autograd.grad(y.square().sum(), leaves)
-
-    operands = draw_own(case, group).copies()
-    leaves = [operands.x, operands.weight, operands.bias]
-    extra = {"total_rows": case.rows} if op == "all_gather_linear" else {}
-    for view, viewed in itertools.product((every_second, first_expanded), names):
-        found = gradients(leaves, view, viewed, getattr(ops, op), context=context, **extra)
-        expected = gradients(leaves, view, viewed, getattr(ops.reference, op), group=group, **extra)
-        for a, b in zip(found, expected, strict=True):
-            assert torch.equal(a, b), (view, viewed)
+    for viewed in ("x", "weight", "bias", "grad_y"):
+        found = results(viewed, getattr(ops, op), context=context, **extra)
+        assert_equal(found, results(viewed, getattr(ops.reference, op), group=group, **extra))
 
 
 @pytest.mark.parametrize("op", OPS)

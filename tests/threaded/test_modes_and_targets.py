@@ -1,38 +1,30 @@
 """A context used first in inference mode, gradients of every layout into one tape, weights that overlap themselves."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.ops import WeightGradTarget
 from commfuse_megatron.ops.arguments import with_unit_stride
+from commfuse_megatron.tools.verify.calls import EmbeddingCall
 from tests.harness import on_ranks
 from tests.harness.contexts import in_context
-from tests.harness.linear_cases import OPS, Case, assert_equal, draw_own, overlapped, reference
+from tests.harness.linear_cases import OPS, Case, check_linear, draw_own, reference
 
 from tests.threaded.test_copy_engine_emulated import config_for  # isort: skip
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("case", [*(Case(op=op, rows=8, N=8, K=8) for op in OPS), EmbeddingCall(rows=8)])
 @in_context(2, OverlapConfig())
-def test_training_follows_a_first_call_in_inference_mode(group, context, op):
+def test_training_follows_a_first_call_in_inference_mode(group, context, case):
     for rows in (8, 16):
-        case = Case(op=op, rows=rows, N=8, K=8)
-        operands = draw_own(case, group)
-        leaves = operands.copies()
+        call = dataclasses.replace(case, rows=rows)
+        leaves = draw_own(call, group).copies(call.needs)
         with torch.inference_mode():
-            getattr(ops, op)(leaves.x, leaves.weight, context=context)
-        assert_equal(overlapped(case, operands, context), reference(case, operands, group))
-
-
-@in_context(2, OverlapConfig())
-def test_the_embedding_trains_after_inference_mode(group, context):
-    ids, weight = torch.arange(8).view(2, 4), torch.randn(4, 6, requires_grad=True)
-    first = 4 * group.rank()
-    with torch.inference_mode():
-        ops.embedding_reduce_scatter(ids, weight, first, context=context)
-    ops.embedding_reduce_scatter(ids, weight, first, context=context).sum().backward()
-    assert torch.equal(weight.grad, torch.ones_like(weight))
+            call.forward(getattr(ops, call.op), leaves, context=context)
+        check_linear(call, group, context)
 
 
 @pytest.mark.parametrize("op", OPS)

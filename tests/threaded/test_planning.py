@@ -106,7 +106,7 @@ def test_backward_passes_are_timed_as_the_engine_calls_them(group, context, need
     plan = PassPlan("sliced", "", Algorithm.DIRECT, 1, keep_gathered_input=False)
     problem = layer_problem("8b.qkv", 8, dtype="float32", needs=needs)
     rehearse = lambda problem, context: lambda prepared: tasks.append(torch._C._current_graph_task_id())  # noqa: E731
-    assert run_trial(rehearse, context, problem, [plan]) == [1.0]
+    assert run_trial(rehearse, context, problem, [plan]) == ([1.0], 0.0)
     assert (tasks[0] != -1) == is_backward  # else no graph is being executed
 
 
@@ -234,7 +234,7 @@ def try_three_ways(context, rehearse=lambda problem, context: lambda prepared: N
     """What a trial of direct schedules with so many chunks finds; by default nothing is run."""
     problem = layer_problem("8b.qkv", 8, dtype="float32", needs="")
     plans = [PassPlan("sliced", "", Algorithm.DIRECT, each, keep_gathered_input=False) for each in m]
-    return plans, run_trial(rehearse, context, problem, plans)
+    return problem, plans, run_trial(rehearse, context, problem, plans)
 
 
 def out_of_memory_in(name, ranks):
@@ -258,10 +258,10 @@ def test_a_way_that_runs_out_of_memory_everywhere_is_left_out(group, context, tr
     """It became the user's error."""
     trial.of_rank = lambda rank, name: OUT_OF_MEMORY.get(name, 1.0)
     rehearse = out_of_memory_in("sliced m=4", (0, 1))
-    plans, found = try_three_ways(context, rehearse)
-    assert try_three_ways(context, rehearse, m=(4,))[1] == "every plan ran out of memory"
-    assert found == [100.0, 90.0, math.inf]
-    reason = choose_measured(plans, found).reason
+    problem, plans, found = try_three_ways(context, rehearse)
+    assert try_three_ways(context, rehearse, m=(4,))[2] == "every plan ran out of memory"
+    assert found.us == [100.0, 90.0, math.inf]
+    reason = choose_measured(problem, plans, found).reason
     assert reason == "measured: sliced m=2 0.090 ms, sliced m=1 0.100, sliced m=4 out of memory"
 
 
@@ -357,7 +357,7 @@ def test_who_may_still_win_is_timed_more_often(group, context, trial):
     """On every rank the same, though each finds other times."""
     times = [{"sliced m=1": 100.0, "sliced m=2": 103.0, "sliced m=4": 120.0}, {"sliced m=1": 99.0, "sliced m=2": 80.0}]
     trial.of_rank = lambda rank, name: times[rank].get(name, 1.0)
-    assert try_three_ways(context)[1] == [100.0, 103.0, 120.0]
+    assert try_three_ways(context)[2].us == [100.0, 103.0, 120.0]
     bursts = trial.names[group.rank()]
     assert [bursts.count(f"sliced m={m}") for m in (1, 2, 4)] == [13, 13, 5]
     assert bursts[:6] == [f"sliced m={m}" for m in (1, 2, 4, 2, 4, 1)]
@@ -369,7 +369,23 @@ def test_who_is_out_does_not_win_on_a_device_grown_slower(group, context, trial)
         "sliced m=1": [100.0] * 5 + [150.0] * 8, "sliced m=2": [101.0] * 5 + [160.0] * 8, "sliced m=4": [120.0] * 5,
     }  # fmt: skip
     trial.of_rank = lambda rank, name: times[name][trial.names[rank].count(name) - 1]
-    assert try_three_ways(context)[1] == [150.0, 160.0, 180.0]
+    assert try_three_ways(context)[2].us == [150.0, 160.0, 180.0]
+
+
+@in_context(2, config())
+def test_a_trial_says_how_well_its_rounds_repeat(group, context, trial):
+    """Clocks that drift slow all candidates of a round, and say nothing of which is faster."""
+    drift = [1 + 0.05 * (number % 4) for number in range(13)]
+
+    def found(noise):
+        trial.names.clear()
+        noises = {"sliced m=1": [0.0] * 13, "sliced m=2": noise, "sliced m=4": [0.0] * 13}
+        trial.of_rank = lambda rank, name: 100.0 * (drift[at := trial.names[rank].count(name) - 1] + noises[name][at])
+        return try_three_ways(context)[2].tie
+
+    assert found([0.0] * 13) == 0.0
+    assert 0.02 < found([0.05, -0.05, 0.0] * 4 + [0.0]) < 0.06
+    assert found([0.5] + [0.0] * 12) == 0.0, "one round that was disturbed"
 
 
 @in_context(3, config())

@@ -1,7 +1,5 @@
 """After an exception: who is told what, and when a program may go on with a context that is made anew."""
 
-import threading
-
 import pytest
 import torch
 
@@ -76,12 +74,6 @@ def test_ranks_that_ended_in_one_operation_go_on_together(group, device, group_s
         assert gather(context, 10 * attempt + group.rank()) == [10 * attempt + rank for rank in range(group_size)]
     assert OverlapContext(group, config).is_usable, "those that are made afterwards meet, too"
     context.close()
-
-
-@pytest.fixture
-def event():
-    """One of all ranks."""
-    return threading.Event()
 
 
 @pytest.fixture

@@ -231,6 +231,9 @@ def test_every_case_runs_in_every_mode_that_it_can_take(group_size: int, copy_en
     cases += emulated(group_size, dtype=torch.bfloat16, chunks_per_shard=2, algorithm="direct", variant="one row")
     cases += emulated(group_size, dtype=torch.bfloat16, chunks_per_shard=2, variant="odd output features")
     cases += emulated(group_size, dtype=torch.bfloat16, backward_path="bulk", variant="uneven")
+    if group_size > 2:
+        cases += emulated(group_size, dtype=torch.bfloat16, path="grouped", variant="uneven")
+        cases += emulated(group_size, dtype=torch.bfloat16, path="grouped", variant="one row")
     cases += emulated(group_size, dtype=torch.float16, backward_path="row_parallel", variant="fused projection")
     cases += emulated(group_size, dtype=torch.float16, backward_path="query_split", variant="causal")
     cases += emulated(group_size, dtype=torch.float32, chunks_per_shard=1, variant="even")

@@ -155,7 +155,7 @@ def run_trace_step(place: Path, put: Set) -> int:
     )  # fmt: skip
     put("commfuse_megatron.tools.trace.reports.trace_step", lambda *_, **__: found)
     sizes = {"model": "demo", "layers": 2, "seq": 8, "batch": 1, "rounds": 1, "runs": 1}
-    options = traces(place, transformer_impl="local", fusions=False, **sizes)
+    options = traces(place, transformer_impl="local", fusions=False, context_parallel=1, **sizes)
     return trace.step_on_rank(FIRST, options)
 
 

@@ -58,7 +58,7 @@ def test_every_shipped_file_loads_and_is_listed(path):
     ("zebra: 1\n", 'unknown key "zebra". Known keys: linear, attention, ulysses, transport'),
     ("linear: 3\n", "linear must be a mapping of keys to values, got 3"), ("- 1\n", "the file must be a mapping"),
     ("linear:\n  fprop:\n    path: fast\n",
-     "linear.fprop.path must be one of auto, sliced, bulk, async, sequential; got 'fast'"),
+     "linear.fprop.path must be one of auto, sliced, grouped, bulk, async, sequential; got 'fast'"),
     ("linear:\n  fprop:\n    chunks_per_shard: two\n", "linear.fprop.chunks_per_shard must be int or null; got 'two'"),
     ("linear:\n  fprop:\n    chunks_per_shard: true\n", "linear.fprop.chunks_per_shard must be int or null; got True"),
     ("linear:\n  fprop:\n    chunks_per_shard: 0\n", "linear.fprop.chunks_per_shard must be at least 1, got 0"),
@@ -80,7 +80,7 @@ def test_errors_name_file_key_and_advice(tmp_path, text, message):
 
 
 @pytest.mark.parametrize(("part", "values", "message"), [
-    (PassConfig, {"path": "slice"}, "path must be one of auto, sliced, bulk, async, sequential; got 'slice'"),
+    (PassConfig, {"path": "slice"}, "path must be one of auto, sliced, grouped, bulk, async, sequential; got 'slice'"),
     (TransportConfig, {"timeout_s": 10**400}, "timeout_s must be a number that a float can hold; got one of 401"),
     (PassConfig, {"chunks_per_shard": 2.5}, "chunks_per_shard must be int or null; got 2.5"),
     (TransportConfig, {"backend": "glo"}, "backend must be one of auto, gloo, nccl, copy_engine; got 'glo'"),

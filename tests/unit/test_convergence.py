@@ -1,11 +1,13 @@
 """What counts as converging alike (mean distances from the reference, every linear overlapped), and as saved."""
 
+import dataclasses
 import math
 from typing import Any
 
+import pytest
 import torch
 
-from commfuse_megatron.tools.verify.convergence import Convergence, Curve, complaints_of, ratios_of
+from commfuse_megatron.tools.verify.convergence import Convergence, ConvergenceTask, Curve, complaints_of, ratios_of
 from commfuse_megatron.tools.verify.step_costs import _saved_bytes
 
 LAYERS = {"plugin": {"qkv": None, "proj": None}, "plugin after stock": {"qkv": None, "proj": None}}
@@ -69,3 +71,23 @@ def test_what_is_still_kept_counts_once_and_parameters_do_not() -> None:
         return (linear(doubled) * doubled).sum()  # saves the weight, `doubled` twice, and what the linear gives
 
     assert _saved_bytes(linear, forward) == 2 * 8 * 4 * 4
+
+
+@pytest.mark.parametrize(("device_type", "impl", "shared"), [
+    ("cuda", "transformer_engine", {"stock", "plugin", "plugin after stock", "stock after plugin"}),
+    ("cpu", "local", {"plugin", "plugin after stock"}), ("cuda", "local", {"plugin", "plugin after stock"}),
+])  # fmt: skip
+def test_who_shares_sequences(device_type: str, impl: str, shared: set[str]) -> None:
+    options: dict[str, Any] = {"device_type": device_type, "transformer_impl": impl, "context_parallel": 2}
+    task = ConvergenceTask(dtype=torch.bfloat16, reference_dtype=torch.float32, **options)
+    assert {run for run in made().curves if task.sharing_of(run) == 2} == shared
+    assert task.stock_shares == ("stock" in shared)
+
+
+def test_more_is_asked_of_losses_where_stock_shares_sequences() -> None:
+    farther = Curve(1, [4.106, 3.106, 2.106, 1.106], [1.106, 0.9, 1.1, 0.9])
+    assert complaints_of(made(plugin=farther)) == []
+    asked = dataclasses.replace(made(plugin=farther), allowed_ratio=1.05)
+    (complaint,) = complaints_of(asked)
+    assert complaint.startswith("plugin: mean loss")
+    assert complaint.endswith("allowed is 1.05 times as much")

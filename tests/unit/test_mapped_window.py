@@ -161,12 +161,19 @@ def test_what_was_mapped_to_find_out_whether_it_can_be_is_freed(mapped, error, m
 
     if error:
         monkeypatch.setattr(symmetric_memory, "rendezvous", refuse)
-    said = mapped_window.why_memory_cannot_be_shared(GROUP, DEVICE)
+    said = mapped_window.why_memory_cannot_be_shared(GROUP, DEVICE, lambda text: [text])
     assert error in said if error else said == ""
     assert are_alive(mapped) == ([] if error else [False])
     if error:
         mapped_window._free_unused(DEVICE)
     assert mapped_window._mapped == set()
+
+
+def test_a_rank_without_memory_is_not_waited_for(mapped):
+    """Fails where the others map before they have heard of it: they wait for that rank in the rendezvous."""
+    said = mapped_window.why_memory_cannot_be_shared(GROUP, DEVICE, lambda text: [text, "group rank 1 has no memory"])
+    assert "group rank 1 has no memory" in said
+    assert mapped == []
 
 
 def test_nothing_is_freed_in_another_threads_capture(on_gpu, monkeypatch):

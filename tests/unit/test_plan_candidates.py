@@ -139,7 +139,7 @@ def test_buffer_needs_cover_what_programs_carve(op, needs, rows, group_size, dty
     itemsize = DTYPE_BYTES[dtype]
     for plan in list_candidates(problem, OverlapConfig()).plans:
         found = buffer_needs(problem, plan)
-        assert bool(found) == (plan.path in ("sliced", "bulk"))
+        assert bool(found) == (plan.path in ("sliced", "grouped", "bulk"))
         for rank in range(group_size) if found else ():
             where = (plan.algorithm, group_size, rank, plan.chunks_per_shard, rows, problem.batch)
             bound = bind(Collective.REDUCE_SCATTER, *where)

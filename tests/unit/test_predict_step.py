@@ -90,7 +90,7 @@ def test_the_newest_steps_are_predicted_to_a_tenth(step):
 
 def test_all_measured_steps_are_predicted_to_a_tenth():
     steps = measured_steps(STEPS)
-    assert len(steps) == 11
+    assert len(steps) == 14
     for step in steps:
         assert predict_step(step.sizes, MACHINE).step_ms == pytest.approx(step.step_ms, rel=0.1), step
 
@@ -99,7 +99,8 @@ def test_all_measured_steps_are_predicted_to_a_tenth():
 def test_host_times_lie_amid_those_of_the_hosts_they_name(variant):
     """As far in percent from the fastest host as from the slowest, and parted between the passes as in the mean."""
     rows = [row for row in read_rows(STEPS) if (row.get("variant"), row.get("sequence")) == (variant, 2048)]
-    assert {row["commit"] for row in rows} == {"e8c6fe5", "0694a0a", "2bf6ab1"}
+    rows = [row for row in rows if row["commit"] in ("e8c6fe5", "0694a0a", "2bf6ab1")]
+    assert len(rows) == 3
     forward_us, backward_us = module._HOST_US_OF_A_LAYER[variant]
     fastest, *_, slowest = sorted(row["step_ms"] * 1e3 / row["layers"] for row in rows)
     assert (forward_us + backward_us) / fastest - 1 == pytest.approx(1 - (forward_us + backward_us) / slowest, abs=1e-3)
@@ -128,7 +129,7 @@ def test_the_share_of_hidden_transfers_is_what_its_step_shows(tmp_path, monkeypa
 
 def test_any_step_would_give_a_share_that_suits_the_others(monkeypatch):
     steps = [step for step in measured_steps(STEPS) if step.sizes.tokens >= 8192]
-    assert len(steps) == 8
+    assert len(steps) == 10
     for left_in in steps:
         share = shown_by(left_in, monkeypatch)
         assert 0.3 < share < 0.6
@@ -170,6 +171,29 @@ def test_the_plugin_gains_no_more_than_there_is_to_gain(model, tokens):
         assert step.step_ms[PLANNED] <= step.step_ms[STOCK]
         if FREE not in step.host_bound:
             assert step.step_ms[PLANNED] >= step.step_ms[FREE]
+
+
+@pytest.mark.parametrize("tokens", [8192, 32768, 65536])
+@pytest.mark.parametrize(("group_size", "sharing"), [(2, 2), (4, 2), (4, 4), (8, 2), (8, 8), (16, 16)])
+def test_steps_whose_ranks_share_a_sequence(group_size, sharing, tokens):
+    step = predict_step(StepSizes("llama-8b", 4, tokens, group_size, sharing), MACHINE)
+    assert step.step_ms[PLANNED] <= step.step_ms[STOCK], "auto keeps what is faster"
+    if not step.host_bound:
+        assert step.step_ms[FREE] <= step.step_ms[PLANNED]
+    # Of tensor-parallel ranks each has whole sequences of some heads, too; what else is computed is as much. More than
+    # there are heads of keys have one each, and their weights.
+    cut = predict_step(StepSizes("llama-8b", 4, tokens, group_size), MACHINE)
+    if group_size <= 8 and not (step.host_bound or cut.host_bound):
+        assert step.step_ms[FREE] == pytest.approx(cut.step_ms[FREE], rel=0.05)
+
+
+def test_exchanges_are_what_their_bytes_take():
+    """Of one layer: stock's are exposed as a whole, queries, keys, values and the output, forward and backward."""
+    step = predict_step(StepSizes("llama-8b", 1, 32768, 2, 2), MACHINE)
+    sent_bytes = 16384 // 2 * (2 * 32 + 2 * 8) * 128 * 2
+    machine = MACHINE.of_group(2)
+    expected_ms = 2 * (sent_bytes / machine.collective.bandwidth_gb_s / 1e6)
+    assert step.step_ms[STOCK] - step.step_ms[FREE] == pytest.approx(expected_ms, rel=0.1)
 
 
 def test_the_host_or_the_device_decides():
@@ -267,14 +291,20 @@ def test_where_the_forward_pass_alone_waits_it_says_so(capsys):
     assert "forward: all" in out
     assert "both: stock, without communication; forward: with the plugin" in out
     assert "no step of more than 2 ranks was measured: expect at least these errors" in out
-    assert "errors, of host-bound ones +3.2 to +9.6 %, and that more ranks wait for the host sooner" in out
+    assert "errors, of host-bound ones -7.8 to +6.5 %, and that more ranks wait for the host sooner" in out
 
 
-def test_against_takes_the_place_of_what_comes_along(capsys):
-    run("llama-8b", "--ranks", 2, "--against", STEPS)
+def test_against_takes_the_place_of_what_comes_along(tmp_path, capsys):
+    """Each run by its commit: several are of one step."""
+    told = tmp_path / "told.json"
+    run("llama-8b", "--ranks", 2, "--against", STEPS, "--json", told)
     out = capsys.readouterr().out
     assert "llama-8b, 4 layers, S 8192" in out
-    assert "of 44 figures" in out
+    assert "of 56 figures" in out
+    against = json.loads(told.read_text())["against"]
+    lines = {tuple(each[name] for name in ("model", "layers", "tokens", "run", "what")) for each in against}
+    assert len(lines) == len(against) == 56
+    assert all(each["run"] in out for each in against)
 
 
 def test_rows_are_another_machine_of_nearly_the_same_steps(tmp_path, capsys):
@@ -304,8 +334,14 @@ def test_other_rows_are_no_steps(tmp_path):
     file = tmp_path / "steps.json"
     file.write_text(json.dumps({"runs": runs}))
     times = {"stock": 3.0, "planned": 3.0}
-    step = MeasuredStep("NVIDIA H200", "copy_engine", StepSizes("llama-8b", 2, 64, 2), times)
-    assert measured_steps(file) == [step, step]
+    step = MeasuredStep("NVIDIA H200", "copy_engine", StepSizes("llama-8b", 2, 64, 2), times, "run 1")
+    assert measured_steps(file) == [step, step._replace(run="run 2")]
+    named = [{**run_of, "commit": commit, "rows": rows} for commit in ("abc", "abc", "def")]
+    file.write_text(json.dumps({"runs": named}))
+    assert [step.run for step in measured_steps(file)] == ["commit abc, run 1", "commit abc, run 2", "commit def"]
+    file.write_text(json.dumps({"runs": [{**run_of, "context_parallel": 2, "rows": rows[:2]}]}))
+    (shared,) = measured_steps(file)
+    assert shared.sizes == StepSizes("llama-8b", 2, 64, 2, 2), "else a split sequence were taken for split weights"
     file.write_text("{}")
     with pytest.raises(ConfigError, match="has no steps of llama-8b, llama-70b that `commfuse trace --step --json`"):
         measured_steps(file)
@@ -316,6 +352,11 @@ def test_other_rows_are_no_steps(tmp_path):
     (["llama-8b", "--models", "llama-70b"], "--step predicts a whole model; leave out --models"),
     (["llama-8b", "--figure", "x.png"], "--step predicts a whole model; leave out --figure"),
     (["llama-8b", "--layers", "0"], "--layers"), (["llama-8b", "--tokens", "0"], "--tokens must be at least 1"),
+    (["llama-8b", "--context-parallel", "3"], "2 ranks cannot be cut for a context-parallel size of 3"),
+    (["llama-8b", "--context-parallel", "2", "--tokens", "8194"], "8194 tokens cannot be cut for 4 parts"),
+    (["llama-8b", "--context-parallel", "64", "--ranks", "64"], "32 attention heads cannot be cut for 64 ranks"),
+    (["llama-8b", "--context-parallel", "2", "--link", "host"], "exchanges are predicted over nvlink alone, not over"),
+    (["llama-8b", "--context-parallel", "0"], "--context-parallel must be at least 1"),
     (["llama-8b", "--link", "25"], "of a bandwidth only --rows tells the rest"),
     (["llama-8b", "--against", "{none}"], "none.json: no file of rows"),
     (["llama-8b", "--against", "{steps}"], "it has no steps of NVIDIA H200 over nvlink; steps of other machines"),
@@ -327,6 +368,15 @@ def test_what_cannot_be_predicted_is_refused(options, message, tmp_path, capsys)
     steps.write_text(json.dumps({**run_of, "rows": rows}))
     run(*(option.format(none=tmp_path / "none.json", steps=steps) for option in options), expected=2)
     assert message in capsys.readouterr().err
+
+
+def test_what_the_measured_steps_do_not_tell_is_said(capsys):
+    run("llama-8b", "--ranks", 2, "--context-parallel", 2)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "step of llama-8b, 32 layers, context parallel 2, ms" in out
+    assert "no step whose ranks share a sequence is among these" in out
+    run("llama-8b", "--ranks", 2)
+    assert "share a sequence" not in capsys.readouterr().out
 
 
 def test_layers_are_for_steps(capsys):

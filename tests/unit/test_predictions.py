@@ -287,7 +287,18 @@ def rows_file(tmp_path: Path) -> Path:
     return tmp_path / "rows.json"
 
 
-def test_the_command_predicts_and_says_how_wrong_it_is(rows_file: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_predicts_and_says_how_wrong_it_is(
+    rows_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    from matplotlib.figure import Figure
+
+    heights, save = [], Figure.savefig
+
+    def save_and_look(drawn: Figure, *args: object) -> None:
+        save(drawn, *args)
+        heights.append([axes.get_ylabel() for axes in drawn.axes])
+
+    monkeypatch.setattr(Figure, "savefig", save_and_look)
     figure = rows_file.with_name("figure.png")
     options = ("--ranks", "8", "16", "--figure", figure)
     data = simulate(rows_file, *options)
@@ -298,6 +309,7 @@ def test_the_command_predicts_and_says_how_wrong_it_is(rows_file: Path, capsys: 
     assert {prediction["group_size"] for prediction in data["predictions"]} == {8, 16}
     assert len(data["deviations"]) == 36
     assert figure.stat().st_size > 10_000
+    assert heights == [2 * ["time / max(compute, comm), ratio"]]
     # A slower link that was not measured: nothing to check it with, and it takes longer.
     slow = simulate(rows_file, *options, "--link", "25")
     assert "no measured rows of this link" in capsys.readouterr().out

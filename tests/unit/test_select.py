@@ -31,7 +31,7 @@ def meet(monkeypatch):
         monkeypatch.setattr(select.torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(select.torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"{index}"))
         monkeypatch.setattr(select.dist, "is_nccl_available", lambda: has_nccl)
-        monkeypatch.setattr(select, "why_memory_cannot_be_shared", lambda group, device: mapping)
+        monkeypatch.setattr(select, "why_memory_cannot_be_shared", lambda *arguments: mapping)
         monkeypatch.setattr(select, "host_name", lambda: hosts[0])
         said = []
 

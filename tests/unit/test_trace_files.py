@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commfuse_megatron.errors import UnsupportedError
-from commfuse_megatron.runtime.meter import exposed_spans, exposed_us, measure_overlap
 from commfuse_megatron.runtime.recorder import Interval
 from commfuse_megatron.tools.trace import figure
 from commfuse_megatron.tools.trace.figure import densest_calls, draw_runs, draw_timeline
@@ -21,10 +20,6 @@ from commfuse_megatron.tools.trace.perfetto import chrome_trace, write_perfetto
 from commfuse_megatron.tools.trace.session import export
 
 OP = "linear_reduce_scatter.fprop"
-
-
-def compute(start_us: float, end_us: float, step: int = 0) -> Interval:
-    return Interval(f"chunk {step}", "compute", start_us, end_us, step, "all_gather_linear", 0)
 
 
 def transfer(start_us: float, end_us: float, step: int = 0) -> Interval:
@@ -157,65 +152,12 @@ def test_rows_of_streams_come_in_the_order_of_their_numbers() -> None:
     assert found == [("stream 7", [[0], [5]]), ("stream 9", [[30]]), ("stream 20", [[0]])]
 
 
-def test_lanes_never_hold_overlapping_intervals() -> None:
-    lanes = assign_lanes([transfer(0, 10), transfer(5, 15), transfer(10, 12), transfer(11, 20)])
-    assert [[(i.start_us, i.end_us) for i in lane] for lane in lanes] == [[(0, 10), (10, 12)], [(5, 15)], [(11, 20)]]
-
-
-def test_the_trace_has_one_process_per_rank_and_starts_at_zero(tmp_path: Path) -> None:
-    recording = {0: [compute(100, 200), transfer(110, 150, 1), transfer(120, 160, 1)], 1: [compute(90, 95)]}
-    path = write_perfetto(tmp_path / "new" / "trace.json", recording)
-    trace = json.loads(path.read_text(encoding="utf-8"))
-    assert trace == json.loads(json.dumps(chrome_trace(recording)))
-    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert len(slices) == 4
-    assert min(event["ts"] for event in slices) == 0
-    assert {event["pid"] for event in slices} == {0, 1}
-    rows = [event["tid"] for event in slices if event["cat"] == "transfer"]
-    assert len(set(rows)) == 2, "overlapping transfers share a row"
-    names = {
-        (event["pid"], event["tid"]): event["args"]["name"]
-        for event in trace["traceEvents"]
-        if event["name"] == "thread_name"
-    }
-    assert names[0, 0] == "compute"
-    assert {names[0, row] for row in rows} == {"transfers", "transfers 2"}
-    assert trace["otherData"]["rank 0"] == {"compute_us": 100, "transfer_us": 50, "exposed_us": 0}
-
-
-# --- the meter --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("intervals", "exposed"), [
-    ([], 0.0), ([compute(0, 10)], 0.0), ([transfer(0, 10)], 10.0), ([compute(0, 10), transfer(2, 8)], 0.0),
-    ([compute(0, 10), transfer(5, 15)], 5.0), ([compute(5, 10), transfer(0, 20)], 15.0),
-    ([compute(0, 4), compute(6, 9), transfer(2, 12)], 5.0), ([compute(0, 4), compute(3, 9), transfer(2, 8)], 0.0),
-    # Two transfers at once count once.
-    ([transfer(0, 10), transfer(5, 12), compute(0, 6)], 6.0),
-    ([compute(100, 200), transfer(0, 10), transfer(300, 305)], 15.0),
-])  # fmt: skip
-def test_exposed_time_is_transfers_without_computation(intervals: list[Interval], exposed: float) -> None:
-    assert exposed_us(intervals) == pytest.approx(exposed, abs=1e-12)
-    assert exposed_us(reversed(intervals)) == pytest.approx(exposed, abs=1e-12)
-
-
-def test_exposed_spans_are_where_the_gaps_are() -> None:
-    assert exposed_spans([compute(2, 4), compute(6, 8), transfer(0, 10)]) == [(0, 2), (4, 6), (8, 10)]
-
-
-def test_overlap_counts_no_time_twice() -> None:
-    overlap = measure_overlap([compute(0, 10), compute(5, 20), transfer(15, 25), transfer(20, 30)])
-    assert (overlap.compute_us, overlap.transfer_us, overlap.exposed_us) == (20, 15, 10)
-    assert overlap.hidden_fraction == pytest.approx(1 / 3)
-    assert measure_overlap([compute(0, 1)]).hidden_fraction == 1.0
-
-
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def cut_labels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Filled, whenever a picture is saved, with every text that does not lie inside it."""
+    """Filled, whenever a picture is saved, with texts that do not lie inside it, and axes without a unit."""
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
@@ -224,6 +166,7 @@ def cut_labels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def save_and_look(figure: Figure, *args: Any, **kwargs: Any) -> None:
         save(figure, *args, **kwargs)
+        found.extend(f"no unit: {axes.get_title('left')}" for axes in figure.axes if axes.get_xlabel()[:2] != "ms")
         width, height = figure.bbox.width, figure.bbox.height
         axis_ticks = [(tick, a.xaxis.get_view_interval()) for a in figure.axes for tick in a.xaxis.get_major_ticks()]
         not_drawn = {tick.label1 for tick, (low, high) in axis_ticks if not low <= tick.get_loc() <= high}

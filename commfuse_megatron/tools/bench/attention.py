@@ -8,7 +8,7 @@ row_parallel <transport> attention at once, then the projection over our reduce-
 query_split m=C <...>    the queries of one owner after the other
 planned                  what the planner chooses
 
-At the sizes measured the reference's scores do not fit: results are held to PyTorch's attention.
+Results are held to the reference's attention, computed in pieces.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 from torch import distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from commfuse_megatron import ops
 from commfuse_megatron.kernels.attention_choice import AttentionKernels
@@ -26,6 +27,9 @@ from commfuse_megatron.tools.bench.operands import Results, Work
 from commfuse_megatron.tools.bench.variant import differentiable, in_turn
 
 PIECES = (2, 4)
+
+# Of the reference, in fp32: half a GiB, of which its backward pass has some copies.
+_SCORES_AT_ONCE = 2**27
 
 
 def heads_of(work: Work) -> Heads:
@@ -46,10 +50,24 @@ def split_attention(work: Work, splits_per_shard: int | None) -> SplitAttention:
 
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """PyTorch's, causal, of [S, B, H, D] and [S, B, H_kv, D]: [S, B, H, D]."""
-    q, k, v = (each.permute(1, 2, 0, 3) for each in (q, k, v))
-    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return attended.permute(2, 0, 1, 3)
+    """The reference's, causal, of [S, B, H, D] and [S, B, H_kv, D]: [S, B, H, D].
+
+    In pieces of one head of keys and some queries, as all scores would not fit. No kernel that is measured has a part
+    in it, nor PyTorch's own attention, which may run the same one.
+    """
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32  # gradients of pieces are added up in it, too
+    rows, shared_by = q.size(0), q.size(2) // k.size(2)
+    step = max(1, _SCORES_AT_ONCE // (rows * q.size(1) * shared_by))
+    attended = []
+    of_heads = (tensor.to(wide).split(number, dim=2) for tensor, number in ((q, shared_by), (k, 1), (v, 1)))
+    for queries, keys, values in zip(*of_heads, strict=True):
+        pieces = []
+        for start in range(0, rows, step):
+            end = min(start + step, rows)
+            given = (queries[start:end], keys[:end], values[:end])
+            pieces.append(checkpoint(ops.reference.attend, *given, use_reentrant=False))
+        attended.append(torch.cat(pieces))
+    return torch.cat(attended, dim=2).to(q.dtype)
 
 
 def expected(work: Work) -> Results:

@@ -66,7 +66,7 @@ def slices(work: Work, gemm: Gemm, chunks_per_shard: int) -> Callable[[], None]:
     return in_turn(*(partial(slice_gemm.multiply, *operands) for operands in gemms), slice_gemm.join)
 
 
-def _gathers(work: Work) -> list[bool]:
+def gathers_of(work: Work) -> list[bool]:
     """What a pass moves, True for a gather: a column's backward gathers x again and scatters dx, a row's gathers dy."""
     if work.pass_name == "fprop":
         return [work.case.gathers]
@@ -78,7 +78,7 @@ def collectives(work: Work) -> Callable[[], None]:
     shard, full, group = work.operands.wire_shard, work.operands.wire_full, work.group
     gather = partial(dist.all_gather_into_tensor, full, shard, group=group)
     scatter = partial(dist.reduce_scatter_tensor, shard, full, group=group)
-    return in_turn(*(gather if is_gather else scatter for is_gather in _gathers(work)))
+    return in_turn(*(gather if is_gather else scatter for is_gather in gathers_of(work)))
 
 
 class CommOnly(WithContext):
@@ -110,7 +110,7 @@ class CommOnly(WithContext):
             with prepared:
                 prepared.run_transfers(work.operands.wire_shard, "transfers alone")
 
-        call = in_turn(*(once for _ in _gathers(work)))
+        call = in_turn(*(once for _ in gathers_of(work)))
         return Ready(call=call, path="transfers", transport=context.transport_name)
 
 

@@ -99,8 +99,9 @@ def make_emulated_variants(kind: str, device: torch.device, splits: tuple[int, .
             variants += [emulate.EmulatedPath("query_split", backend, count) for count in counts]
         return variants
     sequential = Plain("sequential", "sequential", emulate.sequential)
-    sliced = [emulate.EmulatedPath("sliced", backend) for backend in backends]
-    return [*_compute_only(device), *comm_only, sequential, *_slices_only(device, (1,)), *sliced]
+    paths = ("sliced", "grouped", "bulk")
+    ours = [emulate.EmulatedPath(path, backend) for path in paths for backend in backends]
+    return [*_compute_only(device), *comm_only, sequential, *_slices_only(device, (1,)), *ours]
 
 
 def choose(

@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=PASSES,
         default=list(PASSES),
         metavar="P",
-        help="fprop, backward (default both; of emulated groups fprop)",
+        help="fprop, backward (default both; of blocks with attention in emulated groups fprop)",
     )
     what = "only variants whose names begin with such words, and the lower bounds"
     add("--variants", nargs="+", default=[], metavar="NAME", help=what)
@@ -154,8 +154,11 @@ def _require_sense(arguments: argparse.Namespace, num_ranks: int) -> None:
 def _require_emulated(arguments: argparse.Namespace) -> None:
     if arguments.config:
         raise UsageError("--config: an emulated group runs fixed variants; leave it or --virtual-ranks out")
-    if "fprop" not in arguments.passes:
-        raise UsageError("--passes: an emulated group runs forward only; add fprop, or leave --virtual-ranks out")
+    if _kind_of(arguments) != "linears" and "fprop" not in arguments.passes:
+        raise UsageError(
+            f"--passes: an emulated group runs --{_kind_of(arguments)} forward only; add fprop, or leave"
+            " --virtual-ranks out"
+        )
     if arguments.chunks and not (arguments.ulysses or (arguments.attention and arguments.device == "cuda")):
         raise UsageError(
             "--chunks: emulated groups run one per shard, but for --ulysses, and --attention on --device cuda; leave it"

@@ -16,7 +16,7 @@ Results are checked: every slice against the product of the rows that were reall
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import override
+from typing import Any, override
 
 import torch
 from torch import distributed as dist
@@ -24,9 +24,10 @@ from torch import distributed as dist
 from commfuse_megatron import OverlapConfig, OverlapContext
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.kernels import sum_partials
-from commfuse_megatron.ops.all_gather_linear import gather_forward
+from commfuse_megatron.ops.all_gather_linear import gather_backward, gather_forward
 from commfuse_megatron.ops.attention_passes import AttentionCall, attention_forward
-from commfuse_megatron.ops.linear_reduce_scatter import scatter_forward
+from commfuse_megatron.ops.linear import LinearOperands
+from commfuse_megatron.ops.linear_reduce_scatter import scatter_backward, scatter_forward
 from commfuse_megatron.ops.split_attention import Heads
 from commfuse_megatron.ops.ulysses_pass import UlyssesCall
 from commfuse_megatron.ops.ulysses_passes import ulysses_forward
@@ -38,11 +39,15 @@ from commfuse_megatron.schedule.lower_linear import Asked
 from commfuse_megatron.schedule.lowering import Policy
 from commfuse_megatron.schedule.program import Issue, Program
 from commfuse_megatron.tools.bench.attention import Pieces, heads_of, plain_attention, split_attention
-from commfuse_megatron.tools.bench.bounds import CommOnly, compute
+from commfuse_megatron.tools.bench.bounds import CommOnly, compute, gathers_of
 from commfuse_megatron.tools.bench.operands import Results, Work, ulysses_block
 from commfuse_megatron.tools.bench.ulysses import compute as compute_block
 from commfuse_megatron.tools.bench.ulysses import dealt_rows
 from commfuse_megatron.tools.bench.variant import Ready, WithContext, in_turn
+from commfuse_megatron.tools.common.cases import PASSES
+
+#: A call of one rank of a larger group: y, or the gradients.
+Run = Callable[[], Any]
 
 #: On how many ranks larger groups are emulated.
 REAL_RANKS = 2
@@ -79,22 +84,39 @@ def rank_played(group_size: int) -> int:
 
 
 def expected(work: Work) -> Results:
-    """What the program of one rank of a larger group gives, with the one peer in all other places: y [M or M_r, N]."""
-    case, own = work.case, rank_played(work.case.group_size)
+    """What the program of one rank of a larger group gives, with the one peer in all other places: y [M or M_r, N], or
+    the gradients."""
+    case = work.case
     if work.group.size() != REAL_RANKS:
         raise UnsupportedError(f"larger groups are emulated on {REAL_RANKS} ranks, not on {work.group.size()}")
     if case.op == "ulysses_attention":
         with torch.no_grad():
             return work.named(ulysses_block(case, work.operands, partial(_attend_all, work=work)).flatten(0, -2))
     weight, x = work.operands.weight.detach(), work.operands.x.detach().flatten(0, -2)
+    if work.pass_name == "backward":
+        grad = work.operands.grad_y.flatten(0, -2)
+        if case.gathers:
+            return work.named((_scattered(work, grad @ weight), grad.t() @ _gathered(work, x)))
+        grad = _gathered(work, grad)
+        return work.named((grad @ weight, grad.t() @ x))
     if case.gathers:
-        rows = [_from_peer(work, x.contiguous())] * case.group_size
-        rows[own] = x
-        return work.named(torch.cat(rows) @ weight.t())
+        return work.named(_gathered(work, x) @ weight.t())
     multiplied = plain_attention(*heads_of(work)).reshape(case.M, -1) if case.heads else x
-    partials = (multiplied @ weight.t()).chunk(case.group_size)
-    arrived = _from_peer(work, torch.stack([partial for owner, partial in enumerate(partials) if owner != own]))
-    return work.named(sum_partials(partials[own].contiguous(), arrived, out=torch.empty_like(partials[own])))
+    return work.named(_scattered(work, multiplied @ weight.t()))
+
+
+def _gathered(work: Work, rows: torch.Tensor) -> torch.Tensor:
+    """[M_r, features] of this rank and, in all other places, of the one peer: [M, features]."""
+    size, own = work.case.group_size, rank_played(work.case.group_size)
+    theirs = _from_peer(work, rows)
+    return torch.cat([rows if rank == own else theirs for rank in range(size)])
+
+
+def _scattered(work: Work, partial: torch.Tensor) -> torch.Tensor:
+    """The own rows of this rank's partial [M, features], and what the one peer sends from all other places, summed."""
+    own, partials = rank_played(work.case.group_size), partial.chunk(work.case.group_size)
+    arrived = _from_peer(work, torch.stack([each for owner, each in enumerate(partials) if owner != own]))
+    return sum_partials(partials[own].contiguous(), arrived, out=torch.empty_like(partials[own]))
 
 
 def _from_peer(work: Work, tensor: torch.Tensor) -> torch.Tensor:
@@ -175,9 +197,9 @@ class Transfers(CommOnly):
 class EmulatedPath(WithContext):
     """The direct schedule of V ranks, over one transport: V slices and V - 1 messages.
 
-    path: "sliced" of linears; "row_parallel", attention at once and then a sliced projection; "query_split", with so
-    many splits of every shard's queries; or "overlapped" over a split sequence, with so many groups of heads, or as
-    many as there are.
+    path: "sliced", "grouped" or, backward, "bulk" of linears; "row_parallel", attention at once and then a sliced
+    projection; "query_split", with so many splits of every shard's queries; or "overlapped" over a split sequence,
+    with so many groups of heads, or as many as there are.
     """
 
     is_basic = True
@@ -185,7 +207,13 @@ class EmulatedPath(WithContext):
     def __init__(self, path: str, backend: str, splits: int = 1) -> None:
         super().__init__(OverlapConfig.from_dict({"transport": {"backend": backend}}), backend)
         self._path, self._splits = path, splits
-        self.name = f"{path} {backend}" if path == "row_parallel" else f"{path} m={splits} {backend}"
+        if path in ("sliced", "grouped", "bulk"):
+            self.passes = ("backward",) if path == "bulk" else PASSES
+        else:
+            self.passes = ("fprop",)
+        self.name = (
+            f"{path} {backend}" if path in ("grouped", "bulk", "row_parallel") else f"{path} m={splits} {backend}"
+        )
 
     @override
     def build(self, work: Work) -> Ready:
@@ -194,8 +222,8 @@ class EmulatedPath(WithContext):
             raise UnsupportedError(f"{shard_rows} rows of a shard cannot be cut into {self._splits}")
         run = _RUNS[self._path](work, self.context_for(work), self._splits)
         return Ready(
-            call=as_graph(lambda: run().flatten(0, -2), work.pool.device),
-            read=work.named,
+            call=as_graph(run, work.pool.device),
+            read=lambda found: {name: each.flatten(0, -2) for name, each in work.named(found).items()},
             path=self._path,
             transport=self.context_for(work).transport_name,
             algorithm="direct",
@@ -203,15 +231,19 @@ class EmulatedPath(WithContext):
         )
 
 
-def _run_linear(work: Work, context: OverlapContext, _: int) -> Callable[[], torch.Tensor]:
-    prepared = EmulatedPass(context, work.case.problem("fprop", work.dtype_name))
+def _run_linear(work: Work, context: OverlapContext, _: int, path: str = "sliced") -> Run:
+    prepared = EmulatedPass(context, work.case.problem(work.pass_name, work.dtype_name), path)
     x, weight = work.operands.x.detach(), work.operands.weight.detach()
+    if work.pass_name == "backward":
+        backward = gather_backward if work.case.gathers else scatter_backward
+        operands = LinearOperands(work.operands.grad_y.flatten(0, -2), x, weight, x.shape)
+        return lambda: backward(prepared, operands, None)
     if work.case.gathers:
         return lambda: gather_forward(prepared, x, weight, None, returns_gathered=False)[0]
     return lambda: scatter_forward(prepared, x, weight, None)
 
 
-def _run_at_once(work: Work, context: OverlapContext, _: int) -> Callable[[], torch.Tensor]:
+def _run_at_once(work: Work, context: OverlapContext, _: int) -> Run:
     heads, weight, attention = heads_of(work), work.operands.weight.detach(), split_attention(work, None)
     prepared = EmulatedPass(context, work.case.attention(work.dtype_name).projection)
     attended = torch.empty_like(heads.q)
@@ -223,7 +255,7 @@ def _run_at_once(work: Work, context: OverlapContext, _: int) -> Callable[[], to
     return run
 
 
-def _run_query_split(work: Work, context: OverlapContext, splits: int) -> Callable[[], torch.Tensor]:
+def _run_query_split(work: Work, context: OverlapContext, splits: int) -> Run:
     heads, weight, problem = heads_of(work), work.operands.weight.detach(), work.case.attention(work.dtype_name)
     prepared = EmulatedPass(context, problem, "query_split", splits)
     prepared.attention = context.attention_kernels.choose(problem, "auto")
@@ -231,7 +263,7 @@ def _run_query_split(work: Work, context: OverlapContext, splits: int) -> Callab
     return lambda: attention_forward(call, heads, weight, None)[0]
 
 
-def _run_overlapped(work: Work, context: OverlapContext, groups: int) -> Callable[[], torch.Tensor]:
+def _run_overlapped(work: Work, context: OverlapContext, groups: int) -> Run:
     case, problem = work.case, work.case.exchange(work.dtype_name)
     prepared = EmulatedPass(context, problem, "overlapped", len(problem.head_groups(groups)))
     prepared.attention = context.attention_kernels.choose(problem.attention(), "auto")
@@ -244,8 +276,10 @@ def _run_overlapped(work: Work, context: OverlapContext, groups: int) -> Callabl
     return run
 
 
-_RUNS = {
+_RUNS: dict[str, Callable[[Work, OverlapContext, int], Run]] = {
     "sliced": _run_linear,
+    "grouped": partial(_run_linear, path="grouped"),
+    "bulk": partial(_run_linear, path="bulk"),
     "row_parallel": _run_at_once,
     "query_split": _run_query_split,
     "overlapped": _run_overlapped,
@@ -274,7 +308,7 @@ def exchanged(work: Work) -> Callable[[], object]:
     return as_graph(in_turn(there, compute_block(work), home), work.pool.device)
 
 
-def _collective(work: Work, parts: int = 1) -> Callable[[], dist.Work]:
+def _collective(work: Work, is_gather: bool, parts: int = 1) -> Callable[[], dist.Work]:
     """What starts one of `parts` equal parts of a collective of the real group, and returns it to be waited for.
 
     It moves, per rank, the bytes of V - 1 shards each way.
@@ -283,23 +317,33 @@ def _collective(work: Work, parts: int = 1) -> Callable[[], dist.Work]:
     moved = (work.case.group_size - 1) * rows // parts
     shard = work.pool.tensor("moved_shard", moved, features)
     full = work.pool.tensor("moved_full", REAL_RANKS * moved, features)
-    if work.case.gathers:
+    if is_gather:
         return lambda: dist.all_gather_into_tensor(full, shard, group=work.group, async_op=True)
     return lambda: dist.reduce_scatter_tensor(shard, full, group=work.group, async_op=True)
 
 
 def collective_alone(work: Work) -> Callable[[], object]:
-    """That collective alone."""
-    move = _collective(work)
-    return as_graph(lambda: move().wait(), work.pool.device)
+    """The collectives of the pass alone."""
+    before, after = _moves(work)
+    return as_graph(in_turn(*before, *after), work.pool.device)
+
+
+def _moves(work: Work) -> tuple[list[Callable[[], object]], list[Callable[[], object]]]:
+    """The collectives of the pass, complete: those before its GEMMs, and those behind them."""
+    found: dict[bool, list[Callable[[], object]]] = {True: [], False: []}
+    for is_gather in gathers_of(work):
+        found[is_gather].append(partial(_complete, _collective(work, is_gather)))
+    return found[True], found[False]
+
+
+def _complete(start: Callable[[], dist.Work]) -> object:
+    return start().wait()
 
 
 def sequential(work: Work) -> Callable[[], object]:
-    """That collective before, or after, the GEMM of V ranks."""
-    gemm = compute(work)
-    move = _collective(work)
-    both = (lambda: move().wait(), gemm)
-    return as_graph(in_turn(*(both if work.case.gathers else reversed(both))), work.pool.device)
+    """Those collectives before, or after, the GEMMs of V ranks."""
+    before, after = _moves(work)
+    return as_graph(in_turn(*before, compute(work), *after), work.pool.device)
 
 
 def sliced(work: Work, num_pieces: int = 1) -> Callable[[], object]:
@@ -308,7 +352,7 @@ def sliced(work: Work, num_pieces: int = 1) -> Callable[[], object]:
     The collectives move as much as those of V, but not what was computed: nothing is compared. Owners come in the order
     that the planner would take for the machine of our measurements.
     """
-    pieces, move = Pieces(work, num_pieces), _collective(work, num_pieces)
+    pieces, move = Pieces(work, num_pieces), _collective(work, work.case.gathers, num_pieces)
 
     def call() -> None:
         arriving = []

@@ -54,7 +54,7 @@ def draw_rows(path: str | Path, rows: Sequence[Row]) -> Path:
 def label_axes(axes: Any, title: str) -> None:
     """Say what the heights of bars are: 1 is the ideal."""
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_ylabel("time / max(compute, comm)")
+    axes.set_ylabel("time / max(compute, comm), ratio")
     axes.set_title(title, loc="left", fontsize=10)
 
 

@@ -80,6 +80,8 @@ def forced_paths(kind: str, device: torch.device, group_size: int, chunks: tuple
     """Every path that a configuration can force, over every transport of the device."""
     found = []
     for path in _PATHS[kind]:
+        if path == "grouped" and group_size < 3:  # the same as "sliced"
+            continue
         for backend in ("auto",) if path in ("async", "sequential") else backends_of(device):
             options = PathOptions(path=path, backend=backend, kind=kind)
             found += [replace(options, chunks_per_shard=m) for m in (chunks if path in _IN_CHUNKS else (1,))]

@@ -94,7 +94,7 @@ def grid(settings: Settings, group_size: int) -> list[Piece]:
     pieces = [
         Piece(name, M, pass_name, size, is_emulated)
         for size in sizes
-        for pass_name in (("fprop",) if is_emulated else settings.passes)
+        for pass_name in (("fprop",) if is_emulated and settings.kind != "linears" else settings.passes)
         for name in names
         for M in tokens_of(name, settings.tokens)
     ]

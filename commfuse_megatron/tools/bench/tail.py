@@ -26,7 +26,7 @@ class TailMeter:
 
     def measure_ms(self, work: Work, ready: Ready) -> float | None:
         """Median over calls, maximum over ranks; None where nothing is scheduled. Collective."""
-        if ready.path not in ("sliced", "bulk"):
+        if ready.path not in ("sliced", "grouped", "bulk"):
             return None
         options = PathOptions(
             path=ready.path,

@@ -9,7 +9,7 @@ with_projections ...  the same, and beside the linears: a group is projected whi
 planned               what the planner chooses
 
 The sequence is in zigzag order, as Megatron deals it; queries and keys are contiguous, as a rotary embedding leaves
-them. Results are held to PyTorch's attention between plain all-to-alls.
+them. Results are held to the reference's attention between plain all-to-alls.
 """
 
 import importlib
@@ -38,7 +38,7 @@ def expected(work: Work) -> Results:
 
 
 def _attend_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """PyTorch's attention between plain all-to-alls, rows in zigzag order."""
+    """The reference's attention between plain all-to-alls, rows in zigzag order."""
     size, rows = group.size(), q.size(0) * group.size()
 
     def exchanged(parts: torch.Tensor) -> torch.Tensor:

@@ -10,13 +10,15 @@ from typing import Any, Literal
 import torch
 from torch import distributed as dist
 
-from commfuse_megatron.config import AttentionConfig, LinearConfig, OverlapConfig, PassConfig
+from commfuse_megatron.config import AttentionConfig, LinearConfig, OverlapConfig, PassConfig, UlyssesConfig
 from commfuse_megatron.tools.common.text import batch_of
 
 #: What is compared is the overlapped path, whatever would be faster for so small a model.
 _SLICED = PassConfig(path="sliced", algorithm="direct", chunks_per_shard=1)
 OVERLAPPED = OverlapConfig(
-    linear=LinearConfig(fprop=_SLICED, dgrad=_SLICED), attention=AttentionConfig(path="row_parallel")
+    linear=LinearConfig(fprop=_SLICED, dgrad=_SLICED),
+    attention=AttentionConfig(path="row_parallel"),
+    ulysses=UlyssesConfig(path="overlapped"),
 )
 
 #: As `testing.lora`'s, which imports Megatron.
@@ -78,9 +80,11 @@ class Task:
 
 
 @contextmanager
-def tensor_parallel_megatron(device_type: str, context_parallel: int = 1) -> Iterator[None]:
+def tensor_parallel_megatron(
+    device_type: str, context_parallel: int = 1, *, group_size: int | None = None
+) -> Iterator[None]:
     """Megatron, tensor parallel over the default group, or so many groups that share sequences, on that kind of device;
-    our contexts are closed at the end."""
+    our contexts are closed at the end. group_size: of tensor-parallel groups, where the others are data-parallel."""
     with ExitStack() as stack:
         if device_type == "cpu":
             from commfuse_megatron.testing import cpu_megatron
@@ -92,7 +96,7 @@ def tensor_parallel_megatron(device_type: str, context_parallel: int = 1) -> Ite
         from commfuse_megatron.testing.gpt import tensor_parallel
 
         sizes = {"context_parallel_size": context_parallel}
-        stack.enter_context(tensor_parallel(dist.get_world_size() // context_parallel, **sizes))
+        stack.enter_context(tensor_parallel(group_size or dist.get_world_size() // context_parallel, **sizes))
         yield
         reset_contexts()
 
@@ -113,9 +117,11 @@ def build_model(
         options: Megatron's. On GPUs weights are drawn where they lie, which makes each model's others, unless
             `use_cpu_initialization` says otherwise.
     """
+    from megatron.core import parallel_state
+
     from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, transformer_config
 
-    group_size = dist.get_world_size() // task.context_parallel
+    group_size = parallel_state.get_tensor_model_parallel_world_size()
     gpt = SmallGPT(
         num_layers=task.num_layers if task.pattern is None else len(task.pattern),
         hidden_size=task.hidden_size,
@@ -171,13 +177,16 @@ def _build_hybrid(task: Task, gpt: Any, config: Any, overlap: OverlapConfig | Li
 
 
 def stock_reasons(model: Any) -> dict[str, str | None]:
-    """By linear of a model that was overlapped: why it, or a call of it, was not; None if all calls were."""
+    """By linear of a model that was overlapped: why it, or a call of it, was not; None if all calls were. Under context
+    parallelism core attentions, too, and no linears of one rank."""
     from commfuse_megatron.plugin import model_report
+    from commfuse_megatron.plugin.support import ONE_RANK
 
     return {
         layer.name: None
         if layer.path == "overlapped"
         else f"{layer.path}: {'; '.join((*layer.reasons, *layer.sequential_reasons)) or 'no reason given'}"
         for layer in model_report(model).layers
-        if ".adapter." not in layer.name  # they are Megatron's own, in stock and here
+        # Adapters' linears are Megatron's own, in stock and here.
+        if ".adapter." not in layer.name and layer.reasons != (ONE_RANK,)
     }

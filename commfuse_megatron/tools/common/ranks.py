@@ -140,6 +140,12 @@ def require_megatron() -> None:
         raise CannotRunError("Megatron-Core is not installed: pip install megatron-core")
 
 
+def require_transformer_engine() -> None:
+    """The same of Transformer Engine."""
+    if util.find_spec("transformer_engine") is None:
+        raise CannotRunError("Transformer Engine is not installed: pip install 'commfuse-megatron[te]'")
+
+
 def choose_several_ranks(requested: int | None) -> int:
     """The same, of commands that look at what ranks send each other: raises UsageError for one rank, too."""
     num_ranks = choose_num_ranks(requested)

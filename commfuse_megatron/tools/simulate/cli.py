@@ -50,6 +50,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     step = f"whole training steps of MODEL, of {', '.join(STEP_LAYERS)}, and the error on those that were measured"
     add("--step", choices=STEP_LAYERS, metavar="MODEL", help=f"{step}; needs no rows")
     add("--layers", type=int, metavar="N", help="with --step: layers of the model (default: as published)")
+    sharing = "with --step: so many of the ranks share a sequence (cp_comm_type a2a), the others are tensor-parallel"
+    add("--context-parallel", type=int, default=1, metavar="C", help=f"{sharing} (default 1)")
 
 
 def _selectable_linears() -> list[str]:
@@ -67,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     if max(arguments.ranks) > _MOST_RANKS:
         largest = f"{_MOST_RANKS}, got {max(arguments.ranks)}"
         raise UsageError(f"--ranks must be at most {largest}: every step of a rank is simulated")
-    require_positive(arguments, ("layers",))
+    require_positive(arguments, ("layers", "context_parallel"))
     if min(arguments.tokens) < 1:
         raise UsageError(f"--tokens must be at least 1, got {min(arguments.tokens)}")
     if arguments.step is not None:
@@ -75,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         refuse_given(arguments, ("models", "linears", "figure"), "--step predicts a whole model; leave out")
         return run_simulate_step(arguments)
-    refuse_given(arguments, ("layers",), "only --step takes")
+    refuse_given(arguments, ("layers", "context_parallel"), "only --step takes")
     if arguments.rows is None:
         raise UsageError(
             "no measurements: name a file of rows with --rows FILE. On two or more GPUs of one host,\n"

@@ -1,8 +1,9 @@
 """Whole steps of a Megatron GPT as the planner's model has them: stock, with the plugin, without communication.
 
 Forward and backward of one batch, no optimizer, as `commfuse trace --step` times them. What the device takes: linears,
-attention and the embedding are the planner's predictions; norms, activations, the loss and the rest move bytes. What
-the host takes to submit it: so long for each layer, as measured. Each pass lasts until both are through.
+attention, its exchanges and the embedding are the planner's predictions; norms, activations, the loss and the rest
+move bytes. What the host takes to submit it: so long for each layer, as measured. Each pass lasts until both are
+through.
 """
 
 import dataclasses
@@ -17,7 +18,8 @@ from commfuse_megatron.plan.candidates import list_candidates
 from commfuse_megatron.plan.cost_model import PassCosts, predict_parts_us
 from commfuse_megatron.plan.machine import Channel, MachineModel
 from commfuse_megatron.plan.pass_plan import PassPlan, parts_of
-from commfuse_megatron.problem import AttentionProblem, GemmProblem
+from commfuse_megatron.plan.ulysses import list_ulysses_plans, predict_ulysses_us
+from commfuse_megatron.problem import AttentionProblem, GemmProblem, UlyssesProblem
 from commfuse_megatron.schedule import Algorithm
 from commfuse_megatron.tools.bench.report import read_rows
 from commfuse_megatron.tools.common.cases import FREE, PLANNED, STEP_LAYERS, STOCK
@@ -30,6 +32,8 @@ SHIPPED = Path(__file__).with_name("measured_steps.json")
 
 #: Of a step: as users read them.
 VARIANTS = {STOCK: "stock", PLANNED: "with the plugin", FREE: "without communication"}
+
+_FREE = Channel(latency_us=0.0, bandwidth_gb_s=float("inf"))
 
 _HEAD_DIM = 128
 _ITEMSIZE = 2
@@ -85,12 +89,16 @@ class StepMachine(NamedTuple):
 
 
 class StepSizes(NamedTuple):
-    """A step of one sequence of so many tokens, of `model` with so many layers."""
+    """A step of one sequence of so many tokens, of `model` with so many layers.
+
+    group_size: of all ranks, of which `context_parallel` share the sequence, and the others are tensor-parallel.
+    """
 
     model: str
     layers: int
     tokens: int
     group_size: int
+    context_parallel: int = 1
 
 
 class StepPrediction(NamedTuple):
@@ -108,12 +116,13 @@ class StepPrediction(NamedTuple):
 
 
 class MeasuredStep(NamedTuple):
-    """A step that `commfuse trace --step --json` wrote. step_ms: by variant."""
+    """A step that `commfuse trace --step --json` wrote. step_ms: by variant. run: tells it from others of its sizes."""
 
     device: str
     transport: str
     sizes: StepSizes
     step_ms: dict[str, float]
+    run: str
 
     def fits(self, machine: StepMachine) -> bool:
         """Whether it ran on such GPUs, over such a link."""
@@ -122,12 +131,8 @@ class MeasuredStep(NamedTuple):
 
 
 def predict_step(sizes: StepSizes, on: StepMachine) -> StepPrediction:
-    """Forward and backward of one batch. Raises ConfigError for sizes that the group does not divide."""
-    machine, layers = on.of_group(sizes.group_size), sizes.layers
-    if machine.source == "measured":
-        rate = dataclasses.replace(machine.gemm, tflops=_SUSTAINED * machine.gemm.tflops)
-        machine = dataclasses.replace(machine, gemm=rate)
-    step = _Step(sizes.model, sizes.tokens, sizes.group_size, machine)
+    """Forward and backward of one batch. Raises ConfigError for sizes that the ranks do not divide."""
+    layers, step = sizes.layers, _Step(sizes, on)
     layer, ends = step.layers(), step.ends()
     forward_ms, step_ms, host_bound = {}, {}, {}
     for name, (host_forward_us, host_backward_us) in _HOST_US_OF_A_LAYER.items():
@@ -143,19 +148,43 @@ def predict_step(sizes: StepSizes, on: StepMachine) -> StepPrediction:
     return StepPrediction(sizes, forward_ms, step_ms, host_bound)
 
 
+def _machine_of(on: StepMachine, group_size: int) -> MachineModel:
+    """Of a group, as long runs have it; that of one rank sends nothing."""
+    machine = on.of_group(max(2, group_size))
+    if machine.source == "measured":
+        rate = dataclasses.replace(machine.gemm, tflops=_SUSTAINED * machine.gemm.tflops)
+        machine = dataclasses.replace(machine, gemm=rate)
+    return machine
+
+
 class _Step:
     """The parts of a step on one rank, by variant."""
 
-    def __init__(self, model: str, tokens: int, group_size: int, machine: MachineModel) -> None:
-        self.machine, self.group_size, self.tokens = machine, group_size, tokens
-        sizes = MODELS[model]
-        for name, size in {"tokens": tokens, **sizes}.items():
-            if size % group_size and name != "num_query_groups":
-                raise ConfigError(f"{model}: {size} {name.replace('_', ' ')} cannot be cut for {group_size} ranks")
+    def __init__(self, step: StepSizes, on: StepMachine) -> None:
+        self.sharing, self.sequence = step.context_parallel, step.tokens
+        if step.group_size % self.sharing:
+            raise ConfigError(f"{step.group_size} ranks cannot be cut for a context-parallel size of {self.sharing}")
+        self.group_size = step.group_size // self.sharing
+        self.machine = _machine_of(on, self.group_size)
+        self.machine_of_exchange = _machine_of(on, self.sharing)
+        sizes = MODELS[step.model]
+        # In zigzag order a context-parallel rank has two chunks of the sequence.
+        for name, size, ranks in (
+            ("tokens", step.tokens, self.group_size * (2 * self.sharing if self.sharing > 1 else 1)),
+            ("attention heads", sizes["num_attention_heads"], step.group_size),
+            *((name.replace("_", " "), size, self.group_size) for name, size in sizes.items()),
+        ):
+            if size % ranks and name != "num query groups":
+                which = "ranks" if ranks == step.group_size else "parts"
+                raise ConfigError(f"{step.model}: {size} {name} cannot be cut for {ranks} {which}")
+        self.tokens = step.tokens // self.sharing
         self.hidden = sizes["hidden_size"]
-        self.heads = sizes["num_attention_heads"] // group_size
-        self.kv_heads = max(1, sizes["num_query_groups"] // group_size)
-        self.ffn, self.vocab = sizes["ffn_hidden_size"] // group_size, sizes["vocab_size"] // group_size
+        self.heads = sizes["num_attention_heads"] // self.group_size
+        self.kv_heads = max(1, sizes["num_query_groups"] // self.group_size)
+        if self.kv_heads % self.sharing and self.sharing % self.kv_heads:
+            which = f"{self.sharing} context-parallel ranks"
+            raise ConfigError(f"{step.model}: {self.kv_heads} heads of keys cannot be cut for {which}, nor shared")
+        self.ffn, self.vocab = sizes["ffn_hidden_size"] // self.group_size, sizes["vocab_size"] // self.group_size
 
     def layers(self) -> dict[str, _Time]:
         """One layer."""
@@ -163,6 +192,10 @@ class _Step:
         proj = self._linear("linear_reduce_scatter", self.hidden, self.heads * _HEAD_DIM)
         fc1 = self._linear("all_gather_linear", 2 * self.ffn, self.hidden)
         fc2 = self._linear("linear_reduce_scatter", self.hidden, self.ffn)
+        if self.sharing > 1:
+            exchanged = self._exchanged_attention()
+            rest = self._rest()
+            return {name: qkv[name] + proj[name] + fc1[name] + fc2[name] + exchanged[name] + rest for name in qkv}
         attention = self._attention()
         at_once = _Time(attention.at_once_us(is_backward=False), attention.at_once_us(is_backward=True))
         rest = self._rest()
@@ -214,6 +247,37 @@ class _Step:
         )
         return AttentionCosts(problem, self.machine)
 
+    def _exchanged_attention(self) -> dict[str, _Time]:
+        """Attention of a shared sequence between its exchanges."""
+        machine = self.machine_of_exchange
+        problem = UlyssesProblem(
+            pass_name="fprop",
+            rows=self.sequence,
+            batch=1,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=_HEAD_DIM,
+            value_dim=_HEAD_DIM,
+            dtype=DTYPE,
+            group_size=self.sharing,
+            order="zigzag",
+            right=0,
+        )
+
+        def time_of(plan: PassPlan, on: MachineModel) -> _Time:
+            forward_us = predict_ulysses_us(problem, plan, on)
+            both_us = predict_ulysses_us(dataclasses.replace(problem, needs="input"), plan, on)
+            return _Time(forward_us, both_us - forward_us)
+
+        stock = PassPlan("stock")
+        theirs = time_of(stock, machine)
+        free = time_of(stock, dataclasses.replace(machine, collective=_FREE))
+        sent = self.tokens * (2 * self.heads + 2 * self.kv_heads) * _HEAD_DIM * _ITEMSIZE // self.sharing
+        shown_us = _SHOWN_OF_HIDDEN * (self.sharing - 1) * machine.link.time_us(sent)
+        ours = [time_of(plan, machine) for plan in list_ulysses_plans(problem, OverlapConfig())]
+        hidden = [time + _Time(*(min(shown_us, part_us) for part_us in free)) for time in ours[1:]]
+        return {STOCK: theirs, PLANNED: min([theirs, ours[0], *hidden], key=sum), FREE: free}
+
     def _passes(self, op: str, N: int, K: int) -> tuple[GemmProblem, GemmProblem]:
         """Forward and backward of a linear, or of the embedding."""
         forward = GemmProblem(op, "fprop", self.tokens, 1, N, K, DTYPE, self.group_size)
@@ -223,6 +287,9 @@ class _Step:
     def _linear(self, op: str, N: int, K: int) -> dict[str, _Time]:
         """A linear, or the embedding. Megatron's own backward pass of a column-parallel one is asynchronous."""
         passes = self._passes(op, N, K)
+        if self.group_size == 1:
+            alone = _Time(*(predict_parts_us(each, SEQUENTIAL, self.machine)[0] for each in passes))
+            return dict.fromkeys(VARIANTS, alone)
         stock = [SEQUENTIAL, SEQUENTIAL]
         if op == "all_gather_linear":
             stock[1] = PassPlan("async", "", Algorithm.DIRECT, 1, keep_gathered_input=False)
@@ -249,8 +316,7 @@ class _Step:
 
     def _free_us(self, problem: GemmProblem) -> float:
         """The sequential program with local copies instead of collectives, as `trace.collectives` makes them."""
-        free = Channel(latency_us=0.0, bandwidth_gb_s=float("inf"))
-        costs = PassCosts(problem, dataclasses.replace(self.machine, collective=free))
+        costs = PassCosts(problem, dataclasses.replace(self.machine, collective=_FREE))
         gathers, _, scatters, _ = parts_of(costs.problem, SEQUENTIAL)
         own = self.tokens // self.group_size
         copies_us = gathers * costs.pass_us(own + self.tokens) + scatters * costs.pass_us(2 * own)
@@ -264,7 +330,8 @@ def measured_steps(path: Path) -> list[MeasuredStep]:
     for row in read_rows(path):
         is_step = row.get("op") == "whole_step" and row.get("model") in STEP_LAYERS and row["batch"] == 1
         if is_step and row.get("recipe") is None and row.get("device") != "cpu" and row["variant"] in VARIANTS:
-            sizes = StepSizes(*(row[name] for name in ("model", "layers", "sequence", "group_size")))
+            names = ("model", "layers", "sequence", "group_size", "context_parallel")
+            sizes = StepSizes(*(row[name] for name in names if row.get(name) is not None))
             runs = found.setdefault((row.get("commit"), row.get("device"), row.get("transport"), sizes), [{}])
             if row["variant"] in runs[-1]:  # measured again
                 runs.append({})
@@ -272,7 +339,13 @@ def measured_steps(path: Path) -> list[MeasuredStep]:
     if not found:
         raise ConfigError(f"{path} has no steps of {', '.join(STEP_LAYERS)} that `commfuse trace --step --json` wrote")
     return [
-        MeasuredStep(device, transport, sizes, step_ms)
-        for (_, device, transport, sizes), runs in found.items()
-        for step_ms in runs
+        MeasuredStep(device, transport, sizes, step_ms, _name_run(commit, number, len(runs)))
+        for (commit, device, transport, sizes), runs in found.items()
+        for number, step_ms in enumerate(runs, 1)
     ]
+
+
+def _name_run(commit: str | None, number: int, count: int) -> str:
+    """By the commit that was measured; of several runs by it, or of none that is named, with a number."""
+    parts = [f"commit {commit}"] if commit else []
+    return ", ".join(parts + [f"run {number}"] * (count > 1 or not commit))

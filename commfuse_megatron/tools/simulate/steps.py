@@ -50,14 +50,20 @@ class _Error(NamedTuple):
 
     def as_json(self) -> dict[str, object]:
         figures = {name: getattr(self, name) for name in ("what", "predicted", "measured", "error", "is_host_bound")}
-        return self.step.sizes._asdict() | figures
+        return self.step.sizes._asdict() | {"run": self.step.run} | figures
 
 
 def run_simulate_step(arguments: argparse.Namespace) -> int:
     """Predict, compare, print. 0: done."""
     machine, layers = _machine(arguments), arguments.layers or STEP_LAYERS[arguments.step]
     sizes = [(tokens, group_size) for tokens in arguments.tokens for group_size in arguments.ranks]
-    predictions = [predict_step(StepSizes(arguments.step, layers, *each), machine) for each in sizes]
+    sharing = arguments.context_parallel
+    if sharing > 1 and machine.link != "nvlink":
+        raise UsageError(
+            f"--context-parallel {sharing}: exchanges are predicted over nvlink alone, not over {machine.link}: nothing"
+            " is known of them there"
+        )
+    predictions = [predict_step(StepSizes(arguments.step, layers, *each, sharing), machine) for each in sizes]
     steps = [step for step in measured_steps(Path(arguments.against or SHIPPED)) if step.fits(machine)]
     if arguments.against and not steps:
         raise UsageError(
@@ -75,6 +81,8 @@ def run_simulate_step(arguments: argparse.Namespace) -> int:
         write_json(arguments.json, data)
     _print_predictions(predictions, machine)
     _print_errors(errors, machine, max(arguments.ranks))
+    if sharing > 1 and not any(step.sizes.context_parallel > 1 for step in steps):
+        results().print("no step whose ranks share a sequence is among these: what exchanges take, they do not tell")
     return 0
 
 
@@ -102,8 +110,8 @@ def _errors(step: MeasuredStep, prediction: StepPrediction) -> Iterator[_Error]:
 
 
 def _print_predictions(predictions: Sequence[StepPrediction], machine: StepMachine) -> None:
-    model, layers, *_ = predictions[0].sizes
-    title = f"predicted, not measured: step of {model}, {layers} layers, ms, {machine.device}, link {machine.link}"
+    what = _say_step(predictions[0].sizes)
+    title = f"predicted, not measured: step of {what}, ms, {machine.device}, link {machine.link}"
     rows = [
         (
             str(each.sizes.tokens),
@@ -123,6 +131,11 @@ def _print_predictions(predictions: Sequence[StepPrediction], machine: StepMachi
     console.print("forward and backward of one sequence, no optimizer; all ranks on one host or NVLink domain")
     if any(each.host_bound for each in predictions):
         console.print(_HOST_BOUND)
+
+
+def _say_step(sizes: StepSizes) -> str:
+    sharing = f", context parallel {sizes.context_parallel}" if sizes.context_parallel > 1 else ""
+    return f"{sizes.model}, {sizes.layers} layers{sharing}"
 
 
 def _say_host_bound(prediction: StepPrediction) -> str:
@@ -145,7 +158,8 @@ def _print_errors(errors: Sequence[_Error], machine: StepMachine, most_ranks: in
     for each in errors:
         sizes, digits = each.step.sizes, 1 if each.what in VARIANTS else 3
         row = (
-            f"{sizes.model}, {sizes.layers} layers, S {sizes.tokens}",
+            f"{_say_step(sizes)}, S {sizes.tokens}",
+            each.step.run,
             str(sizes.group_size),
             VARIANTS.get(each.what, each.what),
             *(f"{value:.{digits}f}" for value in (each.predicted, each.measured)),
@@ -153,7 +167,7 @@ def _print_errors(errors: Sequence[_Error], machine: StepMachine, most_ranks: in
             "yes" if each.is_host_bound else "no",
         )
         rows.append(row)
-    columns = ("step", ">ranks", "variant", ">predicted", ">measured", ">error", "host-bound")
+    columns = ("step", "run", ">ranks", "variant", ">predicted", ">measured", ">error", "host-bound")
     title = f"the same model on steps measured on {machine.device}, ms: predicted / measured - 1"
     console.print(make_table(title, columns, rows))
     console.print(say_errors(f"{len(errors)} figures", [each.error for each in errors]))

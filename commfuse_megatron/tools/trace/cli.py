@@ -24,7 +24,13 @@ from commfuse_megatron.tools.common.options import (
     require_positive,
 )
 from commfuse_megatron.tools.common.output import require_files, require_names_for_files
-from commfuse_megatron.tools.common.ranks import UsageError, choose_num_ranks, choose_several_ranks, require_megatron
+from commfuse_megatron.tools.common.ranks import (
+    UsageError,
+    choose_num_ranks,
+    choose_several_ranks,
+    require_megatron,
+    require_transformer_engine,
+)
 
 SUMMARY = "show when what ran: a linear, an attention block or a Megatron step, as trace, picture and table"
 EXAMPLE = """commfuse trace --op all_gather_linear --pass backward --ranks 2
@@ -250,6 +256,10 @@ def _checked_step(arguments: argparse.Namespace, num_ranks: int) -> argparse.Nam
         raise UsageError(f"the models can be cut for 2, 4 or 8 ranks, not {num_ranks}")
     require_positive(arguments, ("seq", "layers", "batch", "rounds", "runs", "context_parallel"))
     _require_shared_sequences(arguments.context_parallel, arguments, sequence, num_ranks)
+    if arguments.transformer_impl == "transformer_engine":
+        if arguments.device == "cpu":
+            raise UsageError("--transformer-impl transformer_engine is for GPUs; leave it out, or add --device cuda")
+        require_transformer_engine()
     layers = arguments.layers or (2 if is_demo else 4)
     return _ready(arguments, f"step_{arguments.model}", layers=layers, seq=sequence)
 

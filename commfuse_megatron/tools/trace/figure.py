@@ -82,13 +82,14 @@ def _draw(path: str | Path, panels: list[tuple[str, Recording, Span]], caption: 
     everything = [i for _, recording, _ in panels for intervals in recording.values() for i in intervals]
     ops = sorted({i.op for i in everything if i.track == COMPUTE})
     colors = {op: COMPUTE_COLORS[index % len(COMPUTE_COLORS)] for index, op in enumerate(ops)}
-    height_in = 1.0 + sum(0.9 + 0.95 * len(recording) for _, recording, _ in panels)
+    height_in = 0.8 + sum(1.1 + 0.95 * len(recording) for _, recording, _ in panels)
     with drawn(path, len(panels), (WIDTH_IN, height_in)) as (figure, all_axes):
         if title:
             figure.suptitle(_broken(title), x=0.01, ha="left", fontsize=10)
         for axes, (heading, recording, window_us) in zip(all_axes, panels, strict=True):
             _draw_panel(axes, recording, window_us, colors)
             axes.set_title(_broken(heading), loc="left", fontsize=10)
+            axes.set_xlabel("ms")
         all_axes[-1].set_xlabel(_broken("ms" + (f"      {caption}" if caption else "")))
         _add_legend(figure, colors, has_arrivals=any(sender_of(i) is not None for i in everything))
     return Path(path)

@@ -33,7 +33,7 @@ from commfuse_megatron.tools.trace.summary import Summary, busy_us, drop_nested,
 
 _BLOCK = "query_split_attention"
 #: Plans whose steps the context's recorder sees.
-_SCHEDULED = ("sliced", "bulk", "local", "query_split")
+_SCHEDULED = ("sliced", "grouped", "bulk", "local", "query_split")
 
 Recording = dict[int, list[Interval]]
 OnCall = Callable[[], object]

@@ -27,7 +27,7 @@ from commfuse_megatron.tools.trace.operation import (
     trace_linear,
 )
 from commfuse_megatron.tools.trace.perfetto import write_perfetto
-from commfuse_megatron.tools.trace.summary import worst_of
+from commfuse_megatron.tools.trace.summary import Summary, worst_of
 from commfuse_megatron.tools.trace.whole_step import (
     USERBUFFERS,
     StepToTrace,
@@ -319,11 +319,17 @@ def _row_of_step(traced: StepTrace, variant: str, rank: Rank, options: argparse.
         "forward_ms": times.forward_ms,
         "step_ms": times.step_ms,
         "runs": [{"forward_ms": forward_ms, "step_ms": step_ms} for forward_ms, step_ms in times.runs],
-        "exposed_ms": None if variant == FREE else traced.exposed_ms(variant),
+        "exposed_beyond_no_communication_ms": None if variant == FREE else traced.exposed_ms(variant),
         "peak_allocated_bytes": times.peak_allocated_bytes or None,
         "device_bytes": times.device_bytes or None,
-        "traced": None if variant == FREE else asdict(traced.summary(variant)),
+        "traced": None if variant == FREE else _traced(traced.summary(variant)),
     }
+
+
+def _traced(summary: Summary) -> dict[str, float]:
+    """The numbers of a traced step; what is exposed in it says of what, beside what is exposed of the timed ones."""
+    numbers = asdict(summary)
+    return numbers | {"exposed_without_compute_us": numbers.pop("exposed_us")}
 
 
 def _print_step(traced: StepTrace, wanted: StepToTrace) -> None:

@@ -39,8 +39,10 @@ class Case:
     variant: str
     call: LinearCall | EmbeddingCall | AttentionCall | UlyssesCall
     other_rows: tuple[int, ...]
-    path: Literal["sliced", "sequential", "query_split", "overlapped"] = "sliced"
-    backward_path: Literal["sliced", "bulk", "sequential", "query_split", "row_parallel", "overlapped"] = "sliced"
+    path: Literal["sliced", "grouped", "sequential", "query_split", "overlapped"] = "sliced"
+    backward_path: Literal["sliced", "grouped", "bulk", "sequential", "query_split", "row_parallel", "overlapped"] = (
+        "sliced"
+    )
     algorithm: Literal["ring", "direct"] = "direct"
     chunks_per_shard: int = 1
     keep_gathered_input: bool = False
@@ -189,6 +191,8 @@ def _linear_cases(group_size: int, device_type: str, dtype: torch.dtype) -> Iter
         for algorithm, chunks in product(("ring", "direct"), (1, 2, 3))
     ]
     ways.append(({"backward_path": "bulk"}, variants))
+    if group_size > 2:
+        ways.append((_way("grouped"), variants))
     kept, asked_for = ({**variants[0], "variant": f"even, {what}"} for what in ("input kept", "sequential, asked for"))
     ways += [({"keep_gathered_input": True}, [kept]), (_way("sequential"), [asked_for])]
     for (way, chosen), op in product(ways, OPS):

@@ -285,7 +285,9 @@ def _note_calls(configuration: Configuration, chunks: list[Any], num_steps: int,
         if layer.overlapped_calls and not _is_in(configuration.without_backward, layer.name):
             expected_backward += times * _uses(configuration.repeated, layer.name)
     for pass_name in ("fprop", "backward"):
-        overlapped = [op for op in report.ops if op.pass_name == pass_name and op.path in ("sliced", "overlapped")]
+        overlapped = [
+            op for op in report.ops if op.pass_name == pass_name and op.path in ("sliced", "grouped", "overlapped")
+        ]
         found.ops[pass_name] = sum(op.calls for op in overlapped)
     expected = {"fprop": report.overlapped_calls, "backward": 0 if configuration.forward_only else expected_backward}
     if found.ops != expected:
