@@ -246,7 +246,7 @@ class _GradProjected:
         self._waiting.append(number)
         self._missing.discard(number)
         if len(self._rows.groups) == 1:
-            self.grad = grad
+            self.grad = grad.contiguous()
             return
         if self.grad is None:
             self.grad = grad.new_empty(grad.size(0), self._rows.num_rows)
@@ -318,7 +318,7 @@ class _Start(torch.autograd.Function):
             needs_input, needs_weight, needs_bias = gradients_asked_for(ctx, 3)
             assert found is not None
             grad = found.complete()
-            grad_weight = found.finish(x.flatten(0, -2)) if needs_weight else None
+            grad_weight = found.finish(with_unit_stride(x.flatten(0, -2))) if needs_weight else None
             grad_x = (grad @ weight).view(ctx.shape) if needs_input else None
             return grad_x, grad_weight, grad.sum(0) if needs_bias else None, None
 
@@ -336,7 +336,7 @@ class _Columns(torch.autograd.Function):
     ) -> torch.Tensor:
         x, weight, bias = operands
         with torch.autocast(x.device.type, enabled=False):
-            flat = x.flatten(0, -2)
+            flat = with_unit_stride(x.flatten(0, -2))
             projected = multiply_blocks(flat, with_unit_stride(weight), bias, call.rows.blocks[number])
         assert call.forward is not None
         call.forward.submit()

@@ -19,7 +19,7 @@ from commfuse_megatron.runtime.tensor_program import TensorProgram
 from commfuse_megatron.tools.common.modes import with_mode
 from tests.harness import on_ranks, run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
-from tests.threaded.test_query_split_attention import MASKS, assert_close
+from tests.threaded.test_query_split_attention import MASKS, assert_close, every_second, first_expanded, outer_swapped
 from tests.threaded.test_ulysses import ulysses_config
 
 ulysses_block = importlib.import_module("commfuse_megatron.ops.ulysses_block")  # the function has its name
@@ -140,6 +140,27 @@ def test_sizes_of_zero_and_one(group, device, path):
         ):
             check(Case(**sizes), group, context)
         check(Case(rows=6, heads=3, kv_heads=1, value_dim=1, keywords={"order": "zigzag"}), group, context)
+
+
+@pytest.mark.parametrize("head_groups", [1, 3])
+@on_ranks(2)
+def test_operands_that_are_not_contiguous(group, device, head_groups):
+    """The weights too, and a gradient that is one number everywhere, as of a sum."""
+    operands, _ = draw(Case(), group.rank(), group.size())
+    ones = torch.ones((), dtype=torch.float64).expand(12, 2, 7)
+    with OverlapContext(group, ulysses_config(head_groups=head_groups)) as context:
+        for view in (outer_swapped, every_second, first_expanded):
+            for seen in range(3):
+                views = [view if number == seen else lambda tensor: tensor for number in range(4)]
+
+                def call(block, *leaves, views=views, **where):
+                    return block(*[view(leaf) for view, leaf in zip(views, leaves, strict=True)], **where)
+
+                where = {"context": context, **Case().sizes}
+                found = run(operands, ones, functools.partial(call, ops.ulysses_block), is_fused=True, **where)
+                where = {"group": group, "head_dim": 4, **Case().sizes}
+                plain = functools.partial(call, ops.reference.ulysses_block)
+                assert_close(found, run(operands, ones, plain, is_fused=False, **where))
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
