@@ -180,7 +180,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
         tensor=1,
         context=2,
         options=FULL,
-        recomputed=("core_attention",),
+        recomputed=("self_attention",),
         stock=_ONE_RANK,
     ),
     Configuration(name="tensor_and_context_parallel", tensor=2, context=2, least_ranks=4),
