@@ -145,7 +145,7 @@ def test_plans_are_written_and_taken_on_cpu_ranks(cases, config, count, tmp_path
     for neither, there in ((count, 0), (0, count)):  # on the CPU no model is asked
         ran = run_on_ranks(2, *words)
         assert ran.returncode == 0, ran.stdout + ran.stderr
-        said = f"{count} plans, 0 measured, 0 chosen by the model, {neither} neither, {there} already there"
+        said = f"{count} plans, 0 measured, 0 chosen by the model, {neither} forced or a default, {there} already there"
         assert ran.stdout.splitlines() == [f"{file}: {said}"], "one rank speaks"
         assert "planning" in ran.stderr or "llama-8b" in ran.stderr, "progress belongs on stderr"
         data = read(found)
