@@ -158,10 +158,13 @@ class UlyssesConfig(_Checked):
     there "auto" is ours, and "stock" raises. Our operation itself takes "stock" for "auto".
     head_groups: into how many groups a rank's own heads are cut, at most as many as heads of keys and values, or of
     queries where there is only one of those; None: the planner chooses.
+    with_projections: "auto": in Megatron's layers the exchanges hide under the projections around attention, too, where
+    they can; "off": under attention alone. `ops.ulysses_block` asks for it itself.
     """
 
     path: Literal["auto", "overlapped", "sequential", "stock"] = "auto"
     head_groups: int | None = _at_least(1, None)
+    with_projections: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()

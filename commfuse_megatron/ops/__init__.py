@@ -6,10 +6,12 @@ from commfuse_megatron.ops.embedding_reduce_scatter import embedding_reduce_scat
 from commfuse_megatron.ops.linear_reduce_scatter import linear_reduce_scatter
 from commfuse_megatron.ops.query_split_attention import query_split_attention
 from commfuse_megatron.ops.ulysses_attention import ulysses_attention
+from commfuse_megatron.ops.ulysses_block import ProjectedHeads, ulysses_block
 from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, WeightGradQueue, WeightGradTarget
 
 __all__ = [
     "DeferredWeightGrad",
+    "ProjectedHeads",
     "WeightGradQueue",
     "WeightGradTarget",
     "all_gather_linear",
@@ -18,4 +20,5 @@ __all__ = [
     "query_split_attention",
     "reference",
     "ulysses_attention",
+    "ulysses_block",
 ]

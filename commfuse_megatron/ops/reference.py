@@ -4,6 +4,7 @@
 be fast.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -169,6 +170,37 @@ def ulysses_attention(
     attended = attend(*in_order, causal=causal, window=window, mask=None, scale=scale).flatten(2)
     own = places.split([shard_range(total, size, rank).size for rank in range(size)])[group.rank()]
     return attended[own]
+
+
+def ulysses_block(
+    x: torch.Tensor,
+    qkv_weight: torch.Tensor,
+    out_weight: torch.Tensor,
+    qkv_bias: torch.Tensor | None = None,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    to_heads: Callable[..., tuple[torch.Tensor, ...]] | None = None,
+    group: dist.ProcessGroup,
+    **attention: Any,
+) -> torch.Tensor:
+    """Multiply, cut into heads, `ulysses_attention`, multiply.
+
+    Shapes:
+        x           [S_r, B, K]
+        qkv_weight  [H_kv * (H / H_kv * D + D + D_v), K]    of every head of keys its queries, its key, its value
+        out_weight  [N, H * D_v]
+        result      [S_r, B, N]
+
+    to_heads: (q, k, v) [S_r, B, heads, features] -> the same after norms and rotary positions.
+    """
+    by_kv_head = linear(x, qkv_weight, qkv_bias).unflatten(-1, (kv_heads, -1))
+    of_queries = heads // kv_heads * head_dim
+    q, k, v = by_kv_head.split([of_queries, head_dim, by_kv_head.size(-1) - of_queries - head_dim], dim=-1)
+    parts: tuple[torch.Tensor, ...] = (q.reshape(*x.shape[:2], heads, head_dim), k, v)
+    attended = ulysses_attention(*(parts if to_heads is None else to_heads(*parts)), group=group, **attention)
+    return linear(attended, out_weight)
 
 
 def attend(

@@ -224,7 +224,7 @@ class _UlyssesAttention(torch.autograd.Function):
                 return None, None, None, None
             heads, states = tuple(others[: ctx.num_heads]), iter(others[ctx.num_heads :])
             by_group = [tuple(next(states) for _ in range(size)) for size in ctx.state_sizes]
-            p = _prepare_backward(call.forward)
+            p = prepare_backward(call.forward)
             p.begin()
             grad = without_marks(grad_y).contiguous()
             found = ulysses_backward(p, call, Saved(heads, attended, by_group), grad, ctx.like)
@@ -257,7 +257,8 @@ def _prepare(inputs: UlyssesInputs, context: OverlapContext, stock: Stock | None
     return prepared
 
 
-def _prepare_backward(forward: PreparedPass) -> PreparedPass:
+def prepare_backward(forward: PreparedPass) -> PreparedPass:
+    """The backward pass of a call whose forward pass this was."""
     problem = dataclasses.replace(forward.problem, pass_name="backward", needs="input")
     p = forward.context.prepare_like(problem, forward.plan, "as the forward pass")
     p.attention, p.attention_reason = forward.attention, forward.attention_reason

@@ -3,7 +3,7 @@
 Knows prepared passes and kernels; must not know autograd.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple, override
 
 import torch
@@ -18,6 +18,8 @@ from commfuse_megatron.ops.ulysses_tapes import (
 )
 from commfuse_megatron.problem import HeadGroup
 from commfuse_megatron.runtime.prepared import PreparedPass
+from commfuse_megatron.runtime.tape_program import TapeKernel
+from commfuse_megatron.runtime.tensor_program import Kernel
 from commfuse_megatron.schedule.lower_attention import ATTEND
 from commfuse_megatron.schedule.lower_linear import Asked
 from commfuse_megatron.schedule.lower_ulysses import ATTEND_GROUP, UNPACK
@@ -46,7 +48,7 @@ def ulysses_forward(call: UlyssesCall, heads: Heads) -> tuple[torch.Tensor, Save
             return out, Saved((), out.new_empty(0), [])
         if problem.group_size == 1:
             return _attend_alone(call, heads)
-        run = _Forward(call, heads)
+        run = Forward(call, heads.q, heads)
         return run.overlapped() if p.plan.is_scheduled else run.sequential()
 
 
@@ -64,7 +66,7 @@ def ulysses_backward(p: PreparedPass, call: UlyssesCall, saved: Saved, grad: tor
             with Marked(p, ATTEND_GROUP):
                 found = attention.gradients(0, heads, attended, saved.states[0], grad)
             return Heads(*(each.to(grad.dtype) for each in found))
-        run = _Backward(p, call, saved, grad, gradients)
+        run = Backward(p, call, saved, grad, gradients)
         (run.overlapped if p.plan.is_scheduled else run.sequential)()
         return gradients
 
@@ -80,35 +82,65 @@ def _attend_alone(call: UlyssesCall, heads: Heads) -> tuple[torch.Tensor, Saved]
     return flat.clone() if problem.needs else flat, Saved(tuple(heads), flat, [state])
 
 
-class _Forward(UlyssesPass):
-    def __init__(self, call: UlyssesCall, heads: Heads) -> None:
+class Forward(UlyssesPass):
+    """A forward pass of several ranks, inside its with-block.
+
+    like: of the dtype and device of all. given: q, k and v of all heads; None where they come group by group.
+    """
+
+    def __init__(self, call: UlyssesCall, like: torch.Tensor, given: Heads | None) -> None:
         super().__init__(call.forward, call)
-        self.given = heads
-        self.out = heads.q.new_empty(self.pieces.own_rows, self.problem.batch, self.problem.N)
-        self.memory = self.exchanged(heads.q)
+        self._given = given
+        self.out = like.new_empty(self.pieces.own_rows, self.problem.batch, self.problem.N)
+        self.memory = self.exchanged(like)
         self.attended = self.pieces.attended(self.memory["a"])
         self.heads: list[Heads] = []
         self.states: list[dict[int, State]] = [{} for _ in self.groups]
 
     def overlapped(self) -> tuple[torch.Tensor, Saved]:
         """Groups of heads one after the other, each while the next travels."""
-        p, asked, tensors = self.p, Asked(keeps_gathered=bool(self.problem.needs)), self.memory
-        arrived: tuple[torch.Tensor, ...] = ()
-        if asked.keeps_gathered:
-            arrived = (self.units(self.given.q, self.arriving.total_rows),)
-            tensors = tensors | p.context.memory_for_gathered(arrived[0])
+        p, given = self.p, self._given
+        assert given is not None
+        asked, arrived, tensors = self.asked(pauses=False)
         if self.may_replay:
-            states = [view.new_empty(view.size(1), view.size(2), view.size(0), 1, dtype=torch.float32)
-                      for view in self.attended]  # fmt: skip
-            by_name = {f"states {number}": state for number, state in enumerate(states)}
-            on_tape = tensors | self.given._asdict() | {"out": self.out} | by_name
-            layout = (self.call.scale, p.attention, *(tensor.stride() for tensor in self.given))
-            attend = ulysses_forward_kernels(self.pieces, self.attention, self.attended, self.runs)
-            if p.run_from_tape(asked, on_tape, kernels=attend | self.tape_kernels(), layout=layout):
+            states = self.new_states()
+            on_tape = tensors | given._asdict() | self.named_states(states)
+            layout = (*self.layout, *(tensor.stride() for tensor in given))
+            if p.run_from_tape(asked, on_tape, kernels=self.tape_kernels(), layout=layout):
                 return self.out, Saved(arrived, self.memory["a"], [(state,) for state in states])
-        kernels = {ATTEND_GROUP: self._attend_group, ATTEND: self._attend}
-        p.run_on_tensors(asked, tensors, kernels=kernels | self.kernels())
-        return self.out, self._saved(arrived)
+        p.run_on_tensors(asked, tensors, kernels=self.kernels())
+        return self.out, self.saved(arrived)
+
+    def asked(self, *, pauses: bool) -> tuple[Asked, tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+        """What is asked of the pass, where it leaves what arrives, if anybody needs that, and all operands by name."""
+        asked, arrived, tensors = Asked(keeps_gathered=bool(self.problem.needs), pauses=pauses), (), self.memory
+        if asked.keeps_gathered:
+            memory = self.units(self.out, self.arriving.total_rows)
+            return asked, (memory,), tensors | self.p.context.memory_for_gathered(memory)
+        return asked, arrived, tensors
+
+    @override
+    def kernels(self) -> dict[str, Kernel]:
+        return super().kernels() | {ATTEND_GROUP: self._attend_group, ATTEND: self._attend}
+
+    @override
+    def tape_kernels(self) -> dict[str, TapeKernel]:
+        attend = ulysses_forward_kernels(self.pieces, self.attention, self.attended, self.runs)
+        return attend | super().tape_kernels()
+
+    @property
+    def layout(self) -> tuple[Hashable, ...]:
+        """What a tape depends on beside its operands."""
+        return self.call.scale, self.p.attention
+
+    def new_states(self) -> list[torch.Tensor]:
+        """Memory for what a tape leaves of the softmax, by group."""
+        return [view.new_empty(view.size(1), view.size(2), view.size(0), 1, dtype=torch.float32)
+                for view in self.attended]  # fmt: skip
+
+    def named_states(self, states: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What a tape fills, by name."""
+        return {"out": self.out} | {f"states {number}": state for number, state in enumerate(states)}
 
     def sequential(self) -> tuple[torch.Tensor, Saved]:
         """All-to-all, attention, all-to-all."""
@@ -116,12 +148,13 @@ class _Forward(UlyssesPass):
         with Marked(self.p, ATTEND_GROUP):
             self._attend_group(0, [arrived], [])
         self._put(0, self.all_pieces(self.exchange(self.leaving, self.memory["a"])))
-        return self.out, self._saved((arrived,))
+        return self.out, self.saved((arrived,))
 
     @override
     def to_tokens(self, number: int, tokens: torch.Tensor, ranks: range, rows: slice, operand: str) -> list[CopyPair]:
-        group, given, found = self.groups[number], self.given._asdict(), list[CopyPair]()
-        parts = self.pieces.in_tokens(group, tokens, self.given)._asdict()
+        group, heads, found = self.groups[number], self._given, list[CopyPair]()
+        assert heads is not None
+        given, parts = heads._asdict(), self.pieces.in_tokens(group, tokens, heads)._asdict()
         for name in ("q", "k", "v") if group.brings_kv else ("q",):
             chosen = group.q if name == "q" else group.kv
             names = (operand, name)
@@ -155,8 +188,8 @@ class _Forward(UlyssesPass):
     def unpack_copies(self, number: int, reads: Sequence[torch.Tensor], _: Sequence[torch.Tensor]) -> list[CopyPair]:
         return self._put_copies(number, self.pieces.at_home(reads))
 
-    def _saved(self, arrived: tuple[torch.Tensor, ...]) -> Saved:
-        """With the states of runs joined to what one call for a group would have left."""
+    def saved(self, arrived: tuple[torch.Tensor, ...]) -> Saved:
+        """What the backward pass needs, with the states of runs joined to what one call for a group would have left."""
         if not self.problem.needs:
             return Saved((), self.memory["a"], [])
         heads, states = self.pieces.heads(arrived[0]), []
@@ -173,10 +206,18 @@ class _Forward(UlyssesPass):
         return Saved(arrived, self.memory["a"], states)
 
 
-class _Backward(UlyssesPass):
-    def __init__(self, p: PreparedPass, call: UlyssesCall, saved: Saved, grad: torch.Tensor, gradients: Heads) -> None:
+class Backward(UlyssesPass):
+    """A backward pass of several ranks, inside its with-block.
+
+    grad: [S_r, B, H, D_v], of the dtype and device of all. gradients: to be filled; None where they are made group by
+    group.
+    """
+
+    def __init__(
+        self, p: PreparedPass, call: UlyssesCall, saved: Saved, grad: torch.Tensor, gradients: Heads | None
+    ) -> None:
         super().__init__(p, call)
-        self.grad, self.gradients, self.saved = grad, gradients, saved
+        self.grad, self._gradients, self.saved = grad, gradients, saved
         self.heads, self.attended = self.pieces.heads(saved.heads[0]), self.pieces.attended(saved.attended)
         self.memory = self.exchanged(grad)
         #: Whether gradients of keys and values are sums over groups, or over ranks.
@@ -186,41 +227,70 @@ class _Backward(UlyssesPass):
 
     def overlapped(self) -> None:
         """Groups of heads one after the other, each while the next one's gradients travel."""
-        p, asked, saved = self.p, Asked(is_backward=True), self.saved
-        is_bound = not (self.sums_groups or self.sums_ranks) and all(
-            len(state) == 1 and state[0].is_contiguous() for state in saved.states
-        )
-        if self.may_replay and is_bound:
-            by_name = {f"states {number}": state for number, (state,) in enumerate(saved.states)}
-            named = {f"grad_{name}": gradient for name, gradient in self.gradients._asdict().items()}
-            on_tape = {**self.memory, "grad": self.grad, "heads": saved.heads[0], "attended": saved.attended}
-            layout = (self.call.scale, p.attention, torch.are_deterministic_algorithms_enabled())
-            attend = ulysses_backward_kernel(self.pieces, self.attention, self.heads, self.attended)
-            kernels = attend | self.tape_kernels()
-            if p.run_from_tape(asked, on_tape | named | by_name, kernels=kernels, layout=layout):
+        p, asked = self.p, Asked(is_backward=True)
+        if self.may_bind:
+            assert self._gradients is not None
+            named = {f"grad_{name}": gradient for name, gradient in self._gradients._asdict().items()}
+            on_tape = {**self.memory, "grad": self.grad, **self.named_saved(), **named}
+            if p.run_from_tape(asked, on_tape, kernels=self.tape_kernels(), layout=self.layout):
                 return
-        on_tensors = self.kernels() | {ATTEND_GROUP: self._attend_group, UNPACK: self._unpack}
-        p.run_on_tensors(asked, self.memory, kernels=on_tensors)
+        p.run_on_tensors(asked, self.memory, kernels=self.kernels())
+
+    @property
+    def may_bind(self) -> bool:
+        """Whether the pass may be on a tape, with what the forward pass left."""
+        are_bound = all(len(state) == 1 and state[0].is_contiguous() for state in self.saved.states)
+        return self.may_replay and are_bound and not (self.sums_groups or self.sums_ranks)
+
+    @property
+    def layout(self) -> tuple[Hashable, ...]:
+        """What a tape depends on beside its operands."""
+        return self.call.scale, self.p.attention, torch.are_deterministic_algorithms_enabled()
+
+    def named_saved(self) -> dict[str, torch.Tensor]:
+        """What a tape reads of the forward pass, by name."""
+        states = {f"states {number}": state for number, (state,) in enumerate(self.saved.states)}
+        return {"heads": self.saved.heads[0], "attended": self.saved.attended} | states
+
+    @override
+    def tape_kernels(self) -> dict[str, TapeKernel]:
+        attend = ulysses_backward_kernel(self.pieces, self.attention, self.heads, self.attended)
+        return attend | super().tape_kernels()
+
+    @override
+    def kernels(self) -> dict[str, Kernel]:
+        return super().kernels() | {ATTEND_GROUP: self._attend_group, UNPACK: self._unpack}
 
     def sequential(self) -> None:
         """All-to-all, attention, all-to-all."""
         arrived = self.exchange(self.arriving, self.pack_for_all())
         with Marked(self.p, ATTEND_GROUP):
             self._attend_group(0, [arrived], [self.memory["a"]])
-        self._put(self.groups[0], self.all_pieces(self.exchange(self.leaving, self.memory["a"])))
+        self._put(0, self.all_pieces(self.exchange(self.leaving, self.memory["a"])))
 
-    def _group(self, turn: int) -> int:
+    def gradients(self, number: int) -> tuple[Heads, HeadGroup]:
+        """Gradients of q, k and v to be filled for a group, and which of each rank's heads there are its own."""
+        assert self._gradients is not None
+        return self._gradients, self.groups[number]
+
+    def name_of_gradient(self, name: str, number: int) -> str:
+        """Of q, k or v, for a group, as an operand of a tape."""
+        return f"grad_{name}"
+
+    def group_of(self, turn: int) -> int:
         """The number of the group whose turn it is."""
         return len(self.groups) - 1 - turn
 
+    turn_of = group_of
+
     @override
     def to_tokens(self, number: int, tokens: torch.Tensor, ranks: range, rows: slice, operand: str) -> list[CopyPair]:
-        group, names = self.groups[self._group(number)], (operand, "grad")
+        group, names = self.groups[self.group_of(number)], (operand, "grad")
         heads = tokens.unflatten(-1, (group.q.size, self.problem.value_dim))
         return pack_copies(heads, self.grad[rows], group.q, ranks, self.problem.group_size, names)
 
     def _attend_group(self, turn: int, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
-        number, problem = self._group(turn), self.problem
+        number, problem = self.group_of(turn), self.problem
         group, attended, state = self.groups[number], self.attended[number], self.saved.states[number]
         grad = reads[0].view(attended.shape)
         found = self.attention[number].gradients(0, self.heads[number], attended, state, grad)
@@ -239,25 +309,27 @@ class _Backward(UlyssesPass):
             target.k.copy_(k)
             target.v.copy_(v)
 
-    def _put_copies(self, group: HeadGroup, pieces: Sequence[Piece]) -> list[CopyPair]:
+    def _put_copies(self, number: int, pieces: Sequence[Piece]) -> list[CopyPair]:
+        gradients, group = self.gradients(number)
         parts = [self.pieces.in_tokens(group, piece.tokens, self.heads[0]) for piece in pieces]
         found = []
         for index, name in enumerate(("q", "k", "v") if group.brings_kv and not self.sums_ranks else ("q",)):
             chosen = group.q if name == "q" else group.kv
             of_name = [piece.of(part[index]) for piece, part in zip(pieces, parts, strict=True)]
-            found += unpack_copies(self.gradients[index], chosen, of_name, f"grad_{name}")
+            found += unpack_copies(gradients[index], chosen, of_name, self.name_of_gradient(name, number))
         return found
 
-    def _put(self, group: HeadGroup, pieces: Sequence[Piece]) -> None:
-        copy_all(self._put_copies(group, pieces))
+    def _put(self, number: int, pieces: Sequence[Piece]) -> None:
+        copy_all(self._put_copies(number, pieces))
+        gradients, group = self.gradients(number)
         if group.brings_kv and self.sums_ranks:
             parts = [self.pieces.in_tokens(group, piece.tokens, None) for piece in pieces]
-            sum_pieces(self.gradients.k, [piece.of(part.k) for piece, part in zip(pieces, parts, strict=True)])
-            sum_pieces(self.gradients.v, [piece.of(part.v) for piece, part in zip(pieces, parts, strict=True)])
+            sum_pieces(gradients.k, [piece.of(part.k) for piece, part in zip(pieces, parts, strict=True)])
+            sum_pieces(gradients.v, [piece.of(part.v) for piece, part in zip(pieces, parts, strict=True)])
 
     @override
     def unpack_copies(self, turn: int, reads: Sequence[torch.Tensor], _: Sequence[torch.Tensor]) -> list[CopyPair]:
-        return self._put_copies(self.groups[self._group(turn)], self.pieces.at_home(reads))
+        return self._put_copies(self.group_of(turn), self.pieces.at_home(reads))
 
     def _unpack(self, turn: int, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
-        self._put(self.groups[self._group(turn)], self.pieces.at_home(reads))
+        self._put(self.group_of(turn), self.pieces.at_home(reads))

@@ -105,7 +105,7 @@ def lower_pass(problem: Problem, plan: PassPlan, policy: Policy, asked: Asked, g
             bind_exchange_plan(problem, plan, group_rank, goes_home=goes_home) for goes_home in (False, True)
         )
         splits_last = not asked.is_backward and not problem.has_dropout
-        return lower_ulysses(arriving, leaving, policy, splits_last=splits_last, keeps_gathered=asked.keeps_gathered)
+        return lower_ulysses(arriving, leaving, policy, asked, splits_last=splits_last)
     gather, scatter = Collective.ALL_GATHER, Collective.REDUCE_SCATTER
     if problem.op == "embedding_reduce_scatter":
         if not asked.is_backward:

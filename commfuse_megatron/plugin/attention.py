@@ -13,10 +13,7 @@ Megatron's own attention, with a reason; if one gets lost nevertheless, that is 
 """
 
 import dataclasses
-import functools
-import inspect
 import logging
-from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -27,6 +24,13 @@ from commfuse_megatron.ops.attention_arguments import AttentionInputs, find_atte
 from commfuse_megatron.ops.problems import attention_problems
 from commfuse_megatron.ops.query_split_attention import find_attention_kernel, plan_attention
 from commfuse_megatron.plugin import capture
+from commfuse_megatron.plugin.attention_calls import (
+    ARGUMENTS,
+    FLAGS,
+    arguments_of,
+    only_megatrons_pre_hooks,
+    reason_in_hooks,
+)
 from commfuse_megatron.plugin.compat import (
     FusedMLASelfAttention,
     MLASelfAttention,
@@ -45,33 +49,15 @@ from commfuse_megatron.plugin.decision import (
 )
 from commfuse_megatron.plugin.stand_in import OURS
 from commfuse_megatron.plugin.support import PLANNED, SWITCHED_OFF, judges, unsupported_reason
+from commfuse_megatron.plugin.ulysses_block import find_block
 
 logger = logging.getLogger(__name__)
-
-#: Attribute of the attention -> why it stays Megatron's own where that is set.
-_FLAGS = {
-    "checkpoint_core_attention": "core attention is recomputed by itself (recompute_modules has core_attn)",
-    "offload_core_attention": "core attention's activations are offloaded (offload_modules has core_attn)",
-    "offload_attn_proj": "the projection's activations are offloaded (offload_modules has attn_proj)",
-    # Of latent attention. The first frees query, key and value before the projection is called.
-    "recompute_up_proj": "what the up-projections give is recomputed (recompute_modules has mla_up_proj)",
-    "cache_mla_latents": "latents are cached (cache_mla_latents): decoding projects the values after attention",
-}
 
 # Compute capability.
 _HOPPER = (9, 0)
 
 #: Kernel -> what Megatron calls it in `attention_backend`.
 _BACKENDS = {"cudnn": "fused", "flash": "flash"}
-
-#: Argument of a call -> the same.
-_ARGUMENTS = {
-    "inference_context": "an inference context is given: keys come from its cache",
-    "inference_params": "inference parameters are given: keys come from their cache",
-    "packed_seq_params": "sequences are packed: their bounds are not those of the splits",
-    "attention_bias": "an attention bias is given: no kernel takes one",
-    "key_value_states": "keys and values come from another sequence",
-}
 
 
 class _QuerySplit(torch.nn.Module):
@@ -92,9 +78,14 @@ class _QuerySplit(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As Megatron's, which it calls."""
         stock = super().forward
-        reason = attention_unsupported_reason(self, _given(stock, args, kwargs))
+        given = arguments_of(stock, args, kwargs)
+        reason = attention_unsupported_reason(self, given)
         if reason is not None:
-            _note_stock(self, reason)
+            block = find_block(self, stock, given)
+            if not isinstance(block, str):
+                _note_stock(self, reason)
+                return block()
+            _note_stock(self, f"{reason}; {block}" if block else reason)
             return stock(*args, **kwargs)
         with _Pairing(self):
             return stock(*args, **kwargs)
@@ -138,29 +129,16 @@ def attention_unsupported_reason(attention: Any, arguments: dict[str, Any] | Non
             f"attention.path is {path}: Megatron's own attention, then the projection as a layer of its own;"
             " query_split or auto ask for query splits"
         )
-    if torch.nn.modules.module._has_any_global_hook():
-        return "hooks of all modules are registered, which would be shown what stands for core attention's output"
-    for what, module in (("core attention", attention.core_attention), ("linear_proj", projection)):
-        # What somebody put around it would be passed by.
-        if "forward" in vars(module):
-            return f"{what} has a forward of its own in the instance"
-        if module._backward_hooks or module._backward_pre_hooks:
-            return f"{what} has backward hooks"
-        # They would be shown the placeholder: what core attention returns, and the projection is given.
-        if module._forward_hooks:
-            return f"{what} has forward hooks"
-    if not all(map(_is_of_megatrons_wrapper, projection._forward_pre_hooks.values())):
+    reason = reason_in_hooks({"core attention": attention.core_attention, "linear_proj": projection})
+    if reason is not None:
+        return reason
+    if not only_megatrons_pre_hooks(projection):
         return "linear_proj has forward pre-hooks"
     if getattr(attention.config, "attention_output_gate", False):
         return "config.attention_output_gate is on: the gate comes between attention and projection"
-    reasons = [reason for name, reason in _FLAGS.items() if getattr(attention, name, None)]
-    reasons += [reason for name, reason in _ARGUMENTS.items() if (arguments or {}).get(name) is not None]
+    reasons = [reason for name, reason in FLAGS.items() if getattr(attention, name, None)]
+    reasons += [reason for name, reason in ARGUMENTS.items() if (arguments or {}).get(name) is not None]
     return reasons[0] if reasons else None
-
-
-def _is_of_megatrons_wrapper(hook: Any) -> bool:
-    """Whether a hook only waits for gathered parameters, whatever the inputs are."""
-    return getattr(hook, "__module__", "").startswith("megatron.core.distributed.")
 
 
 class _Job(NamedTuple):
@@ -337,15 +315,3 @@ def _note_stock(attention: Any, reason: str) -> None:
         # The projection after it may be overlapped all the same.
         logger.info("%s takes Megatron's own attention: %s", label_of(attention), reason)
     state.stock_calls[reason] += 1
-
-
-@functools.cache
-def _signature(forward: Callable) -> inspect.Signature:
-    return inspect.signature(forward)
-
-
-def _given(stock: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of the bound method `stock`, by name."""
-    if len(args) <= 1:
-        return kwargs
-    return dict(_signature(stock.__func__).bind(None, *args, **kwargs).arguments)

@@ -201,7 +201,7 @@ def run_operation(
     of that dtype; the operation has one dtype for all, and the bias is added to its output then.
     """
     is_inside = bias is None or bias.dtype == dtype_of_operation(inputs[0])
-    given = {"context": context, "weight_grad": _weight_grad(layer, weight), **options}
+    given = {"context": context, "weight_grad": weight_grad_of(layer, weight), **options}
     output = operation(*inputs, weight, bias if is_inside else None, **given)
     count_call(layer, context)
     if is_inside:
@@ -222,7 +222,7 @@ def run_with_own_bias(
     return run_operation(layer, operation, inputs, weight, added, context, **options), returned
 
 
-def _weight_grad(layer: Any, weight: torch.Tensor) -> WeightGrad:
+def weight_grad_of(layer: Any, weight: torch.Tensor) -> WeightGrad:
     """Where this call's weight gradient goes: `main_grad` under gradient accumulation fusion, else to autograd; later
     where Transformer Engine is told so."""
     target = None

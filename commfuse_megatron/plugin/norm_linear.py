@@ -89,9 +89,7 @@ class CommFuseLayerNormColumnParallelLinear(CommFuseColumnParallelLinear):
         """The output [S, B, N/R] for the rows x [S/R, B, K], the bias where `skip_bias_add` leaves it, and the norm's
         output where that is asked for."""
         announce_saved(x)
-        normed = normalized(
-            x, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.normalization, self.zero_centered_gamma
-        )
+        normed = self.norm_output(x)
         state = state_of(self)
         is_gathered = self.return_layernorm_output and self.return_layernorm_output_gathered and self.sequence_parallel
         state.wants_gathered = is_gathered
@@ -103,6 +101,11 @@ class CommFuseLayerNormColumnParallelLinear(CommFuseColumnParallelLinear):
         if is_gathered:  # on Megatron's path nobody has gathered it for us
             normed = gather_rows(normed, self.tp_group) if gathered is None else gathered
         return with_norm_output(self, output, bias, normed.to(dtype_of_operation(x)))
+
+    def norm_output(self, x: torch.Tensor) -> torch.Tensor:
+        """What the linear multiplies."""
+        weight, bias = self.layer_norm_weight, self.layer_norm_bias
+        return normalized(x, weight, bias, self.eps, self.normalization, self.zero_centered_gamma)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """As Transformer Engine's: the linear split along N, the norm replicated."""

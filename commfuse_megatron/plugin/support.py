@@ -97,21 +97,40 @@ def unsupported_reason(
     weight = _held_by(layer, "weight") if weight is None else weight
     if isinstance(layer, compat.VocabParallelEmbedding):
         return _reason_in_embedding(layer, input_, weight)
+    reason = _reason_in_linear(layer, weight) or _reason_in_layer(layer, weight)
+    reason = reason or _reason_in_operands(layer, input_, weight)
+    if reason is None and grad_output_buffer is not None:
+        reason = "the weight gradient of the output layer is deferred (config.defer_embedding_wgrad_compute)"
+    return reason
+
+
+def reason_in_projection(layer: Any, input_: torch.Tensor) -> str | None:
+    """Why a linear of a tensor-parallel group of one rank does not become part of another operation of ours."""
+    weight = _held_by(layer, "weight")
+    reason = _reason_in_linear(layer, weight)
+    if reason is None and compat.group_of(layer).size() > 1:
+        reason = (
+            f"the tensor-parallel group has {compat.group_of(layer).size()} ranks, over which it communicates itself"
+        )
+    if reason is None and getattr(weight, "gtp_remat_size", 1) > 1:
+        reason = _GTP
+    if reason is None and weight is None:
+        reason = "its weight is computed at every access"
+    return reason or _reason_in_operands(layer, input_, weight)
+
+
+def _reason_in_linear(layer: Any, weight: Any) -> str | None:
     is_transformer_engines = isinstance(layer, compat.TRANSFORMER_ENGINE_LINEARS)
     judge = _reason_in_transformer_engine_layer if is_transformer_engines else _reason_in_local_layer
-    reason = (
-        _reason_in_config(layer.config)
-        or reason_in_class(layer)
-        or judge(layer, weight)
-        or _reason_in_layer(layer, weight)
-        or _reason_in_type("bias", _held_by(layer, "bias"))
-    )
+    return _reason_in_config(layer.config) or reason_in_class(layer) or judge(layer, weight)
+
+
+def _reason_in_operands(layer: Any, input_: torch.Tensor | None, weight: Any) -> str | None:
+    reason = _reason_in_type("bias", _held_by(layer, "bias"))
     if reason is None and input_ is not None:
         reason = _reason_in_input(layer, input_)
         if reason is None and weight is not None:
             reason = _reason_in_weight(layer, input_, weight)
-    if reason is None and grad_output_buffer is not None:
-        reason = "the weight gradient of the output layer is deferred (config.defer_embedding_wgrad_compute)"
     return reason
 
 

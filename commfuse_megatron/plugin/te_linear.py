@@ -67,11 +67,7 @@ if _Column is not None:
             if context is None:
                 return super().forward(x)
             announce_saved(x)
-            x = x.to(dtype_of_operation(x))
-            normed = te_normalized(self, x)
-            if normed is None:
-                weight, bias = self.layer_norm_weight, self.layer_norm_bias
-                normed = normalized(x, weight, bias, self.eps, self.normalization, self.zero_centered_gamma)
+            normed = self.norm_output(x)
             is_gathered = self.return_layernorm_output and self.return_layernorm_output_gathered
             output, bias = run_with_own_bias(
                 self, ops.all_gather_linear, (normed,), self.weight, context, return_gathered=is_gathered
@@ -79,6 +75,15 @@ if _Column is not None:
             if is_gathered:
                 output, normed = output
             return with_norm_output(self, output, bias, normed)
+
+        def norm_output(self, x: torch.Tensor) -> torch.Tensor:
+            """What the linear multiplies."""
+            x = x.to(dtype_of_operation(x))
+            normed = te_normalized(self, x)
+            if normed is None:
+                weight, bias = self.layer_norm_weight, self.layer_norm_bias
+                normed = normalized(x, weight, bias, self.eps, self.normalization, self.zero_centered_gamma)
+            return normed
 
     @stands_for(_Row)
     class CommFuseTERowParallelLinear(_OfTransformerEngine, _Row):

@@ -193,6 +193,21 @@ def _comm_type(core: Any) -> str:
     return (found[core.layer_number - 1] if isinstance(found, list) else found) or "p2p"
 
 
+def judge_exchange(
+    core: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **others: Any,
+) -> tuple[UlyssesInputs, PreparedPass] | str:
+    """What a call of a core attention of ours is to compute, planned; or why it is left to Megatron; the same on all
+    ranks. Of query, key and value only sizes and kinds are looked at."""
+    is_local = isinstance(core, compat.DotProductAttention)
+    stock = None if is_local else super(CommFuseTEDotProductAttention, core).forward
+    return _judge(_Call(core, stock, query, key, value, attention_mask, others))
+
+
 def _judge(call: _Call) -> tuple[UlyssesInputs, PreparedPass] | str:
     """What the operation is to compute, planned; or why this call is left to Megatron; the same on all ranks."""
     core, query, key, value = call.core, call.query, call.key, call.value

@@ -142,6 +142,23 @@ class Link:
             self._watchdog.watch(transfer, operation)
         return "graph" if may_launch and addresses in operation.graphs else "tape"
 
+    def replay_part(self, operation: BoundOperation, addresses: tuple[int, ...], number: int) -> None:
+        """Run one part of a bound operation with pauses, all of which are run, in their order."""
+        transport = self.transport
+        assert isinstance(transport, CopyEngineTransport)
+        if not number:
+            self._has_begun = True
+            transfer = transport.begin_parts(operation)
+            if self._watchdog is not None and operation.keys:
+                self._watchdog.watch(transfer, operation)
+        transport.run_steps(operation.parts[number], addresses)
+
+    def replay_held(self, operation: BoundOperation, addresses: tuple[int, ...], number: int) -> None:
+        """Run what was held back at a pause of the bound operation, unless it has been run."""
+        transport = self.transport
+        assert isinstance(transport, CopyEngineTransport)
+        transport.run_steps(operation.held[number : number + 1], addresses)
+
     def release(self) -> StreamEvent | None:
         """End an operation; returns what the transport recorded at its end on the current stream, if it did."""
         if not self._has_begun:

@@ -27,6 +27,7 @@ from commfuse_megatron.runtime.gemm import SliceGemm
 from commfuse_megatron.runtime.lanes import choose_num_lanes
 from commfuse_megatron.runtime.link import Link
 from commfuse_megatron.runtime.marks import without_marks
+from commfuse_megatron.runtime.parts import CallInParts, Parts, PartsOnTensors
 from commfuse_megatron.runtime.slots import Slots
 from commfuse_megatron.runtime.stored_plans import StoredPlans
 from commfuse_megatron.runtime.tape_program import TapeKernel, Tapes
@@ -110,6 +111,38 @@ class PreparedPass:
         self, asked: Asked | str, tensors: Mapping[str, torch.Tensor], *, kernels: Mapping[str, Kernel] | None = None
     ) -> None:
         """The same, not from a tape."""
+        self._program_on_tensors(asked, tensors).run(tensors, kernels or {})
+        self.modes["stepped"] += 1
+
+    def begin_in_parts(
+        self,
+        asked: Asked,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        kernels: Mapping[str, Kernel],
+        tape_kernels: Mapping[str, TapeKernel] | None,
+        layout: Hashable,
+    ) -> CallInParts:
+        """A call whose parts the caller runs, in place of the with-block: from a tape where there is one, else on
+        tensors. For programs with pauses.
+
+        tape_kernels, layout: see `run_from_tape`; None: not from a tape.
+        """
+
+        def make() -> Parts:
+            if tape_kernels is not None and self.can_replay:
+                on_tape = self._tapes.in_parts(asked, tensors, tape_kernels, layout)
+                if on_tape is not None:
+                    return on_tape
+            return PartsOnTensors(self._program_on_tensors(asked, tensors), tensors, kernels)
+
+        call = self.context.under_way = CallInParts(self, make)
+        self.modes[call.mode] += 1
+        return call
+
+    def _program_on_tensors(
+        self, asked: Asked | str, tensors: Mapping[str, torch.Tensor]
+    ) -> TensorProgram | TensorTape:
         program = self._programs.get(asked)
         if program is None or program.generation != self._means.buffers.generation:
             lowered = self.lower(self._tensor_policy, asked)
@@ -117,8 +150,7 @@ class PreparedPass:
             is_on_tape = self.context.link.transport.is_one_sided and lowered.schedules
             program = (TensorTape if is_on_tape else TensorProgram)(lowered, self._means, tensors)
             self._programs[asked] = program
-        program.run(tensors, kernels or {})
-        self.modes["stepped"] += 1
+        return program
 
     def run_transfers(self, shard: torch.Tensor, label: str) -> None:
         """The messages of the all-gather of `shard` [own rows, features] alone: what arrives is left in the buffer."""
@@ -296,6 +328,8 @@ class PassContext:
         self._prepared: dict[Problem, PreparedPass] = {}
         #: Of the call that began last.
         self.latest_pass: PreparedPass | None = None
+        #: The call in parts that began last.
+        self.under_way: CallInParts | None = None
         #: Calls whose arguments were seen before, by everything a check looks at: `ops.arguments` fills and reads it.
         self.known_calls: dict[Hashable, PreparedPass] = {}
         self._gemms: dict[tuple[torch.dtype, bool], SliceGemm] = {}
@@ -369,6 +403,7 @@ class PassContext:
     def agree_on(self, prepared: PreparedPass, numbers: CallNumbers) -> None:
         """Compare a problem with the other ranks', if it, or its numbers, are new or every call is to be compared."""
         self.link.require_usable()
+        self._require_alone()
         is_known = numbers in prepared.agreed
         if (self.consensus.compares_every_call or not is_known) and self.group_size > 1:
             if self.is_capturing:  # what is captured now is agreed on at the first call outside
@@ -421,6 +456,7 @@ class PassContext:
 
     def enter(self, problem: Problem) -> None:
         """Start one operation's use of the buffers, ordered after the one before, whatever stream that ran on."""
+        self._require_alone()
         link = self.link
         if link.last_done is not None:
             link.is_capturing, stream = self._driver.is_capturing(), self._driver.current_stream(self.device)
@@ -431,6 +467,10 @@ class PassContext:
                 self._last_stream = stream
         if link.recorder is not None:
             link.recorder.begin_call(problem)
+
+    def _require_alone(self) -> None:
+        if self.under_way is not None:
+            self.under_way.refuse_another()
 
     def leave(self) -> None:
         """End what `enter` began."""

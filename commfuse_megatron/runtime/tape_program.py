@@ -14,7 +14,7 @@ import torch
 from commfuse_megatron.kernels.attention import BoundAttention
 from commfuse_megatron.kernels.blas import Matrix, alignment_of
 from commfuse_megatron.runtime.buffers import buffers_of
-from commfuse_megatron.runtime.link import Watched
+from commfuse_megatron.runtime.link import Link, Watched
 from commfuse_megatron.runtime.tensor_program import Means, name_of
 from commfuse_megatron.schedule import program as prog
 from commfuse_megatron.schedule.lower_linear import Asked
@@ -70,6 +70,32 @@ class Tapes:
 
         tensors: as for `TensorProgram.run`, and what kernels use. layout: what else the tape depends on.
         """
+        found = self._look_up(asked, tensors, kernels, layout)
+        if found is None:
+            return None
+        # The memory is kept until the call is submitted: what the current stream does next comes after all lanes.
+        operation, addresses, _ = found
+        return self._means.link.replay(operation, addresses)
+
+    def in_parts(
+        self,
+        asked: Asked,
+        tensors: Mapping[str, torch.Tensor],
+        kernels: "Mapping[str, TapeKernel] | None",
+        layout: Hashable,
+    ) -> "TapeInParts | None":
+        """One call of the program for what is asked, whose parts are to be run; None where that is not for a tape."""
+        found = self._look_up(asked, tensors, kernels, layout)
+        return None if found is None else TapeInParts(self._means.link, *found)
+
+    def _look_up(
+        self,
+        asked: Asked,
+        tensors: Mapping[str, torch.Tensor],
+        kernels: "Mapping[str, TapeKernel] | None",
+        layout: Hashable,
+    ) -> tuple[BoundOperation, tuple[int, ...], torch.Tensor | None] | None:
+        """The tape, the addresses of this call, and its scratch memory."""
         addresses = addresses_of(tensors)
         alignment = alignment_of(*addresses)
         weight, grad_weight = tensors.get("weight"), tensors.get("grad_weight")
@@ -84,12 +110,12 @@ class Tapes:
         operation, _, scratch = bound
         if operation is None:
             return None
+        memory = None
         if scratch:
             *starts, size_bytes = scratch
-            # Kept until the call is submitted: what the current stream does next comes after all lanes.
             memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._buffers.device)
             addresses = (*addresses, *[memory.data_ptr() + start for start in starts])
-        return self._means.link.replay(operation, addresses)
+        return operation, addresses, memory
 
     @property
     def operations(self) -> list[BoundOperation | None]:
@@ -118,6 +144,30 @@ class Tapes:
             self._known.clear()
         self._known[key] = bound
         return bound
+
+
+class TapeInParts:
+    """One call of a tape, part by part. memory: kept as long as this is."""
+
+    mode: Literal["stepped", "tape"] = "tape"
+
+    def __init__(
+        self, link: Link, operation: BoundOperation, addresses: tuple[int, ...], memory: torch.Tensor | None
+    ) -> None:
+        self._link, self._operation, self._addresses, self._memory = link, operation, addresses, memory
+
+    @property
+    def num_parts(self) -> int:
+        """As `TensorProgram.num_parts`."""
+        return len(self._operation.parts)
+
+    def run_part(self, number: int) -> None:
+        """Run one part, all of which are run, in their order."""
+        self._link.replay_part(self._operation, self._addresses, number)
+
+    def run_held(self, number: int) -> None:
+        """Run what was held back at a pause, behind the caller's kernel, unless it has been run."""
+        self._link.replay_held(self._operation, self._addresses, number)
 
 
 class TapeBinder:
@@ -234,6 +284,8 @@ class TapeBinder:
                 self._add_after(op)
             case prog.Join():
                 self.tape.join(self._handles)
+            case prog.Pause():
+                self.tape.pause()
             case prog.Finish():
                 self.tape.wait(*self._unawaited.values(), *self._sends)
                 self._note_arrivals((op.channel, op.step) for op in self._program.ops if isinstance(op, prog.Issue))

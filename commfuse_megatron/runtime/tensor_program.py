@@ -220,15 +220,40 @@ class TensorProgram:
         self._tags = {channel: len(bound.chunk_rows) for channel, bound in program.schedules.items()}
         self._open: dict[prog.Batch, Watched] = {}  # while steps are made: issued and not waited for
         self._uses_lanes = any(isinstance(op, prog.Fork) for op in program.ops)
-        self._steps = tuple(step for op in program.ops if (step := self._step(op)) is not None)
+        parts: list[list[FrameStep]] = [[]]
+        for op in program.ops:
+            step = self._step(op)
+            if isinstance(op, prog.Pause):
+                parts.append([])
+            elif step is not None:
+                parts[-1].append(step)
+        self._parts = tuple(map(tuple, parts))
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of a call, with a pause between any two."""
+        return len(self._parts)
+
+    def begin(self, tensors: Mapping[str, torch.Tensor], kernels: Mapping[str, Kernel]) -> Frame:
+        """A call whose parts are to be run. tensors, kernels: see `TensorKernels.frame`."""
+        frame = self._kernels.frame(tensors, kernels)
+        frame.tags = {channel: self._link.next_tags(count) for channel, count in self._tags.items()}
+        return frame
+
+    def run_part(self, frame: Frame, number: int) -> None:
+        """Run one part of a call, all of which are run, in their order."""
+        with self._lanes.in_use() if self._uses_lanes else nullcontext():
+            for step in self._parts[number]:
+                step(frame)
+
+    def run_held(self, frame: Frame, number: int) -> None:
+        """Run what was held back at a pause, behind the caller's kernel: nothing, transfers have begun at once."""
 
     def run(self, tensors: Mapping[str, torch.Tensor], kernels: Mapping[str, Kernel]) -> None:
         """Run one call: inside the pass's with-block. tensors, kernels: see `TensorKernels.frame`."""
-        frame = self._kernels.frame(tensors, kernels)
-        frame.tags = {channel: self._link.next_tags(count) for channel, count in self._tags.items()}
-        with self._lanes.in_use() if self._uses_lanes else nullcontext():
-            for step in self._steps:
-                step(frame)
+        frame = self.begin(tensors, kernels)
+        for number in range(len(self._parts)):
+            self.run_part(frame, number)
 
     def _step(self, op: prog.Op) -> FrameStep | None:
         match op:
@@ -243,6 +268,8 @@ class TensorProgram:
                 return lambda frame: frame.views[target].copy_(frame.views[source])
             case prog.Finish():
                 return self._finish_step()
+            case prog.Pause():
+                return None
         return self._lane_step(op)
 
     def _issue_step(self, op: prog.Issue) -> FrameStep:

@@ -26,6 +26,27 @@ class TensorTape:
         binder = _Binder(program, means, tensors, self._kernels, self._calls)
         self._operation = binder.bind({})
 
+    @property
+    def num_parts(self) -> int:
+        """As `TensorProgram.num_parts`."""
+        return len(self._operation.parts)
+
+    def begin(self, tensors: Mapping[str, torch.Tensor], kernels: Mapping[str, Kernel]) -> Frame:
+        """As `TensorProgram.begin`."""
+        return self._kernels.frame(tensors, kernels)
+
+    def run_part(self, frame: Frame, number: int) -> None:
+        """As `TensorProgram.run_part`."""
+        self._calls.append(frame)
+        try:
+            self._link.replay_part(self._operation, addresses_of(frame.tensors), number)
+        finally:
+            self._calls.clear()
+
+    def run_held(self, frame: Frame, number: int) -> None:
+        """Run what was held back at a pause, behind the caller's kernel, unless it has been run."""
+        self._link.replay_held(self._operation, addresses_of(frame.tensors), number)
+
     def run(self, tensors: Mapping[str, torch.Tensor], kernels: Mapping[str, Kernel]) -> None:
         """Run one call: inside the pass's with-block. tensors, kernels: see `TensorKernels.frame`."""
         self._calls.append(self._kernels.frame(tensors, kernels))

@@ -109,9 +109,13 @@ class BoundExchange(BoundSchedule):
         start = self._packed_start(group)
         return Rows("packed", start, me * own), Rows("packed", start + (me + 1) * own, (size - me - 1) * own)
 
+    def packed_for_all(self, group: int) -> Rows:
+        """A group's pieces for all ranks; those for this one are packed where all go by a collective, say."""
+        count = len(self.exchange.kept) * self.exchange.own_tokens(self.group_rank)
+        return Rows("packed", count * self.exchange.units_before(group), count * self.exchange.widths[group])
+
     def _packed_start(self, group: int) -> int:
-        """Where a group's pieces for all ranks begin; those for this one are packed where all go by a collective."""
-        return len(self.exchange.kept) * self.exchange.own_tokens(self.group_rank) * self.exchange.units_before(group)
+        return self.packed_for_all(group).start
 
     def packed(self, group: int, target: int, run: int) -> Rows:
         """One of those pieces."""

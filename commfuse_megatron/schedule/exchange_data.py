@@ -13,7 +13,7 @@ from commfuse_megatron.schedule.lower_attention import ATTEND
 from commfuse_megatron.schedule.lower_linear import Asked
 from commfuse_megatron.schedule.lower_ulysses import ATTEND_GROUP, PACK, PLACE, UNPACK
 from commfuse_megatron.schedule.lowering import Policy
-from commfuse_megatron.schedule.program import GATHER, SCATTER, Compute, Issue, Program, Rows
+from commfuse_megatron.schedule.program import GATHER, SCATTER, Compute, Issue, Pause, Program, Rows, Wait
 from commfuse_megatron.schedule.program_data import Checked, Term
 from commfuse_megatron.schedule.program_text import say_rows
 
@@ -34,6 +34,7 @@ class CheckedExchange(Checked):
         self._brought = ()
         self._unpacked: set[int] = set()
         self._attends_of: list[tuple[int, int, Rows]] = []  # number of the op, group, what it writes
+        self._pauses = [number for number, op in enumerate(self.program.ops) if isinstance(op, Pause)]
 
     @override
     def _compute(self, number: int, op: Compute) -> None:
@@ -128,8 +129,33 @@ class CheckedExchange(Checked):
             everything = [term for group in groups for term in self._gathered(group)]
             self._require(left, {row: [term] for row, term in enumerate(everything)}, is_all=True)
 
+    def _check_pauses(self, before: Sequence[int]) -> None:
+        """Fail unless the caller has brought what is packed, may cover what travels, and takes what has come home."""
+        groups, is_backward, pauses = self._arriving.num_groups, self.asked.is_backward, self._pauses
+        expected = (2 * groups if is_backward else groups - 1) if self.asked.pauses else 0
+        if len(pauses) != expected:
+            self.fail(len(self.program.ops) - 1, f"{len(pauses)} pauses, where {expected} are asked for.")
+        if not pauses:
+            return
+        per_group = (len(self._ranks) - 1) * self._arriving.num_runs
+        for number, op in enumerate(self.program.ops):
+            if isinstance(op, Compute) and op.kind in (PACK, PLACE):
+                if not all(before[number] >> pause & 1 for pause in pauses[: op.chunk]):
+                    self.fail(number, f"needs group {op.chunk}, which the caller has not brought.")
+            elif isinstance(op, Issue) and op.channel == GATHER:
+                if number > [*pauses, number][op.step // per_group]:
+                    self.fail(number, "begins behind what the caller computes, which is to cover it.")
+            elif is_backward and isinstance(op, Issue):
+                if number > pauses[groups]:
+                    self.fail(number, "begins behind what the caller computes, which is to cover it.")
+            elif is_backward and isinstance(op, Wait):
+                for channel, step in op.batches:
+                    if channel == SCATTER and number < pauses[groups + step // per_group]:
+                        self.fail(number, "waits before the caller has computed what is to cover it.")
+
     def check_cover(self, before: Sequence[int]) -> None:
         """Fail where transfers stand behind what is to hide them. before: see `program_checks`."""
+        self._check_pauses(before)
         ops, attends = self.program.ops, self._attends_of
         if not attends or len(self._ranks) == 1:
             return

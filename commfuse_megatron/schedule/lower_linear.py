@@ -29,6 +29,7 @@ class Asked(NamedTuple):
     added to what is there. is_bulk: as few GEMMs as possible. has_x: the rows that an all-gather linear's weight
     gradient needs are at hand. keeps_gathered: leave what was gathered to the caller. has_bias, has_addend: what is
     added, to the result and to every partial. attends: an attention's backward pass in one piece belongs to it.
+    pauses: the caller computes between its parts, what is sent of the next group of heads or what came home of one.
     """
 
     is_backward: bool = False
@@ -41,6 +42,7 @@ class Asked(NamedTuple):
     has_bias: bool = False
     has_addend: bool = False
     attends: bool = False
+    pauses: bool = False
 
 
 def lower_gather_pass(

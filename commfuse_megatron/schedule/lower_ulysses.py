@@ -13,10 +13,16 @@ take turns on lanes, so that the end of one attention fills up with the next:
 attended, the own ones last, so that no transfer is left at the end. The backward pass is the same with the gradients of
 what left, then of what arrived, and the groups in the opposite order; there the last group stays whole, since gradients
 of keys and values are sums over all queries.
+
+With pauses the caller computes between the parts of a call, and transfers hide under that, too:
+
+    forward    [pack 0] pause [pack 1] pause ... [pack, last; attend all groups; unpack]
+    backward   [pack 0] pause [pack 1] pause ... pause [attend all groups] pause [unpack 0] pause [unpack 1] ...
 """
 
 from commfuse_megatron.schedule.exchange import BoundExchange
 from commfuse_megatron.schedule.lower_attention import ATTEND
+from commfuse_megatron.schedule.lower_linear import Asked
 from commfuse_megatron.schedule.lowering import Lowering, Policy
 from commfuse_megatron.schedule.program import GATHER, SCATTER, Compute, Program, Rows
 
@@ -25,21 +31,28 @@ PACK, PLACE, ATTEND_GROUP, UNPACK = "pack", "place", "attend group", "unpack"
 
 
 def lower_ulysses(
-    arriving: BoundExchange, leaving: BoundExchange, policy: Policy, *, splits_last: bool, keeps_gathered: bool
+    arriving: BoundExchange, leaving: BoundExchange, policy: Policy, asked: Asked, *, splits_last: bool
 ) -> Program:
     """One pass, forward or backward, of one rank.
 
-    splits_last: of the last group the rows of each owner are computed apart. keeps_gathered: what arrived is left to
-    the caller, as "kept" where windows are the context's. Operands: packed, a; gathered or kept. "unpack" takes a
-    group's rows from where they arrived, and own ones from `a`, into what the call returns.
+    splits_last: of the last group the rows of each owner are computed apart. What arrived is left to a caller that asks
+    for it as "kept" where windows are the context's. Operands: packed, a; gathered or kept. "unpack" takes a group's
+    rows from where they arrived, and own ones from `a`, into what the call returns.
     """
     low = Lowering(policy, arriving, leaving, "all-to-all to the heads", "all-to-all from the heads")
-    low.fork()
+    keeps_gathered, pauses_home = asked.keeps_gathered, asked.pauses and asked.is_backward
+    home, last = _Home(low, leaving), leaving.num_groups - 1
+    if not asked.pauses:
+        low.fork()
     for group in range(arriving.num_groups):
         _send_group(low, arriving, group)
-    home, last = _Home(low, leaving), leaving.num_groups - 1
+        if asked.pauses and (group < last or pauses_home):
+            low.pause()
+    if asked.pauses:
+        low.fork()
     for group in range(arriving.num_groups):
-        home.unpack_beside(group - 1)
+        if not pauses_home:
+            home.unpack_beside(group - 1)
         low.turn()
         _place(low, arriving, group)
         if group == 0 and arriving.exchange.shares_first:
@@ -54,7 +67,10 @@ def lower_ulysses(
         home.send(leaving.steps_of(group))
         home.computed()
     low.join()
-    home.unpack(last + 1)
+    for group in range(arriving.num_groups):
+        if pauses_home:
+            low.pause()
+        home.unpack(group + 1)
     return low.program()
 
 
@@ -144,9 +160,10 @@ class _Home:
             self._num_unpacked = stop
 
     def unpack(self, stop: int) -> None:
-        """Unpack all that are left."""
+        """Unpack all below `stop` that are left."""
         for group in range(self._num_unpacked, stop):
             self._unpack(group)
+        self._num_unpacked = max(self._num_unpacked, stop)
 
     def _unpack(self, group: int) -> None:
         leaving = self.leaving

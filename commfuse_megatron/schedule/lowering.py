@@ -232,6 +232,10 @@ class Lowering:
                 self.after(here)
         self.on(here)
 
+    def pause(self) -> None:
+        """The caller computes before the call goes on."""
+        self.ops.append(prog.Pause())
+
     def join(self) -> None:
         """The main lane goes on when all are here."""
         if self.num_lanes:

@@ -153,6 +153,14 @@ class After:
 
 
 @dataclass(frozen=True, slots=True)
+class Pause:
+    """The call returns to its caller, who computes and goes on with it: on the main lane, all others joined.
+
+    What was issued last travels beside what the caller computes.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class Join:
     """The main lane goes on when lanes 0 to `lanes` - 1 have come this far; what follows goes to the main lane."""
 
@@ -162,7 +170,7 @@ class Join:
 #: What a binder makes a kernel's call of.
 Computation = Gemm | Sum | WeightGrad | Compute
 
-Op = Issue | Wait | Finish | Copy | Gemm | Sum | WeightGrad | Compute | Fork | On | After | Join
+Op = Issue | Wait | Finish | Copy | Gemm | Sum | WeightGrad | Compute | Fork | On | After | Join | Pause
 
 
 @dataclass(frozen=True, slots=True)

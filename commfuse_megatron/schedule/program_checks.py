@@ -186,6 +186,10 @@ def _check_order(rank: Checked) -> list[int]:
             case prog.Finish():
                 if number != last or lane is not None or len(held) > 1:
                     rank.fail(number, "the end is not the last op of the main lane, with all others joined.")
+            case prog.Pause():
+                if lane is not None or len(held) > 1:
+                    rank.fail(number, "only the main lane pauses, with all others joined.")
+                held[lane] |= 1 << number
             case _:
                 held[lane] |= 1 << number
     if rank.program.schedules and not isinstance(rank.program.ops[-1], prog.Finish):

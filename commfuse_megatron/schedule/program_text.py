@@ -91,6 +91,8 @@ def _say_op(op: prog.Op) -> str:
             return f"after {_say_lane(op.lane)}"
         case prog.Join():
             return f"join {op.lanes}"
+        case prog.Pause():
+            return "pause"
 
 
 def _say_batches(op: prog.Op) -> str:

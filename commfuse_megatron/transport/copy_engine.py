@@ -22,7 +22,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import override
 
 import torch
@@ -168,6 +168,19 @@ class CopyEngineTransport(Transport):
             for step in tape.steps:
                 step(addresses, stream)
         return _Batches(self, tape.keys, operation)
+
+    def begin_parts(self, tape: BoundOperation) -> Transfer:
+        """Begin a bound operation whose parts are given to `run_steps`. Returns all its batches."""
+        self._require_open()
+        self._operation.release = tape.release
+        return _Batches(self, tape.keys, self._operation)
+
+    def run_steps(self, steps: Iterable[Step], addresses: tuple[int, ...]) -> None:
+        """Run some steps of the operation under way on the current stream."""
+        self._require_open()
+        stream = self.current_stream()
+        for step in steps:
+            step(addresses, stream)
 
     def batches(self, *keys: Key) -> Transfer:
         """Some batches of the operation under way."""

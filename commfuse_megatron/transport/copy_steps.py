@@ -21,6 +21,26 @@ class Ref(NamedTuple):
         return Ref(self.slot, self.offset + size_bytes)
 
 
+class HeldSteps:
+    """Steps of the copy stream that wait for a kernel of the caller, and are run once in each call."""
+
+    __slots__ = ("_is_due", "_steps")
+
+    def __init__(self, steps: tuple[Step, ...]) -> None:
+        self._steps, self._is_due = steps, False
+
+    def begin(self, at: tuple[int, ...], stream: int) -> None:
+        """From here on they are due."""
+        self._is_due = True
+
+    def run(self, at: tuple[int, ...], stream: int) -> None:
+        """Run them, if they are."""
+        if self._is_due:
+            self._is_due = False
+            for step in self._steps:
+                step(at, stream)
+
+
 class GraphTable(dict[tuple[int, ...], Any]):
     """The calls of a tape that are graphs, by their addresses; see `transport.tape_graphs`."""
 
@@ -32,6 +52,7 @@ class BoundOperation(NamedTuple):
 
     release: what ends the operation: the last wait, if nothing comes after it, and the release of all `keys`.
     captured: the steps for a graph, the copy stream being forked already.
+    parts: the steps between pauses, of most tapes all. held: by pause, what the copy stream has not been told by then.
     """
 
     steps: tuple[Step, ...]
@@ -40,3 +61,5 @@ class BoundOperation(NamedTuple):
     release: Batch
     captured: tuple[Step, ...]
     graphs: GraphTable
+    parts: tuple[tuple[Step, ...], ...] = ()
+    held: tuple[Step, ...] = ()

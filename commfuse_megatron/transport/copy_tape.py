@@ -12,14 +12,18 @@ pushes, which are behind the waits.
 In a CUDA graph, ours or one that somebody else captures, it is the driver who orders what is independent. So a tape
 keeps its steps a second time, in which each wait depends on the push of its own batch; see `transport.tape_graphs`. The
 copy stream has been forked from the current one before these.
+
+A tape with pauses is run part by part, never as a graph. What the copy stream has not been told by a pause is told
+behind a kernel of the caller, when he says so; at the latest where the tape waits for it.
 """
 
+import itertools
 from collections.abc import Iterable
 
 from commfuse_megatron.transport.base import Place
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from commfuse_megatron.transport.copy_flags import Key
-from commfuse_megatron.transport.copy_steps import BoundOperation, GraphTable, Ref, Step
+from commfuse_megatron.transport.copy_steps import BoundOperation, GraphTable, HeldSteps, Ref, Step
 
 
 class CopyTape:
@@ -38,6 +42,10 @@ class CopyTape:
         self._pending: list[Step] = []  # of the copy stream, for behind the next kernel
         self._pending_captured: list[Step] = []
         self._pending_keys: set[Key] = set()
+        self._part_ends: list[int] = []  # how many steps there were at each pause
+        self._held: list[HeldSteps] = []  # by pause
+        self._unsent: list[HeldSteps] = []  # of these, what the tape itself has not told the copy stream
+        self._unsent_keys: set[Key] = set()
         self.lane: int | None = None
         self.steps: list[Step] = []
         self._captured: list[Step] = []
@@ -120,8 +128,20 @@ class CopyTape:
         self.then(step)
         self._submit()
 
+    def pause(self) -> None:
+        """The caller computes before what comes next."""
+        held = HeldSteps(tuple(self._pending))
+        self._held.append(held)
+        self._unsent.append(held)
+        self._unsent_keys |= self._pending_keys
+        self._pending.clear()
+        self._pending_keys.clear()
+        self.then(held.begin)
+        self._part_ends.append(len(self.steps))
+
     def beside(self, step: Step) -> None:
         """On the copy stream's side: goes where a push at this point goes."""
+        self._take_up_unsent()
         self._pending.append(step)
         self._pending_captured.append(step)
 
@@ -134,6 +154,8 @@ class CopyTape:
     def wait(self, *keys: Key) -> None:
         """What comes next needs these batches."""
         if keys:
+            if not self._unsent_keys.isdisjoint(keys):
+                self._take_up_unsent()
             if not self._pending_keys.isdisjoint(keys):
                 self._submit()
             for pushed in dict.fromkeys(self._pushed[key] for key in keys if key in self._pushed):
@@ -144,6 +166,7 @@ class CopyTape:
 
     def finish(self) -> BoundOperation:
         """The tape, bound."""
+        self._take_up_unsent()
         self._submit()
         length, awaited = self._last_wait
         if length == len(self.steps):  # one call of the driver for both
@@ -154,7 +177,11 @@ class CopyTape:
         silent = self._tell_of_no_message()
         keys = (*self.keys, *silent)
         release = self._transport.bind_release(keys, (*awaited, *silent))
-        return BoundOperation(tuple(self.steps), keys, tuple(self.notes), release, tuple(self._captured), GraphTable())
+        steps, bounds = tuple(self.steps), [0, *self._part_ends, len(self.steps)]
+        parts = tuple(steps[start:stop] for start, stop in itertools.pairwise(bounds))
+        held = tuple(each.run for each in self._held)
+        notes, captured = tuple(self.notes), tuple(self._captured)
+        return BoundOperation(steps, keys, notes, release, captured, GraphTable(), parts, held)
 
     def _tell_of_no_message(self) -> tuple[Key, ...]:
         """Tell the peers that get no message; returns what to wait for of those who send none."""
@@ -169,6 +196,12 @@ class CopyTape:
     def _on_lane(self, step: Step) -> Step:
         lane = self.lane
         return step if lane is None else lambda at, stream: step(at, lane)
+
+    def _take_up_unsent(self) -> None:
+        self._pending[:0] = [held.run for held in self._unsent]
+        self._pending_keys |= self._unsent_keys
+        self._unsent.clear()
+        self._unsent_keys.clear()
 
     def _submit(self) -> None:
         self.steps += self._pending

@@ -16,6 +16,7 @@ from tests.gpu.models import errors, gradients_of, parallel
 from tests.harness.checks import make_test
 
 OVERLAP = OverlapConfig.from_dict({"ulysses": {"path": "overlapped"}})
+ALONE = OverlapConfig.from_dict({"ulysses": {"path": "overlapped", "with_projections": "off"}})
 LENGTH = 256
 LATENT = {
     "multi_latent_attention": True, "num_query_groups": None, "q_lora_rank": 128, "kv_lora_rank": 128,
@@ -69,6 +70,7 @@ def _compare(_, device, **options):
         }
         ours["auto"] = _model(device, weights, overlap=OverlapConfig(), **shared)
         if not options:  # fused and separate norms of latent attention have other names
+            ours["core attention alone"] = _model(device, weights, overlap=ALONE, **shared)
             ours["local"] = _model(device, weights, overlap=OVERLAP, is_local=True, **shared)
         for kind, model in ours.items():
             loss, gradients = _loss_and_gradients(model, device)
@@ -88,6 +90,11 @@ def _compare(_, device, **options):
                 assert everyone[0] == everyone[1]
             else:
                 assert found == [("overlapped", 1, ())] * 2, kind
+            qkv = [each.path for each in model_report(model).layers if each.name.endswith("linear_qkv")]
+            is_alone = kind == "core attention alone" or layers[0].path != "overlapped"
+            assert qkv == ([] if options else ["stock" if is_alone else "overlapped"] * 2), (
+                kind
+            )  # of latent attention none
 
 
 CHECKS = {"grouped queries": {}, "latent attention": LATENT}

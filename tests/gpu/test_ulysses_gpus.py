@@ -12,6 +12,7 @@ from commfuse_megatron.kernels.strided_copy import bind_copy
 from commfuse_megatron.problem import RowRange, VisibleKeys
 from tests.gpu.test_query_split import BASE, assert_near, heads_of, kernel_or_skip
 from tests.harness import run_spawned
+from tests.threaded import test_ulysses_block as block
 from tests.threaded.test_ulysses import Case, draw, run, ulysses_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -173,3 +174,77 @@ def test_all_ranks_measure_and_choose_alike(backend):
     forward, backward = first
     assert forward[2].startswith("measured: ")
     assert backward == (*forward[:2], "as the forward pass", 2)
+
+
+BLOCKS = (
+    block.Case(rows=256, heads=8, kv_heads=4, head_dim=64, value_dim=64, features=128),
+    block.Case(rows=250, heads=4, kv_heads=4, head_dim=128, value_dim=128, features=128, batch=1, has_bias=False),
+    block.Case(rows=64, heads=8, kv_heads=1, head_dim=64, value_dim=64, features=128, keywords={"causal": False}),
+    block.Case(rows=512, heads=8, kv_heads=8, head_dim=128, value_dim=128, features=256, keywords={"order": "zigzag"}),
+    block.Case(rows=3, heads=2, kv_heads=2, head_dim=64, value_dim=64, features=64),
+)
+
+
+def _block_on_device(case, group, device):
+    """Weights as large as a model's: large scores would make much of what rounding does to queries and keys."""
+    (x, *weights), grad_y = block.draw(dataclasses.replace(case, dtype=torch.bfloat16), group.rank(), group.size())
+    weights[:2] = [each * (3 * each.size(1) ** -0.5) for each in weights[:2]]
+    return [each.to(device) for each in (x, *weights)], grad_y.to(device)
+
+
+def _blocks(group, device, backend):
+    """Against the reference in fp64; errors are those of some more roundings than the attention's."""
+    for path, head_groups in (("overlapped", 1), ("overlapped", 2), ("overlapped", 4), ("sequential", None)):
+        with OverlapContext(group, settings(backend, path, head_groups)) as context:
+            for _ in range(3):
+                for case in BLOCKS:
+                    operands, grad_y = _block_on_device(case, group, device)
+                    found = block.run(operands, grad_y, ops.ulysses_block, is_fused=True, context=context, **case.sizes)
+                    wide = [each.double() for each in operands]
+                    where = {"group": group, "head_dim": case.head_dim, **case.sizes}
+                    exact = block.run(wide, grad_y.double(), ops.reference.ulysses_block, is_fused=False, **where)
+                    del exact["angle.grad"]  # one sum of everything, small beside what is added and subtracted
+                    for name, value in exact.items():
+                        error = (found[name].double() - value).norm() / value.norm().clamp(min=1e-3)
+                        assert error <= 0.03, (case, name, error.item())
+            assert {record.path for record in context.report()} == {path}
+            assert all("graph" not in record.modes for record in context.report() if path == "overlapped")
+
+
+@two_gpus
+@pytest.mark.parametrize("backend", ["nccl", "copy_engine"])
+def test_blocks_equal_the_reference(backend):
+    run_spawned(2, _blocks, backend, backend="nccl")
+
+
+def _long_blocks(group, device, backend):
+    """Transfers that last long enough to be caught out of order: the same bits in every call, whatever is beside."""
+    sizes = {"heads": 16, "kv_heads": 8, "head_dim": 128, "value_dim": 128, "features": 2048, "has_bias": False}
+    case = block.Case(rows=8192, batch=1, keywords={"order": "zigzag"}, **sizes)
+    with OverlapContext(group, settings(backend, head_groups=4)) as context:
+        operands, grad_y = _block_on_device(case, group, device)
+        leaves, again = [each.requires_grad_() for each in operands], []
+        for _ in range(8):
+            y = ops.ulysses_block(*leaves, context=context, **case.sizes)
+            found = torch.autograd.grad(y, leaves, grad_y)
+            again.append([each.detach().cpu() for each in (y, *found)])
+            del y, found
+        by_parts = ops.ulysses_block(*operands, context=context, **case.sizes).detach()
+        mode = "tape" if backend == "copy_engine" else "stepped"
+        assert all(set(record.modes) == {mode} for record in context.report())
+    with OverlapContext(group, settings(backend, "sequential")) as context:
+        whole = ops.ulysses_block(*operands, context=context, **case.sizes).detach()
+    assert (by_parts - whole).norm() / whole.norm() < 0.02
+    for each in again:
+        assert torch.equal(each[0], again[0][0])
+        for found, first in zip(each[1:], again[0][1:], strict=True):
+            assert (found - first).norm() / first.norm() < 0.01  # cuDNN leaves the order of some sums open
+
+
+@two_gpus
+@pytest.mark.parametrize("backend", ["nccl", "copy_engine"])
+def test_long_blocks_are_the_same_in_every_call(backend, monkeypatch):
+    kernel_or_skip("cudnn", BASE)
+    run_spawned(2, _long_blocks, backend, backend="nccl")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron sets it under context parallelism
+    run_spawned(2, _long_blocks, backend, backend="nccl")

@@ -115,6 +115,12 @@ KINDS = {
      has_lanes_on_tensors=True),
     "ulysses zigzag backward": Kind(None, (Asked(is_backward=True),), only_direct=True,
      problem=_ulysses("backward", order="zigzag", kv_heads=1)),
+    "ulysses in parts": Kind(None, (Asked(pauses=True), Asked(keeps_gathered=True, pauses=True)), only_direct=True,
+     problem=_ulysses(), has_lanes_on_tensors=True),
+    "ulysses shared in parts": Kind(None, (Asked(keeps_gathered=True, pauses=True),), only_direct=True,
+     problem=_ulysses(order="zigzag", kv_heads=1), has_lanes_on_tensors=True),
+    "ulysses backward in parts": Kind(None, (Asked(is_backward=True, pauses=True),), only_direct=True,
+     problem=_ulysses("backward"), has_lanes_on_tensors=True),
 }  # fmt: skip
 
 

@@ -27,12 +27,13 @@ from commfuse_megatron.plugin import (
 )
 from commfuse_megatron.plugin.compat import AttnMaskType, get_cuda_rng_tracker, unchanged_random_states
 from commfuse_megatron.plugin.decision import context_of, state_of
+from commfuse_megatron.plugin.norm_linear import normalized
 from commfuse_megatron.plugin.spec import block_spec
 from commfuse_megatron.plugin.ulysses import _reason_in_kernel
 from commfuse_megatron.testing.gpt import SmallGPT, build_gpt, transformer_config
 from tests.megatron import layers
 from tests.megatron.models import sharing_sequences
-from tests.megatron.te_checks import on_the_cpu
+from tests.megatron.te_checks import on_the_cpu, te_gpt
 from tests.threaded.test_planning import TRIAL, MadeUpTimes, machine
 
 ROWS, HEADS, SIZE = 4, 8, 8  # rows of a rank
@@ -253,3 +254,32 @@ def check_a_whole_model_is_built(ranks: int) -> None:
                     "cp_comm_type is p2p: only the exchange of a2a is overlapped",
                 ),
             }
+
+
+def check_self_attention_hides_exchanges_under_its_projections(ranks: int) -> None:
+    """With the fused norm in linear_qkv, against the local class behind the same norm."""
+    gpt = SmallGPT(dtype=torch.float64, num_layers=1)
+    options = {"context_parallel_size": ranks, "cp_comm_type": "a2a"}
+    with sharing_sequences(ranks):
+        fused = te_gpt(gpt, 1, overlap=OVERLAPPED, **options)
+        plain = build_gpt(gpt, transformer_config(gpt, 1, **options), overlap=OVERLAPPED)
+        ours, local = (each.decoder.layers[0].self_attention for each in (fused, plain))
+        norm, generator = ours.linear_qkv.layer_norm_weight, torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            norm.copy_(1 + torch.rand(norm.shape, generator=generator, dtype=torch.float64))
+            for name in ("linear_qkv", "linear_proj"):
+                getattr(local, name).weight.copy_(getattr(ours, name).weight)
+        found, expected = (layers.random((ROWS, 2, 64), 9 + parallel_state.get_context_parallel_rank()).requires_grad_()
+                           for _ in range(2))  # fmt: skip
+        weight = norm.detach().clone().requires_grad_()
+        y, _ = ours(found, None)
+        normed = normalized(expected, weight, None, ours.linear_qkv.eps, "RMSNorm", is_zero_centered=False)
+        z, _ = local(normed, None)
+        assert state_of(ours.linear_qkv).overlapped_calls == state_of(local.linear_qkv).overlapped_calls == 1
+        for each in (y, z):
+            each.backward(torch.cos(torch.arange(each.numel(), dtype=torch.float64)).view_as(each))
+        pairs = [(y, z), (found.grad, expected.grad), (norm.grad, weight.grad)]
+        pairs += [(getattr(ours, name).weight.grad, getattr(local, name).weight.grad) for name in ("linear_qkv",
+                  "linear_proj")]  # fmt: skip
+        for one, other in pairs:
+            torch.testing.assert_close(one, other, atol=1e-13, rtol=1e-12)

@@ -22,7 +22,8 @@ from commfuse_megatron.plugin import (
     model_report,
     unsupported_reason,
 )
-from commfuse_megatron.plugin.attention import _given, _QuerySplit, attention_unsupported_reason
+from commfuse_megatron.plugin.attention import _QuerySplit, attention_unsupported_reason
+from commfuse_megatron.plugin.attention_calls import arguments_of
 from commfuse_megatron.plugin.compat import (
     ColumnParallelLinear,
     DotProductAttention,
@@ -499,7 +500,7 @@ def check_calls_of_latent_attention_that_say_no(group_size: int) -> None:
 
 def check_arguments_by_position_have_latent_attentions_names(group_size: int) -> None:
     attention = attentions_of(build_latent(group_size, QUERY_SPLIT))[0]
-    given = _given(super(_QuerySplit, attention).forward, (1, *[None] * 8, 2), {})
+    given = arguments_of(super(_QuerySplit, attention).forward, (1, *[None] * 8, 2), {})
     assert {name: value for name, value in given.items() if value is not None} == {
         "hidden_states": 1,
         "packed_seq_params": 2,

@@ -21,29 +21,40 @@ from commfuse_megatron.testing.pipeline import ScheduledRun
 from commfuse_megatron.tools.verify.megatron_cases import FULL, LATENT, SELECTIVE
 from tests.megatron.harness import make_cpu_test, tensor_parallel
 from tests.megatron.layers import assert_equal
-from tests.megatron.models import build_model, draw_tokens, losses_and_final_gradients, perturb, sharing_sequences
+from tests.megatron.models import (
+    build_model,
+    draw_tokens,
+    fuse_gradients,
+    losses_and_final_gradients,
+    perturb,
+    sharing_sequences,
+)
 
 TOKENS = draw_tokens(2, 32, seed=12)
 TOLERANCE = 1e-12
 #: Without the loss of their balance, which is of each rank's own tokens.
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32,
     "moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "none"}  # fmt: skip
+NOT_PLAIN = "only SelfAttention itself is cut into groups of heads"
 CORE_ATTENTION_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """recipe: of the model. comm_type: what only the model with context parallelism is given. overlap: for it. calls:
-    of each core attention in a step."""
+    of each core attention in a step. alone: why its exchanges do not hide under the projections. fuses: whether weight
+    gradients are added to main_grad."""
 
     recipe: Recipe = field(default_factory=Recipe)
     comm_type: str | list[str] = "a2a"
     overlap: dict[str, Any] = field(default_factory=dict)
     calls: int = 1
+    alone: str | None = None
+    fuses: bool = False
 
 
-def model(calls: int = 1, pattern: str | None = None, **options: Any) -> Variant:
-    return Variant(recipe=Recipe(options=options, hybrid_pattern=pattern), calls=calls)
+def model(calls: int = 1, pattern: str | None = None, alone: str | None = None, **options: Any) -> Variant:
+    return Variant(recipe=Recipe(options=options, hybrid_pattern=pattern), calls=calls, alone=alone)
 
 
 def sizes(gpt: SmallGPT) -> Variant:
@@ -52,15 +63,20 @@ def sizes(gpt: SmallGPT) -> Variant:
 
 VARIANTS = {
     "causal": Variant(), "layer_norm_and_bias": sizes(SmallGPT.layer_norm_and_bias(dtype=torch.float64)),
-    "one_query_group": sizes(SmallGPT(dtype=torch.float64, num_query_groups=1)),
+    "one_query_group": replace(sizes(SmallGPT(dtype=torch.float64, num_query_groups=1)), alone="one head of keys"),
+    "eight_query_groups": sizes(SmallGPT(dtype=torch.float64, num_query_groups=8)),
     "tied_embeddings": sizes(SmallGPT(dtype=torch.float64, has_tied_embeddings=True)),
     "window": model(window_size=(5, 0)), "softmax_scale": model(softmax_scale=0.3),
     "qk_layernorm": model(qk_layernorm=True), "type_per_layer": Variant(comm_type=["a2a", "a2a"]),
     "asked_for": Variant(overlap={"ulysses": {"path": "overlapped"}, "check_decisions": True}),
+    "one_group": Variant(overlap={"ulysses": {"head_groups": 1}}, alone="all heads are planned to go in one group"),
+    "projections_off": Variant(overlap={"ulysses": {"with_projections": "off"}}, alone="with_projections is off"),
+    "main_grad": replace(sizes(SmallGPT.layer_norm_and_bias(dtype=torch.float64)), fuses=True),
     "recompute_full": model(**FULL, calls=2), "recompute_selective": model(**SELECTIVE),
-    "recompute_core_attention": model(**CORE_ATTENTION_AGAIN, calls=2),
-    "latent": model(**LATENT), "latent_yarn": model(**LATENT | {"rope_type": "yarn", "mscale": 0.7}),
-    "latent_other_values": model(**LATENT | {"v_head_dim": 24}), "hybrid": model(pattern="*-*-"),
+    "recompute_core_attention": model(**CORE_ATTENTION_AGAIN, calls=2, alone="core attention is recomputed by itself"),
+    "latent": model(**LATENT, alone=NOT_PLAIN),
+    "latent_yarn": model(**LATENT | {"rope_type": "yarn", "mscale": 0.7}, alone=NOT_PLAIN),
+    "latent_other_values": model(**LATENT | {"v_head_dim": 24}, alone=NOT_PLAIN), "hybrid": model(pattern="*-*-"),
     "experts": model(**EXPERTS),
 }  # fmt: skip
 
@@ -74,12 +90,18 @@ def equals_stock_without(ranks: int, context: int, name: str) -> None:
     with sharing_sequences(context, tensor):
         ours = _build(variant, tensor, context)
         ours.load_state_dict(stock.state_dict())
+        if variant.fuses:
+            fuse_gradients(ours)
         found, found_gradients = losses_and_final_gradients(ours, TOKENS)
         expected = rows_of_this_rank({"losses": losses})["losses"]
         assert expected.shape == found.shape == (2, 32 // context)
         torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
         assert_equal(gradients, found_gradients, TOLERANCE)
-        _assert_all_overlapped(ours, tensor, variant.calls)
+        heads = variant.recipe.gpt.num_query_groups // tensor
+        alone = variant.alone or ("one head of keys" if heads == context else None)
+        _assert_all_overlapped(
+            ours, tensor, variant.calls, alone="has 2 ranks" if tensor > 1 and not variant.alone else alone
+        )
 
 
 def a_pipeline_equals_stock_without(_: int) -> None:
@@ -124,8 +146,8 @@ def _build(variant: Variant, tensor: int, context: int) -> Any:
     return build_model(replace(variant.recipe, options=options), tensor, OverlapConfig.from_dict(variant.overlap))
 
 
-def _assert_all_overlapped(built: Any, tensor: int, calls: int, others: int = 10) -> None:
-    """Without this, a model that always fell back would pass every comparison."""
+def _assert_all_overlapped(built: Any, tensor: int, calls: int, others: int = 10, alone: str | None = None) -> None:
+    """Without this, a model that always fell back would pass every comparison. alone: see `Variant`."""
     path = "overlapped" if calls else "not called yet"
     report = model_report(built)
     cores = [each for each in report.layers if each.name.endswith("core_attention")]
@@ -139,9 +161,14 @@ def _assert_all_overlapped(built: Any, tensor: int, calls: int, others: int = 10
         if "experts" in each.name:
             assert "belongs to an expert" in each.reasons[0], each
             continue
-        assert each.path == (path if tensor > 1 or not calls else "stock"), each
-        assert tensor > 1 or "the tensor-parallel group has one rank" in each.reasons[0], each
-    assert all("context parallelism is on" in each.reasons[0] for each in report.attentions)
+        is_projection = each.name.endswith(("self_attention.linear_qkv", "self_attention.linear_proj"))
+        is_part = bool(calls) and alone is None and is_projection  # of attention
+        assert each.path == (path if tensor > 1 or not calls or is_part else "stock"), each
+        assert tensor > 1 or is_part or "the tensor-parallel group has one rank" in each.reasons[0], each
+    for each in report.attentions:
+        assert "context parallelism is on" in each.reasons[0]
+        assert not calls or ("do not hide under the projections" in each.reasons[0]) == (alone is not None)
+        assert not calls or alone is None or alone in each.reasons[0], each
 
 
 def _checks(context: int, *names: str) -> dict[str, Any]:
@@ -154,7 +181,7 @@ test_two_ranks = make_cpu_test(
 )
 test_four_ranks = make_cpu_test(
     4,
-    _checks(4, "causal", "one_query_group", "window", "latent", "recompute_full")
+    _checks(4, "causal", "eight_query_groups", "one_query_group", "window", "latent", "recompute_full")
     | _checks(2, "layer_norm_and_bias", "latent", "hybrid", "experts", "recompute_core_attention", "asked_for")
     | {"pipeline": (0, __name__, a_pipeline_equals_stock_without.__name__, ())},
 )

@@ -157,7 +157,8 @@ def check_one_tensor_parallel_rank_misses_nothing(_: int) -> None:
     logger.removeHandler(handler)
     assert [record.getMessage() for record in records] == []
     paths = {layer.name.rpartition(".")[2]: layer.path for layer in model_report(model).layers}
-    assert paths.pop("core_attention") == "overlapped"
+    parts = [paths.pop(name) for name in ("core_attention", "linear_qkv", "linear_proj")]
+    assert parts == ["overlapped"] * 3
     assert set(paths.values()) == {"stock"}
 
 

@@ -216,7 +216,7 @@ def test_every_way_of_a_split_sequence_gives_the_same(group_size):
     assert (outcome.missing, outcome.failures) == ([], [])
     assert set(outcome.left_out) == {"transformer_engine"}
     names = {"compute_only", "comm_only collective", "sequential", "planned"}
-    names |= {f"overlapped m={m} gloo" for m in (1, 2, 4)}
+    names |= {f"{path} m={m} gloo" for m in (1, 2, 4) for path in ("overlapped", "with_projections")}
     assert {(row.pass_name, row.variant) for row in rows} == {(p, v) for p in ("fprop", "backward") for v in names}
     checked = [row for row in rows if row.path in ("sequential", "overlapped")]
     assert all(row.max_error is not None and row.max_error < 1e-5 for row in checked)

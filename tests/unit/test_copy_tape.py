@@ -164,3 +164,35 @@ def test_lanes_may_be_for_graphs_only(when_stepped):
     for step in operation.captured:
         step((0,), 0)
     assert log == [2, 3]
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "not told"])
+def test_what_a_pause_holds_is_run_behind_a_kernel_of_the_caller(is_told):
+    """Once: when the caller says so, else where the tape waits for it; so too in the next call."""
+    transport = Transport()
+    tape = CopyTape(transport)
+    tell(tape, transport, "kernel, order, push 1, issued a")
+    tape.pause()
+    tell(tape, transport, "kernel, order, push 1, issued b")
+    tape.pause()
+    tell(tape, transport, "wait a, kernel")
+    tape.pause()
+    tell(tape, transport, "wait b, kernel")
+    bound = tape.finish()
+    pushes = [["follow", "take 1", "push 1"], ["follow", "push 1"]]
+    late, (sent, early) = ([], pushes) if is_told else ([*pushes[0], *pushes[1]], ([], []))
+    for _ in range(2):
+        runs = []
+        for number, part in enumerate(bound.parts):
+            transport.log.clear()
+            for step in part:
+                step((), 0)
+            parted = list(transport.log)
+            transport.log.clear()
+            if is_told and number < len(bound.held):
+                bound.held[number]((), 0)
+            runs.append((parted, list(transport.log)))
+        assert runs[0] == (["kernel", "mark"], sent)
+        assert runs[1] == (["kernel", "mark"], early)
+        assert runs[2] == ([*late, "wait a", "kernel"], [])
+        assert runs[3] == (["wait b", "kernel"], [])

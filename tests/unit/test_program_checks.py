@@ -20,6 +20,7 @@ from commfuse_megatron.schedule.program import (
     Join,
     On,
     Op,
+    Pause,
     Program,
     Rows,
     Sum,
@@ -53,6 +54,8 @@ BACK = Case("query split backward", LANES, BACKWARD, DIRECT, 3, 2, 10)
 BACK_ON_TENSORS = Case("query split backward", TENSOR_LANES, BACKWARD, DIRECT, 3, 2, 10)
 AT_ONCE = Case("at once backward", TAPE, BACKWARD, DIRECT, 3, 1, 10)
 EXCHANGE = Case("ulysses", NCCL, FORWARD, DIRECT, 3, 2, 7)
+PARTS = Case("ulysses in parts", NCCL, Asked(pauses=True), DIRECT, 3, 2, 7)
+PARTS_BACK = Case("ulysses backward in parts", NCCL, Asked(is_backward=True, pauses=True), DIRECT, 2, 2, 4)
 EXCHANGE_BACK = Case("ulysses zigzag backward", TAPE, Asked(is_backward=True), DIRECT, 2, 2, 4)
 
 CASES = {
@@ -74,6 +77,8 @@ CASES = {
     "exchange of one key on lanes": Case("ulysses zigzag", LANES, Asked(keeps_gathered=True), DIRECT, 2, 3, 12),
     "exchange of one key on tensors": Case("ulysses zigzag", TENSOR_LANES, Asked(), DIRECT, 3, 3, 12),
     "exchange backward on lanes": Case("ulysses backward", TENSOR_LANES, Asked(is_backward=True), DIRECT, 2, 4, 4),
+    "exchange in parts": PARTS, "exchange backward in parts": PARTS_BACK,
+    "exchange in parts on lanes": Case("ulysses in parts", LANES, Asked(pauses=True), DIRECT, 2, 3, 4),
     "exchange, kept": Case("ulysses", NCCL, Asked(keeps_gathered=True), DIRECT, 2, 1, 3),
     "exchange, dropout": Case("ulysses dropout", TAPE, Asked(keeps_gathered=True), DIRECT, 3, 1, 5),
 }  # fmt: skip
@@ -313,6 +318,21 @@ BROKEN: dict[str, tuple[Case, Break, str]] = {
      r"own rows are to be computed last"),
     "rows leave behind own ones": (EXCHANGE, lambda p: move(p, 0, Issue, -1, find(p, 0, Compute, -2) - 1),
      r"begins behind the own rows, which are to cover it"),
+    # Of one in parts.
+    "no pause": (PARTS, lambda p: drop(p, 0, Pause), r"0 pauses, where 1 are asked for"),
+    "pauses where nobody asks": (EXCHANGE, lambda p: insert(p, 0, 1, Pause()), r"1 pauses, where 0 are asked for"),
+    "pauses on a lane": (replace(PARTS, policy=TENSOR_LANES), lambda p: insert(p, 0, find(p, 0, On) + 1, Pause()),
+     r"only the main lane pauses, with all others joined"),
+    "packs what is not brought": (PARTS, lambda p: move(p, 0, Pause, 0, find(p, 0, Issue, -1) - 1),
+     r"needs group 1, which the caller has not brought"),
+    "places what is not brought": (PARTS, lambda p: move(p, 0, Compute, 4, 1),
+     r"needs group 1, which the caller has not brought"),
+    "a group leaves behind the pause": (PARTS, lambda p: move(p, 0, Pause, 0, find(p, 0, Compute) + 1),
+     r"begins behind what the caller computes, which is to cover it"),
+    "gradients leave behind the pause": (PARTS_BACK, lambda p: move(p, 0, Pause, 2, find(p, 0, Issue, -1)),
+     r"begins behind what the caller computes, which is to cover it"),
+    "waits before the pause": (PARTS_BACK, lambda p: move(p, 0, Pause, -1, find(p, 0, Compute, -1) - 1),
+     r"waits before the caller has computed what is to cover it"),
 }  # fmt: skip
 
 

@@ -257,6 +257,78 @@ TABLES: dict[str, tuple[Case, str]] = {
  9  | main | unpack 0       | arrived[0:10] a[5:10] a[10:15] |                             |
  10 | main | finish         |                                |                             |""",
     ),
+    "ulysses in parts": (
+        Case("ulysses in parts", NCCL, Asked(pauses=True), chunks_per_shard=2, **SMALL),
+        """\
+ op | lane | what           | rows read           | rows written    | batch
+----+------+----------------+---------------------+-----------------+----------------------------
+ 0  | main | pack 0         |                     | packed[0:5]     |
+ 1  | main | issue          | packed[0:5]         | gathered[0:10]  | gather 0: 2->r0 at 10 0<-r0
+ 2  | main | pause          |                     |                 |
+ 3  | main | pack 1         |                     | packed[10:15]   |
+ 4  | main | issue          | packed[10:15]       | gathered[15:25] | gather 1: 3->r0 at 25 1<-r0
+ 5  | main | place 0        |                     | gathered[10:15] |
+ 6  | main | wait           |                     |                 | gather 0
+ 7  | main | attend group 0 | gathered[0:15]      | a[0:3]          |
+ 8  | main | issue          | a[0:2]              | arrived[0:1]    | scatter 0: 0->r0 at 0 2<-r0
+ 9  | main | place 1        |                     | gathered[25:30] |
+ 10 | main | wait           |                     |                 | gather 1
+ 11 | main | attend 1       | gathered[15:30]     | a[3:5]          |
+ 12 | main | issue          | a[3:5]              | arrived[1:2]    | scatter 1: 1->r0 at 2 3<-r0
+ 13 | main | attend 3       | gathered[15:30]     | a[5:6]          |
+ 14 | main | wait           |                     |                 | scatter 0
+ 15 | main | unpack 0       | arrived[0:1] a[2:3] |                 |
+ 16 | main | wait           |                     |                 | scatter 1
+ 17 | main | unpack 1       | arrived[1:2] a[5:6] |                 |
+ 18 | main | finish         |                     |                 |""",
+    ),
+    "ulysses shared in parts": (
+        Case("ulysses shared in parts", NCCL, Asked(keeps_gathered=True, pauses=True), group_size=2, rows=4),
+        """\
+ op | lane | what     | rows read                  | rows written                   | batch
+----+------+----------+----------------------------+--------------------------------+----------------------------
+ 0  | main | pack 0   |                            | packed[0:10]                   |
+ 1  | main | issue    | packed[0:5]                | gathered[0:5]                  | gather 0: 2->r0 at 5 0<-r0
+ 2  | main | issue    | packed[5:10]               | gathered[15:20]                | gather 1: 3->r0 at 10 1<-r0
+ 3  | main | place 0  |                            | gathered[5:10] gathered[10:15] |
+ 4  | main | wait     |                            |                                | gather 0, gather 1
+ 5  | main | attend 0 | gathered[0:20]             | a[0:1]                         |
+ 6  | main | issue    | a[0:1]                     | arrived[0:1]                   | scatter 0: 0->r0 at 0 2<-r0
+ 7  | main | attend 1 | gathered[0:20]             | a[3:4]                         |
+ 8  | main | issue    | a[3:4]                     | arrived[1:2]                   | scatter 1: 1->r0 at 1 3<-r0
+ 9  | main | attend 2 | gathered[0:20]             | a[1:2]                         |
+ 10 | main | attend 3 | gathered[0:20]             | a[2:3]                         |
+ 11 | main | wait     |                            |                                | scatter 0, scatter 1
+ 12 | main | unpack 0 | arrived[0:2] a[1:2] a[2:3] |                                |
+ 13 | main | finish   |                            |                                |""",
+    ),
+    "ulysses backward in parts": (
+        Case("ulysses backward in parts", NCCL, Asked(is_backward=True, pauses=True), chunks_per_shard=2, **SMALL),
+        """\
+ op | lane | what           | rows read              | rows written  | batch
+----+------+----------------+------------------------+---------------+-----------------------------
+ 0  | main | pack 0         |                        | packed[0:1]   |
+ 1  | main | issue          | packed[0:1]            | gathered[0:2] | gather 0: 2->r0 at 2 0<-r0
+ 2  | main | pause          |                        |               |
+ 3  | main | pack 1         |                        | packed[2:3]   |
+ 4  | main | issue          | packed[2:3]            | gathered[3:5] | gather 1: 3->r0 at 5 1<-r0
+ 5  | main | pause          |                        |               |
+ 6  | main | place 0        |                        | gathered[2:3] |
+ 7  | main | wait           |                        |               | gather 0
+ 8  | main | attend group 0 | gathered[0:3]          | a[0:15]       |
+ 9  | main | issue          | a[0:10]                | arrived[0:5]  | scatter 0: 0->r0 at 0 2<-r0
+ 10 | main | place 1        |                        | gathered[5:6] |
+ 11 | main | wait           |                        |               | gather 1
+ 12 | main | attend group 1 | gathered[3:6]          | a[15:30]      |
+ 13 | main | issue          | a[15:25]               | arrived[5:10] | scatter 1: 1->r0 at 10 3<-r0
+ 14 | main | pause          |                        |               |
+ 15 | main | wait           |                        |               | scatter 0
+ 16 | main | unpack 0       | arrived[0:5] a[10:15]  |               |
+ 17 | main | pause          |                        |               |
+ 18 | main | wait           |                        |               | scatter 1
+ 19 | main | unpack 1       | arrived[5:10] a[25:30] |               |
+ 20 | main | finish         |                        |               |""",
+    ),
 }
 
 

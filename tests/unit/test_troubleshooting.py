@@ -19,7 +19,7 @@ MADE_ELSEWHERE = {
     "plan/store.py": ["`no plans are read: ...`", "`plans are not stored: ...`"],
     "plugin/convert.py": ["`... stays: ...`", "`convert_model: nothing was converted"],
 }
-REASONS = ("support.py", "classes.py", "capture.py", "ulysses.py")
+REASONS = ("support.py", "classes.py", "capture.py", "ulysses.py", "ulysses_block.py")
 
 
 def texts(node: ast.AST) -> list[str]:

@@ -13,18 +13,20 @@ from commfuse_megatron.config import PassConfig
 from commfuse_megatron.errors import VerificationError
 from commfuse_megatron.runtime.op_record import OpRecord
 from commfuse_megatron.tools.bench.operands import Work, our_result
+from commfuse_megatron.tools.bench.ulysses import with_projections
 from commfuse_megatron.tools.bench.variant import Ready, WithContext, backends_of, differentiable
 from commfuse_megatron.tools.common.cases import PLANNED
 from commfuse_megatron.tools.common.options import choices_of
 
 _BACKWARD_PATHS = ("bulk", "async")
-_IN_CHUNKS = ("sliced", "query_split", "overlapped")
+_WITH_PROJECTIONS = "with_projections"  # overlapped, as `ops.ulysses_block`
+_IN_CHUNKS = ("sliced", "query_split", "overlapped", _WITH_PROJECTIONS)
 # Of linears, no paths of ours to be forced: what the planner is for, and what `sequential` measures.
 _NOT_FORCED = ("auto", "sequential")
 _PATHS = {
     "linears": tuple(path for path in choices_of(PassConfig, "path") if path not in _NOT_FORCED),
     "attention": ("sequential", "row_parallel", "query_split"),
-    "ulysses": ("sequential", "overlapped"),
+    "ulysses": ("sequential", "overlapped", _WITH_PROJECTIONS),
 }
 
 
@@ -61,8 +63,8 @@ class PathOptions:
             forced = sliced
         elif self.path == "query_split":
             forced |= {"splits_per_shard": self.chunks_per_shard, "backward": self.path}
-        elif self.path == "overlapped":
-            forced["head_groups"] = self.chunks_per_shard
+        elif self.path in ("overlapped", _WITH_PROJECTIONS):
+            forced = {"path": "overlapped", "head_groups": self.chunks_per_shard}
         elif self.path == "row_parallel":  # its projection
             settings["linear"] = {"fprop": sliced, "dgrad": sliced}
         if self.kind == "linears":
@@ -112,7 +114,10 @@ class Ours(WithContext):
     @override
     def build(self, work: Work) -> Ready:
         context = self.context_for(work)
-        ready = differentiable(work, lambda: our_result(work.case, work.operands, context))
+        if self.options.path == _WITH_PROJECTIONS:
+            ready = with_projections(work, context)
+        else:
+            ready = differentiable(work, lambda: our_result(work.case, work.operands, context))
         ready.transport = context.transport_name
         return ready
 
@@ -122,7 +127,8 @@ class Ours(WithContext):
         what = f"{work.case.name} {work.pass_name} M={work.case.M}, {self.name}"
         if record is None:
             raise VerificationError(f"{what}: the report does not list this call")
-        if self.options.path not in ("auto", record.path):
+        expected = "overlapped" if self.options.path == _WITH_PROJECTIONS else self.options.path
+        if expected not in ("auto", record.path):
             raise VerificationError(f"{what}: fell back to {record.path}: {record.reason}")
         ready.path, ready.reason, ready.transport = record.path, record.reason, record.transport
         ready.gemm = record.gemm

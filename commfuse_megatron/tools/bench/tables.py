@@ -98,7 +98,7 @@ def ulysses_table(rows: Sequence[Row]) -> Table:
         exposed_ms = [ms and ms - p.any.compute_only_ms for ms in (p.best_ms(PLANNED), stock_ms)]
         return ratio(*exposed_ms) if exposed_ms[1] is not None and exposed_ms[1] > 0 else None
 
-    ways = ("sequential", "transformer_engine", "overlapped", PLANNED)
+    ways = ("sequential", "transformer_engine", "overlapped", "with_projections", PLANNED)
     columns: Columns = {
         **_SIZES,
         **_BOUNDS,

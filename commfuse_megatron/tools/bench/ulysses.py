@@ -5,6 +5,7 @@ comm_only collective  the group's own all-to-alls of what the pass exchanges, no
 sequential            all-to-all, attention, all-to-all, by the kernel that our operation takes
 transformer_engine    its own exchange, `cp_comm_type="a2a"`
 overlapped m=C <...>  heads in C groups, one attended while the next travels
+with_projections ...  the same, and beside the linears: a group is projected while the one before travels
 planned               what the planner chooses
 
 The sequence is in zigzag order, as Megatron deals it; queries and keys are contiguous, as a rotary embedding leaves
@@ -21,11 +22,13 @@ import torch
 from torch import distributed as dist
 from torch.distributed.nn.functional import all_to_all_single
 
+from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.errors import UnsupportedError
 from commfuse_megatron.ops.split_attention import Heads, SplitAttention
 from commfuse_megatron.tools.bench.attention import plain_attention, split_attention
 from commfuse_megatron.tools.bench.operands import Results, Work, ulysses_block
 from commfuse_megatron.tools.bench.variant import Ready, Variant, differentiable, in_turn
+from commfuse_megatron.tools.common.cases import Case
 
 
 def expected(work: Work) -> Results:
@@ -95,6 +98,40 @@ def all_to_alls(work: Work) -> Callable[[], None]:
         for features in (work.case.qkv_features, work.case.K)
     ]
     return in_turn(*(partial(dist.all_to_all_single, target, source, group=work.group) for target, source in ways))
+
+
+def with_projections(work: Work, context: OverlapContext) -> Ready:
+    """The block as one operation of ours, whose weight has the rows of every head of keys together."""
+    case, o = work.case, work.operands
+    order = _rows_by_key_head(case, o.x.device)
+    qkv = o.others["qkv"].detach()[order].requires_grad_()
+
+    def forward() -> torch.Tensor:
+        sizes = {"heads": case.heads, "kv_heads": case.kv_heads, "order": "zigzag"}
+        return ops.ulysses_block(o.x, qkv, o.weight, context=context, to_heads=_contiguous, **sizes)
+
+    def read(found: torch.Tensor | tuple[torch.Tensor, ...]) -> Results:
+        results = work.named(found)
+        if "qkv.grad" in results:
+            results["qkv.grad"] = results["qkv.grad"][torch.argsort(order)]
+        return results
+
+    ready = differentiable(work, forward, {**o.leaves, "qkv": qkv})
+    ready.read = read
+    return ready
+
+
+def _contiguous(part: ops.ProjectedHeads) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """As a rotary embedding leaves them."""
+    return part.q.contiguous(), None if part.k is None else part.k.contiguous(), part.v
+
+
+def _rows_by_key_head(case: Case, device: torch.device) -> torch.Tensor:
+    """Of the case's weight, whose rows are those of all queries, keys and values: head of keys after head of keys."""
+    rows = torch.arange(case.qkv_features, device=device).view(-1, case.head_dim)
+    q, k, v = rows.split([case.heads, case.kv_heads, case.kv_heads])
+    queries = q.view(case.kv_heads, -1, case.head_dim)
+    return torch.cat([queries, k.unsqueeze(1), v.unsqueeze(1)], dim=1).flatten()
 
 
 class TransformerEngineExchange(Variant):
