@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from commfuse_megatron.testing.cpu import _nothing, cpu_megatron, replaced
+from commfuse_megatron.testing.cpu import cpu_megatron, does_nothing, replaced
 
 #: Megatron's own flags that a run on the CPU needs. Later flags win, so put them first on a command line.
 CPU_FLAGS: tuple[str, ...] = (
@@ -50,7 +50,7 @@ def _one_device() -> AbstractContextManager[None]:
     return replaced(
         torch.cuda,
         device_count=lambda: 1,
-        set_device=_nothing,
+        set_device=does_nothing(),
         get_device_properties=lambda *_: properties,
         get_device_capability=lambda *_: (properties.major, properties.minor),
     )
@@ -61,9 +61,9 @@ def _memory_statistics() -> AbstractContextManager[None]:
     sizes = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     return replaced(
         torch.cuda,
-        **dict.fromkeys(sizes, lambda *_, **__: 0),
+        **{name: lambda *_, **__: 0 for name in sizes},
         memory_stats=lambda *_, **__: {},
-        reset_peak_memory_stats=_nothing,
+        reset_peak_memory_stats=does_nothing(),
         mem_get_info=lambda *_: (1, 1),
     )
 
@@ -79,7 +79,7 @@ def _warm_up_of_fusions() -> AbstractContextManager[None]:
     """Wall: functions that `CPU_FLAGS` leave unused are compiled at the start, for some 15 s."""
     from megatron.training import training
 
-    return replaced(training, set_jit_fusion_options=_nothing)
+    return replaced(training, set_jit_fusion_options=does_nothing())
 
 
 def _norm_under_sequence_parallelism() -> AbstractContextManager[None]:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from commfuse_megatron.errors import ConfigError
 from commfuse_megatron.testing import cpu_megatron
 from commfuse_megatron.testing.cpu import SHIMS
+from commfuse_megatron.testing.pretraining import cpu_pretraining
 
 
 def snapshot() -> dict[str, Any]:
@@ -145,6 +146,13 @@ def test_streams_and_events_do_nothing() -> None:
         torch.cuda.synchronize()
         torch.cuda.nvtx.range_push("name")
         torch.cuda.nvtx.range_pop()
+
+
+@pytest.mark.filterwarnings("ignore:Only transformer-engine")
+def test_what_stands_for_functions_of_torch_can_be_compiled_around() -> None:
+    """Megatron's router compiles a function; torch.compile looks at all of torch then."""
+    with cpu_pretraining():
+        assert torch._dynamo.trace_rules.get_torch_obj_rule_map.__wrapped__()  # type: ignore[attr-defined]
 
 
 def test_random_states_are_kept_apart(caplog: pytest.LogCaptureFixture) -> None:

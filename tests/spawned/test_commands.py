@@ -145,11 +145,11 @@ def test_plans_are_written_and_taken_on_cpu_ranks(cases, config, count, tmp_path
     for neither, there in ((count, 0), (0, count)):  # on the CPU no model is asked
         ran = run_on_ranks(2, *words)
         assert ran.returncode == 0, ran.stdout + ran.stderr
-        said = f"{count} plans, 0 measured, 0 chosen by the model, {neither} neither, {there} already there"
+        said = f"{count} plans, 0 measured, 0 chosen by the model, {neither} forced or a default, {there} already there"
         assert ran.stdout.splitlines() == [f"{file}: {said}"], "one rank speaks"
         assert "planning" in ran.stderr or "llama-8b" in ran.stderr, "progress belongs on stderr"
         data = read(found)
-        assert (data["neither"], data["already there"], data["failures"]) == (neither, there, [])
+        assert (data["forced or a default"], data["already there"], data["failures"]) == (neither, there, [])
         stored = read(file)["sections"]
         assert {text for section in stored for text in section["plans"]} == {plan["problem"] for plan in data["plans"]}
 

@@ -67,7 +67,7 @@ OF_THE_CONFIGURATION = (
     'unknown case "llama-9b.fc2"',
     'unknown case "llama-8b.fc2"',
     *(f'unknown case "{name}"; known are llama-8b.attention' for name in UNKNOWN_BLOCKS),
-    "chunks_per_shard must be at least 1",
+    "--chunks must be at least 1",
     "100 rows (6400 divided by 64: --shrink) must be a multiple of the group size 3",
     "32 heads must be a multiple of the group size 3",
     "leaves 1 rows for 2 ranks",
@@ -98,7 +98,7 @@ OF_THE_CONFIGURATION = (
     (["--step", "--path", "sequential"], "every step is traced without the plugin, too; leave it out"),
     (["--step", "--rounds", "0"], "--rounds must be at least 1, got 0"),
     (["--step", "--runs", "0"], "--runs must be at least 1, got 0"),
-    (["--chunks", "0"], "chunks_per_shard must be at least 1"),
+    (["--chunks", "0"], "--chunks must be at least 1"),
     (["--seq", "64"], "one linear has --tokens: leave out --seq"),
     (["--splits", "2", "--paths", "sequential"], "add --attention, or leave out --paths, --splits"),
     (["--step", "--shrink", "2"], "add --attention, or leave out --shrink"),
@@ -134,7 +134,7 @@ OF_THE_CONFIGURATION = (
      "32 heads must be a multiple of the group size 3"),
     (["--attention", "--seq", "128", "--splits", "2"], "a shard has 1 rows (sizes are divided by 64: --shrink)"),
     (["--attention", "--seq", "64", "--shrink", "64"], "leaves 1 rows for 2 ranks"),
-    (["--attention", "--chunks", "0"], "chunks_per_shard must be at least 1"),
+    (["--attention", "--chunks", "0"], "--chunks must be at least 1"),
 ])  # fmt: skip
 def test_traces_that_cannot_be_made_are_refused_before_any_work(arguments, message, tmp_path, capsys):
     assert cli.main(["trace", "--output", str(tmp_path), *arguments]) == 2

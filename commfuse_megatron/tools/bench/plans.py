@@ -81,7 +81,9 @@ def _write_plans_on_rank(rank: Rank, options: argparse.Namespace) -> int:
     if not rank.is_first:
         return 0
     kinds = [_kind_of(plan) for plan in plans.values()]
-    counts = {kind: kinds.count(kind) for kind in ("measured", "chosen by the model", "neither", "already there")}
+    counts = {
+        kind: kinds.count(kind) for kind in ("measured", "chosen by the model", "forced or a default", "already there")
+    }
     if options.json:
         listed = [{"problem": str(problem), **asdict(plan)} for problem, plan in plans.items()]
         write_json(options.json, counts | {"missing": missing, "failures": complaints, "plans": listed})
@@ -94,9 +96,9 @@ def _write_plans_on_rank(rank: Rank, options: argparse.Namespace) -> int:
 
 
 def _kind_of(plan: PassPlan) -> str:
-    """How it was come by. Neither measured nor chosen by the model: forced, a default, or as for another length."""
+    """How it was come by. What is as for another length counts as a default."""
     if plan.reason.startswith(STORED):
         return "already there"
     if plan.measured_us is not None:
         return "measured"
-    return "neither" if plan.predicted_us is None else "chosen by the model"
+    return "forced or a default" if plan.predicted_us is None else "chosen by the model"

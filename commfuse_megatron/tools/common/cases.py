@@ -159,6 +159,10 @@ def tokens_of(name: str, asked: tuple[int, ...]) -> tuple[int, ...]:
     return (_PAPER_SIZES[name][0] * _PAPER_SIZES[name][1],) if name in _PAPER_SIZES else asked
 
 
+def _divided(size: int, shrink: int) -> str:
+    return f" ({size} divided by {shrink}: --shrink)" if shrink > 1 else ""
+
+
 def linear_case(name: str, M: int, group_size: int, shrink: int = 1) -> Case:
     """The case `name` ("llama-70b.qkv") with M tokens over `group_size` ranks, all sizes divided by `shrink`.
 
@@ -173,7 +177,8 @@ def linear_case(name: str, M: int, group_size: int, shrink: int = 1) -> Case:
         raise ConfigError(f"{name}: nothing is left of its features, divided by {shrink}")
     if tokens % group_size or features % group_size:
         raise ConfigError(
-            f"{name}: M={tokens} and {features} features must be multiples of the group size {group_size}"
+            f"{name}: {tokens} tokens{_divided(M, shrink)} and {features} features must be multiples of the group size"
+            f" {group_size}"
         )
     batch, rows = _PAPER_SIZES.get(name, (1, 0))
     rest = (group_size, batch if rows % (group_size * shrink) == 0 else 1, shrink)
@@ -192,8 +197,9 @@ def attention_case(name: str, M: int, group_size: int, shrink: int = 1) -> Case:
     rows, hidden, head_dim = M // batch // shrink, max(1, model.hidden // shrink), max(1, _HEAD_DIM // shrink)
     _require_rows(name, M, rows, group_size, batch * shrink)
     if rows % group_size:
-        shrunk = f" ({M // batch} divided by {shrink}: --shrink)" if shrink > 1 else ""
-        raise ConfigError(f"{name}: {rows} rows{shrunk} must be a multiple of the group size {group_size}")
+        raise ConfigError(
+            f"{name}: {rows} rows{_divided(M // batch, shrink)} must be a multiple of the group size {group_size}"
+        )
     if model.heads % group_size:
         raise ConfigError(f"{name}: {model.heads} heads must be a multiple of the group size {group_size}")
     heads = (model.heads // group_size, max(1, model.kv_heads // group_size), head_dim)

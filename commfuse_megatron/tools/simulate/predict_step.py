@@ -172,9 +172,9 @@ class _Step:
         for name, size, ranks in (
             ("tokens", step.tokens, self.group_size * (2 * self.sharing if self.sharing > 1 else 1)),
             ("attention heads", sizes["num_attention_heads"], step.group_size),
-            *((name.replace("_", " "), size, self.group_size) for name, size in sizes.items()),
+            *((name.removeprefix("num_").replace("_", " "), size, self.group_size) for name, size in sizes.items()),
         ):
-            if size % ranks and name != "num query groups":
+            if size % ranks and name != "query groups":
                 which = "ranks" if ranks == step.group_size else "parts"
                 raise ConfigError(f"{step.model}: {size} {name} cannot be cut for {ranks} {which}")
         self.tokens = step.tokens // self.sharing

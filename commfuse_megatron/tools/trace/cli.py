@@ -135,6 +135,7 @@ def _ready(arguments: argparse.Namespace, name: str, **worked_out: Any) -> argpa
 
 def config_of(arguments: argparse.Namespace) -> OverlapConfig:
     """The configuration of `--config`, else the environment's, with what other options force in the traced passes."""
+    require_positive(arguments, ("chunks",))
     file = arguments.config or config_file_from_environment()
     base = OverlapConfig.from_file(file) if file else OverlapConfig()
     data = base.to_dict()
