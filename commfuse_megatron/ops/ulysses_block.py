@@ -18,17 +18,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from commfuse_megatron.errors import ShapeError
-from commfuse_megatron.ops.arguments import (
-    cast_for_autocast,
-    complain_if_unusable,
-    find_target_complaint,
-    require_context,
-    with_unit_stride,
-)
+from commfuse_megatron.ops.arguments import cast_for_autocast, require_context, with_unit_stride
 from commfuse_megatron.ops.asked import gradients_asked_for
 from commfuse_megatron.ops.attention_arguments import draw_dropout
-from commfuse_megatron.ops.kinds import find_kind_complaint
-from commfuse_megatron.ops.qkv_rows import QkvRows, check_heads, joined, multiply_blocks, put_blocks
+from commfuse_megatron.ops.block_arguments import placeholders_of_heads
+from commfuse_megatron.ops.qkv_gradient import GradProjected
+from commfuse_megatron.ops.qkv_rows import QkvRows, check_heads, multiply_blocks
 from commfuse_megatron.ops.split_attention import Heads
 from commfuse_megatron.ops.ulysses_attention import UlyssesInputs, prepare_backward, prepare_exchange
 from commfuse_megatron.ops.ulysses_parts import (
@@ -41,7 +36,7 @@ from commfuse_megatron.ops.ulysses_parts import (
 )
 from commfuse_megatron.ops.ulysses_pass import UlyssesCall, problem_of
 from commfuse_megatron.ops.ulysses_passes import Saved
-from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, WeightGrad, compute_weight_gradient, target_of
+from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, WeightGrad, compute_weight_gradient
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.marks import without_marks
 from commfuse_megatron.runtime.prepared import PreparedPass
@@ -130,7 +125,7 @@ def ulysses_block(
         operands = BlockOperands(x, qkv_weight, out_weight, qkv_bias, to_heads, qkv_weight_grad, out_weight_grad)
         operands = operands.cast(context)
         given = {**operands._asdict(), "heads": heads, "kv_heads": kv_heads, "value_dim": value_dim}
-        placeholders = _placeholders(given, context)
+        placeholders = placeholders_of_heads(ulysses_block, given, context)
     inputs = UlyssesInputs(*placeholders, causal, order, window, scale, dropout, total_rows)
     return project_prepared(operands, *prepare_exchange(inputs, context), context)
 
@@ -198,7 +193,7 @@ class _Call:
         self.shapes = [self.rows.shapes(number, x.size(0)) for number in range(len(self.rows.groups))]
         self.forward: ForwardOfGroups | None = None
         self.backward: BackwardOfGroups | None = None
-        self.grad_projected: _GradProjected | None = None
+        self.grad_projected: GradProjected | None = None
 
     def _find_rows(self) -> QkvRows:
         number = self.attention.forward.plan.chunks_per_shard if self.is_in_parts else 1
@@ -225,71 +220,6 @@ class _Call:
     def token(self) -> torch.Tensor:
         """What nodes hand on that have nothing to hand on but their order."""
         return self.like.new_empty(0)
-
-
-class _GradProjected:
-    """The gradient of what the qkv projection gave, while groups add theirs: [M, rows of the weight].
-
-    total: where weight gradients go. The weight's gradient is computed for all groups that are there when it is asked
-    for: those that are there already cover the transfer of the last one.
-    """
-
-    def __init__(self, p: PreparedPass, rows: QkvRows, weight_grad: WeightGrad) -> None:
-        self._p, self._rows, self._weight_grad = p, rows, weight_grad
-        self.grad: torch.Tensor | None = None
-        self._missing = set(range(len(rows.groups)))
-        self._waiting: list[int] = []  # groups whose rows of the weight have no gradient yet
-        self._total: torch.Tensor | None = None
-
-    def put(self, number: int, grad: torch.Tensor) -> None:
-        """Add that of a group: [M, features]."""
-        self._waiting.append(number)
-        self._missing.discard(number)
-        if len(self._rows.groups) == 1:
-            self.grad = grad.contiguous()
-            return
-        if self.grad is None:
-            self.grad = grad.new_empty(grad.size(0), self._rows.num_rows)
-        put_blocks(self.grad, self._rows.blocks[number], grad)
-
-    def complete(self) -> torch.Tensor:
-        """The gradient of all groups; those that were asked for none have zeros."""
-        assert self.grad is not None
-        for number in self._missing:
-            for block in self._rows.blocks[number]:
-                self.grad[:, block.start : block.stop].zero_()
-        self._waiting += self._missing
-        self._missing.clear()
-        return self.grad
-
-    def multiply(self, x: torch.Tensor) -> None:
-        """Compute the weight's gradient of the groups that wait for it. x: [M, K]."""
-        blocks = sorted(
-            (block for number in self._waiting for block in self._rows.blocks[number]), key=lambda b: b.start
-        )
-        self._waiting.clear()
-        assert self.grad is not None
-        target, gemm = target_of(self._weight_grad), self._p.gemm
-        if target is None and self._total is None:
-            self._total = self.grad.new_empty(self._rows.num_rows, x.size(1))
-        for block in joined(blocks):
-            rows, factor = slice(block.start, block.stop), self.grad[:, block.start : block.stop].t()
-            if target is not None:
-                gemm.accumulate(factor, x, target.accumulate[rows])
-            else:
-                assert self._total is not None
-                gemm.multiply(factor, x, self._total[rows])
-            gemm.join()
-
-    def finish(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The weight's gradient as autograd is given it, computed as far as it is not, or left to be computed later."""
-        assert self.grad is not None
-        if isinstance(self._weight_grad, DeferredWeightGrad):
-            return compute_weight_gradient(self._p, self.grad, x, self._weight_grad)
-        if self._waiting:
-            self.multiply(x)
-        target = target_of(self._weight_grad)
-        return self._total if target is None else target.result()
 
 
 # -- nodes ------------------------------------------------------------------------------------------------------------
@@ -354,7 +284,7 @@ class _Columns(torch.autograd.Function):
         (x,) = call.context.saved_tensors(ctx, what)
         with call.context.guard(what), torch.autocast(grad.device.type, enabled=False):
             if call.grad_projected is None:
-                call.grad_projected = _GradProjected(call.attention.forward, call.rows, call.qkv_weight_grad)
+                call.grad_projected = GradProjected(call.attention.forward, call.rows, call.qkv_weight_grad)
             call.grad_projected.put(ctx.number, without_marks(grad).flatten(0, -2))
             start = ctx.next_functions[0][0]
             if ctx.covers and x is not None and gradients_asked_for(start, 2)[1]:
@@ -442,74 +372,3 @@ def _saved(ctx: Any, tensors: list[torch.Tensor]) -> Saved:
     attended, *others = tensors
     heads, states = tuple(others[: ctx.num_heads]), iter(others[ctx.num_heads :])
     return Saved(heads, attended, [tuple(next(states) for _ in range(size)) for size in ctx.state_sizes])
-
-
-# -- preparation ------------------------------------------------------------------------------------------------------
-
-
-def _placeholders(given: dict[str, Any], context: OverlapContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tensors of the sizes of q, k and v of all heads, without memory. Raises ShapeError on all ranks that look."""
-    try:
-        complaint = find_kind_complaint(ulysses_block, given) or _find_complaint(given, context)
-    except Exception as error:
-        complaint = f"the arguments cannot be judged: {type(error).__name__}: {error}"
-    if complaint is not None:
-        refusal = ShapeError(f"{_NAME}, group rank {context.group_rank}: {complaint}")
-        context.consensus.refuse(refusal, topic="ulysses_attention fprop")
-    x, heads, kv_heads = given["x"], given["heads"], given["kv_heads"]
-    head_dim, value_dim = _head_dims(given)
-    with torch.no_grad():
-        one = x.new_empty(1)
-    sizes = ((heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim))
-    found = [one.expand(*x.shape[:2], *size) for size in sizes]
-    # What to_heads does may need gradients where nothing else does.
-    if torch.is_grad_enabled():
-        found[0].requires_grad_()
-    return found[0], found[1], found[2]
-
-
-def _head_dims(given: dict[str, Any]) -> tuple[int, int]:
-    """D and D_v, as the rows of the weight say."""
-    per_kv_head = given["qkv_weight"].size(0) // given["kv_heads"]
-    shared_by, value_dim = given["heads"] // given["kv_heads"], given["value_dim"]
-    if value_dim is None:
-        value_dim = per_kv_head // (shared_by + 2)
-    return (per_kv_head - value_dim) // (shared_by + 1), value_dim
-
-
-def _find_complaint(given: dict[str, Any], context: OverlapContext) -> str | None:
-    """What does not fit together of the block's own arguments, in one sentence; None if everything does."""
-    x, qkv_weight, out_weight, qkv_bias = (given[name] for name in ("x", "qkv_weight", "out_weight", "qkv_bias"))
-    heads, kv_heads = given["heads"], given["kv_heads"]
-    if x.dim() != 3:
-        return f"x must be [S_r, B, K], got shape {list(x.shape)}"
-    if kv_heads < 1 or heads < 1 or heads % kv_heads:
-        return f"heads must be a positive multiple of kv_heads, got {heads} and {kv_heads}"
-    if qkv_weight.dim() != 2 or qkv_weight.size(1) != x.size(2):
-        return f"qkv_weight must be [rows, {x.size(2)}], got shape {list(qkv_weight.shape)}"
-    head_dim, value_dim = _head_dims(given)
-    rows = kv_heads * ((heads // kv_heads + 1) * head_dim + value_dim)
-    if min(head_dim, value_dim) < 1 or qkv_weight.size(0) != rows:
-        asked = "D" if given["value_dim"] is None else f"{given['value_dim']}"
-        return (
-            f"qkv_weight must have {kv_heads} * ({heads // kv_heads} * D + D + {asked}) rows for {heads} heads of"
-            f" queries and {kv_heads} of keys, got {qkv_weight.size(0)}"
-        )
-    if out_weight.dim() != 2 or out_weight.size(1) != heads * value_dim:
-        return f"out_weight must be [N, {heads * value_dim}], got shape {list(out_weight.shape)}"
-    if qkv_bias is not None and qkv_bias.shape != qkv_weight.shape[:1]:
-        return f"qkv_bias must be [{qkv_weight.size(0)}], got shape {list(qkv_bias.shape)}"
-    named = {"x": x, "qkv_weight": qkv_weight, "out_weight": out_weight} | (
-        {} if qkv_bias is None else {"qkv_bias": qkv_bias}
-    )
-    if len({tensor.dtype for tensor in named.values()}) > 1:
-        dtypes = ", ".join(f"{name} {str(tensor.dtype).removeprefix('torch.')}" for name, tensor in named.items())
-        return f"all tensors must have one dtype, got {dtypes}"
-    for name, tensor in named.items():
-        if tensor.device != context.device:
-            return f"{name} is on {tensor.device}, but this context serves {context.device}"
-    return (
-        complain_if_unusable(named)
-        or find_target_complaint(given["qkv_weight_grad"], qkv_weight)
-        or find_target_complaint(given["out_weight_grad"], out_weight)
-    )

@@ -14,6 +14,7 @@ from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.config import TransportConfig
 from commfuse_megatron.errors import CommFuseError, ShapeError, UnsupportedError
 from commfuse_megatron.ops import WeightGradTarget, ulysses_parts
+from commfuse_megatron.ops.qkv_gradient import GradProjected
 from commfuse_megatron.problem import shard_range
 from commfuse_megatron.runtime.tensor_program import TensorProgram
 from commfuse_megatron.tools.common.modes import with_mode
@@ -261,7 +262,7 @@ def test_what_is_computed_between_which_parts(monkeypatch):
     """Every transfer has something behind it that needs nothing of it: a product, a weight's gradient, attention."""
     log = threading.local()
     places = [(ulysses_block, "multiply_blocks"), (ulysses_block, "compute_weight_gradient"),
-              (ulysses_parts, "multiply_columns"), (ulysses_block._GradProjected, "multiply"),
+              (ulysses_parts, "multiply_columns"), (GradProjected, "multiply"),
               (TensorProgram, "run_part")]  # fmt: skip
     for place, name in places:
         function = getattr(place, name)
