@@ -153,18 +153,20 @@ class UlyssesConfig(_Checked):
     path: "overlapped": heads travel in groups, each attended while the next one travels, and the rows of one owner
     after the other go home; "sequential": all-to-all, attention, all-to-all. "auto", the default, leaves it to the
     planner, which times them; where nothing is timed, as on the CPU, it is "overlapped". In Megatron's layers
-    (`cp_comm_type: a2a`) "auto" on GPUs times Transformer Engine's own exchange, too, and keeps it unless ours is
-    faster, or where nothing may be timed; "stock" keeps it anyway. Megatron's local attention has none:
-    there "auto" is ours, and "stock" raises. Our operation itself takes "stock" for "auto".
+    (`cp_comm_type: a2a`) "auto" on GPUs keeps Transformer Engine's own exchange, unless `plan.measure` is "always":
+    then both are timed, and ours is taken where it is faster. (That trial has not run on GPUs yet.) "stock" keeps it
+    anyway. Megatron's local attention has none: there "auto" is ours, and "stock" raises. Our operation itself takes
+    "stock" for "auto".
     head_groups: into how many groups a rank's own heads are cut, at most as many as heads of keys and values, or of
     queries where there is only one of those; None: the planner chooses.
-    with_projections: "auto": in Megatron's layers the exchanges hide under the projections around attention, too, where
-    they can; "off": under attention alone. `ops.ulysses_block` asks for it itself.
+    with_projections: "on": in Megatron's layers the exchanges hide under the projections around attention, too, where
+    they can; "off", the default, since over NVLink the other gained nothing: under attention alone.
+    `ops.ulysses_block` asks for it itself.
     """
 
     path: Literal["auto", "overlapped", "sequential", "stock"] = "auto"
     head_groups: int | None = _at_least(1, None)
-    with_projections: Literal["auto", "off"] = "auto"
+    with_projections: Literal["off", "on"] = "off"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -40,6 +40,13 @@ _ADVICE = (
 __all__ = ["CommFuseDotProductAttention", "CommFuseTEDotProductAttention", "exchange_unsupported_reason"]
 
 
+# The trial has not run on GPUs yet, and "auto" must never be slower, nor fail.
+NOT_TIMED = (
+    "ulysses.path is auto: on GPUs Transformer Engine's own exchange is kept; plan.measure: always times ours beside"
+    " it, ulysses.path: overlapped asks for ours"
+)
+
+
 @stands_for(compat.DotProductAttention)
 class CommFuseDotProductAttention(compat.DotProductAttention):
     """`DotProductAttention` that context parallelism works with, for `cp_comm_type` "a2a".
@@ -235,11 +242,17 @@ def _judge(call: _Call) -> tuple[UlyssesInputs, PreparedPass] | str:
     inputs = UlyssesInputs(query, key, value, found.causal, "zigzag", found.window, found.scale, found.dropout, None)
     if reason is None and query.is_cuda and not call.is_local:
         reason = _reason_in_kernel(context, inputs)
+    if reason is None and query.is_cuda and not call.is_local and not _may_time(context):
+        reason = NOT_TIMED
     if reason is not None:
         return reason
     planned = prepare_exchange(inputs, context, _stock_beside(call, context))
     plan = planned[1].plan
     return f"{PLANNED}{plan.path}, Transformer Engine's own: {plan.reason}" if plan.path == "stock" else planned
+
+
+def _may_time(context: OverlapContext) -> bool:
+    return context.config.ulysses.path != "auto" or context.config.plan.measure == "always"
 
 
 def _stock_beside(call: _Call, context: OverlapContext) -> Stock | None:

@@ -15,8 +15,9 @@ from tests.gpu import models
 from tests.gpu.models import errors, gradients_of, parallel
 from tests.harness.checks import make_test
 
-OVERLAP = OverlapConfig.from_dict({"ulysses": {"path": "overlapped"}})
-ALONE = OverlapConfig.from_dict({"ulysses": {"path": "overlapped", "with_projections": "off"}})
+OVERLAP = OverlapConfig.from_dict({"ulysses": {"path": "overlapped", "with_projections": "on"}})
+TIMED = OverlapConfig.from_dict({"plan": {"measure": "always"}})
+ALONE = OverlapConfig.from_dict({"ulysses": {"path": "overlapped"}})
 LENGTH = 256
 LATENT = {
     "multi_latent_attention": True, "num_query_groups": None, "q_lora_rank": 128, "kv_lora_rank": 128,
@@ -68,7 +69,7 @@ def _compare(_, device, **options):
             "by spec": _model(device, weights, overlap=OVERLAP, **shared),
             "converted": convert_model(_model(device, weights, **shared), OVERLAP),
         }
-        ours["auto"] = _model(device, weights, overlap=OverlapConfig(), **shared)
+        ours["auto"] = _model(device, weights, overlap=TIMED, **shared)
         if not options:  # fused and separate norms of latent attention have other names
             ours["core attention alone"] = _model(device, weights, overlap=ALONE, **shared)
             ours["local"] = _model(device, weights, overlap=OVERLAP, is_local=True, **shared)

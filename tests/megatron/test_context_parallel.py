@@ -61,6 +61,9 @@ def sizes(gpt: SmallGPT) -> Variant:
     return Variant(recipe=Recipe(gpt=gpt))
 
 
+PROJECTIONS = {"with_projections": "on"}
+WITH_PROJECTIONS = {"ulysses": PROJECTIONS}
+
 VARIANTS = {
     "causal": Variant(), "layer_norm_and_bias": sizes(SmallGPT.layer_norm_and_bias(dtype=torch.float64)),
     "one_query_group": replace(sizes(SmallGPT(dtype=torch.float64, num_query_groups=1)), alone="one head of keys"),
@@ -68,9 +71,11 @@ VARIANTS = {
     "tied_embeddings": sizes(SmallGPT(dtype=torch.float64, has_tied_embeddings=True)),
     "window": model(window_size=(5, 0)), "softmax_scale": model(softmax_scale=0.3),
     "qk_layernorm": model(qk_layernorm=True), "type_per_layer": Variant(comm_type=["a2a", "a2a"]),
-    "asked_for": Variant(overlap={"ulysses": {"path": "overlapped"}, "check_decisions": True}),
-    "one_group": Variant(overlap={"ulysses": {"head_groups": 1}}, alone="all heads are planned to go in one group"),
-    "projections_off": Variant(overlap={"ulysses": {"with_projections": "off"}}, alone="with_projections is off"),
+    "asked_for": Variant(overlap={"ulysses": PROJECTIONS | {"path": "overlapped"}, "check_decisions": True}),
+    "one_group": Variant(
+        overlap={"ulysses": PROJECTIONS | {"head_groups": 1}}, alone="all heads are planned to go in one group"
+    ),
+    "projections_off": Variant(overlap={"ulysses": {}}, alone="with_projections is off"),
     "main_grad": replace(sizes(SmallGPT.layer_norm_and_bias(dtype=torch.float64)), fuses=True),
     "recompute_full": model(**FULL, calls=2), "recompute_selective": model(**SELECTIVE),
     "recompute_core_attention": model(**CORE_ATTENTION_AGAIN, calls=2, alone="core attention is recomputed by itself"),
@@ -135,7 +140,7 @@ def set_after_building(ranks: int) -> None:
         late = build_model(Recipe(), 1, None)
         late.load_state_dict(stock.state_dict())
         late.config.context_parallel_size, late.config.cp_comm_type = ranks, "a2a"
-        convert_model(late)
+        convert_model(late, OverlapConfig.from_dict(WITH_PROJECTIONS))
         _assert_all_overlapped(late, 1, calls=0)
         assert_equal(gradients, losses_and_final_gradients(late, TOKENS)[1], TOLERANCE)
         _assert_all_overlapped(late, 1, calls=1)
@@ -143,7 +148,9 @@ def set_after_building(ranks: int) -> None:
 
 def _build(variant: Variant, tensor: int, context: int) -> Any:
     options = {**variant.recipe.options, "context_parallel_size": context, "cp_comm_type": variant.comm_type}
-    return build_model(replace(variant.recipe, options=options), tensor, OverlapConfig.from_dict(variant.overlap))
+    return build_model(
+        replace(variant.recipe, options=options), tensor, OverlapConfig.from_dict(WITH_PROJECTIONS | variant.overlap)
+    )
 
 
 def _assert_all_overlapped(built: Any, tensor: int, calls: int, others: int = 10, alone: str | None = None) -> None:

@@ -149,7 +149,7 @@ def test_streams_and_events_do_nothing() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Only transformer-engine")
-def test_what_stands_for_functions_of_torch_can_be_compiled_around() -> None:
+def test_torch_compile_takes_what_stands_for_its_functions() -> None:
     """Megatron's router compiles a function; torch.compile looks at all of torch then."""
     with cpu_pretraining():
         assert torch._dynamo.trace_rules.get_torch_obj_rule_map.__wrapped__()  # type: ignore[attr-defined]

@@ -24,7 +24,8 @@ TOKENS = torch.arange(2 * 17).view(2, 17)
 
 
 def build(**options: Any) -> Any:
-    return tiny_gpt(1, OverlapConfig(), context_parallel_size=RANKS, cp_comm_type="a2a", **options)
+    overlap = OverlapConfig.from_dict({"ulysses": {"with_projections": "on"}})
+    return tiny_gpt(1, overlap, context_parallel_size=RANKS, cp_comm_type="a2a", **options)
 
 
 def attention_of(model: Any) -> Any:
