@@ -128,10 +128,10 @@ def test_planning_that_ends_early_on_one_rank_fails_its_context(where, monkeypat
     """The next call of a known problem took the rows of the others' trial."""
 
     class Stopwatch(MadeUpTimes):
-        def burst_us(self, call, calls):
+        def burst_us(self, *burst):
             if getattr(_this_rank, "ends", False) and where == "trial":
                 raise KeyboardInterrupt
-            return super().burst_us(call, calls)
+            return super().burst_us(*burst)
 
     monkeypatch.setattr(TRIAL, lambda device: Stopwatch(lambda rank, name: 1.0))
     end_where_told(monkeypatch, calibrate, "_shortest_us" if where == "calibration" else "_Scratch", KeyboardInterrupt)
