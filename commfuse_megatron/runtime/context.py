@@ -214,8 +214,12 @@ class OverlapContext(PassContext):
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Block until all transfers are done.
 
-        Raises what made the context fail, or TransportTimeoutError after `timeout_s` (default: the configured one).
+        Raises what made the context fail, UnsupportedError where a call was given up half-way, or TransportTimeoutError
+        after `timeout_s` (default: the configured one).
         """
+        if self.link.failure is None:
+            with self.guard("the end of what is under way"):
+                self._require_alone()
         limit_s = self.config.transport.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         look = time.monotonic() + _LOOK_S

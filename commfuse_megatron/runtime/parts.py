@@ -119,12 +119,12 @@ class CallInParts:
             self._pass.__exit__(None, None, None)
 
     def refuse_another(self) -> None:
-        """Raise UnsupportedError: another call begins while this one is not done."""
+        """Raise UnsupportedError: another call, or the end, comes while this one is not done."""
         if not self.is_done:
             raise UnsupportedError(
                 f"{self._pass.problem} has come as far as part {self._next} of {self._num_parts}, and another"
-                " call of its context begins: to_heads must not use the context of its ulysses_block, and no call may"
-                " follow a backward pass that was given up half-way"
+                " call of its context, or its end, comes first: neither to_heads nor hooks of its weights may use the"
+                " context of a ulysses_block, and nothing may follow a backward pass that was given up half-way"
             )
 
     @contextmanager

@@ -556,7 +556,7 @@ def test_what_computes_heads_must_not_use_the_context(group, device):
             ops.ulysses_attention(part.q, part.k, part.v, context=context)
         return part.q, part.k, part.v
 
-    with pytest.raises(UnsupportedError, match="part 1 of 2, and another call of its context begins"):
+    with pytest.raises(UnsupportedError, match="part 1 of 2, and another call of its context"):
         ops.ulysses_block(*operands, to_heads=to_heads, context=context, **Case().sizes)
     assert not context.is_usable
 
@@ -576,9 +576,10 @@ class _Broken(torch.autograd.Function):
         return grad, None
 
 
+@pytest.mark.parametrize("follows", ["a call", "the end"])
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)], ids=["one rank", "all ranks"])
-def test_a_backward_pass_given_up_half_way_is_noticed(ranks):
-    """By the next call, on all ranks: on the one that gave it up at once, on others by what it told them."""
+def test_a_backward_pass_given_up_half_way_is_noticed(ranks, follows):
+    """By what comes next, on all ranks: on the one that gave it up at once, on others by what it told them."""
 
     def body(group, device):
         operands, grad_y = draw(Case(), group.rank(), 2)
@@ -589,16 +590,22 @@ def test_a_backward_pass_given_up_half_way_is_noticed(ranks):
         def to_heads(part):
             return _Broken.apply(part.q, is_broken and part.number == 1), part.k, part.v
 
+        def go_on():
+            if follows == "the end" and is_broken:
+                context.close()
+            else:
+                ops.ulysses_block(*leaves, context=context, **Case().sizes)
+
         y = ops.ulysses_block(*leaves, to_heads=to_heads, context=context, **Case().sizes)
         if is_broken:
             with pytest.raises(ZeroDivisionError, match="given up"):
                 y.backward(grad_y)
             with pytest.raises(UnsupportedError, match="part 4 of 5, and another call"):
-                ops.ulysses_block(*leaves, context=context, **Case().sizes)
+                go_on()
         else:
             y.backward(grad_y)
             with pytest.raises(CommFuseError, match="part 4 of 5, and another call"):
-                ops.ulysses_block(*leaves, context=context, **Case().sizes)
+                go_on()
         assert not context.is_usable
 
     run_threads(2, body)
