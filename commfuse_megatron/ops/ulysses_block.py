@@ -104,8 +104,8 @@ def ulysses_block(
 
     Args:
         to_heads: what is done to every group between projection and attention: norms, rotary positions. Called once
-            for each group, in order; must not use `context`, nor may hooks of the weights, which autograd runs while the
-            call is under way. None: nothing.
+            for each group, in order; must not use `context`, nor may hooks of the weights, which autograd runs while
+            the call is under way. None: nothing.
         qkv_weight_grad, out_weight_grad: where the weights' gradients go; None: to autograd.
         causal, order, window, scale, dropout, total_rows: as in `ulysses_attention`.
 
