@@ -49,6 +49,7 @@ from commfuse_megatron.tools.verify.convergence import (
     ratios_of,
 )
 from commfuse_megatron.tools.verify.step_costs import WARM_UP, measure_steps
+from commfuse_megatron.transport.select import take_gpu
 
 #: (dtype under test, reference) and sizes. A CPU has no use for bf16 at these sizes; float32 is held to float64 there.
 DTYPES = {"cpu": (torch.float32, torch.float64), "cuda": (torch.bfloat16, torch.float32)}
@@ -103,7 +104,7 @@ def main() -> int:
     require_launcher()
     silence_foreign_warnings()
     if chosen.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        take_gpu(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if chosen.device == "cuda" else "gloo")
     is_first, tasks = dist.get_rank() == 0, tasks_of(chosen, config)
     if dist.get_world_size() % chosen.context_parallel:

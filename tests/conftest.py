@@ -7,12 +7,14 @@ import torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from commfuse_megatron.transport.select import may_share_gpus
+
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         if item.get_closest_marker("gpu") and devices == 0:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, none here"))
         needed = item.get_closest_marker("multi_gpu")
-        if needed and devices < needed.args[0]:
+        if needed and devices < needed.args[0] and not (devices and may_share_gpus()):
             item.add_marker(pytest.mark.skip(reason=f"needs {needed.args[0]} CUDA devices, {devices} here"))
 
 

@@ -23,7 +23,7 @@ from commfuse_megatron.transport.nccl import NcclTransport
 logger = logging.getLogger(__name__)
 
 # PyTorch's switch for symmetric memory of several ranks on one GPU.
-_SHARED_GPUS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+SHARED_GPUS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _NO_PEER_ACCESS = "NCCL_P2P_DISABLE"
 
 
@@ -169,14 +169,33 @@ def _find_obstacle(hosts: list[str], gpus: list[str | None], here: str | None) -
         return f"group rank {gpus.index(None)} has no CUDA device"
     if len(set(hosts)) > 1:
         return f"the ranks are on {len(set(hosts))} hosts"
-    if len(set(gpus)) < len(gpus) and not os.environ.get(_SHARED_GPUS):
-        return f"several ranks share a GPU (for tests of correctness, {_SHARED_GPUS}=1 allows that)"
+    if len(set(gpus)) < len(gpus) and not may_share_gpus():
+        return f"several ranks share a GPU (for tests of correctness, {SHARED_GPUS}=1 allows that)"
     ordinals = {str(torch.cuda.get_device_properties(n).uuid): n for n in range(torch.cuda.device_count())}
     # A GPU that is not visible to this process cannot be asked about.
     others = [ordinals[gpu] for gpu in set(gpus) if gpu != here and gpu in ordinals]
     me = torch.cuda.current_device()
     unreached = [other for other in others if not torch.cuda.can_device_access_peer(me, other)]
     return f"device {me} cannot address the memory of device {unreached[0]}" if unreached else ""
+
+
+def may_share_gpus() -> bool:
+    """Whether several ranks may use one GPU, which is for tests of correctness."""
+    return bool(os.environ.get(SHARED_GPUS))
+
+
+def take_gpu(local_rank: int) -> torch.device:
+    """Make a GPU this rank's current device: its own, or where it may and there are fewer GPUs, one that is shared.
+
+    NCCL refuses two ranks on one GPU of a host, so ranks that share one say that they are on different hosts; what
+    they send each other goes through sockets then.
+    """
+    count = torch.cuda.device_count()
+    device = torch.device("cuda", local_rank % count if may_share_gpus() else local_rank)
+    torch.cuda.set_device(device)
+    if may_share_gpus():
+        os.environ["NCCL_HOSTID"] = f"{host_name()} {local_rank // count}"
+    return device
 
 
 def host_name() -> str:

@@ -17,10 +17,10 @@ from torch import distributed as dist
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import LinearConfig, PassConfig, TransportConfig
 from commfuse_megatron.runtime import shutdown
+from commfuse_megatron.transport.select import take_gpu
 
 rank = int(os.environ["RANK"])
-device = torch.device("cuda", rank)
-torch.cuda.set_device(device)
+device = take_gpu(rank)
 dist.init_process_group("nccl", device_id=device)
 x = torch.ones(512, 1, 256, device=device, dtype=torch.bfloat16)
 weight = torch.ones(256, 256, device=device, dtype=torch.bfloat16)

@@ -10,6 +10,7 @@ from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.config import TransportConfig
 from commfuse_megatron.errors import TransportTimeoutError
 from commfuse_megatron.ops import DeferredWeightGrad, WeightGradQueue
+from commfuse_megatron.transport.select import take_gpu
 from tests.gpu.test_query_split import CASES as ATTENTION_CASES
 from tests.gpu.test_query_split import config as attention_config
 from tests.gpu.test_transports import linear_config
@@ -32,12 +33,6 @@ def _gpus_may_be_shared(monkeypatch):
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
 
 
-def own_device(group):
-    device = torch.device("cuda", group.rank() % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
 def to_bf16(operands, device):
     tensors = (operands.x, operands.weight, operands.bias, operands.grad_y)
     return Operands(*(None if t is None else t.to(device, torch.bfloat16) for t in tensors))
@@ -53,7 +48,7 @@ def back(found):
 def test_groups_larger_than_the_machine(group, cpu, group_size):
     from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 
-    device = own_device(group)
+    device = take_gpu(group.rank())
     transport = CopyEngineTransport(group, device)
     run_contract(transport, group.rank(), group.size(), device)
     torch.cuda.synchronize()
@@ -73,7 +68,7 @@ def test_groups_larger_than_the_machine(group, cpu, group_size):
 @on_processes("group_size", backend="gloo")
 def test_attention_of_groups_larger_than_the_machine(group, cpu, group_size):
     """Small splits, hence four lanes, and of more than two ranks, so that what arrived is added up beside attention."""
-    device = own_device(group)
+    device = take_gpu(group.rank())
     long = AttentionCase(rows=1024, batch=1, heads=4, kv_heads=2, head_dim=128, value_dim=128, N=256)
     for m in (1, 2):
         with OverlapContext(group, attention_config("copy_engine", m=m)) as context:
@@ -100,7 +95,7 @@ def test_attention_of_groups_larger_than_the_machine(group, cpu, group_size):
 @pytest.mark.parametrize("group_size", [3, 4])
 @on_processes("group_size", backend="gloo")
 def test_calls_of_other_shapes_follow_at_once(group, cpu, group_size):
-    own_device(group)
+    take_gpu(group.rank())
     calls = MixedCalls(draw_cases(group.size(), head_dim=64), group)
     direct = linear_config("copy_engine")
     for linear in (
@@ -116,7 +111,7 @@ def test_calls_of_other_shapes_follow_at_once(group, cpu, group_size):
 @on_processes(3, backend="gloo")
 def test_a_rank_that_sends_nothing_and_does_not_come_is_named(group, cpu):
     """Two ranks have no rows for each other; one of them does not come."""
-    device = own_device(group)
+    device = take_gpu(group.rank())
     config = linear_config("copy_engine", transport=TransportConfig(timeout_s=3.0))
     rank = group.rank()
     context = OverlapContext(group, config)
@@ -179,7 +174,7 @@ def _deferred_and_partial(group, device, context):
 @on_processes("group_size", backend="gloo")
 def test_exact_on_integers_step_by_step_from_tapes_and_as_graphs(group, cpu, group_size):
     """Small enough for bf16 to hold every sum, so results must be those of fp32 on the CPU."""
-    device = own_device(group)
+    device = take_gpu(group.rank())
     for algorithm, m, path in PATHS:
         with OverlapContext(group, linear_config("copy_engine", algorithm, m, path=path)) as context:
             _gathered(group, device, context)

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
+from commfuse_megatron.transport.select import take_gpu
+
 __all__ = ["run_on_gpu_ranks", "wait_for_ranks"]
 
 # A rank that fails breaks the connections of the others, one of which may say so first.
@@ -126,8 +128,7 @@ def _serve(rank: int, world_size: int, backend: str, store: str, jobs: Connectio
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if backend == "nccl":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
+        device = take_gpu(rank)
     shared = dist.FileStore(store, world_size)
     dist.init_process_group(backend, store=shared, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     while True:

@@ -26,10 +26,12 @@ def why_device_cannot_run(device_type: str, num_ranks: int) -> str | None:
     if not dist.is_nccl_available():
         return "--device cuda needs NCCL, which this PyTorch was built without"
     num_local = (read_launcher() or {}).get("LOCAL_WORLD_SIZE", num_ranks)
-    if torch.cuda.device_count() < num_local:
+    from commfuse_megatron.transport.select import SHARED_GPUS, may_share_gpus
+
+    if torch.cuda.device_count() < num_local and not may_share_gpus():
         return (
             f"NCCL takes one rank per GPU: {num_local} ranks on this machine, {torch.cuda.device_count()} GPUs;"
-            " use --ranks with fewer, or --device cpu"
+            f" use --ranks with fewer, --device cpu, or {SHARED_GPUS}=1, to share GPUs in tests of correctness"
         )
     return None
 

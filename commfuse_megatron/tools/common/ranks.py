@@ -182,7 +182,9 @@ def process_group(rank: Rank, local_rank: int, store: Any, timeout_s: float) -> 
     from torch import distributed as dist
 
     if rank.device_type == "cuda":
-        torch.cuda.set_device(local_rank)
+        from commfuse_megatron.transport.select import take_gpu
+
+        take_gpu(local_rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if rank.device_type == "cuda" else "gloo",
         store=store,
