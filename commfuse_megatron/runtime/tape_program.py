@@ -137,7 +137,10 @@ class Tapes:
         bound = _Bound(None, _NEVER)
         try:
             binder = TapeBinder(self._lower(asked), self._means, tensors, alignment)
-            bound = _Bound(binder.bind(kernels), self._buffers.generation, binder.scratch)
+            generation = self._buffers.generation
+            bound = _Bound(binder.bind(kernels), generation, binder.scratch)
+            if self._buffers.generation != generation:  # a GEMM wanted more scratch memory than those bound before it
+                return self._bind(key, asked, tensors, kernels, alignment)
         except Unservable:
             pass
         if len(self._known) >= _MOST_TAPES:
@@ -419,7 +422,8 @@ class TapeBinder:
             if 1 not in matrix.strides or leading * matrix.dtype.itemsize % 16:
                 raise Unservable
         multiply = self._hardware.matmul(*matrices, has_addend=addend is not None, has_bias=bias is not None)
-        workspace_at = self._buffers.workspace(self.tape.lane) if multiply.workspace_bytes else 0
+        wanted = multiply.workspace_bytes
+        workspace_at = self._buffers.workspace(self.tape.lane, wanted) if wanted else 0
         (a, a_at), (b, b_at), (out, out_at) = refs
         extra, extra_at = addend or Ref(0, 0)
         row, row_at = bias or Ref(0, 0)

@@ -15,7 +15,7 @@ from tests.gpu import models
 from tests.gpu.models import errors, gradients_of, parallel
 from tests.harness.checks import make_test
 
-OVERLAP = OverlapConfig.from_dict({"ulysses": {"path": "overlapped", "with_projections": "on"}})
+OVERLAP = OverlapConfig.from_dict({"ulysses": {"path": "overlapped", "head_groups": 2, "with_projections": "on"}})
 TIMED = OverlapConfig.from_dict({"plan": {"measure": "always"}})
 ALONE = OverlapConfig.from_dict({"ulysses": {"path": "overlapped"}})
 LENGTH = 256
@@ -93,9 +93,8 @@ def _compare(_, device, **options):
                 assert found == [("overlapped", 1, ())] * 2, kind
             qkv = [each.path for each in model_report(model).layers if each.name.endswith("linear_qkv")]
             is_alone = kind == "core attention alone" or layers[0].path != "overlapped"
-            assert qkv == ([] if options else ["stock" if is_alone else "overlapped"] * 2), (
-                kind
-            )  # of latent attention none
+            # Of latent attention there is none.
+            assert qkv == ([] if options else ["stock" if is_alone else "overlapped"] * 2), f"{kind}: {layers}"
 
 
 CHECKS = {"grouped queries": {}, "latent attention": LATENT}

@@ -25,7 +25,7 @@ from torch import distributed as dist
 
 from commfuse_megatron.kernels.attention import AttentionKernel, BoundAttention, MathAttention, Operands, SplitMask
 from commfuse_megatron.kernels.attention_choice import AttentionKernels
-from commfuse_megatron.kernels.blas import WORKSPACE_BYTES, Matrix
+from commfuse_megatron.kernels.blas import Matrix
 from commfuse_megatron.runtime import hardware
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.hardware import Hardware
@@ -285,14 +285,12 @@ def _view(layout: _Layout, address: int) -> torch.Tensor:
 class _Matmul:
     """Leaves its product in the workspace, in fp64, then rounds it: who shares the workspace meanwhile would show."""
 
-    workspace_bytes = WORKSPACE_BYTES
-
     def __init__(self, a: Matrix, b: Matrix, out: Matrix, *, has_addend: bool, has_bias: bool) -> None:
         rows, cols = out.shape
         self._matrices = a[:3], b[:3], out[:3]
         self._product, self._bias = _rows(rows, cols, dtype=torch.float64), _rows(1, cols, dtype=out.dtype)
         self._has_addend, self._has_bias = has_addend, has_bias
-        assert rows * cols * torch.float64.itemsize <= WORKSPACE_BYTES
+        self.workspace_bytes = rows * cols * torch.float64.itemsize
 
     def __call__(
         self, stream: int, workspace_at: int, a_at: int, b_at: int, out_at: int, addend_at: int, bias_at: int

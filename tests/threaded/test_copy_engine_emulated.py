@@ -14,11 +14,13 @@ from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import AttentionConfig, LinearConfig, PassConfig, TransportConfig
 from commfuse_megatron.ops import WeightGradTarget
 from commfuse_megatron.ops.trial import run_trial
-from commfuse_megatron.runtime import prepared
+from commfuse_megatron.runtime import buffers, prepared
+from commfuse_megatron.runtime.buffers import PassBuffers
 from commfuse_megatron.runtime.tape_program import TapeBinder
 from commfuse_megatron.transport import mapped_window, tape_graphs
+from commfuse_megatron.transport.base import Window
 from commfuse_megatron.transport.copy_engine import CopyEngineTransport
-from tests.harness import run_threads
+from tests.harness import emulated_gpu, run_threads
 from tests.harness.contexts import in_context
 from tests.harness.emulated_gpu import capture_call, emulate_copy_engine, take_part, tapes_of
 from tests.harness.linear_cases import OPS, Case, assert_equal, check_linear, draw_own, drawn, overlapped, reference
@@ -71,6 +73,39 @@ def test_linears_with_new_data_at_every_call(group, context, algorithm):
     tapes = tapes_of(context)
     assert group.size() == 1 or bool(tapes) == (algorithm == "direct")
     assert None not in tapes
+
+
+@pytest.fixture
+def scarce_workspaces(monkeypatch):
+    """Scratch memory of GEMMs grows by little; says to which address each GEMM, and whether that was alive then."""
+    monkeypatch.setattr(buffers, "_WORKSPACE_STEP_BYTES", 64)
+    alive, given, carve = set[int](), list[bool](), PassBuffers.workspace
+    multiply, free = emulated_gpu._Matmul.__call__, Window.free
+
+    def carved(self, lane, size_bytes):
+        address = carve(self, lane, size_bytes)
+        alive.add(address)
+        return address
+
+    def freed(self):
+        alive.discard(self.tensor.data_ptr())
+        free(self)
+
+    def noted(self, stream, workspace_at, *addresses):
+        given.append(workspace_at in alive)
+        multiply(self, stream, workspace_at, *addresses)
+
+    monkeypatch.setattr(PassBuffers, "workspace", carved)
+    monkeypatch.setattr(Window, "free", freed)
+    monkeypatch.setattr(emulated_gpu._Matmul, "__call__", noted)
+    return given
+
+
+@in_copy_context(4, lambda: config_for("grouped"))
+def test_scratch_memory_may_grow_within_a_pass(group, context, scarce_workspaces):
+    for rows in (16, 40, 24):
+        check_linear(Case(op="all_gather_linear", rows=rows, N=16, K=8), group, context)
+    assert scarce_workspaces and all(scarce_workspaces)
 
 
 def config_with_graphs(path: str, m: int, mib: int) -> OverlapConfig:
