@@ -105,7 +105,8 @@ def scarce_workspaces(monkeypatch):
 def test_scratch_memory_may_grow_within_a_pass(group, context, scarce_workspaces):
     for rows in (16, 40, 24):
         check_linear(Case(op="all_gather_linear", rows=rows, N=16, K=8), group, context)
-    assert scarce_workspaces and all(scarce_workspaces)
+    assert scarce_workspaces
+    assert all(scarce_workspaces)
 
 
 def config_with_graphs(path: str, m: int, mib: int) -> OverlapConfig:
