@@ -102,7 +102,7 @@ def test_the_cases_cover_what_is_promised() -> None:
     }
     layouts = {case.call.layout for case in linears(cases)}
     assert layouts == {"contiguous", "x transposed", "x strided", "gradient expanded"}
-    others = {"embedding_reduce_scatter", "query_split_attention", "ulysses_attention"}
+    others = {"embedding_reduce_scatter", "query_split_attention", "ulysses_attention", "ulysses_block"}
     assert {case.op for case in cases} == {*OPS, *others}
     assert torch.float64 not in {case.call.dtype for case in make_cases(4, "cuda")}
 
@@ -155,6 +155,18 @@ def test_a_wrong_operation_is_found(fault: str, exact: bool, monkeypatch: pytest
     (result,) = results_of(2, [case])
     assert not result.passed
     assert result.complaints[0].startswith("y: error")
+
+
+def test_a_block_that_projects_other_heads_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ops.ulysses_block
+
+    def wrong(x: torch.Tensor, qkv_weight: torch.Tensor, *others: object, **more: object) -> torch.Tensor:
+        return right(x, qkv_weight.roll(1, 0), *others, **more)
+
+    cases = some_cases(2, op="ulysses_block", dtype=torch.bfloat16, path="overlapped", variant="zigzag")
+    all_passed(2, cases, 1)
+    monkeypatch.setattr(verify.ops, "ulysses_block", wrong)
+    assert not any(result.passed for result in results_of(2, cases))
 
 
 def test_the_right_answer_on_another_path_fails() -> None:
@@ -250,7 +262,7 @@ def test_every_case_runs_in_every_mode_that_it_can_take(group_size: int, copy_en
             tape, graph = 2 * (len(case.rows) + 1 + len(case.rows)), 2 * (2 * len(case.rows) + 6)
             assert result.modes == {"stepped": calls, "tape": tape, "graph": graph}
         else:
-            assert set(result.modes) == set(MODES)
+            assert set(result.modes) == set(MODES[:2] if case.op == "ulysses_block" else MODES)
 
 
 @pytest.mark.parametrize("group_size", [2, 4, 8])
@@ -287,7 +299,7 @@ def break_modes(fault: str, copy_engine: pytest.MonkeyPatch) -> None:
     if fault == "no graph":
         copy_engine.setattr(tape_graphs.TapeGraphs, "_capture", lambda *_: None)
     elif fault == "no tape":
-        copy_engine.setattr(Tapes, "run", lambda *_: None)
+        copy_engine.setattr(Tapes, "_look_up", lambda *_: None)
     else:
         copy_engine.setattr(hardware.current, "tapes_unavailable_reason", lambda *_: None)
 
@@ -313,14 +325,14 @@ def test_a_mode_that_did_not_run_as_it_should_is_an_error(fault, complaint, copy
     assert sum(complaint in each for each in complaints) == 2 * 2, "two passes, two ranks"
 
 
-@pytest.mark.parametrize(("fault", "complaint"), [
-    ("no graph", "the last call, whose addresses had come before, was no graph"), ("no tape", "ran stepped"),
+@pytest.mark.parametrize(("op", "fault", "complaint"), [
+    ("ulysses_attention", "no graph", "the last call, whose addresses had come before, was no graph"),
+    ("ulysses_attention", "no tape", "ran stepped"), ("ulysses_block", "no tape", "ran stepped"),
 ])  # fmt: skip
-def test_modes_of_a_split_sequence_must_run_too(fault, complaint, copy_engine) -> None:
-    wanted = {"op": "ulysses_attention", "dtype": torch.bfloat16, "path": "overlapped", "chunks_per_shard": 2}
-    cases = emulated(2, **wanted, variant="causal")
+def test_modes_of_a_split_sequence_must_run_too(op, fault, complaint, copy_engine) -> None:
+    cases = emulated(2, op=op, dtype=torch.bfloat16, path="overlapped", chunks_per_shard=2, variant="causal")
     (good,) = all_passed(2, cases, 0)
-    assert set(good.modes) == set(MODES)
+    assert set(good.modes) == set(MODES[:2] if op == "ulysses_block" else MODES)
     break_modes(fault, copy_engine)
     complaints = only_complaints(cases)
     passes = {each.partition(",")[0] for each in complaints if complaint in each}

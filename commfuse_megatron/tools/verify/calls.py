@@ -82,6 +82,16 @@ class Call:
     needs: tuple[str, ...] = ("x", "weight", "bias")
     seed: int = 0
 
+    @property
+    def reported_as(self) -> str:
+        """The operation that the report names."""
+        return self.op
+
+    @property
+    def bias_size(self) -> int:
+        """Elements of a bias."""
+        return self.N
+
     def draw(self, rank: int, group_size: int, device: torch.device) -> Operands:
         """This rank's operands."""
         generator = torch.Generator().manual_seed(1000 * self.seed + rank)
@@ -92,7 +102,7 @@ class Call:
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, self.dtype)
 
         x, weight, grad_y = self._shapes(shard_range(self.rows, group_size, rank).size)
-        bias = tensor(self.N) if self.has_bias else None
+        bias = tensor(self.bias_size) if self.has_bias else None
         return Operands(tensor(*x, limit=2), tensor(*weight), bias, tensor(*grad_y))
 
     def forward(self, op: Callable[..., torch.Tensor], operands: Operands, **where: Any) -> torch.Tensor:
@@ -230,6 +240,50 @@ class UlyssesCall(_HeadsCall):
         """Without a projection."""
         how = {"causal": self.causal, "window": self.window, "order": self.order, "total_rows": self.rows}
         return op(*self._heads(operands.x), **how, **where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCall(UlyssesCall):
+    """A call of `ulysses_block`: the rows of the weight are the projection's to heads, then those of the one behind.
+
+    The bias is that of the first. x has as many features as all heads of queries have.
+    """
+
+    op: str = "ulysses_block"
+    has_bias: bool = True
+    needs: tuple[str, ...] = ("x", "weight", "bias")
+
+    @property
+    def reported_as(self) -> str:
+        """What exchanges."""
+        return "ulysses_attention"
+
+    @property
+    def bias_size(self) -> int:
+        """One for each feature of queries, keys and values."""
+        return self.features
+
+    def problem(self, group_size: int) -> UlyssesProblem:
+        """Of the attention between the projections."""
+        names = {each.name for each in dataclasses.fields(UlyssesCall)} - {"op", "needs", "has_bias"}
+        return UlyssesCall(**{name: getattr(self, name) for name in names}).problem(group_size)
+
+    def draw(self, rank: int, group_size: int, device: torch.device) -> Operands:
+        """With weights that keep the size of what they multiply."""
+        drawn = super().draw(rank, group_size, device)
+        return dataclasses.replace(drawn, weight=drawn.weight / self.K**0.5)
+
+    def _shapes(self, own_rows: int) -> tuple[_Shape, _Shape, _Shape]:
+        return (own_rows, self.batch, self.K), (self.features + self.N, self.K), (own_rows, self.batch, self.N)
+
+    def forward(self, op: Callable[..., torch.Tensor], operands: Operands, **where: Any) -> torch.Tensor:
+        """With its two projections."""
+        how = {"causal": self.causal, "window": self.window, "order": self.order, "total_rows": self.rows}
+        how |= {"heads": self.heads, "kv_heads": self.kv_heads}
+        if "group" in where:
+            how["head_dim"] = self.head_dim  # the reference does not find it by itself
+        weight = operands.weight
+        return op(operands.x, weight[: self.features], weight[self.features :], operands.bias, **how, **where)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,15 @@ from commfuse_megatron.config import (
 from commfuse_megatron.kernels.attention_cudnn import cudnn_attention_unavailable_reason
 from commfuse_megatron.problem import chunk_ranges
 from commfuse_megatron.tools.common.modes import MODES, Mode
-from commfuse_megatron.tools.verify.calls import OPS, AttentionCall, Call, EmbeddingCall, LinearCall, UlyssesCall
+from commfuse_megatron.tools.verify.calls import (
+    OPS,
+    AttentionCall,
+    BlockCall,
+    Call,
+    EmbeddingCall,
+    LinearCall,
+    UlyssesCall,
+)
 
 TIMEOUT_S = 60.0
 
@@ -129,7 +137,9 @@ def modes_of(case: Case, pass_name: str, rows: int, transport: str, device: torc
             is_served = has_whole_rows and (path == "row_parallel" or _is_cudnns(case, call, rows, device))
         case _:
             is_served = has_whole_rows
-    return MODES if is_served else MODES[:1]
+    if not is_served:
+        return MODES[:1]
+    return MODES[:2] if isinstance(call, BlockCall) else MODES  # what goes part by part is no graph
 
 
 def _is_cudnns(case: Case, call: AttentionCall, rows: int, device: torch.device) -> bool:
@@ -263,7 +273,12 @@ def _ulysses_cases(group_size: int, dtype: torch.dtype) -> Iterator[Case]:
     plain = {"heads": 4 * group_size, "kv_heads": 2 * group_size, "rows": 8 * group_size}
     variants = [{**plain, "head_dim": 8 * number} | each for number, each in enumerate(variants, start=1)]
     ways = [_way("overlapped", 1), _way("overlapped", 2), _way("sequential")]
-    return _cases(UlyssesCall, variants, ways, group_size, dtype=dtype)
+    yield from _cases(UlyssesCall, variants, ways, group_size, dtype=dtype)
+    # As many features as no attention alone has here, so that the report tells them apart.
+    names = ("zigzag", "one key for all heads", "causal", "uneven", "S changes", "one row")
+    by_name = {each["variant"]: {**each, "heads": 6 * group_size, "N": 24} for each in variants}
+    blocks = [{**by_name[name], "head_dim": 8 + 16 * number} for number, name in enumerate(names)]
+    yield from _cases(BlockCall, blocks, ways, group_size, dtype=dtype, exact=False)
 
 
 def _attention_variants(group_size: int) -> list[dict[str, Any]]:

@@ -219,7 +219,7 @@ class _CaseOnRank:
         self._check(context, order[-1])
         after = context.report()
         calls = {_key(record): record.calls for record in before}
-        self._records += [r for r in after if r.op == self._case.op and r.calls > calls.get(_key(r), 0)]
+        self._records += [r for r in after if r.op == self._case.call.reported_as and r.calls > calls.get(_key(r), 0)]
         for pass_name in PASSES:
             # Of each call the fastest mode up to `limit` that it can take; None where it has none.
             fastest = MODES.index(limit) + 1
