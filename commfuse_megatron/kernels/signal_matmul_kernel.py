@@ -1,15 +1,15 @@
 """The device code of the GEMM whose tiles wait for flags and are counted. The warps of a block have four parts.
 
 One warp loads, and waits for rows of `a`; two groups of four warps multiply half a tile each; for each group one warp
-stores what it is handed, and counts it when it is in memory. So neither waits nor counts hold up the matrix units: loads
-run ahead by the stages of the ring, and half a tile is stored and counted while the next one is multiplied.
+stores what it is handed, and counts it when it is in memory. So neither waits nor counts hold up the matrix units:
+loads run ahead by the stages of the ring, and half a tile is stored and counted while the next one is multiplied.
 
 Written in Gluon, because Triton's own pipeliner and signals exclude each other. Imports Triton, so only
 `signal_variant.py` imports this file, when it first compiles.
 
 The table (int32) has four words for every tile, in the order of computation: its first row, the end of its chunk, its
-first column, its chunk. Behind them are, for every chunk, the flag that its rows of `a` wait for, the counter of its half
-tiles, the row of the partials minus that of `out`, and one flag for each partial. A flag or counter of -1 is none.
+first column, its chunk. Behind them are, for every chunk, the flag that its rows of `a` wait for, the counter of its
+half tiles, the row of the partials minus that of `out`, and one flag for each partial. A flag or counter of -1 is none.
 """
 
 from triton.experimental import gluon
@@ -149,7 +149,7 @@ def _hand_over(part, part_index: gl.constexpr, out_at, partials, row, col, end_r
         rows = row + gl.arange(0, shape.half_m, gl.SliceLayout(1, layout))
         cols = col + gl.arange(0, shape.piece_n, gl.SliceLayout(0, layout))
         mask = (rows < end_row)[:, None] & (cols < N)[None, :]
-        if shape.partials > 0:
+        if shape.partials > 0:  # noqa: SIM102 (one is known to the compiler, the other is not)
             if shift != shape.no_partials:
                 at = partials + ((rows + shift).to(gl.int64) * partial_stride_m)[:, None] + cols[None, :]
                 for _ in range(shape.partials):

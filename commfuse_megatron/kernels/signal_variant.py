@@ -3,6 +3,7 @@
 Knows chunks as rows and words; must not know tensors of operands, streams or who sets flags.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -52,7 +53,8 @@ class SignalTile:
         return 2 * self.half_m
 
 
-# Four designs at 48 problems (eight linears, 2, 4 and 8 ranks, forward and dgrad): docs/results/signal_gemm_h200_202612.json.
+# Of four tile shapes at 48 problems (eight linears; 2, 4 and 8 ranks; forward, dgrad), the two that are best somewhere:
+# docs/results/signal_gemm_h200_202612.json.
 SIGNAL_TILES = (
     SignalTile(64, 256, stages=3, speed=1.00),
     SignalTile(64, 128, stages=6, speed=0.97),
@@ -69,10 +71,14 @@ def choose_signal_tile(rows: Sequence[int], N: int, num_sms: int) -> SignalTile:
     return min(SIGNAL_TILES, key=estimated_time)
 
 
+def _by_rows(chunk: RowChunk) -> tuple[int, int]:
+    return chunk.first_row, chunk.end_row
+
+
 def check_chunks(chunks: Sequence[RowChunk], M: int) -> None:
     """ShapeError unless every row is in exactly one chunk, and those with partials have equally many and touch."""
     end = 0
-    for chunk in sorted(chunks):
+    for chunk in sorted(chunks, key=_by_rows):
         if chunk.first_row != end or chunk.end_row <= chunk.first_row:
             raise ShapeError(
                 f"signal_matmul: chunk of rows {chunk.first_row} to {chunk.end_row} follows row {end}; "
@@ -81,13 +87,13 @@ def check_chunks(chunks: Sequence[RowChunk], M: int) -> None:
         end = chunk.end_row
     if end != M:
         raise ShapeError(f"signal_matmul: the chunks end at row {end}, and there are {M} rows.")
-    added = sorted(chunk for chunk in chunks if chunk.partials)
-    for before, after in zip(added, added[1:], strict=False):
+    added = sorted((chunk for chunk in chunks if chunk.partials), key=_by_rows)
+    for before, after in itertools.pairwise(added):
         if len(before.partials) != len(after.partials) or before.end_row != after.first_row:
             raise ShapeError(
-                f"signal_matmul: rows {before.first_row} to {before.end_row} get {len(before.partials)} partials, rows "
-                f"{after.first_row} to {after.end_row} get {len(after.partials)}; rows with partials must be one range, "
-                "with equally many each."
+                f"signal_matmul: rows {before.first_row} to {before.end_row} get {len(before.partials)} partials, "
+                f"rows {after.first_row} to {after.end_row} get {len(after.partials)}; rows with partials must be one "
+                "range, with equally many each."
             )
 
 
