@@ -132,8 +132,8 @@ def signal_matmul(
         out       [M, N]      dtype of a; rows contiguous
         flags     [F]         int32, contiguous; at least as many as chunks name
         counters  [C]         int32, contiguous
-        partials  [P, R, N]   dtype of a, or float32; rows contiguous; R: rows of all chunks that have partials
-    M, N, K are any sizes from 1; a, b and out start at multiples of 16 bytes, and so do their rows. fprop is
+        partials  [P, R, N]   dtype of a; rows contiguous and equally far apart; R: rows of all chunks that have some
+    M, N, K are any sizes from 1; a, b, out and partials start at multiples of 16 bytes, and so do their rows. fprop is
     (x, w.t()), dgrad (dy, w).
 
     Returns: `out`.
@@ -254,15 +254,15 @@ def _make_plan(
         counts=table.num_counters > 0,
         partials=table.num_partials,
         dtype=a[2],
-        partial_dtype=a[2] if partials is None else partials[2],
     )
     itemsize = a[2].itemsize
     b_rows, b_cols = (N, K) if b_k_inner else (K, N)
-    partial_strides = (0, 0) if partials is None else (partials[1][1], partials[1][0])
-    partial_span = 0
+    partial_view, partial_span, partial_rows = None, 0, 0
     if partials is not None:
-        P, rows, _ = partials[0]
-        partial_span = ((P - 1) * partial_strides[1] + (rows - 1) * partial_strides[0] + N) * partials[2].itemsize
+        (P, rows, _), (copy_stride, row_stride, _) = partials[0], partials[1]
+        partial_rows = copy_stride // row_stride
+        partial_view = View(((P - 1) * partial_rows + rows, N), (row_stride, 1))  # one tall matrix
+        partial_span = ((partial_view.shape[0] - 1) * row_stride + N) * itemsize
     spans = (
         ((M - 1) * a_stride + K) * itemsize,
         ((b_rows - 1) * b_stride + b_cols) * itemsize,
@@ -273,9 +273,11 @@ def _make_plan(
         View((M, K), (a_stride, 1)),
         View((b_rows, b_cols), (b_stride, 1)),
         View((M, N), (out_stride, 1)),
-        *(None,) * 5,
+        None,
+        partial_view,
+        *(None,) * 3,
     )
-    tail = (table.num_tiles, N, K, out_stride, *partial_strides, None)
+    tail = (table.num_tiles, N, K, partial_rows, out_stride, None)
     return _Plan(variant, a[3], table.num_blocks, spans, views, tail, {})
 
 
@@ -315,13 +317,18 @@ def _check_partials(key: _Key | None, a: _Key, table: TileTable) -> None:
     wanted = (table.num_partials, table.partial_rows, table.shape[1])
     if key is None and table.num_partials == 0:
         return
-    if key is None or table.num_partials == 0 or tuple(key[0]) != wanted or key[1][2] != 1:
-        found = "none" if key is None else f"of shape {tuple(key[0])} and strides {tuple(key[1])}"
-        needed = (
-            f"shape {wanted} with contiguous rows" if table.num_partials else "none: no chunk of the table has some"
-        )
+    if key is None or table.num_partials == 0 or tuple(key[0]) != wanted:
+        found = "none" if key is None else f"of shape {tuple(key[0])}"
+        needed = f"shape {wanted}" if table.num_partials else "none, as no chunk has some"
         raise ShapeError(f"signal_matmul: partials are {found}; needed is {needed}.")
-    if key[2] not in (a[2], torch.float32):
-        raise UnsupportedError(f"signal_matmul: partials are {key[2]}; {a[2]} or float32 is needed.")
-    if key[3] != table.key[-1]:
-        raise ShapeError(f"signal_matmul: partials are on CUDA device {key[3]}, the table on {table.key[-1]}.")
+    (_, rows, N), strides, dtype, device_index, is_aligned = key
+    if dtype != a[2]:
+        raise UnsupportedError(f"signal_matmul: partials are {dtype}, a is {a[2]}; they must be the same.")
+    if device_index != table.key[-1]:
+        raise ShapeError(f"signal_matmul: partials are on CUDA device {device_index}, the table on {table.key[-1]}.")
+    fits = strides[2] == 1 and strides[1] >= N and strides[1] * dtype.itemsize % 16 == 0
+    if not fits or not is_aligned or strides[0] % strides[1] or strides[0] < rows * strides[1]:
+        raise UnsupportedError(
+            f"signal_matmul: partials have shape {tuple(key[0])} and strides {tuple(strides)}; each row must be "
+            "contiguous and start at a multiple of 16 bytes, and all rows lie equally far apart. Pass a padded copy."
+        )

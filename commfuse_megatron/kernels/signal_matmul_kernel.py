@@ -71,12 +71,6 @@ def _wait_for_flag(flags, index, value):
 
 
 @gluon.jit
-def _chunk_words(table, num_tiles, chunk, shape: gl.constexpr):
-    """Where the words of a chunk begin."""
-    return table + num_tiles * 4 + chunk * (3 + shape.partials)
-
-
-@gluon.jit
 def _load_tiles(a, b, table, flags, flag_value, a_ring, b_ring, full, empty, num_tiles, K, shape: gl.constexpr):
     """The loading warp."""
     stage = 0
@@ -88,7 +82,8 @@ def _load_tiles(a, b, table, flags, flag_value, a_ring, b_ring, full, empty, num
         if shape.waits:
             chunk = gl.load(table + tile * 4 + 3)
             if chunk != last_chunk:
-                _wait_for_flag(flags, gl.load(_chunk_words(table, num_tiles, chunk, shape)), flag_value)
+                words = table + num_tiles * 4 + chunk * (3 + shape.partials)
+                _wait_for_flag(flags, gl.load(words), flag_value)
             last_chunk = chunk
         for k in range(0, K, shape.block_k):
             here = full.index(stage)
@@ -107,24 +102,45 @@ def _load_tiles(a, b, table, flags, flag_value, a_ring, b_ring, full, empty, num
 
 
 @gluon.jit
-def _store_tiles(out, table, counters, staging, staged, unstaged, num_tiles, half: gl.constexpr, shape: gl.constexpr):
-    """The storing warp of a group. Rows whose tile holds some of the next chunk have been stored by the group."""
+def _store_tiles(out, partials, partial_rows, table, flags, flag_value, counters, staging, staged, unstaged, arrived,
+                 taken, num_tiles, half: gl.constexpr, shape: gl.constexpr):  # fmt: skip
+    """The storing warp of a group. It also brings partials, to where results are handed over afterwards.
+
+    Rows whose tile holds some of the next chunk have been stored by the group.
+    """
     phase = 0
+    taken_phase = 0
+    last_chunk = -1
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         row = gl.load(table + tile * 4)
-        col = gl.load(table + tile * 4 + 2)
         is_whole = row + 2 * shape.half_m <= gl.load(table + tile * 4 + 1)
-        for part in gl.static_range(shape.pieces):
-            mbarrier.wait(staged.index(part), phase)
+        col = gl.load(table + tile * 4 + 2)
+        chunk = gl.load(table + tile * 4 + 3)
+        words = table + num_tiles * 4 + chunk * (3 + shape.partials)
+        row += half * shape.half_m
+        if shape.partials > 0:
+            shift = gl.load(words + 2)
+            if shift != shape.no_partials:
+                for index in range(shape.partials):
+                    if chunk != last_chunk:
+                        _wait_for_flag(flags, gl.load(words + 3 + index), flag_value)
+                    for piece in gl.static_range(shape.pieces):
+                        if index > 0:
+                            mbarrier.wait(taken.index(piece), taken_phase)
+                        mbarrier.expect(arrived.index(piece), shape.piece_bytes)
+                        corner = [row + shift + index * partial_rows, col + piece * shape.piece_n]
+                        tma.async_copy_global_to_shared(partials, corner, arrived.index(piece), staging.index(piece))
+                    taken_phase = taken_phase ^ (index > 0).to(gl.int32)
+                last_chunk = chunk
+        for piece in gl.static_range(shape.pieces):
+            mbarrier.wait(staged.index(piece), phase)
             if is_whole:
-                corner = [row + half * shape.half_m, col + part * shape.piece_n]
-                tma.async_copy_shared_to_global(out, corner, staging.index(part))
+                tma.async_copy_shared_to_global(out, [row, col + piece * shape.piece_n], staging.index(piece))
                 tma.store_wait(0)  # it has been read
-            mbarrier.arrive(unstaged.index(part))
+            mbarrier.arrive(unstaged.index(piece))
         phase = phase ^ 1
         if shape.counts:
-            chunk = gl.load(table + tile * 4 + 3)
-            counter = gl.load(_chunk_words(table, num_tiles, chunk, shape) + 1)
+            counter = gl.load(words + 1)
             if counter >= 0:
                 counter = gl.inline_asm_elementwise(_WAIT_FOR_STORES, "=r,r", [counter], dtype=gl.int32,
                                                     is_pure=False, pack=1)  # fmt: skip
@@ -132,51 +148,60 @@ def _store_tiles(out, table, counters, staging, staged, unstaged, num_tiles, hal
 
 
 @gluon.jit
-def _hand_over(part, part_index: gl.constexpr, out_at, partials, row, col, end_row, is_whole, shift, N, out_stride,
-               partial_stride_m, partial_stride_p, staging, staged, unstaged, phase, shape: gl.constexpr):  # fmt: skip
-    """A group's half tile, in pieces: adds the partials, rounds once, gives it to the storing warp."""
+def _add_arrived(part, piece: gl.constexpr, is_last, staging, arrived, taken, phase, shape: gl.constexpr):
+    """Half a tile plus one partial of it, in fp32."""
     width: gl.constexpr = part.shape[1]
-    if width > shape.piece_n:  # all at once would not fit into registers
+    if width > shape.piece_n:
         left, right = part.reshape(shape.half_m, 2, width // 2).permute(0, 2, 1).split()
         count: gl.constexpr = width // (2 * shape.piece_n)
-        _hand_over(left, part_index, out_at, partials, row, col, end_row, is_whole, shift, N, out_stride,
-                   partial_stride_m, partial_stride_p, staging, staged, unstaged, phase, shape)  # fmt: skip
-        _hand_over(right, part_index + count, out_at, partials, row, col + width // 2, end_row, is_whole, shift, N,
-                   out_stride, partial_stride_m, partial_stride_p, staging, staged, unstaged, phase,
-                   shape)  # fmt: skip
+        left = _add_arrived(left, piece, is_last, staging, arrived, taken, phase, shape)
+        right = _add_arrived(right, piece + count, is_last, staging, arrived, taken, phase, shape)
+        part = gl.join(left, right).permute(0, 2, 1).reshape(shape.half_m, width)
     else:
-        layout: gl.constexpr = part.type.layout
-        rows = row + gl.arange(0, shape.half_m, gl.SliceLayout(1, layout))
-        cols = col + gl.arange(0, shape.piece_n, gl.SliceLayout(0, layout))
-        mask = (rows < end_row)[:, None] & (cols < N)[None, :]
-        if shape.partials > 0:  # noqa: SIM102 (one is known to the compiler, the other is not)
-            if shift != shape.no_partials:
-                at = partials + ((rows + shift).to(gl.int64) * partial_stride_m)[:, None] + cols[None, :]
-                for _ in range(shape.partials):
-                    part += gl.load(at, mask=mask, other=0.0).to(gl.float32)
-                    at += partial_stride_p
-        rounded = part.to(out_at.dtype.element_ty)
-        mbarrier.wait(unstaged.index(part_index), phase)
-        if is_whole:
-            staging.index(part_index).store(rounded)
-            fence_async_shared()
-        else:
-            gl.store(out_at + (rows.to(gl.int64) * out_stride)[:, None] + cols[None, :], rounded, mask=mask)
-        gl.thread_barrier()  # all have stored before one of them says so
-        mbarrier.arrive(staged.index(part_index))
+        mbarrier.wait(arrived.index(piece), phase)
+        part += staging.index(piece).load(part.type.layout).to(gl.float32)
+        mbarrier.arrive(taken.index(piece), pred=not is_last)
+    return part
 
 
 @gluon.jit
-def _multiply_tiles(out_at, partials, table, flags, flag_value, a_ring, b_ring, full, empty, staging, staged, unstaged,
-                    num_tiles, N, K, out_stride, partial_stride_m, partial_stride_p, half: gl.constexpr,
-                    shape: gl.constexpr):  # fmt: skip
+def _hand_over(part, piece: gl.constexpr, out_at, row, col, end_row, is_whole, N, out_stride, staging, staged, unstaged,
+               phase, shape: gl.constexpr):  # fmt: skip
+    """A group's half tile, in pieces: rounds once, gives it to the storing warp."""
+    width: gl.constexpr = part.shape[1]
+    if width > shape.piece_n:
+        left, right = part.reshape(shape.half_m, 2, width // 2).permute(0, 2, 1).split()
+        count: gl.constexpr = width // (2 * shape.piece_n)
+        _hand_over(left, piece, out_at, row, col, end_row, is_whole, N, out_stride, staging, staged, unstaged, phase,
+                   shape)  # fmt: skip
+        _hand_over(right, piece + count, out_at, row, col + width // 2, end_row, is_whole, N, out_stride, staging,
+                   staged, unstaged, phase, shape)  # fmt: skip
+    else:
+        rounded = part.to(out_at.dtype.element_ty)
+        mbarrier.wait(unstaged.index(piece), phase)
+        if is_whole:
+            staging.index(piece).store(rounded)
+            fence_async_shared()
+        else:
+            layout: gl.constexpr = part.type.layout
+            rows = row + gl.arange(0, shape.half_m, gl.SliceLayout(1, layout))
+            cols = col + gl.arange(0, shape.piece_n, gl.SliceLayout(0, layout))
+            mask = (rows < end_row)[:, None] & (cols < N)[None, :]
+            gl.store(out_at + (rows.to(gl.int64) * out_stride)[:, None] + cols[None, :], rounded, mask=mask)
+        gl.thread_barrier()  # all have stored before one of them says so
+        mbarrier.arrive(staged.index(piece))
+
+
+@gluon.jit
+def _multiply_tiles(out_at, table, a_ring, b_ring, full, empty, staging, staged, unstaged, arrived, taken, num_tiles, N,
+                    K, out_stride, half: gl.constexpr, shape: gl.constexpr):  # fmt: skip
     """One group of four warps: half a tile after the other."""
     gl.assume(K > 0)  # a loop that might not run makes ptxas wait behind every single wgmma
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.block_n, 16])
     stage = 0
     phase = 0
     staging_phase = 1
-    last_chunk = -1
+    arrived_phase = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         acc = gl.zeros([shape.half_m, shape.block_n], gl.float32, layout)
         previous = 0
@@ -200,18 +225,16 @@ def _multiply_tiles(out_at, partials, table, flags, flag_value, a_ring, b_ring, 
         end_row = gl.load(table + tile * 4 + 1)
         col = gl.load(table + tile * 4 + 2)
         is_whole = row + 2 * shape.half_m <= end_row
-        shift = 0
         if shape.partials > 0:
             chunk = gl.load(table + tile * 4 + 3)
-            words = _chunk_words(table, num_tiles, chunk, shape)
-            shift = gl.load(words + 2)
-            if (shift != shape.no_partials) & (chunk != last_chunk):
-                for index in gl.static_range(shape.partials):
-                    _wait_for_flag(flags, gl.load(words + 3 + index), flag_value)
-                last_chunk = chunk
-        row += half * shape.half_m
-        _hand_over(acc, 0, out_at, partials, row, col, end_row, is_whole, shift, N, out_stride, partial_stride_m,
-                   partial_stride_p, staging, staged, unstaged, staging_phase, shape)  # fmt: skip
+            if gl.load(table + num_tiles * 4 + chunk * (3 + shape.partials) + 2) != shape.no_partials:
+                for index in range(shape.partials):
+                    is_last = index == shape.partials - 1
+                    acc = _add_arrived(acc, 0, is_last, staging, arrived, taken, arrived_phase, shape)
+                    acc = gl.convert_layout(acc, layout, assert_trivial=True)
+                    arrived_phase = arrived_phase ^ 1
+        _hand_over(acc, 0, out_at, row + half * shape.half_m, col, end_row, is_whole, N, out_stride, staging, staged,
+                   unstaged, staging_phase, shape)  # fmt: skip
         staging_phase = staging_phase ^ 1
 
 
@@ -237,14 +260,13 @@ def signal_matmul_kernel(
     num_tiles: gl.int32,
     N: gl.int32,
     K: gl.int32,
+    partial_rows: gl.int32,
     out_stride: gl.int64,
-    partial_stride_m: gl.int64,
-    partial_stride_p: gl.int64,
     shape: gl.constexpr,
 ):
-    """out = a @ b (+ partials of the rows that have some). a, b and out are TMA descriptors, `out_at` out's address.
+    """out = a @ b (+ partials of the rows that have some). a, b, out and partials are TMA descriptors, `out_at` is out's address.
 
-    Block i computes tiles i, i + blocks, ... of the table.
+    partial_rows: from a row of one partial to the same row of the next. Block i computes tiles i, i + blocks, ... of the table.
     """
     a_ring = gl.allocate_shared_memory(a.dtype, [2 * shape.stages, shape.half_m, shape.block_k], a.layout)
     if shape.b_k_inner:
@@ -259,21 +281,25 @@ def signal_matmul_kernel(
     staged_1 = _make_barriers(shape.pieces, 1)
     unstaged_0 = _make_barriers(shape.pieces, 1)
     unstaged_1 = _make_barriers(shape.pieces, 1)
+    arrived_0 = _make_barriers(shape.pieces, 1)
+    arrived_1 = _make_barriers(shape.pieces, 1)
+    taken_0 = _make_barriers(shape.pieces, 1)
+    taken_1 = _make_barriers(shape.pieces, 1)
     fence_async_shared()
     zero: gl.constexpr = gl.constexpr(0)
     one: gl.constexpr = gl.constexpr(1)
     # Registers: 65536 = 128 x (2 x 232 + 40), where the four single warps (one is idle) make up a group.
     gl.warp_specialize(
         [
-            (_multiply_tiles, (out_at, partials, table, flags, flag_value, a_ring, b_ring, full, empty, staging_0,
-                               staged_0, unstaged_0, num_tiles, N, K, out_stride, partial_stride_m,
-                               partial_stride_p, zero, shape)),
-            (_multiply_tiles, (out_at, partials, table, flags, flag_value, a_ring, b_ring, full, empty, staging_1,
-                               staged_1, unstaged_1, num_tiles, N, K, out_stride, partial_stride_m,
-                               partial_stride_p, one, shape)),
+            (_multiply_tiles, (out_at, table, a_ring, b_ring, full, empty, staging_0, staged_0, unstaged_0, arrived_0,
+                               taken_0, num_tiles, N, K, out_stride, zero, shape)),
+            (_multiply_tiles, (out_at, table, a_ring, b_ring, full, empty, staging_1, staged_1, unstaged_1, arrived_1,
+                               taken_1, num_tiles, N, K, out_stride, one, shape)),
             (_load_tiles, (a, b, table, flags, flag_value, a_ring, b_ring, full, empty, num_tiles, K, shape)),
-            (_store_tiles, (out, table, counters, staging_0, staged_0, unstaged_0, num_tiles, zero, shape)),
-            (_store_tiles, (out, table, counters, staging_1, staged_1, unstaged_1, num_tiles, one, shape)),
+            (_store_tiles, (out, partials, partial_rows, table, flags, flag_value, counters, staging_0, staged_0,
+                            unstaged_0, arrived_0, taken_0, num_tiles, zero, shape)),
+            (_store_tiles, (out, partials, partial_rows, table, flags, flag_value, counters, staging_1, staged_1,
+                            unstaged_1, arrived_1, taken_1, num_tiles, one, shape)),
         ],
         [4, 1, 1, 1],
         [232, 40, 40, 40],

@@ -132,7 +132,6 @@ class SignalVariant:
     counts: bool
     partials: int
     dtype: torch.dtype
-    partial_dtype: torch.dtype
 
     @property
     def blocks(self) -> dict[str, list[int]]:
@@ -142,6 +141,7 @@ class SignalVariant:
             "a": [tile.half_m, BLOCK_K],
             "b": [tile.block_n, BLOCK_K] if self.b_k_inner else [BLOCK_K, tile.block_n],
             "out": [tile.half_m, PIECE_N],
+            "partials": [tile.half_m, PIECE_N],
         }
 
     def constants(self) -> dict[str, int]:
@@ -155,6 +155,7 @@ class SignalVariant:
             "block_k": BLOCK_K,
             "stages": tile.stages,
             "stage_bytes": (tile.block_m + tile.block_n) * BLOCK_K * self.dtype.itemsize,
+            "piece_bytes": tile.half_m * PIECE_N * self.dtype.itemsize,
             "b_k_inner": self.b_k_inner,
             "waits": self.waits,
             "counts": self.counts,
@@ -176,16 +177,10 @@ def compile_signal_variant(variant: SignalVariant, target: Any) -> Any:
     types = {name: f"tensordesc<{dtype}[{rows}, {cols}],{layout!r}>" for name, (rows, cols) in variant.blocks.items()}
     types |= {"out_at": f"*{dtype}", "table": "*i32"}
     constants: dict[str, Any] = {"shape": Constants(variant.constants())}
-    given = {
-        "partials": (variant.partials > 0, f"*{TRITON_NAMES[variant.partial_dtype]}"),
-        "flags": (variant.waits or variant.partials > 0, "*i32"),
-        "counters": (variant.counts, "*i32"),
-    }
-    for name, (is_given, type_name) in given.items():
-        if is_given:
-            types[name] = type_name
-        else:
-            constants[name] = None
+    unused = {"partials": not variant.partials, "flags": not variant.waits and not variant.partials}
+    unused["counters"] = not variant.counts
+    types |= {"flags": "*i32", "counters": "*i32"}
+    constants |= {name: None for name, is_unused in unused.items() if is_unused}
     names = signal_matmul_kernel.arg_names
     source = GluonASTSource(
         signal_matmul_kernel,

@@ -1,4 +1,4 @@
-"""`signal_matmul` on one GPU: a second stream brings rows late, in any order, and takes them as soon as they are counted.
+"""`signal_matmul` on one GPU: a second stream brings rows late, in any order, and takes them when they are counted.
 
 Rows that have not come, and results that are not stored, are NaN, so whoever reads too early shows.
 """
