@@ -130,7 +130,7 @@ def _store_tiles(out, partials, partial_rows, table, flags, flag_value, counters
                         mbarrier.expect(arrived.index(piece), shape.piece_bytes)
                         corner = [row + shift + index * partial_rows, col + piece * shape.piece_n]
                         tma.async_copy_global_to_shared(partials, corner, arrived.index(piece), staging.index(piece))
-                    taken_phase = taken_phase ^ (index > 0).to(gl.int32)
+                    taken_phase = taken_phase ^ gl.where(index > 0, 1, 0)
                 last_chunk = chunk
         for piece in gl.static_range(shape.pieces):
             mbarrier.wait(staged.index(piece), phase)
@@ -264,9 +264,10 @@ def signal_matmul_kernel(
     out_stride: gl.int64,
     shape: gl.constexpr,
 ):
-    """out = a @ b (+ partials of the rows that have some). a, b, out and partials are TMA descriptors, `out_at` is out's address.
+    """out = a @ b (+ partials of the rows that have some). a, b, out, partials: TMA descriptors, `out_at`: address.
 
-    partial_rows: from a row of one partial to the same row of the next. Block i computes tiles i, i + blocks, ... of the table.
+    partial_rows: from a row of one partial to the same row of the next.
+    Block i computes tiles i, i + blocks, ... of the table.
     """
     a_ring = gl.allocate_shared_memory(a.dtype, [2 * shape.stages, shape.half_m, shape.block_k], a.layout)
     if shape.b_k_inner:
