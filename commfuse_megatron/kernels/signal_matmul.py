@@ -123,9 +123,9 @@ def signal_matmul(
     system scope): what waits for that value, a stream (`cuStreamWaitValue32`) or a kernel on any GPU, may read them.
 
     Beware: until its flags are set the call keeps its SMs, so what sets them must not need one of these: a copy, a
-    stream memory operation, or a kernel for which `num_sms` leaves room and which has been launched before (CUDA loads it
-    then, and waits for the device to do so). Flags must be unset, and counters zero, before the call; whoever waits for
-    them makes them so again, as the copy engine does.
+    stream memory operation, or a kernel for which `num_sms` leaves room and which has been launched before (CUDA loads
+    it then, and waits for the device to do so). Flags must be unset, and counters zero, before the call; whoever waits
+    for them makes them so again, as the copy engine does.
 
     Shapes:
         a         [M, K]      bfloat16 or float16; rows contiguous
@@ -141,7 +141,7 @@ def signal_matmul(
 
     Raises, before anything is launched: ShapeError, UnsupportedError.
 
-    Cost: docs/results/signal_gemm_h200_202612.json; rows of `a` that are not multiples of the tile cost a whole tile.
+    Cost: docs/results/gemm_h100_h200_202612.json; rows of `a` that are not multiples of the tile cost a whole tile.
     """
     a_at, b_at, out_at = a.data_ptr(), b.data_ptr(), out.data_ptr()
     operand_keys, word_keys = (_key(a), _key(b), _key(out)), (_key_of(flags), _key_of(counters), _key_of(partials))

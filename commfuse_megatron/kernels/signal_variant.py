@@ -54,7 +54,7 @@ class SignalTile:
 
 
 # Of four tile shapes at 48 problems (eight linears; 2, 4 and 8 ranks; forward, dgrad), the two that are best somewhere:
-# docs/results/signal_gemm_h200_202612.json.
+# docs/results/gemm_h100_h200_202612.json.
 SIGNAL_TILES = (
     SignalTile(64, 256, stages=3, speed=1.00),
     SignalTile(64, 128, stages=6, speed=0.97),
