@@ -32,7 +32,7 @@ class Tile:
 
 
 # Speed: TFLOP/s over the first tile's, median over six shapes of 4096x4096x2048 .. 8192x8192x14336, bf16, H100,
-# November 2026. The rows, with what lost to these tiles, are in docs/results/gemm_h100_202611.json.
+# November 2026. The rows, with what lost to these tiles, are in docs/results/gemm_h100_h200_202612.json.
 TILES = (
     Tile(128, 256, 64, num_warps=8, num_stages=3, group_m=8, speed=1.00),
     Tile(128, 128, 64, num_warps=4, num_stages=4, group_m=8, speed=0.94),
