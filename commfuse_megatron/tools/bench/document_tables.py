@@ -215,7 +215,7 @@ def _with_derived(row: Json) -> Json:
 
 _OF_LINEARS = ("all_gather_linear", "linear_reduce_scatter")
 # By the name in a document and the operation whose rows it takes.
-_PLAIN = {
+_PLAIN: dict[tuple[str, str | None], str] = {
     ("embedding", "embedding_reduce_scatter"): "pass: {pass} | tokens: {M} | features: {N} | planned: {path}"
     " | why: {reason}",
     ("training", "training"): "model: {case} | run: {run} | quantity: {quantity}"
@@ -225,6 +225,10 @@ _PLAIN = {
     " | largest difference of a loss from stock's: {max_loss_difference:.2g}",
     ("memory", "memory"): "weights: {weights} | run: {run} | saved by autograd, MiB: {saved_mib:.1f}"
     " | peak, MiB: {peak_mib:.1f} | step, ms: {step_ms:.2f}",
+    ("fp8", None): "linear: {case} | recipe: {recipe} | by: {by} | ms: {median_ms:.3f} | host, us: {host_us:.0f}"
+    " | equals general_gemm: {equals_general_gemm} | in 2, 4, 8 parts bitwise the whole:"
+    " {bitwise_in_2}, {bitwise_in_4}, {bitwise_in_8} | time over the whole:"
+    " {ratio_in_2:.2f}, {ratio_in_4:.2f}, {ratio_in_8:.2f} | codes of casts in 8 parts equal: {same_codes}",
     ("transfers", "transfer"): "link: {link} | channels: {channels} | MiB: {mebibytes} | us: {median_us:.0f}"
     " | GB/s: {bandwidth_gb_s:.0f}",
     ("lost", "lost"): "tried: {tried} | case: {case} | took: {took:g} {unit}"
