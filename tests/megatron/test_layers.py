@@ -321,7 +321,7 @@ def check_switched_off(group_size: int, kind: str) -> None:
 
 def check_raises_instead_of_falling_back(group_size: int, kind: str) -> None:
     _, ours, x = pair(kind, group_size, overlap=STRICT)
-    ours.sequence_parallel = False
+    ours.explicit_expert_comm = True
     reason = unsupported_reason(ours, x)
     assert reason is not None
     with pytest.raises(UnsupportedError) as raised:
@@ -339,8 +339,9 @@ def check_one_rank_decides_differently(group_size: int, kind: str) -> None:
     ours(x)
     assert state_of(ours).stock_calls, "what all ranks decide alike is no error"
     layer.set(explicit_expert_comm=False, skip_bias_add=False)
+    without = {"column": "sequence_parallel and allreduce_dgrad are off", "row": "overlapped, and sequence_parallel is off"}
     faults = {
-        "sequence_parallel is off": (ours, "sequence_parallel"),
+        without[kind]: (ours, "sequence_parallel"),
         "config.commfuse is False": (ours.config, "commfuse"),
     }
     numbers = [first]
