@@ -60,7 +60,9 @@ class _AllReduceGrad(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return start_all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group, is_async=False).wait(), None
+        return start_all_reduce(
+            grad.clone(memory_format=torch.contiguous_format), ctx.group, is_async=False
+        ).wait(), None
 
 
 def all_gather_linear(

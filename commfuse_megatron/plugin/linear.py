@@ -119,11 +119,11 @@ class CommFuseRowParallelLinear(_Local, RowParallelLinear):
 
 
 #: By (is it row-parallel, is it sequence-parallel).
-_OPERATIONS: dict[tuple[bool, bool], Callable[..., Any]] = {
-    (False, True): ops.all_gather_linear,
-    (True, True): ops.linear_reduce_scatter,
-    (False, False): ops.linear_grad_all_reduce,
-    (True, False): ops.linear_all_reduce,
+_OPERATIONS = {
+    (False, True): "all_gather_linear",
+    (True, True): "linear_reduce_scatter",
+    (False, False): "linear_grad_all_reduce",
+    (True, False): "linear_all_reduce",
 }
 
 
@@ -132,11 +132,11 @@ def choose_operation(
 ) -> tuple[Callable[..., Any], OverlapContext | None]:
     """What a linear runs in this call, and with which context: see `overlap_context`."""
     is_row = isinstance(layer, compat.ROW_PARALLEL_LINEARS)
-    operation = _OPERATIONS[is_row, bool(layer.sequence_parallel)]
+    name = _OPERATIONS[is_row, bool(layer.sequence_parallel)]
     context = overlap_context(
-        layer, input_, weight, lambda found: linear_problems(operation.__name__, input_, weight, found), **options
+        layer, input_, weight, lambda found: linear_problems(name, input_, weight, found), **options
     )
-    return operation, context
+    return getattr(ops, name), context
 
 
 def _without_fused_kernel(config: Any) -> Any:

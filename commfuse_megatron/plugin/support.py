@@ -213,7 +213,9 @@ def _reason_in_layer(layer: Any, weight: Any) -> str | None:
         return ONE_RANK
     # Transformer Engine's have no such switch.
     if not (layer.sequence_parallel or _is_row(layer) or getattr(layer, "allreduce_dgrad", True)):
-        return "sequence_parallel and allreduce_dgrad are off: the layer reduces the input gradient outside of its GEMMs"
+        return (
+            "sequence_parallel and allreduce_dgrad are off: the layer reduces the input gradient outside of its GEMMs"
+        )
     if getattr(layer, "gtp_remat_size", 1) > 1 or getattr(weight, "gtp_remat_size", 1) > 1:
         return _GTP
     return None

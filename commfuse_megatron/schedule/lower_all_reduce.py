@@ -138,9 +138,7 @@ class _AllReduce:
         """The gather's batch that sends own chunk `number` to the rank so far behind; the scatter's is one later."""
         return (distance - 1) * self._chunks + number
 
-    def _multiply(
-        self, chunk: int, target: Rows, arrived: tuple[Rows, ...] = (), *, has_bias: bool = False
-    ) -> None:
+    def _multiply(self, chunk: int, target: Rows, arrived: tuple[Rows, ...] = (), *, has_bias: bool = False) -> None:
         is_forward = not self._asked.is_backward
         rows = self._low.chunk("a", chunk)
         self._low.gemm(rows, target, arrived, has_bias=has_bias, is_forward=is_forward, chunk=chunk)

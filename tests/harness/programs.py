@@ -165,9 +165,7 @@ class Case:
     def validate(self, programs: list[Program]) -> None:
         """Raise ScheduleError unless they are right for this case."""
         kind = KINDS[self.kind]
-        validate_programs(
-            programs, self.policy, self.asked, attends=kind.attends, all_reduces=kind.all_reduces
-        )
+        validate_programs(programs, self.policy, self.asked, attends=kind.attends, all_reduces=kind.all_reduces)
 
 
 @st.composite

@@ -339,7 +339,10 @@ def check_one_rank_decides_differently(group_size: int, kind: str) -> None:
     ours(x)
     assert state_of(ours).stock_calls, "what all ranks decide alike is no error"
     layer.set(explicit_expert_comm=False, skip_bias_add=False)
-    without = {"column": "sequence_parallel and allreduce_dgrad are off", "row": "overlapped, and sequence_parallel is off"}
+    without = {
+        "column": "sequence_parallel and allreduce_dgrad are off",
+        "row": "overlapped, and sequence_parallel is off",
+    }
     faults = {
         without[kind]: (ours, "sequence_parallel"),
         "config.commfuse is False": (ours.config, "commfuse"),

@@ -21,7 +21,17 @@ from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from tests.harness import run_threads
 from tests.harness.contexts import in_context
 from tests.harness.emulated_gpu import capture_call, emulate_copy_engine, take_part, tapes_of
-from tests.harness.linear_cases import LINEARS, OPS, Case, assert_equal, check_linear, draw_own, drawn, overlapped, reference
+from tests.harness.linear_cases import (
+    LINEARS,
+    OPS,
+    Case,
+    assert_equal,
+    check_linear,
+    draw_own,
+    drawn,
+    overlapped,
+    reference,
+)
 from tests.harness.mixed_calls import MixedCalls, draw_cases
 from tests.harness.transport_contract import run_contract
 from tests.threaded import test_query_split_attention as attention
