@@ -14,8 +14,8 @@ class PassPlan:
 
     path: "sliced", "grouped", "bulk", "async" or "sequential" (see `PassConfig`); "query_split", "row_parallel" or
     "sequential" (see `AttentionConfig`); "overlapped" or "sequential" (see `UlyssesConfig`), or "stock": the caller's
-    own, see `UlyssesProblem.beside`; or "local" (nothing to send: a group of one rank, or such a pass). reason: one sentence, for the
-    report. chunks_per_shard: of "overlapped", groups of heads. keep_gathered_input: see `WgradConfig`.
+    own, see `UlyssesProblem.beside`; or "local" (nothing to send: one rank, or such a pass). reason: one sentence, for
+    the report. chunks_per_shard: of "overlapped", groups of heads. keep_gathered_input: see `WgradConfig`.
     predicted_us, measured_us: what the cost model said and what the trial found, where they were asked.
     backward_path: of an attention, the path of its backward pass, where that is another one.
     """

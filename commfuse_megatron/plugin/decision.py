@@ -41,8 +41,8 @@ class LayerState:
     name: how log lines call the layer. place: the layer's first among the calls that its context
     compared between ranks.
     kept_reason: why a layer that is none of ours was not replaced.
-    overlapped_calls: forward passes whose transfers, if any, ran beside GEMMs. sequential_calls: those that the planner had run
-    one after the other, by its reason. stock_calls: those that took Megatron's own path, by the reason.
+    overlapped_calls: forward passes whose transfers, if any, ran beside GEMMs. sequential_calls: those that the planner
+    had run one after the other, by its reason. stock_calls: those that took Megatron's own path, by the reason.
     wants_gathered, gathered: during a call, whether the gathered input is to be kept, and where.
     """
 

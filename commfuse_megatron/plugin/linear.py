@@ -2,10 +2,10 @@
 
 Both inherit everything from Megatron's classes - parameters, their names and attributes, initialisation, checkpoints -
 and override what communicates: `_forward_impl` of the column-parallel linear, `forward` of the row-parallel one, where
-Megatron has no smaller seam. Whether it is an all-gather and a reduce-scatter or, without sequence parallelism, an
-all-reduce, the instance says at every call. Gradient accumulation fusion works without Apex, see `main_grad`. A built Megatron layer
-may be turned into ours by setting its `__class__`; so no constructor state may be relied upon, and everything is
-decided at call time.
+Megatron has no smaller seam. Whether that is an all-gather and a reduce-scatter or, without sequence parallelism, an
+all-reduce, the instance says at every call. Gradient accumulation fusion works without Apex, see `main_grad`. A built
+Megatron layer may be turned into ours by setting its `__class__`; so no constructor state may be relied upon, and
+everything is decided at call time.
 """
 
 import copy
@@ -110,7 +110,7 @@ class CommFuseRowParallelLinear(_Local, RowParallelLinear):
     @torch.compiler.disable
     @computing_weight_once
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The output shard [S/R, B, N], or all rows of it, and the bias where `skip_bias_add` leaves it to the caller."""
+        """The output shard [S/R, B, N], or all of it, and the bias where `skip_bias_add` leaves it to the caller."""
         weight = self.weight
         operation, context = choose_operation(self, input_, weight)
         if context is None:

@@ -24,7 +24,7 @@ ONE_RANK = "the tensor-parallel group has one rank: there is nothing to hide"
 # Of a GEMM's output tile, of any kernel: fewer tokens than this on each rank fill one however they are cut.
 _LEAST_TOKENS = 128
 
-#: Without sequence parallelism, where no gradient is asked for.
+#: Without sequence parallelism, where the layer is not trained and no gradient is asked for.
 DECODING = (
     f"sequence_parallel is off and inference brings fewer than {_LEAST_TOKENS} tokens per rank, as decoding does: too"
     " few to cut"
@@ -271,7 +271,8 @@ def _reason_in_input(layer: Any, input_: torch.Tensor) -> str | None:
         uneven = _is_row(layer) and input_.size(0) % group_size
         return _not_divisible(input_.size(0), group_size) if uneven else None
     is_small = input_.size(0) * input_.size(1) < _LEAST_TOKENS * group_size
-    return DECODING if is_small and not torch.is_grad_enabled() else None
+    # Training under full recompute asks for no gradients the first time.
+    return DECODING if is_small and not (layer.training or torch.is_grad_enabled()) else None
 
 
 def _reason_in_weight(layer: Any, input_: torch.Tensor, weight: torch.Tensor) -> str | None:

@@ -9,8 +9,8 @@ from commfuse_megatron.tools.verify.calls import LinearCall as Case
 from commfuse_megatron.tools.verify.calls import run as run_op
 
 __all__ = [
-    "ALL_REDUCES", "LINEARS", "OPS", "Case", "Operands", "assert_equal", "check_linear", "draw", "draw_own", "drawn", "linear_config",
-    "overlapped", "reference", "run_op",
+    "ALL_REDUCES", "LINEARS", "OPS", "Case", "Operands", "assert_equal", "check_linear", "draw", "draw_own", "drawn",
+    "linear_config", "overlapped", "reference", "run_op",
 ]  # fmt: skip
 
 _CPU = torch.device("cpu")

@@ -88,7 +88,10 @@ def test_without_sequence_parallelism(cls: type) -> None:
     for rows in (1, 3, 127, 128):  # any number is cut
         says(None, layer, torch.zeros(rows, 2, 4))
         with torch.no_grad():
-            says(None if rows == 128 else "as decoding does", layer, torch.zeros(rows, 2, 4))
+            says(None, layer, torch.zeros(rows, 2, 4))  # before it is recomputed
+            says(None if rows == 128 else "as decoding does", layer.eval(), torch.zeros(rows, 2, 4))
+        says(None, layer, torch.zeros(rows, 2, 4))
+        layer.train()
     layer.allreduce_dgrad = False  # of a row-parallel one it means nothing
     says("allreduce_dgrad are off" if cls is CommFuseColumnParallelLinear else None, layer)
 

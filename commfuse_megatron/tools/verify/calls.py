@@ -16,7 +16,7 @@ from torch import distributed as dist
 from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.ops.attention_arguments import AttentionInputs, state_attention_problem
 from commfuse_megatron.ops.ulysses_attention import UlyssesInputs, state_ulysses_problem
-from commfuse_megatron.problem import AttentionProblem, UlyssesProblem, shard_range
+from commfuse_megatron.problem import AttentionProblem, GemmProblem, UlyssesProblem, shard_range
 
 #: The linears of sequence parallelism, those without, and all.
 OPS = ("all_gather_linear", "linear_reduce_scatter")
@@ -112,7 +112,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCall(Call):
-    """A call of one of `OPS`. layout: how x is seen, or the gradient arrives."""
+    """A call of one of `LINEARS`. layout: how x is seen, or the gradient arrives."""
 
     K: int = 5
     layout: Literal["contiguous", "x transposed", "x strided", "gradient expanded"] = "contiguous"
@@ -137,6 +137,12 @@ class LinearCall(Call):
             x = x[..., ::2]
         total_rows = {"total_rows": self.rows} if self.op == "all_gather_linear" else {}
         return op(x, operands.weight, operands.bias, **total_rows, **where)
+
+    def sends(self, pass_name: str) -> bool:
+        """Whether ranks have anything to send each other in a pass."""
+        names = {"x": "input", "weight": "weight"}
+        needs = "+".join(names[leaf] for leaf in self.needs if leaf in names) if pass_name == "backward" else ""
+        return GemmProblem(self.op, pass_name, self.rows, self.batch, self.N, self.K, "float32", 2, needs).sends
 
     def draw(self, rank: int, group_size: int, device: torch.device) -> Operands:
         """One bias for all ranks, where the one rank that adds it does so for all."""
