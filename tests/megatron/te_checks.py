@@ -257,6 +257,17 @@ def check_converted_layers_compute_the_same(group_size: int, kind: str) -> None:
             _local_and_converted(kind, transformer, skip_bias_add).assert_overlapped()
 
 
+def check_converted_layers_without_sequence_parallelism(group_size: int, kind: str) -> None:
+    for skip_bias_add, returns_norm in itertools.product(
+        (False, True), (False, True) if kind == "column" else (False,)
+    ):
+        transformer = config(group_size, layernorm_epsilon=EPS, normalization="LayerNorm", sequence_parallel=False)
+        layer = _local_and_converted(kind, transformer, skip_bias_add)
+        if returns_norm:
+            layer.set(return_layernorm_output=True)
+        layer.assert_overlapped()
+
+
 def check_converted_layers_return_the_norms_output(group_size: int) -> None:
     transformer = config(group_size, layernorm_epsilon=EPS, normalization="LayerNorm")
     for is_gathered, skip_bias_add in itertools.product((False, True), repeat=2):
