@@ -55,6 +55,11 @@ class _Pass:
     batch: int
 
     @property
+    def sends(self) -> bool:
+        """Whether ranks have anything to send each other in this pass, whatever its plan."""
+        return True
+
+    @property
     def M(self) -> int:
         """Tokens of the full sequence."""
         return self.rows * self.batch
@@ -69,7 +74,8 @@ class _Pass:
 class GemmProblem(_Pass):
     """One pass of one linear, as seen by a rank: equal on all ranks of the group.
 
-    op: "all_gather_linear", "linear_reduce_scatter" or "embedding_reduce_scatter" (K is 1, the weight a vocabulary).
+    op: "all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "linear_grad_all_reduce" or
+    "embedding_reduce_scatter" (K is 1, the weight a vocabulary).
     pass_name: "fprop" or "backward".
     rows, batch: S and B of the full sequence, so M = S * B tokens.
     N, K: output and input features of this rank's weight.
@@ -93,11 +99,27 @@ class GemmProblem(_Pass):
         return 2 * self.M * self.N * self.K * gemms
 
     @property
+    def sends(self) -> bool:
+        """Whether ranks send anything: of the linears that all-reduce only in one of their passes."""
+        if self.op == "linear_all_reduce":
+            return self.pass_name == "fprop"
+        return self.op != "linear_grad_all_reduce" or (self.pass_name == "backward" and "input" in self.needs)
+
+    @property
+    def all_reduces(self) -> bool:
+        """Whether this pass sums a product over ranks, all rows of it for every rank."""
+        return self.op in ("linear_all_reduce", "linear_grad_all_reduce") and self.sends
+
+    @property
+    def wire_features(self) -> int:
+        """Features of the rows that travel: those of x or of its gradient, or those of y or of its gradient."""
+        return self.K if self.op in ("all_gather_linear", "linear_grad_all_reduce") else self.N
+
+    @property
     def shard_bytes(self) -> int:
-        """Bytes of the largest shard on the wire: rows of x (all-gather) or of y (reduce-scatter)."""
-        features = self.K if self.op == "all_gather_linear" else self.N
+        """Bytes of the largest shard on the wire: one owner's rows of `wire_features`."""
         largest_shard = -(-self.rows // self.group_size)
-        return largest_shard * self.batch * features * DTYPE_BYTES[self.dtype]
+        return largest_shard * self.batch * self.wire_features * DTYPE_BYTES[self.dtype]
 
     def __str__(self) -> str:
         needs = f" needs {self.needs}" if self.needs else ""

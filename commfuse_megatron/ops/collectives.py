@@ -1,6 +1,7 @@
 """The plain collectives that the overlapped operations replace, for any number of rows.
 
 `gather_rows` and `reduce_scatter_rows` block in stream order; the `start_` forms run beside what follows.
+`start_all_reduce` sums in place.
 """
 
 from collections.abc import Callable
@@ -85,3 +86,11 @@ def start_reduce_scatter_rows(y_partial: torch.Tensor, group: dist.ProcessGroup,
     summed = y_partial.new_empty(largest, *tail)
     work = dist.reduce_scatter_tensor(summed, source, group=group, async_op=is_async)
     return PendingRows(work, lambda: summed[: own.size].clone(), source)
+
+
+def start_all_reduce(partial: torch.Tensor, group: dist.ProcessGroup, *, is_async: bool) -> PendingRows:
+    """Sum partials over ranks in place, for all of them."""
+    work = None
+    if group.size() > 1 and partial.numel():
+        work = dist.all_reduce(partial, group=group, async_op=is_async)
+    return PendingRows(work, lambda: partial, partial)

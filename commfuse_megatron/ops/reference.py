@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
+from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows, start_all_reduce
 from commfuse_megatron.problem import shard_range
 
 
@@ -38,6 +38,31 @@ class _ReduceScatterRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gather_rows(grad, ctx.total_rows, ctx.group), None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return start_all_reduce(y_partial.clone(), group, is_async=False).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _AllReduceGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return start_all_reduce(
+            grad.clone(memory_format=torch.contiguous_format), ctx.group, is_async=False
+        ).wait(), None
 
 
 def all_gather_linear(
@@ -79,7 +104,42 @@ def linear_reduce_scatter(
 
     Gradients: x and weight get their own, complete; bias the sum over this rank's rows only.
     """
-    y = _ReduceScatterRows.apply(linear(x, weight), group)
+    return _with_bias(_ReduceScatterRows.apply(linear(x, weight), group), bias)
+
+
+def linear_all_reduce(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Multiply by this rank's rows of the weight, sum over ranks, on all of them.
+
+    Shapes:
+        x       [S, ..., K]     this rank's input features
+        weight  [N, K]
+        bias    [N]             equal on all ranks; added once, after the sum
+        result  [S, ..., N]
+
+    Gradients: all get their own, complete, since the gradient of the result is taken to be equal on all ranks.
+    """
+    return _with_bias(_AllReduce.apply(linear(x, weight), group), bias)
+
+
+def linear_grad_all_reduce(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Multiply by this rank's columns; backward, sum the gradient of the input over ranks, on all of them.
+
+    Shapes:
+        x       [S, ..., K]     equal on all ranks
+        weight  [N, K]          this rank's output features
+        bias    [N]
+        result  [S, ..., N]
+
+    Gradients: x gets the sum over ranks; weight and bias their own, complete.
+    """
+    return linear(_AllReduceGrad.apply(x, group), weight, bias)
+
+
+def _with_bias(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if bias is not None and torch.is_autocast_enabled(y.device.type):
         bias = bias.to(y.dtype)  # as autocast does within `linear`
     return y if bias is None else y + bias

@@ -4,6 +4,7 @@ Knows nothing of costs, but for one hint. It depends on what all ranks share onl
 get the same list in the same order.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -96,6 +97,10 @@ def _list_linear_plans(
     chosen, keeps = settings_of(problem, config), config.linear.wgrad.keep_gathered_input
     assert isinstance(chosen, PassConfig)
     paths, note = _paths(problem, chosen)
+    if problem.all_reduces:
+        if chosen.algorithm == "ring" and "sliced" in paths:
+            note = _join(note, '"ring" is not for all-reduces: direct instead')
+        chosen = dataclasses.replace(chosen, algorithm="direct")
     plans = [
         PassPlan(path, "", algorithm, chunks, keeps)
         for path in paths
@@ -148,7 +153,9 @@ def _paths(problem: GemmProblem, chosen: PassConfig) -> tuple[list[str], str]:
     is_backward = problem.pass_name == "backward"
     needs_both = {"input", "weight"} <= set(problem.needs.split("+"))
     gathers_again = problem.op == "all_gather_linear" and is_backward
-    hides_whole_gemms = gathers_again and needs_both
+    hides_whole_gemms = (gathers_again or (problem.all_reduces and is_backward)) and needs_both
+    if chosen.path in ("bulk", "grouped") and problem.all_reduces:
+        return ["sliced"], f'"{chosen.path}" is not for all-reduces: sliced instead'
     if chosen.path == "bulk" and not is_backward:
         return ["sliced"], '"bulk" is for backward passes: sliced instead'
     if chosen.path == "async" and not hides_whole_gemms:
@@ -156,6 +163,8 @@ def _paths(problem: GemmProblem, chosen: PassConfig) -> tuple[list[str], str]:
     if chosen.path != "auto":
         return [chosen.path], ""
     paths = ["sequential"]
+    if problem.all_reduces:
+        return [*paths, "sliced", *(["async"] if hides_whole_gemms else [])], ""
     # With two ranks the bulk gather of a reduce-scatter linear is the sliced one with one chunk per shard.
     is_bulk_of_its_own = hides_whole_gemms or (
         problem.op == "linear_reduce_scatter" and "input" in problem.needs and problem.group_size > 2

@@ -53,7 +53,7 @@ class PassCosts:
     """What the parts of one pass take on a machine.
 
     The GEMM that is sliced is [tokens, N] = [tokens, K] @ ..., or the dgrad [tokens, K] = [tokens, N] @ .... What
-    travels are rows of x for an all-gather linear, of y for a reduce-scatter linear, in either direction.
+    travels has `wire_features`, in either direction.
     """
 
     def __init__(self, problem: GemmProblem, machine: MachineModel) -> None:
@@ -62,7 +62,7 @@ class PassCosts:
         self._is_backward = problem.pass_name == "backward"
         self._is_look_up = problem.op == "embedding_reduce_scatter"
         self._features = (problem.K, problem.N) if self._is_backward else (problem.N, problem.K)
-        self._row_bytes = (problem.K if problem.op == "all_gather_linear" else problem.N) * self._itemsize
+        self._row_bytes = problem.wire_features * self._itemsize
 
     def of_ops(self) -> Costs:
         """For `simulate`."""
@@ -133,7 +133,9 @@ class PassCosts:
         if plan.path == "sequential":
             return gather_us + product_us + scatter_us + weight_us
         unhidden = _UNHIDDEN_OF_TWO if problem.group_size == 2 else _UNHIDDEN_OF_MORE
-        pairs = (gather_us, product_us), (scatter_us, weight_us)
+        pairs = ((gather_us, product_us), (scatter_us, weight_us))
+        if problem.all_reduces:  # both halves behind the product
+            pairs = ((0.0, product_us), (gather_us + scatter_us, weight_us))
         return sum(max(pair) + unhidden * min(pair) for pair in pairs)
 
     # -- the host -----------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ class PassPlan:
 
     path: "sliced", "grouped", "bulk", "async" or "sequential" (see `PassConfig`); "query_split", "row_parallel" or
     "sequential" (see `AttentionConfig`); "overlapped" or "sequential" (see `UlyssesConfig`), or "stock": the caller's
-    own, see `UlyssesProblem.beside`; or "local" (a group of one rank: nothing to send). reason: one sentence, for the
-    report. chunks_per_shard: of "overlapped", groups of heads. keep_gathered_input: see `WgradConfig`.
+    own, see `UlyssesProblem.beside`; or "local" (nothing to send: one rank, or such a pass). reason: one sentence, for
+    the report. chunks_per_shard: of "overlapped", groups of heads. keep_gathered_input: see `WgradConfig`.
     predicted_us, measured_us: what the cost model said and what the trial found, where they were asked.
     backward_path: of an attention, the path of its backward pass, where that is another one.
     """
@@ -66,10 +66,12 @@ class PassParts(NamedTuple):
 
 
 def parts_of(problem: GemmProblem, plan: PassPlan) -> PassParts:
-    """The parts of a pass under a plan."""
+    """The parts of a pass under a plan; what an all-reduce scatters it gathers."""
     is_backward, gathers_forward = problem.pass_name == "backward", problem.op == "all_gather_linear"
     has_weight = is_backward and "weight" in problem.needs
     multiplies = not is_backward or "input" in problem.needs
+    if problem.all_reduces:
+        return PassParts(True, multiplies, True, has_weight)
     if gathers_forward != is_backward:
         return PassParts(True, multiplies, False, has_weight)
     return PassParts(has_weight and not plan.keep_gathered_input, multiplies, multiplies, has_weight)

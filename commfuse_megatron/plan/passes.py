@@ -11,6 +11,7 @@ from commfuse_megatron.problem import AttentionProblem, GemmProblem, Problem, Ro
 from commfuse_megatron.schedule import Algorithm, Collective
 from commfuse_megatron.schedule.binding import BoundSchedule, bind
 from commfuse_megatron.schedule.exchange import BoundExchange, Exchange, bind_exchange
+from commfuse_megatron.schedule.lower_all_reduce import lower_all_reduce
 from commfuse_megatron.schedule.lower_attention import (
     lower_at_once_backward,
     lower_query_split,
@@ -115,6 +116,8 @@ def lower_pass(problem: Problem, plan: PassPlan, policy: Policy, asked: Asked, g
         return lower_query_split(bound(scatter), policy, has_bias=asked.has_bias)
     if isinstance(problem, AttentionProblem) and asked.has_product:
         return lower_query_split_backward(bound(gather), policy, asked)
+    if isinstance(problem, GemmProblem) and problem.all_reduces:
+        return lower_all_reduce(bound(scatter), bound(gather), policy, asked)
     if asked.attends:
         return lower_at_once_backward(bound(gather), policy, asked)
     if (problem.op == "all_gather_linear") != asked.is_backward:

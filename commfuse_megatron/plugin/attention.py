@@ -121,6 +121,8 @@ def attention_unsupported_reason(attention: Any, arguments: dict[str, Any] | Non
     reason = unsupported_reason(projection)
     if reason != SWITCHED_OFF and getattr(attention.config, "context_parallel_size", 1) > 1:
         reason = "context parallelism is on: it has split the sequence already, see core attention's own line"
+    if reason is None and not projection.sequence_parallel:
+        reason = "sequence_parallel is off: the projection all-reduces, and query splits end in a reduce-scatter"
     if reason is not None:
         return reason
     path = state_of(projection).config(projection.config).attention.path

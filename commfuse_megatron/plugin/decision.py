@@ -41,8 +41,8 @@ class LayerState:
     name: how log lines call the layer. place: the layer's first among the calls that its context
     compared between ranks.
     kept_reason: why a layer that is none of ours was not replaced.
-    overlapped_calls: forward passes whose transfers ran beside GEMMs. sequential_calls: those that the planner had run
-    one after the other, by its reason. stock_calls: those that took Megatron's own path, by the reason.
+    overlapped_calls: forward passes whose transfers, if any, ran beside GEMMs. sequential_calls: those that the planner
+    had run one after the other, by its reason. stock_calls: those that took Megatron's own path, by the reason.
     wants_gathered, gathered: during a call, whether the gathered input is to be kept, and where.
     """
 
@@ -162,7 +162,8 @@ def count_call(layer: Any, context: OverlapContext) -> None:
     state = state_of(layer)
     assert context.latest_pass is not None
     plan = context.latest_pass.plan
-    if plan.overlaps:
+    # A column-parallel linear without sequence parallelism sends nothing forward: its backward pass does.
+    if plan.overlaps or not context.latest_pass.problem.sends:
         state.overlapped_calls += 1
     else:
         state.sequential_calls[f"{plan.path}: {plan.reason}"] += 1
@@ -183,7 +184,8 @@ def _compare_decision(layer: Any, input_: torch.Tensor, state: LayerState, reaso
     if state.place is None:  # names may be those of many layers
         state.place = number
     place = f"{label_of(layer)}, compared layer call {number} (this layer's first was {state.place})"
-    consensus.agree(f"{place}: {reason or 'overlapped'}", topic=place, is_place=True)
+    how = "overlapped" if getattr(layer, "sequence_parallel", True) else "overlapped, and sequence_parallel is off"
+    consensus.agree(f"{place}: {reason or how}", topic=place, is_place=True)
 
 
 def run_operation(

@@ -21,7 +21,16 @@ SWITCHED_OFF = "config.commfuse is False: switched off"
 #: Under context parallelism alone that of all linears.
 ONE_RANK = "the tensor-parallel group has one rank: there is nothing to hide"
 
-_NOTHING_MISSED = frozenset({SWITCHED_OFF, ONE_RANK})
+# Of a GEMM's output tile, of any kernel: fewer tokens than this on each rank fill one however they are cut.
+_LEAST_TOKENS = 128
+
+#: Without sequence parallelism, where the layer is not trained and no gradient is asked for.
+DECODING = (
+    f"sequence_parallel is off and inference brings fewer than {_LEAST_TOKENS} tokens per rank, as decoding does: too"
+    " few to cut"
+)
+
+_NOTHING_MISSED = frozenset({SWITCHED_OFF, ONE_RANK, DECODING})
 
 #: How the reason begins for what the planner left to Megatron.
 PLANNED = "planned as "
@@ -202,8 +211,11 @@ def _reason_in_config(config: Any) -> str | None:
 def _reason_in_layer(layer: Any, weight: Any) -> str | None:
     if compat.group_of(layer).size() == 1:
         return ONE_RANK
-    if not layer.sequence_parallel:
-        return "sequence_parallel is off: the layer all-reduces, and only all-gather and reduce-scatter are overlapped"
+    # Transformer Engine's have no such switch.
+    if not (layer.sequence_parallel or _is_row(layer) or getattr(layer, "allreduce_dgrad", True)):
+        return (
+            "sequence_parallel and allreduce_dgrad are off: the layer reduces the input gradient outside of its GEMMs"
+        )
     if getattr(layer, "gtp_remat_size", 1) > 1 or getattr(weight, "gtp_remat_size", 1) > 1:
         return _GTP
     return None
@@ -255,9 +267,12 @@ def _reason_in_input(layer: Any, input_: torch.Tensor) -> str | None:
     if reason is not None:
         return reason
     group_size = compat.group_of(layer).size()
-    if _is_row(layer) and input_.size(0) % group_size:
-        return _not_divisible(input_.size(0), group_size)
-    return None
+    if layer.sequence_parallel:
+        uneven = _is_row(layer) and input_.size(0) % group_size
+        return _not_divisible(input_.size(0), group_size) if uneven else None
+    is_small = input_.size(0) * input_.size(1) < _LEAST_TOKENS * group_size
+    # Training under full recompute asks for no gradients the first time.
+    return DECODING if is_small and not (layer.training or torch.is_grad_enabled()) else None
 
 
 def _reason_in_weight(layer: Any, input_: torch.Tensor, weight: torch.Tensor) -> str | None:

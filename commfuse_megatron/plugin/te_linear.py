@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from commfuse_megatron import OverlapConfig, ops
+from commfuse_megatron import OverlapConfig
 from commfuse_megatron.plugin import compat
 from commfuse_megatron.plugin.capture import announce_saved
 from commfuse_megatron.plugin.decision import computing_weight_once, dtype_of_operation, run_with_own_bias
-from commfuse_megatron.plugin.linear import linear_context, remember
+from commfuse_megatron.plugin.linear import choose_operation, remember
 from commfuse_megatron.plugin.norm_linear import normalized, with_norm_output
 from commfuse_megatron.plugin.stand_in import stands_for
 from commfuse_megatron.plugin.te_norm import te_normalized
@@ -41,20 +41,20 @@ if _Column is not None:
 
     @stands_for(_Column)
     class CommFuseTEColumnParallelLinear(_OfTransformerEngine, _Column):
-        """`TEColumnParallelLinear` whose all-gather hides under its GEMMs: see CommFuseColumnParallelLinear."""
+        """`TEColumnParallelLinear` whose communication hides under its GEMMs: see CommFuseColumnParallelLinear."""
 
         @torch.compiler.disable
         @computing_weight_once
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
             """The output [S, B, N/R] for the rows x [S/R, B, K], and the bias where it is left to the caller."""
-            context = linear_context(self, "all_gather_linear", x, self.weight)
+            operation, context = choose_operation(self, x, self.weight)
             if context is None:
                 return super().forward(x)
-            return run_with_own_bias(self, ops.all_gather_linear, (x,), self.weight, context)
+            return run_with_own_bias(self, operation, (x,), self.weight, context)
 
     @stands_for(_LayerNormColumn)
     class CommFuseTELayerNormColumnParallelLinear(_OfTransformerEngine, _LayerNormColumn):
-        """`TELayerNormColumnParallelLinear` whose all-gather hides under its GEMMs; the norm runs before it.
+        """`TELayerNormColumnParallelLinear` whose communication hides under its GEMMs; the norm runs before it.
 
         The norm's output is returned, of the own rows or gathered, where the instance says so.
         """
@@ -63,16 +63,15 @@ if _Column is not None:
         @computing_weight_once
         def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
             """As Transformer Engine's: the output [S, B, N/R] for the rows x [S/R, B, K] and what else is asked for."""
-            context = linear_context(self, "all_gather_linear", x, self.weight)
+            operation, context = choose_operation(self, x, self.weight)
             if context is None:
                 return super().forward(x)
             announce_saved(x)
             normed = self.norm_output(x)
-            is_gathered = self.return_layernorm_output and self.return_layernorm_output_gathered
-            output, bias = run_with_own_bias(
-                self, ops.all_gather_linear, (normed,), self.weight, context, return_gathered=is_gathered
-            )
-            if is_gathered:
+            is_wanted = self.return_layernorm_output and self.return_layernorm_output_gathered
+            wanted = {"return_gathered": True} if is_wanted and self.sequence_parallel else {}
+            output, bias = run_with_own_bias(self, operation, (normed,), self.weight, context, **wanted)
+            if wanted:
                 output, normed = output
             return with_norm_output(self, output, bias, normed)
 
@@ -87,16 +86,17 @@ if _Column is not None:
 
     @stands_for(_Row)
     class CommFuseTERowParallelLinear(_OfTransformerEngine, _Row):
-        """`TERowParallelLinear` whose reduce-scatter hides under its GEMMs: see CommFuseRowParallelLinear."""
+        """`TERowParallelLinear` whose communication hides under its GEMMs: see CommFuseRowParallelLinear."""
 
         @torch.compiler.disable
         @computing_weight_once
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-            """The output shard [S/R, B, N] for x [S, B, K/R], and the bias where it is left to the caller."""
-            context = linear_context(self, "linear_reduce_scatter", x, self.weight)
+            """The output shard [S/R, B, N], or all rows of it, for x [S, B, K/R], and the bias where it is left to the
+            caller."""
+            operation, context = choose_operation(self, x, self.weight)
             if context is None:
                 return super().forward(x)
-            return run_with_own_bias(self, ops.linear_reduce_scatter, (x,), self.weight, context)
+            return run_with_own_bias(self, operation, (x,), self.weight, context)
 
 else:
     CommFuseTEColumnParallelLinear = None  # type: ignore[assignment,misc]

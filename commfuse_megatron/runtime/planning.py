@@ -63,6 +63,8 @@ class Planner:
         keeps = config.linear.wgrad.keep_gathered_input
         if problem.group_size == 1:
             return PassPlan("local", "the group has one rank: nothing to send", keep_gathered_input=keeps)
+        if not problem.sends:
+            return PassPlan("local", "this pass has nothing to send", keep_gathered_input=keeps)
         if problem.rows == 0:
             return PassPlan("sequential", "the sequence has no rows", keep_gathered_input=keeps)
         choose = functools.partial(self._choose, problem, try_out)

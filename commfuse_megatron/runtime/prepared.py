@@ -19,7 +19,7 @@ from commfuse_megatron.plan.choose import TrialTimes
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.plan.passes import bind_plan, lower_pass, tape_policy, tensor_policy
 from commfuse_megatron.plan.ulysses import num_ulysses_lanes
-from commfuse_megatron.problem import AttentionProblem, Problem, UlyssesProblem, shard_range
+from commfuse_megatron.problem import AttentionProblem, GemmProblem, Problem, UlyssesProblem, shard_range
 from commfuse_megatron.runtime import hardware
 from commfuse_megatron.runtime.buffers import PassBuffers
 from commfuse_megatron.runtime.consensus import Consensus, Guard
@@ -178,10 +178,10 @@ class PreparedPass:
 
     @property
     def wire_features(self) -> int:
-        """Features of the rows that travel: those of x for an all-gather linear, of y for a reduce-scatter linear."""
+        """Features of the rows that travel."""
         if isinstance(self.problem, UlyssesProblem):
             return self.problem.unit
-        return self.problem.K if self.problem.op == "all_gather_linear" else self.problem.N
+        return self.problem.wire_features if isinstance(self.problem, GemmProblem) else self.problem.N
 
     @functools.cached_property
     def own_rows(self) -> int:
@@ -367,8 +367,9 @@ class PassContext:
     def make_pass(self, problem: Problem, plan: PassPlan) -> PreparedPass:
         """What `plan` works with; neither kept nor reported."""
         dtype = getattr(torch, problem.dtype)
-        # Beside or between the group's own collectives, a GEMM takes what is fastest alone.
-        gemm = self.slice_gemm(dtype) if plan.is_scheduled else self._gemm(dtype, is_beside_transfers=False)
+        # Beside or between the group's own collectives, a GEMM takes what is fastest alone; where nothing is sent, too.
+        is_sliced = plan.is_scheduled and problem.sends
+        gemm = self.slice_gemm(dtype) if is_sliced else self._gemm(dtype, is_beside_transfers=False)
         return PreparedPass(self, problem, plan, gemm)
 
     def known_plan(self, problem: Problem) -> PassPlan | None:

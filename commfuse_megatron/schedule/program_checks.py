@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from commfuse_megatron.errors import ScheduleError
 from commfuse_megatron.schedule import program as prog
+from commfuse_megatron.schedule.all_reduce_data import CheckedAllReduce
 from commfuse_megatron.schedule.exchange import BoundExchange
 from commfuse_megatron.schedule.exchange_data import CheckedExchange
 from commfuse_megatron.schedule.lower_attention import ADD_GRADIENTS, ATTEND_BACKWARD, SUM_SLABS
@@ -21,7 +22,14 @@ from commfuse_megatron.schedule.program_data import Checked, Value
 from commfuse_megatron.schedule.program_text import say_batch, say_rows
 
 
-def validate_programs(programs: Sequence[prog.Program], policy: Policy, asked: Asked, *, attends: bool = False) -> None:
+def validate_programs(
+    programs: Sequence[prog.Program],
+    policy: Policy,
+    asked: Asked,
+    *,
+    attends: bool = False,
+    all_reduces: bool = False,
+) -> None:
     """Return if the programs of all ranks of a group, by group rank, do what is asked of a pass.
 
     Proven: every send has its receive, in the same order at both ends; nobody waits for ever, even where one queue
@@ -32,13 +40,15 @@ def validate_programs(programs: Sequence[prog.Program], policy: Policy, asked: A
     over a split sequence: every unit of every piece is attended in its place, and comes home to its place, once.
 
     Args:
-        policy, asked: what the programs were lowered for. attends: by `lower_attention`.
+        policy, asked: what the programs were lowered for. attends: by `lower_attention`; all_reduces: by
+            `lower_all_reduce`, whose result is the whole sum on all ranks.
 
     Raises:
         ScheduleError: what is wrong, on which rank and in which op, with that line marked in the printed program.
     """
     _check_group(programs)
-    kind = CheckedExchange if isinstance(programs[0].gather, BoundExchange) else Checked
+    kind: type[Checked] = CheckedExchange if isinstance(programs[0].gather, BoundExchange) else Checked
+    kind = CheckedAllReduce if all_reduces else kind
     ranks = [kind(rank, programs, policy, asked, attends=attends) for rank in range(len(programs))]
     _check_messages(ranks)
     done_before = [_check_order(rank) for rank in ranks]
@@ -47,6 +57,8 @@ def validate_programs(programs: Sequence[prog.Program], policy: Policy, asked: A
         rank.check_results()
         if isinstance(rank, CheckedExchange):
             rank.check_cover(before)
+        elif isinstance(rank, CheckedAllReduce):
+            rank.check_cover()
         else:
             _check_cover(rank, before)
 

@@ -20,7 +20,8 @@ from commfuse_megatron.schedule.program_text import render_program, say_rows
 Term = tuple[object, ...]
 Value = tuple[Term, ...]
 
-_BIAS: Term = ("bias",)
+#: The bias, which is added to a sum.
+BIAS: Term = ("bias",)
 _BROUGHT = ("shard", "a", "x", "x_full", "addend")
 
 # Enough to see what comes before an op and behind it.
@@ -168,7 +169,7 @@ class Checked:
 
     def _added(self, op: int, values: list[Value], adds: tuple[Rows, ...], has_bias: bool) -> list[Value]:
         added = [self.read(op, rows) for rows in adds]
-        return [sum(terms, ()) + (_BIAS,) * has_bias for terms in zip(values, *added, strict=True)]
+        return [sum(terms, ()) + (BIAS,) * has_bias for terms in zip(values, *added, strict=True)]
 
     def _single(self, op: int, value: Value) -> Term:
         if len(value) > 1:
@@ -213,7 +214,7 @@ class Checked:
             self.fail(last, "the gradients of heads are not those of all queries.")
 
     def _result(self) -> list[list[Term]]:
-        asked, is_forward, bias = self.asked, not self.asked.is_backward, [_BIAS] * self.asked.has_bias
+        asked, is_forward, bias = self.asked, not self.asked.is_backward, [BIAS] * self.asked.has_bias
         if not asked.has_product:
             return []
         if self.scatter is None:
@@ -238,15 +239,22 @@ class Checked:
         count = int(self.asked.weight_grad == "now")
         if len(self._weight_grads) != count:
             self.fail(last, f"the weight's gradient is computed {len(self._weight_grads)} times, and not {count}.")
-        possible = [("a", "x_full")] if self.gather is None else [("a", "shard"), ("shard", "x")]
-        if self.asked.has_product and self.gather is not None:
-            possible = possible[:1] if self.scatter is not None else possible[1:]
-        due = [[tuple((self._term(name, row),) for name in names) for row in range(self._total)] for names in possible]
+        due = [
+            [tuple((self._term(name, row),) for name in names) for row in range(self._total)]
+            for names in self._factors()
+        ]
         for number, op, pairs in self._weight_grads:
             if op.accumulates != self.asked.accumulates:
                 self.fail(number, f"accumulates is {op.accumulates}, and not {self.asked.accumulates}.")
             if pairs not in due:
                 self.fail(number, "the weight's gradient is not that of all rows, each by its own.")
+
+    def _factors(self) -> list[tuple[str, str]]:
+        """What the weight's gradient may be the product of: of the output's gradients, and of the input."""
+        possible = [("a", "x_full")] if self.gather is None else [("a", "shard"), ("shard", "x")]
+        if self.asked.has_product and self.gather is not None:
+            possible = possible[:1] if self.scatter is not None else possible[1:]
+        return possible
 
     def _term(self, name: str, row: int) -> Term:
         return (name, row) if name == "shard" else (name, self.rank, row)

@@ -19,7 +19,7 @@ from commfuse_megatron.transport.stream_memory import (
 )
 from tests.gpu.test_transports import linear_config
 from tests.harness import on_processes, run_spawned
-from tests.harness.linear_cases import OPS, Case, assert_equal, draw, drawn, overlapped, reference
+from tests.harness.linear_cases import LINEARS, OPS, Case, assert_equal, draw, drawn, overlapped, reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu(2), pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -29,7 +29,7 @@ CALLS = 10
 def _calls_at_the_same_addresses(group, device):
     for path, m in (("sliced", 1), ("sliced", 2), ("bulk", 1)):
         with OverlapContext(group, linear_config("copy_engine", m=m, path=path)) as context:
-            for op in OPS:
+            for op in LINEARS:
                 for has_bias in (True, False):
                     case = Case(op=op, rows=512, N=64, K=64, dtype=torch.bfloat16, has_bias=has_bias)
                     for seed in range(CALLS):

@@ -15,7 +15,7 @@ from tests.gpu.test_query_split import CASES as ATTENTION_CASES
 from tests.gpu.test_query_split import config as attention_config
 from tests.gpu.test_transports import linear_config
 from tests.harness import on_processes
-from tests.harness.linear_cases import OPS, Case, Operands, assert_equal, draw, overlapped, reference
+from tests.harness.linear_cases import LINEARS, OPS, Case, Operands, assert_equal, draw, overlapped, reference
 from tests.harness.mixed_calls import MixedCalls, draw_cases
 from tests.harness.transport_contract import run_contract
 from tests.threaded.test_gathered_input import OUTPUTS, draw_gathered, results
@@ -55,7 +55,7 @@ def test_groups_larger_than_the_machine(group, cpu, group_size):
     transport.close()
     for algorithm, m, path in (*PATHS, ("ring", 2, "sliced")):
         with OverlapContext(group, linear_config("copy_engine", algorithm, m, path=path)) as context:
-            for op in OPS:
+            for op in LINEARS:
                 for rows in (64, 37, 3):
                     # Sums stay below 256, so bf16 holds them exactly and fp32 on the CPU gives the same.
                     case = Case(op=op, rows=rows, N=24, K=16, dtype=torch.float32, seed=rows, has_bias=rows != 64)

@@ -4,13 +4,13 @@ import torch
 
 from commfuse_megatron.config import LinearConfig, OverlapConfig, PassConfig, WgradConfig
 from commfuse_megatron.runtime.context import OverlapContext
-from commfuse_megatron.tools.verify.calls import OPS, Operands, overlapped, reference
+from commfuse_megatron.tools.verify.calls import ALL_REDUCES, LINEARS, OPS, Operands, overlapped, reference
 from commfuse_megatron.tools.verify.calls import LinearCall as Case
 from commfuse_megatron.tools.verify.calls import run as run_op
 
 __all__ = [
-    "OPS", "Case", "Operands", "assert_equal", "check_linear", "draw", "draw_own", "drawn", "linear_config",
-    "overlapped", "reference", "run_op",
+    "ALL_REDUCES", "LINEARS", "OPS", "Case", "Operands", "assert_equal", "check_linear", "draw", "draw_own", "drawn",
+    "linear_config", "overlapped", "reference", "run_op",
 ]  # fmt: skip
 
 _CPU = torch.device("cpu")

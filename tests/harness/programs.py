@@ -11,6 +11,7 @@ from commfuse_megatron.plan.passes import lower_pass
 from commfuse_megatron.problem import UlyssesProblem
 from commfuse_megatron.schedule import Algorithm, Collective
 from commfuse_megatron.schedule.binding import BoundSchedule, bind
+from commfuse_megatron.schedule.lower_all_reduce import lower_all_reduce
 from commfuse_megatron.schedule.lower_attention import (
     lower_at_once_backward,
     lower_query_split,
@@ -44,6 +45,7 @@ class Kind:
     lower: Lower | None
     asks: tuple[Asked, ...]
     attends: bool = False
+    all_reduces: bool = False
     has_lanes_on_tensors: bool = False
     only_tapes: bool = False
     only_direct: bool = False
@@ -94,6 +96,11 @@ KINDS = {
     "all_gather_linear backward": Kind(_scatter_pass, _SCATTER_BACKWARD, may_grow=True),
     "linear_reduce_scatter backward": Kind(lambda g, s, policy, asked: lower_gather_pass(g, policy, asked),
      _GATHER_BACKWARD, may_grow=True),
+    "linear_all_reduce": Kind(lambda g, s, policy, asked: lower_all_reduce(s, g, policy, asked), (Asked(),
+     Asked(has_bias=True)), all_reduces=True, only_direct=True),
+    "linear_grad_all_reduce backward": Kind(lambda g, s, policy, asked: lower_all_reduce(s, g, policy, asked),
+     tuple(Asked(True, True, when, accumulates) for when, accumulates in _WEIGHT_GRADS), all_reduces=True,
+     only_direct=True),
     "embedding": Kind(lambda g, s, policy, asked: lower_embedding(s, policy), (Asked(),)),
     "embedding backward": Kind(lambda g, s, policy, asked: lower_gather_alone(g, policy, "all-gather",
      keeps_gathered=True), (Asked(has_product=False, keeps_gathered=True),)),
@@ -157,7 +164,8 @@ class Case:
 
     def validate(self, programs: list[Program]) -> None:
         """Raise ScheduleError unless they are right for this case."""
-        validate_programs(programs, self.policy, self.asked, attends=KINDS[self.kind].attends)
+        kind = KINDS[self.kind]
+        validate_programs(programs, self.policy, self.asked, attends=kind.attends, all_reduces=kind.all_reduces)
 
 
 @st.composite

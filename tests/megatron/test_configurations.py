@@ -50,7 +50,7 @@ def check_report(group_size: int) -> None:
     before = {layer.name: layer for layer in model_report(model).layers}
     assert before["ours"].path == before["off"].path == "not called yet"
     assert before["ours"].reasons == ()
-    assert "sequence_parallel is off" in before["off"].reasons[0]
+    assert "sequence_parallel and allreduce_dgrad are off" in before["off"].reasons[0]
     x = example_input("row", group_size)
     model["ours"](x)
     report = model_report(model)
@@ -59,7 +59,7 @@ def check_report(group_size: int) -> None:
     assert "Megatron's own class" in after["stock"].reasons[0]
     assert (report.overlapped_calls, report.stock_calls) == (1, 0)
     assert {record.op for record in report.ops} >= {"linear_reduce_scatter"}
-    model["ours"].sequence_parallel = False
+    model["ours"].config.commfuse = False
     model["ours"](x)
     assert model_report(model).layers[1].path == "mixed"
     assert report.to_dict()["layers"][1]["overlapped_calls"] == 1

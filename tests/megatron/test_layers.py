@@ -283,6 +283,54 @@ def check_sequence_parallel_toggled(group_size: int, kind: str) -> None:
     assert state_of(layer.ours).overlapped_calls == 1
 
 
+def without_sequence_parallelism(kind: str, group_size: int, rows: int = 6, **options: Any) -> layers.Pair:
+    """Any number of rows, of which a row linear brings its features, and a column linear what all ranks have."""
+    both = layers.config(group_size, sequence_parallel=False)
+    layer = pair(kind, group_size, transformer=both, **options)
+    features = layers.IN // (group_size if kind == "row" else 1)
+    seed = 100 + (dist.get_rank() if kind == "row" else 0)
+    return layer._replace(x=layers.random((rows, layers.BATCH, features), seed))
+
+
+def check_all_reduces(group_size: int, kind: str) -> None:
+    for rows in (6, 5, 1):
+        layer = without_sequence_parallelism(kind, group_size, rows)
+        found = layer.assert_overlapped()
+        name = "output" if kind == "row" else "gradient of x"
+        every = [torch.empty_like(found[name]) for _ in range(group_size)]
+        dist.all_gather(every, found[name])
+        assert all(torch.equal(each, every[0]) for each in every)
+    layer = without_sequence_parallelism(kind, group_size, skip_bias_add=True)
+    assert layer.assert_overlapped()["returned bias"] is not None
+    layer.train(False, "weight")
+    layer.compare()
+    layer.train(False)
+    layer.compare()
+
+
+def check_all_reduces_into_main_grad(group_size: int, kind: str) -> None:
+    stock, ours, x = without_sequence_parallelism(kind, group_size)
+    expected = run(stock, x)
+    once, main_grad = expected.pop("gradient of weight"), torch.ones_like(ours.weight)
+    fuse(ours, main_grad)
+    for calls in (1, 2):
+        found = run(ours, x)
+        assert found.pop("gradient of weight") is not None  # a dummy, for the hooks of the data-parallel wrapper
+        assert_equal(expected, found)
+        assert_equal({"main_grad": 1 + calls * once}, {"main_grad": main_grad})
+    assert_overlapped(ours, calls=2)
+
+
+def check_prefills_and_decodes(group_size: int, kind: str) -> None:
+    layer = without_sequence_parallelism(kind, group_size, rows=100).set(training=False)
+    with torch.no_grad():
+        layer.compare_outputs()
+        assert_overlapped(layer.ours)
+        layer._replace(x=layer.x[:1]).compare_outputs()
+    (reason,) = state_of(layer.ours).stock_calls
+    assert "as decoding does" in reason
+
+
 def check_evaluation(group_size: int, kind: str) -> None:
     layer = pair(kind, group_size).set(training=False)
     for mode in (torch.no_grad(), torch.inference_mode()):
@@ -321,7 +369,7 @@ def check_switched_off(group_size: int, kind: str) -> None:
 
 def check_raises_instead_of_falling_back(group_size: int, kind: str) -> None:
     _, ours, x = pair(kind, group_size, overlap=STRICT)
-    ours.sequence_parallel = False
+    ours.explicit_expert_comm = True
     reason = unsupported_reason(ours, x)
     assert reason is not None
     with pytest.raises(UnsupportedError) as raised:
@@ -339,8 +387,12 @@ def check_one_rank_decides_differently(group_size: int, kind: str) -> None:
     ours(x)
     assert state_of(ours).stock_calls, "what all ranks decide alike is no error"
     layer.set(explicit_expert_comm=False, skip_bias_add=False)
+    without = {
+        "column": "sequence_parallel and allreduce_dgrad are off",
+        "row": "overlapped, and sequence_parallel is off",
+    }
     faults = {
-        "sequence_parallel is off": (ours, "sequence_parallel"),
+        without[kind]: (ours, "sequence_parallel"),
         "config.commfuse is False": (ours.config, "commfuse"),
     }
     numbers = [first]

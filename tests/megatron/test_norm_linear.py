@@ -83,7 +83,9 @@ def check_norm_and_linear_on_megatrons_path(group_size: int) -> None:
     transformer.commfuse = False
     layer.assert_stock("switched off")
     transformer.commfuse = True
-    layer.set(sequence_parallel=False, allreduce_dgrad=True).compare()  # as inference does
+    layer.set(sequence_parallel=False)
+    layer.compare()  # its input's gradient is reduced outside
+    assert any("allreduce_dgrad are off" in reason for reason in state_of(layer.ours).stock_calls)
     assert state_of(layer.ours).overlapped_calls == 0
 
 

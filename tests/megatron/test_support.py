@@ -66,7 +66,7 @@ def test_configuration(cls: type, options: dict, words: str | None) -> None:
 @pytest.mark.parametrize(("attributes", "words"), [
     ({"is_expert": True}, "belongs to an expert"), ({"explicit_expert_comm": True}, "explicit_expert_comm"),
     ({"tp_group": SimpleNamespace(size=lambda: 1)}, "one rank"),
-    ({"sequence_parallel": False}, "sequence_parallel is off"), ({"gtp_remat_size": 2}, "gtp_remat_size"),
+    ({"gtp_remat_size": 2}, "gtp_remat_size"),
 ])  # fmt: skip
 def test_layer(cls: type, attributes: dict, words: str) -> None:
     says(words, make_layer(cls, **attributes))
@@ -80,6 +80,20 @@ def test_layer(cls: type, attributes: dict, words: str) -> None:
 ])  # fmt: skip
 def test_input(cls: type, input_: torch.Tensor, words: str) -> None:
     says(words, make_layer(cls), input_)
+
+
+@BOTH
+def test_without_sequence_parallelism(cls: type) -> None:
+    layer = make_layer(cls, sequence_parallel=False, allreduce_dgrad=True)
+    for rows in (1, 3, 127, 128):  # any number is cut
+        says(None, layer, torch.zeros(rows, 2, 4))
+        with torch.no_grad():
+            says(None, layer, torch.zeros(rows, 2, 4))  # before it is recomputed
+            says(None if rows == 128 else "as decoding does", layer.eval(), torch.zeros(rows, 2, 4))
+        says(None, layer, torch.zeros(rows, 2, 4))
+        layer.train()
+    layer.allreduce_dgrad = False  # of a row-parallel one it means nothing
+    says("allreduce_dgrad are off" if cls is CommFuseColumnParallelLinear else None, layer)
 
 
 def test_only_one_kind() -> None:

@@ -61,6 +61,24 @@ def test_every_variant_gives_the_sequential_result(group_size):
     assert [row.median_ms for row in rows] == [row.median_ms for row in results[1][0]]
 
 
+@pytest.mark.parametrize("group_size", [2, 4])
+def test_linears_without_sequence_parallelism(group_size):
+    """Each in the pass that sends."""
+    rows, outcome = run_8b(group_size, kind="all-reduce", linears=("qkv", "fc2"), variants=OURS)[0]
+    assert (outcome.missing, outcome.failures, outcome.left_out) == ([], [], {})
+    passes = {(row.case, row.op, row.pass_name) for row in rows}
+    assert passes == {
+        ("llama-8b.qkv", "linear_grad_all_reduce", "backward"), ("llama-8b.fc2", "linear_all_reduce", "fprop"),
+    }  # fmt: skip
+    checked = {(row.op, row.variant): row.max_error for row in rows if row.max_error is not None}
+    forced = ("planned", "sliced m=1 gloo", "sliced m=4 gloo")
+    assert {(op, name) for _, op, _ in passes for name in forced} <= set(checked)
+    assert ("linear_grad_all_reduce", "async") in checked
+    assert max(checked.values()) < 1e-5
+    assert not any("ring" in row.variant or row.variant.startswith("slicing") for row in rows)
+    assert {row.schedule_bound_ms for row in rows} == {None}
+
+
 @pytest.mark.parametrize(("chunks", "forced"), [((2,), {"sliced m=2 gloo"}), ((), set())])
 def test_chunks_that_are_asked_for_are_forced_in_every_case(chunks, forced):
     """At M 1024 they were left out without a word."""

@@ -10,7 +10,7 @@ from commfuse_megatron.errors import CommFuseError, ShapeError
 from commfuse_megatron.ops import DeferredWeightGrad, WeightGradQueue, WeightGradTarget
 from tests.harness.contexts import in_context
 from tests.harness.emulated_gpu import tapes_of
-from tests.harness.linear_cases import OPS, Case, draw_own, drawn
+from tests.harness.linear_cases import ALL_REDUCES, LINEARS, Case, draw_own, drawn
 from tests.threaded import test_query_split_attention as attention
 from tests.threaded.test_copy_engine_emulated import PATHS, config_for, in_copy_context
 from tests.threaded.test_gathered_input import CONFIGS
@@ -55,7 +55,7 @@ def check(op, group, context, rows=9, N=6, K=5, *, has_target=True, frozen=()) -
 
 @pytest.mark.parametrize("group_size", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("op", "name"), [each for each in itertools.product(OPS, CONFIGS) if each != (OPS[1], "async")]
+    ("op", "name"), [each for each in itertools.product(LINEARS, CONFIGS) if each != (LINEARS[1], "async")]
 )
 @in_context("group_size", lambda name: CONFIGS[name])
 def test_linears(group, context, op):
@@ -65,7 +65,7 @@ def test_linears(group, context, op):
     check(op, group, context, rows=1)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", LINEARS)
 @pytest.mark.parametrize("group_size", [2, 3])
 @pytest.mark.parametrize(("path", "algorithm", "m"), PATHS)
 @pytest.mark.parametrize("stepwise", [-1, 3])
@@ -76,7 +76,7 @@ def test_linears_over_the_copy_engine(group, context, op, algorithm):
             check(op, group, context, rows, 16, 8, has_target=has_target)
     check(op, group, context, 16, 16, 8, frozen=("x",))
     tapes = tapes_of(context)
-    assert bool(tapes) == (algorithm == "direct")
+    assert bool(tapes) == (algorithm == "direct" or op in ALL_REDUCES)
     assert None not in tapes
 
 
@@ -107,7 +107,7 @@ def test_attention(group, context, due, config, over_copies):
         assert bool(tapes_of(context)) == (config.attention.path != "sequential")
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", LINEARS)
 @in_context(2)
 def test_only_what_a_backward_pass_is_asked_for_is_queued(group, context, op):
     """As a schedule that sends dx on its way before it computes dw."""
@@ -125,7 +125,7 @@ def test_only_what_a_backward_pass_is_asked_for_is_queued(group, context, op):
 
 
 @pytest.mark.parametrize("which", ["grad_y", "x"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", LINEARS)
 @in_context(2)
 def test_operands_that_changed_since_are_refused(group, context, op, which):
     (operands, expected), queue = drawn(Case(op=op, rows=8), group), WeightGradQueue()
@@ -135,8 +135,8 @@ def test_operands_that_changed_since_are_refused(group, context, op, which):
     y.backward(grad_y)
     with torch.no_grad():
         (x if which == "x" else grad_y).add_(1)
-    # What was gathered is a copy.
-    if which == ("x" if op == "all_gather_linear" else "grad_y"):
+    # What was gathered is a copy; where all ranks hold all rows, nothing is.
+    if which == {"all_gather_linear": "x", "linear_reduce_scatter": "grad_y"}.get(op):
         assert torch.equal(queue.pop()(), expected["weight.grad"])
     else:
         with pytest.raises(CommFuseError, match="was changed in place after the backward pass"):
@@ -155,7 +155,7 @@ def test_an_empty_queue():
     (WeightGradTarget(torch.zeros(4, 8), lambda: None), r"weight_grad.accumulate is \[4, 8\]"),
     (WeightGradQueue(), "weight_grad must be a WeightGradTarget or a DeferredWeightGrad or None, got"),
 ], ids=["no queue", "deferred", "shape", "queue"])  # fmt: skip
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", LINEARS)
 @in_context(2)
 def test_targets_and_queues_of_another_kind(group, context, op, weight_grad, complaint):
     leaves = draw_own(Case(op=op, rows=8), group).copies()
@@ -166,7 +166,7 @@ def test_targets_and_queues_of_another_kind(group, context, op, weight_grad, com
             getattr(ops, op)(leaves.x, leaves.weight, context=context)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", LINEARS)
 @in_context(2)
 def test_a_deferred_half_gradient_is_added_into_a_wider_tensor(group, context, op):
     operands, expected = drawn(Case(op=op, rows=8, dtype=torch.bfloat16), group)

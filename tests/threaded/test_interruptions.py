@@ -21,11 +21,12 @@ from commfuse_megatron.transport.copy_engine import CopyEngineTransport
 from tests.harness import on_ranks, run_threads
 from tests.harness.contexts import in_context
 from tests.harness.emulated_gpu import on_copy_engine
-from tests.harness.linear_cases import OPS, Case, draw_own
+from tests.harness.linear_cases import ALL_REDUCES, OPS, Case, draw_own
 from tests.threaded.test_copy_engine_emulated import config_for
 from tests.threaded.test_planning import TRIAL, MadeUpTimes, plan_by_cost
 
-LINEARS = [Case(op=op, rows=8) for op in OPS]
+# Of the linears that all-reduce one; the other's forward pass sends nothing, in which nobody could notice anything.
+LINEARS = [Case(op=op, rows=8) for op in (*OPS, ALL_REDUCES[0])]
 CALLS = {call.op: call for call in (*LINEARS, EmbeddingCall(rows=8), AttentionCall(rows=8, heads=2, head_dim=8))}
 QUICK = OverlapConfig(transport=TransportConfig(timeout_s=8.0), check_agreement=False)
 
@@ -93,7 +94,7 @@ def ends(monkeypatch, name, is_forward, place, error):
         return
     special = {("embedding_reduce_scatter", True): "_localize", ("query_split_attention", False): "_prepare_backward"}
     function = special.get((name, is_forward), "cast_for_autocast" if is_forward else "prepare_backward")
-    module = importlib.import_module(f"commfuse_megatron.ops.{'linear' if name in OPS else name}")
+    module = importlib.import_module(f"commfuse_megatron.ops.{'linear' if name in (*OPS, *ALL_REDUCES) else name}")
     end_where_told(monkeypatch, module, function, error)
 
 

@@ -11,12 +11,12 @@ from commfuse_megatron.ops.arguments import with_unit_stride
 from commfuse_megatron.tools.verify.calls import EmbeddingCall
 from tests.harness import on_ranks
 from tests.harness.contexts import in_context
-from tests.harness.linear_cases import OPS, Case, check_linear, draw_own, reference
+from tests.harness.linear_cases import LINEARS, Case, check_linear, draw_own, reference
 
 from tests.threaded.test_copy_engine_emulated import config_for  # isort: skip
 
 
-@pytest.mark.parametrize("case", [*(Case(op=op, rows=8, N=8, K=8) for op in OPS), EmbeddingCall(rows=8)])
+@pytest.mark.parametrize("case", [*(Case(op=op, rows=8, N=8, K=8) for op in LINEARS), EmbeddingCall(rows=8)])
 @in_context(2, OverlapConfig())
 def test_training_follows_a_first_call_in_inference_mode(group, context, case):
     for rows in (8, 16):
@@ -27,7 +27,7 @@ def test_training_follows_a_first_call_in_inference_mode(group, context, case):
         check_linear(call, group, context)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", LINEARS)
 @in_context(2, config_for("sliced", "direct", 1), over_copies=True)
 def test_one_tape_does_not_serve_gradients_of_another_layout(group, context, op):
     case = Case(op=op, rows=16, N=8, K=8, has_bias=False)

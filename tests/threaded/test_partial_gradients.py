@@ -10,7 +10,7 @@ from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.errors import ShapeError
 from tests.harness import on_ranks
 from tests.harness.contexts import in_context
-from tests.harness.linear_cases import OPS, Case, draw_own, drawn, linear_config
+from tests.harness.linear_cases import LINEARS, Case, draw_own, drawn, linear_config
 from tests.threaded import test_query_split_attention as attention
 
 CONFIGS = {
@@ -46,7 +46,7 @@ def assert_gradients(given, of_weight, others) -> None:
         assert (leaf.grad is None) if others == 0 else torch.equal(leaf.grad, others * given.expected[f"{name}.grad"])
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", LINEARS)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @in_context(3, "config")
 def test_a_weight_gradient_is_added_where_it_is_asked_for(group, context, op):
@@ -67,7 +67,7 @@ def test_a_weight_gradient_is_added_where_it_is_asked_for(group, context, op):
 
 
 @pytest.mark.parametrize("names", [("x",), ("weight",), ("bias",), ("x", "weight"), ("x", "bias"), ("weight", "bias")])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", LINEARS)
 @in_context(2)
 def test_every_choice_of_gradients_is_right_and_no_more_than_it(group, context, op, names):
     given = prepare(op, group, context, rows=7)
@@ -79,7 +79,7 @@ def test_every_choice_of_gradients_is_right_and_no_more_than_it(group, context, 
     assert backward_passes(context) == ({needs: 1} if needs else {})
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", LINEARS)
 @in_context(2)
 def test_gradients_of_what_leaves_were_made_into(group, context, op):
     """As schedules that split a backward pass ask: by tensors between, or by edges of the graph."""
@@ -96,7 +96,7 @@ def test_gradients_of_what_leaves_were_made_into(group, context, op):
     assert backward_passes(context) == {"input": 3, "weight": 1}
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", LINEARS)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @in_context(2)
 def test_checkpoints_and_tied_weights_get_everything(group, context, op, use_reentrant):
@@ -107,7 +107,7 @@ def test_checkpoints_and_tied_weights_get_everything(group, context, op, use_ree
     assert backward_passes(context) == {"input+weight": 2}
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", LINEARS)
 @in_context(2)
 def test_who_calls_the_backward_pass_by_himself_gets_everything(group, context, op):
     given = prepare(op, group, context)
@@ -173,7 +173,7 @@ def test_parts_of_masked_attention_and_dropout_are_the_wholes(group, context, ke
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", LINEARS)
 @on_ranks(2)
 def test_ranks_that_ask_for_different_gradients_raise(group, device, op):
     leaves = draw_own(Case(op=op, rows=8), group).copies()

@@ -12,7 +12,7 @@ from commfuse_megatron.plan.passes import lower_plan
 from commfuse_megatron.runtime.prepared import PreparedPass
 from tests.harness import run_threads
 from tests.harness.emulated_gpu import emulate_copy_engine, take_part
-from tests.harness.linear_cases import OPS, Case, draw, overlapped
+from tests.harness.linear_cases import LINEARS, Case, draw, overlapped
 
 GLOO = Traits(transport="gloo")
 COPY_ENGINE = Traits(transport="copy_engine", replays=True)
@@ -52,12 +52,12 @@ def test_linears(traits, path, algorithm, m, keeps, lowered, monkeypatch):
 
     def body(group, device):
         with take_part(group), OverlapContext(group, config(path, algorithm, m, keeps, traits.transport)) as context:
-            for op in OPS:
+            for op in LINEARS:
                 case = Case(op=op, rows=26, N=16, K=8, has_bias=False)
                 overlapped(case, draw(case, group.rank(), group.size(), device), context)
 
     run_threads(3, body)
-    assert len({problem for problem, *_ in lowered}) == 4
+    assert len({problem for problem, *_ in lowered}) == 6, "of the linears that all-reduce, the passes that send"
     for problem, plan, rank, program in lowered:
         assert program == lower_plan(problem, plan, traits, rank)
 

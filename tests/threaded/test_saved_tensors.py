@@ -9,7 +9,7 @@ import torch
 
 from commfuse_megatron import ops
 from tests.harness.contexts import in_context
-from tests.harness.linear_cases import OPS, Case, drawn, linear_config
+from tests.harness.linear_cases import LINEARS, Case, drawn, linear_config
 from tests.threaded import test_query_split_attention as attention
 
 CONFIGS = {
@@ -37,7 +37,7 @@ def bytes_of(*tensors) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", LINEARS)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @in_context(2, "config")
 def test_linears(group, context, op, config):
@@ -70,7 +70,7 @@ def test_linears(group, context, op, config):
             assert (leaf.grad is None) != leaf.requires_grad
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", LINEARS)
 @in_context(2)
 def test_the_input_of_a_frozen_weight_may_change_and_go(group, context, op):
     """Fails without the choice of what is saved, where autograd finds that x was changed in place."""

@@ -17,7 +17,7 @@ from commfuse_megatron.runtime.tape_program import Tapes
 from commfuse_megatron.tools.common.modes import MODES
 from commfuse_megatron.tools.verify import cases as cases_of_verify
 from commfuse_megatron.tools.verify import ops as verify
-from commfuse_megatron.tools.verify.calls import OPS, tolerance
+from commfuse_megatron.tools.verify.calls import LINEARS, tolerance
 from commfuse_megatron.tools.verify.cases import Case, modes_of
 from commfuse_megatron.tools.verify.ops import CaseResult, Deviation, compare, run_cases, worst_of
 from commfuse_megatron.transport import tape_graphs
@@ -38,7 +38,7 @@ def results_of(group_size: int, cases: list[Case]) -> list[CaseResult]:
 
 
 def linears(cases: list[Case]) -> list[Case]:
-    return [case for case in cases if case.op in OPS]
+    return [case for case in cases if case.op in LINEARS]
 
 
 def some_cases(group_size: int, **wanted: object) -> list[Case]:
@@ -65,7 +65,7 @@ def test_the_operations_pass(group_size: int) -> None:
     cases += some_cases(group_size, dtype=torch.float32, path="sequential")
     found = all_passed(group_size, cases, 50)
     assert {mode for result in found for mode in result.modes} == {"stepped"}, "gloo has no other"
-    expected = {"local"} if group_size == 1 else {"sliced", "sequential"}
+    expected = {"local"} if group_size == 1 else {"sliced", "sequential", "async", "local"}
     assert {path for result in found for path in result.paths} == expected
 
 
@@ -103,7 +103,7 @@ def test_the_cases_cover_what_is_promised() -> None:
     layouts = {case.call.layout for case in linears(cases)}
     assert layouts == {"contiguous", "x transposed", "x strided", "gradient expanded"}
     others = {"embedding_reduce_scatter", "query_split_attention", "ulysses_attention", "ulysses_block"}
-    assert {case.op for case in cases} == {*OPS, *others}
+    assert {case.op for case in cases} == {*LINEARS, *others}
     assert torch.float64 not in {case.call.dtype for case in make_cases(4, "cuda")}
 
 
@@ -253,13 +253,15 @@ def test_every_case_runs_in_every_mode_that_it_can_take(group_size: int, copy_en
     cases += emulated(group_size, dtype=torch.float16, path="sequential")
     cases += emulated(group_size, dtype=torch.float16, path="overlapped", variant="zigzag")
     for result in all_passed(group_size, cases, 40):
-        calls, case = 2 * len(result.case.rows), result.case
+        case = result.case
+        passes = sum(case.expected_path(name) != "local" for name in ("fprop", "backward"))
+        calls = passes * len(case.rows)
         if case.path == "sequential":
             assert result.modes == {}
         elif not is_taped(case):
             assert result.modes == {"stepped": calls}
-        elif case.op in OPS:
-            tape, graph = 2 * (len(case.rows) + 1 + len(case.rows)), 2 * (2 * len(case.rows) + 6)
+        elif case.op in LINEARS:
+            tape, graph = passes * (len(case.rows) + 1 + len(case.rows)), passes * (2 * len(case.rows) + 6)
             assert result.modes == {"stepped": calls, "tape": tape, "graph": graph}
         else:
             assert set(result.modes) == set(MODES[:2] if case.op == "ulysses_block" else MODES)

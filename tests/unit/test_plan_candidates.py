@@ -37,6 +37,25 @@ def test_two_ranks_forward_and_backward():
     assert names(BACKWARD_FC2) == ["sequential", *sliced]
 
 
+def all_reduce(needs="", op="linear_all_reduce") -> GemmProblem:
+    return GemmProblem(op, "backward" if needs else "fprop", 8192, 1, 8192, 4096, "bfloat16", 4, needs)
+
+
+def test_all_reduces_are_direct_and_sliced():
+    """Beside Megatron's own, of a backward pass with both gradients."""
+    sliced, column = ["sliced m=1", "sliced m=2", "sliced m=4"], "linear_grad_all_reduce"
+    assert names(all_reduce()) == ["sequential", *sliced]
+    assert names(all_reduce(BOTH, column)) == ["sequential", *sliced, "async"]
+    assert names(all_reduce("input", column)) == ["sequential", *sliced]
+    plan = list_candidates(all_reduce(), config("sliced", "direct", 2)).plans[0]
+    rows = 8192 * 8192 * 2
+    assert buffer_needs(all_reduce(), plan) == {
+        "gather": rows, "receive": rows * 3 // 4, "send": rows * 3 // 4, "own": rows // 4 * 2,
+    }  # fmt: skip
+    assert all(all_reduce(*each).sends for each in ((), (BOTH, column), ("input", column)))
+    assert not any(all_reduce(*each).sends for each in ((BOTH,), ("", column), ("weight", column)))
+
+
 def test_more_ranks_may_go_round_in_a_ring():
     found = names(layer_problem("70b.fc2", 8192, 4, needs=BOTH))
     assert found[:2] == ["sequential", "bulk"]
@@ -71,6 +90,8 @@ OFFERED = [
     (QKV, config("auto", m=3), ["sequential", "sliced m=3"], ""),
     (BACKWARD_QKV, config("auto", "ring", 2), ["sequential", "bulk", "sliced ring m=2", "async"], ""),
     (BACKWARD_QKV, config("bulk", "ring", 3), ["bulk"], ""), (BACKWARD_QKV, config("async"), ["async"], ""),
+    (all_reduce(), config("sliced", "ring", 2), ["sliced m=2"], '"ring" is not for all-reduces: direct instead'),
+    (all_reduce(), config("grouped"), ["sliced m=1", "sliced m=2", "sliced m=4"], '"grouped" is not for all-reduces'),
     # A path that makes no sense is replaced.
     (QKV, config("bulk", m=2), ["sliced m=2"], '"bulk" is for backward passes'),
     *((problem, config("async"), ["sequential"], '"async" finds no GEMM')

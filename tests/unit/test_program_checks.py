@@ -48,6 +48,9 @@ IN_EPILOGUE = Case("linear_reduce_scatter", replace(WINDOWS, adds_bias_too=True)
 BULK = Case("all_gather_linear backward", TAPE, BACKWARD._replace(is_bulk=True, has_addend=True), DIRECT, 3, 1, 10)
 LATER = Case("all_gather_linear backward", WINDOWS, Asked(True, weight_grad="later"), RING, 3, 1, 10)
 DY = Case("linear_reduce_scatter backward", WINDOWS, BACKWARD._replace(accumulates=True), DIRECT, 3, 1, 10)
+SUM = Case("linear_all_reduce", TAPE, WITH_BIAS, DIRECT, 3, 2, 14)
+SUM_ON_TENSORS = Case("linear_all_reduce", NCCL, WITH_BIAS, DIRECT, 2, 2, 8)
+SUM_OF_DX = Case("linear_grad_all_reduce backward", TAPE, BACKWARD, DIRECT, 2, 3, 12)
 EMBEDDING = Case("embedding", NCCL, FORWARD, RING, 3, 1, 10)
 ATTENTION = Case("query split", LANES, WITH_BIAS, DIRECT, 3, 2, 10)
 BACK = Case("query split backward", LANES, BACKWARD, DIRECT, 3, 2, 10)
@@ -67,6 +70,10 @@ CASES = {
     "scatter": SCATTER, "scatter, ring": Case("linear_reduce_scatter", NCCL, WITH_BIAS, RING, 3, 1, 10),
     "scatter, ring of chunks": RUNNING_SUM,
     "scatter on lanes": Case("linear_reduce_scatter", LANES, WITH_BIAS, DIRECT, 2, 2, 10),
+    "all-reduce": SUM, "all-reduce on tensors": SUM_ON_TENSORS, "all-reduce of a gradient": SUM_OF_DX,
+    "all-reduce on lanes": Case("linear_all_reduce", LANES, FORWARD, DIRECT, 3, 1, 10),
+    "all-reduce, apart": Case("linear_grad_all_reduce backward", replace(WINDOWS, keeps_own_apart=True),
+     BACKWARD._replace(accumulates=True), DIRECT, 3, 1, 7),
     "adding in the epilogue": IN_EPILOGUE, "scatter in bulk": BULK, "scatter, later": LATER, "embedding": EMBEDDING,
     "embedding backward": Case("embedding backward", TAPE, Asked(has_product=False, keeps_gathered=True), DIRECT, 3),
     "attention": ATTENTION, "attention on tensors": Case("query split", TENSOR_LANES, WITH_BIAS, DIRECT, 3, 2, 10),
@@ -292,6 +299,22 @@ BROKEN: dict[str, tuple[Case, Break, str]] = {
      -1, find(p, 0, Gemm, -1)), r"rank 0, op \d+: begins behind op \d+, which is to cover it"),
     "a transfer behind the bulk": (BULK, lambda p: move(p, 0, Issue, -1, find(p, 0, Gemm, -1)),
      r"rank 0, op \d+: begins behind op \d+, which is to cover it"),
+    # Of an all-reduce.
+    "sent before it is summed": (SUM_ON_TENSORS, lambda p: move(p, 0, Sum, 0, find(p, 0, Gemm, -1)),
+     r"writes gathered\[\d:\d\] while op \d+ reads gathered"),
+    "the result is not copied": (SUM, lambda p: drop(p, 1, Copy), r"at the end kept\[0\] holds nothing"),
+    "summed twice": (SUM_ON_TENSORS, lambda p: edit(p, 0, Sum, adds=lambda adds: (adds[0], adds[0])),
+     r"distances|holds"),
+    "every partial with a bias": (SUM_ON_TENSORS, lambda p: edit(p, 0, Gemm, 0, has_bias=True),
+     r"holds .* bias .* bias"),
+    "own rows of a number first": (SUM_ON_TENSORS, lambda p: move(p, 0, Gemm, 1, 0),
+     r"own rows are to be multiplied behind the others', but op \d+ is one of those"),
+    "a partial leaves late": (SUM_ON_TENSORS, lambda p: move(p, 0, Issue, 0, find(p, 0, Gemm, 1)),
+     r"begins behind op \d+, which is to cover it"),
+    "sums leave late": (SUM_ON_TENSORS, lambda p: move(p, 0, Issue, 2, find(p, 0, Gemm, -1)),
+     r"begins behind op \d+, which is to cover it"),
+    "sums leave behind the weight gradient": (SUM_OF_DX, lambda p: move(p, 0, WeightGrad, 0, find(p, 0, Issue, -1)),
+     r"begins behind op \d+, which is to cover it"),
     # Of attention over a split sequence.
     "packs elsewhere": (EXCHANGE, lambda p: edit(p, 0, Compute, chunk=1), r"packs group 1 at other rows"),
     "no such group": (EXCHANGE, lambda p: edit(p, 0, Compute, chunk=2), r"there is no group 2"),

@@ -38,7 +38,8 @@ def make_rows(
             bound_ms = closed_form_us(shared["compute_only_ms"], comm_ms, case.group_size, chunks)
         if ready.path == "query_split":
             bound_ms = attention_bound_ms(case, shared["compute_only_ms"], comm_ms, chunks or 1)
-        return {"schedule_bound_ms": bound_ms if work.pass_name == "fprop" else None, "split_loss_ms": split_ms}
+        has_bound = work.pass_name == "fprop" and not case.all_reduces  # nobody has worked out theirs
+        return {"schedule_bound_ms": bound_ms if has_bound else None, "split_loss_ms": split_ms}
 
     shared: dict[str, Any] = {
         **case.sizes,

@@ -67,7 +67,10 @@ def slices(work: Work, gemm: Gemm, chunks_per_shard: int) -> Callable[[], None]:
 
 
 def gathers_of(work: Work) -> list[bool]:
-    """What a pass moves, True for a gather: a column's backward gathers x again and scatters dx, a row's gathers dy."""
+    """What a pass moves, True for a gather: a column's backward gathers x again and scatters dx, a row's gathers dy; an
+    all-reduce is both."""
+    if work.case.all_reduces:
+        return [False, True]
     if work.pass_name == "fprop":
         return [work.case.gathers]
     return [True, False] if work.case.gathers else [True]
@@ -76,6 +79,8 @@ def gathers_of(work: Work) -> list[bool]:
 def collectives(work: Work) -> Callable[[], None]:
     """The group's own for what the pass moves, one after the other."""
     shard, full, group = work.operands.wire_shard, work.operands.wire_full, work.group
+    if work.case.all_reduces:
+        return in_turn(partial(dist.all_reduce, full, group=group))
     gather = partial(dist.all_gather_into_tensor, full, shard, group=group)
     scatter = partial(dist.reduce_scatter_tensor, shard, full, group=group)
     return in_turn(*(gather if is_gather else scatter for is_gather in gathers_of(work)))

@@ -66,6 +66,9 @@ def make_variants(
         peers.AsyncTP(),
         peers.Userbuffers(),
     ]
+    if kind == "all-reduce":  # what the others have only for gathers and scatters
+        others = (peers.AsyncTP, peers.Userbuffers)
+        variants = [v for v in variants if not isinstance(v, others) and not v.name.startswith("slicing ")]
     names = [variant.name for variant in variants]
     taken = [str(file) for file in config_files if names.count(Path(file).stem) > 1]
     if taken:

@@ -41,10 +41,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """What `commfuse bench` takes besides ranks and device. Imports no torch."""
     add_rank_options(parser)
     add = parser.add_argument
-    of_linears, of_attention, of_ulysses = (", ".join(kind.models) for kind in KINDS.values())
+    of_linears, _, of_attention, of_ulysses = (", ".join(kind.models) for kind in KINDS.values())
     models = f"of {of_linears}; with --attention of {of_attention}; with --ulysses of {of_ulysses}"
     known = each_once(model for kind in KINDS.values() for model in kind.models)
     add_kind = parser.add_mutually_exclusive_group().add_argument
+    add_kind("--all-reduce", action="store_true", help="linears without sequence parallelism, in the pass that sends")
     add_kind("--attention", action="store_true", help="attention with its projection instead of linears")
     add_kind(
         "--ulysses", action="store_true", help="attention over a sequence split over all ranks, between its linears"
@@ -152,6 +153,8 @@ def _require_sense(arguments: argparse.Namespace, num_ranks: int) -> None:
 
 
 def _require_emulated(arguments: argparse.Namespace) -> None:
+    if arguments.all_reduce:
+        raise UsageError("--all-reduce: no larger groups are emulated for it; leave it or --virtual-ranks out")
     if arguments.config:
         raise UsageError("--config: an emulated group runs fixed variants; leave it or --virtual-ranks out")
     if _kind_of(arguments) != "linears" and "fprop" not in arguments.passes:
@@ -168,7 +171,8 @@ def _require_emulated(arguments: argparse.Namespace) -> None:
 
 def _kind_of(arguments: argparse.Namespace) -> str:
     """What is timed, as in `Settings`."""
-    return "ulysses" if arguments.ulysses else "attention" if arguments.attention else "linears"
+    given = [kind for kind in KINDS if getattr(arguments, kind.replace("-", "_"), None) is True]
+    return given[0] if given else "linears"
 
 
 def _require_models(arguments: argparse.Namespace) -> None:
@@ -176,12 +180,13 @@ def _require_models(arguments: argparse.Namespace) -> None:
     known = KINDS[kind].models
     unknown = [model for model in arguments.models or () if model not in known]
     if unknown:
-        what = "linears" if kind == "linears" else "attention blocks"
+        what = "linears" if kind in ("linears", "all-reduce") else "attention blocks"
         raise UsageError(f"there are no {what} of {', '.join(unknown)}; known are {', '.join(known)}")
     if arguments.tokens and all(model.startswith("paper") for model in arguments.models or ("any",)):
         raise UsageError("--tokens: the paper's cases have their own; leave it out, or name another model")
     if kind != "linears":
-        of_linears = ["linears", "check", "figure"] + ["config"] * (not arguments.write_plans)
+        of_linears = ["check", "figure"] + ["config"] * (not arguments.write_plans)
+        of_linears += ["linears"] * (kind != "all-reduce")
         refuse_given(arguments, of_linears, f"{{}}: for linears, not for --{kind}")
 
 

@@ -93,14 +93,15 @@ def draw(case: Case, pool: Pool) -> Operands:
         return _draw_split(case, pool)
     shard_rows, features = case.rows // case.group_size, case.shard_shape[1]
     x = pool.tensor("x", shard_rows if case.gathers else case.rows, case.batch, case.K)
-    grad_y = pool.tensor("grad_y", case.rows if case.gathers else shard_rows, case.batch, case.N)
+    has_all_of_y = case.gathers or case.all_reduces
+    grad_y = pool.tensor("grad_y", case.rows if has_all_of_y else shard_rows, case.batch, case.N)
     heads = (case.rows, case.batch, case.kv_heads, case.head_dim)
     return Operands(
         x=x.detach().requires_grad_(),
         weight=pool.tensor("weight", case.N, case.K).detach().requires_grad_(),
         grad_y=grad_y,
         x_full=pool.tensor("x_full", case.M, case.K) if case.gathers else x.flatten(0, -2),
-        grad_full=grad_y.flatten(0, -2) if case.gathers else pool.tensor("grad_full", case.M, case.N),
+        grad_full=grad_y.flatten(0, -2) if has_all_of_y else pool.tensor("grad_full", case.M, case.N),
         wire_shard=pool.tensor("wire_shard", case.M // case.group_size, features),
         wire_full=pool.tensor("wire_full", case.M, features),
         others={n: pool.tensor(n, *heads).detach().requires_grad_() for n in ("k", "v")} if case.heads else {},

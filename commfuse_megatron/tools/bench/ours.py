@@ -25,6 +25,7 @@ _IN_CHUNKS = ("sliced", "query_split", "overlapped", _WITH_PROJECTIONS)
 _NOT_FORCED = ("auto", "sequential")
 _PATHS = {
     "linears": tuple(path for path in choices_of(PassConfig, "path") if path not in _NOT_FORCED),
+    "all-reduce": ("sliced", "async"),
     "attention": ("sequential", "row_parallel", "query_split"),
     "ulysses": ("sequential", "overlapped", _WITH_PROJECTIONS),
 }
@@ -67,7 +68,7 @@ class PathOptions:
             forced = {"path": "overlapped", "head_groups": self.chunks_per_shard}
         elif self.path == "row_parallel":  # its projection
             settings["linear"] = {"fprop": sliced, "dgrad": sliced}
-        if self.kind == "linears":
+        if self.kind in ("linears", "all-reduce"):
             # What covers the transfers of a backward pass only has no fprop; that is then the planner's.
             fprop = {"path": "sequential"} if self.path in _BACKWARD_PATHS else forced
             settings["linear"] = {"fprop": fprop, "dgrad": forced}
@@ -85,7 +86,9 @@ def forced_paths(kind: str, device: torch.device, group_size: int, chunks: tuple
         for backend in ("auto",) if path in ("async", "sequential") else backends_of(device):
             options = PathOptions(path=path, backend=backend, kind=kind)
             found += [replace(options, chunks_per_shard=m) for m in (chunks if path in _IN_CHUNKS else (1,))]
-            if path == "sliced" and group_size > 2:  # in a group of two, ring and direct send the same
+            if (
+                path == "sliced" and group_size > 2 and kind == "linears"
+            ):  # in a group of two, ring and direct send the same
                 found.append(replace(options, algorithm="ring", chunks_per_shard=2))
     return found
 
@@ -109,7 +112,8 @@ class Ours(WithContext):
     @override
     def serves(self, op: str, pass_name: str) -> bool:
         # A row's backward has no GEMM that its collective could run beside.
-        return super().serves(op, pass_name) and (self.options.path != "async" or op == "all_gather_linear")
+        has_async = op in ("all_gather_linear", "linear_grad_all_reduce")
+        return super().serves(op, pass_name) and (self.options.path != "async" or has_async)
 
     @override
     def build(self, work: Work) -> Ready:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, override
 
@@ -15,11 +16,11 @@ from commfuse_megatron.tools.common.userbuffers import close_userbuffers, missin
 
 
 class Megatron(Variant):
-    """The stock linear, as ColumnParallelLinear and RowParallelLinear call it with sequence parallelism.
+    """The stock linear, as ColumnParallelLinear and RowParallelLinear call it with sequence parallelism, or without.
 
     Forward: plain collectives. Backward of a column: asynchronous all-gather of x beside dgrad, asynchronous
-    reduce-scatter of dx beside wgrad, ordered by CUDA_DEVICE_MAX_CONNECTIONS=1 (recorded in the rows). Gradient
-    accumulation fusion is off.
+    reduce-scatter of dx (or all-reduce) beside wgrad, ordered by CUDA_DEVICE_MAX_CONNECTIONS=1 (recorded in the rows).
+    Gradient accumulation fusion is off.
     """
 
     name = "megatron"
@@ -35,10 +36,15 @@ class Megatron(Variant):
             raise UnsupportedError("Megatron-Core is not installed: pip install megatron-core")
         if self._entered is None:
             self._entered = _enter_megatron(work.pool.device)
+        from megatron.core.tensor_parallel import mappings
         from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
-        from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
 
         o, group, gathers = work.operands, work.group, work.case.gathers
+        behind: dict[str, Callable[..., torch.Tensor]] = {
+            "linear_reduce_scatter": mappings.reduce_scatter_to_sequence_parallel_region,
+            "linear_all_reduce": mappings.reduce_from_tensor_model_parallel_region,
+        }
+        finish = behind.get(work.case.op)
 
         def forward() -> torch.Tensor:
             y = linear_with_grad_accumulation_and_async_allreduce(
@@ -46,11 +52,11 @@ class Megatron(Variant):
                 weight=o.weight,
                 bias=None,
                 gradient_accumulation_fusion=False,
-                allreduce_dgrad=False,
+                allreduce_dgrad=work.case.op == "linear_grad_all_reduce",
                 sequence_parallel=gathers,
                 tp_group=group,
             )
-            return y if gathers else reduce_scatter_to_sequence_parallel_region(y, group=group)
+            return y if finish is None else finish(y, group=group)
 
         with warnings.catch_warnings():  # it recommends CUDA_DEVICE_MAX_CONNECTIONS=1, once
             warnings.simplefilter("ignore")

@@ -31,6 +31,8 @@ _OF_ROWS = (
 def require_plans_alone(arguments: argparse.Namespace) -> None:
     """Raise UsageError for options that would do nothing, and for a file of something else."""
     refuse_given(arguments, _OF_ROWS, "{}: of rows, which --write-plans does not make")
+    if arguments.all_reduce:
+        raise UsageError("--all-reduce: --write-plans plans linears of sequence parallelism; leave one of them out")
     if len(arguments.config) > 1:
         raise UsageError(f"--config: plans are of one configuration, not of {len(arguments.config)}")
     try:

@@ -87,7 +87,12 @@ class Row:
     @property
     def is_linear(self) -> bool:
         """Whether a linear was measured: not a block with attention in it."""
-        return self.op in ("all_gather_linear", "linear_reduce_scatter")
+        return self.op in ("all_gather_linear", "linear_reduce_scatter") or self.all_reduces
+
+    @property
+    def all_reduces(self) -> bool:
+        """Whether it is a linear without sequence parallelism: no machine is fitted to such rows."""
+        return self.op in ("linear_grad_all_reduce", "linear_all_reduce")
 
     @property
     def schedule(self) -> str:

@@ -21,7 +21,7 @@ from commfuse_megatron.tools.bench.rows import Row, has_word_prefix
 from commfuse_megatron.tools.bench.tail import TailMeter
 from commfuse_megatron.tools.bench.timing import Timed, measure, measure_host_us
 from commfuse_megatron.tools.bench.variant import Ready, Variant
-from commfuse_megatron.tools.common.cases import FULL_M, KINDS, LINEARS, PASSES, Case, tokens_of
+from commfuse_megatron.tools.common.cases import FULL_M, KINDS, LINEARS, PASSES, Case, all_reduce_pass, tokens_of
 from commfuse_megatron.tools.common.turns import largest_of_ranks
 
 # Host time is measured where 30 calls take no longer than about 0.1 s.
@@ -38,7 +38,7 @@ _LEAST_FREE_BYTES = 24 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to run. See `commfuse bench --help`. kind: "linears", "attention" or "ulysses".
+    """What to run. See `commfuse bench --help`. kind: one of `KINDS`.
 
     chunks: those forced, with all variants in every case; empty: `_CHUNKS`, of linears where all variants are measured.
     """
@@ -87,7 +87,7 @@ def grid(settings: Settings, group_size: int) -> list[Piece]:
     """Everything that `settings` asks for, what matters most first."""
     known, is_emulated = KINDS[settings.kind].case_names, bool(settings.virtual_ranks)
     names = [name for name in known if name.split(".")[0] in settings.models]
-    if settings.kind == "linears":
+    if settings.kind in ("linears", "all-reduce"):
         asked = (f"{model}.{linear}" for model in settings.models for linear in settings.linears)
         names = [name for name in asked if name in known]
     sizes = settings.virtual_ranks or (group_size,)
@@ -97,6 +97,7 @@ def grid(settings: Settings, group_size: int) -> list[Piece]:
         for pass_name in (("fprop",) if is_emulated and settings.kind != "linears" else settings.passes)
         for name in names
         for M in tokens_of(name, settings.tokens)
+        if settings.kind != "all-reduce" or pass_name == all_reduce_pass(name)
     ]
 
     def place(piece: Piece) -> tuple[int, ...]:
@@ -116,7 +117,8 @@ def require_work(settings: Settings, device: torch.device, group_size: int) -> N
     pieces = grid(settings, group_size)
     if not pieces:
         cases = [name for name in KINDS[settings.kind].case_names if name.split(".")[0] in settings.models]
-        asked_for = f"there is no {', '.join(settings.linears)} among the cases of these models"
+        passes = f", or none that sends in {' and '.join(settings.passes)}," if settings.kind == "all-reduce" else ""
+        asked_for = f"there is no {', '.join(settings.linears)}{passes} among the cases of these models"
         raise ConfigError(f"{asked_for}, which are {', '.join(cases)}")
     possible, reasons = _sort_out(settings, pieces)
     if not possible:

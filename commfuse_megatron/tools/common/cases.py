@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from commfuse_megatron.errors import ConfigError
@@ -88,6 +88,7 @@ class Case:
     By `op`:
 
         all_gather_linear, linear_reduce_scatter   a GEMM of M x N x K beside an all-gather of x or reduce-scatter of y
+        linear_grad_all_reduce, linear_all_reduce   the same without sequence parallelism, in the pass that sends
         query_split_attention   causal attention of this rank's heads and its projection: N and K are the projection's
         ulysses_attention       causal attention over a sequence split over ranks, in zigzag order, between its two
                                 linears: N is the width of the model, K that of all heads of queries
@@ -114,6 +115,11 @@ class Case:
         return {"case": self.name, "op": self.op, **sizes, "group_size": self.group_size}
 
     @property
+    def all_reduces(self) -> bool:
+        """Whether every rank brings and gets all rows."""
+        return self.op in _ALL_REDUCES.values()
+
+    @property
     def gathers(self) -> bool:
         """Whether the forward pass gathers x; otherwise it scatters y."""
         return self.op == "all_gather_linear"
@@ -126,7 +132,7 @@ class Case:
     @property
     def shard_shape(self) -> tuple[int, int]:
         """[tokens, features] of the shard that travels: of x (all-gather) or of y (reduce-scatter)."""
-        return self.M // self.group_size, self.K if self.gathers else self.N
+        return self.M // self.group_size, self.problem("fprop", "bfloat16").wire_features
 
     @property
     def qkv_features(self) -> int:
@@ -185,6 +191,20 @@ def linear_case(name: str, M: int, group_size: int, shrink: int = 1) -> Case:
     if linear in ("qkv", "fc1"):
         return Case(name, "all_gather_linear", tokens, features // group_size, hidden, *rest)
     return Case(name, "linear_reduce_scatter", tokens, hidden, features // group_size, *rest)
+
+
+_ALL_REDUCES = {"all_gather_linear": "linear_grad_all_reduce", "linear_reduce_scatter": "linear_all_reduce"}
+
+
+def all_reduce_case(name: str, M: int, group_size: int, shrink: int = 1) -> Case:
+    """The linear of `linear_case` without sequence parallelism. Raises ConfigError as that."""
+    case = linear_case(name, M, group_size, shrink)
+    return replace(case, op=_ALL_REDUCES[case.op])
+
+
+def all_reduce_pass(name: str) -> str:
+    """The pass in which the case of this name all-reduces: the other one sends nothing."""
+    return "backward" if name.split(".")[1] in ("qkv", "fc1") else "fprop"
 
 
 def attention_case(name: str, M: int, group_size: int, shrink: int = 1) -> Case:
@@ -247,6 +267,7 @@ class Kind:
 #: By the word that `commfuse bench` has for it.
 KINDS = {
     "linears": Kind(MODELS, CASE_NAMES, (8192, 2048, 16384, 4096, 1024), linear_case),
+    "all-reduce": Kind(MODELS, CASE_NAMES, (8192, 2048, 16384, 4096, 1024), all_reduce_case),
     "attention": Kind(ATTENTION_MODELS, ATTENTION_CASE_NAMES, (8192, 4096, 16384), attention_case),
     "ulysses": Kind(ULYSSES_MODELS, ULYSSES_CASE_NAMES, (32768, 8192, 65536), ulysses_case),
 }

@@ -71,7 +71,9 @@ def fit_machines(rows: Sequence[Row], *, device: str, link: str, sms: int = _SMS
     where there is no GEMM, no collective or no transport.
     """
     here = (device, link, "fprop")
-    chosen = [row for row in rows if (row.device, row.link, row.pass_name) == here and row.is_linear]
+    chosen = [
+        row for row in rows if (row.device, row.link, row.pass_name) == here and row.is_linear and not row.all_reduces
+    ]
     fits: dict[str, Fit] = {}
     memory_gb_s = _memory_gb_s(chosen)
     rate = _fit_gemms(chosen, sms, memory_gb_s, fits)

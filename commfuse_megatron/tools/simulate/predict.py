@@ -147,7 +147,9 @@ def rows_of_ways(rows: Iterable[Row], machines: Machines) -> list[Row]:
     What the planner took counts as that way where it was not measured by itself too.
     """
     here = (machines.device, machines.link, "fprop")
-    chosen = [row for row in rows if (row.device, row.link, row.pass_name) == here and row.is_linear]
+    chosen = [
+        row for row in rows if (row.device, row.link, row.pass_name) == here and row.is_linear and not row.all_reduces
+    ]
     forced = {(key_of_way(row), row.emulated) for row in chosen if row.variant == name_of_way(row)}
     return [
         row

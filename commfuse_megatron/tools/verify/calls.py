@@ -1,7 +1,7 @@
 """One call of an operation: its operands, what it gives forward and backward, and how far that may be off.
 
 What `commfuse verify` and the tests draw and compare with. The oracle is `ops.reference`. Beware: every rank draws its
-own operands, from the call's seed and its rank, but ids, which all ranks share.
+own operands, from the call's seed and its rank, but ids, and the bias of a sum for all, which all ranks share.
 """
 
 import dataclasses
@@ -16,10 +16,12 @@ from torch import distributed as dist
 from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.ops.attention_arguments import AttentionInputs, state_attention_problem
 from commfuse_megatron.ops.ulysses_attention import UlyssesInputs, state_ulysses_problem
-from commfuse_megatron.problem import AttentionProblem, UlyssesProblem, shard_range
+from commfuse_megatron.problem import AttentionProblem, GemmProblem, UlyssesProblem, shard_range
 
-#: The linears.
+#: The linears of sequence parallelism, those without, and all.
 OPS = ("all_gather_linear", "linear_reduce_scatter")
+ALL_REDUCES = ("linear_all_reduce", "linear_grad_all_reduce")
+LINEARS = (*OPS, *ALL_REDUCES)
 
 #: By name: "y", "x.grad", "weight.grad", "bias.grad"; None for a gradient that is not due.
 Results = dict[str, torch.Tensor | None]
@@ -120,13 +122,14 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCall(Call):
-    """A call of one of `OPS`. layout: how x is seen, or the gradient arrives."""
+    """A call of one of `LINEARS`. layout: how x is seen, or the gradient arrives."""
 
     K: int = 5
     layout: Literal["contiguous", "x transposed", "x strided", "gradient expanded"] = "contiguous"
 
     def _shapes(self, own_rows: int) -> tuple[_Shape, _Shape, _Shape]:
-        rows_in, rows_out = (own_rows, self.rows) if self.op == "all_gather_linear" else (self.rows, own_rows)
+        rows_in = own_rows if self.op == "all_gather_linear" else self.rows
+        rows_out = own_rows if self.op == "linear_reduce_scatter" else self.rows
         x: _Shape = (rows_in, self.batch, self.K)
         if self.layout == "x transposed":
             x = (self.batch, rows_in, self.K)
@@ -145,10 +148,24 @@ class LinearCall(Call):
         total_rows = {"total_rows": self.rows} if self.op == "all_gather_linear" else {}
         return op(x, operands.weight, operands.bias, **total_rows, **where)
 
+    def sends(self, pass_name: str) -> bool:
+        """Whether ranks have anything to send each other in a pass."""
+        names = {"x": "input", "weight": "weight"}
+        needs = "+".join(names[leaf] for leaf in self.needs if leaf in names) if pass_name == "backward" else ""
+        return GemmProblem(self.op, pass_name, self.rows, self.batch, self.N, self.K, "float32", 2, needs).sends
+
+    def draw(self, rank: int, group_size: int, device: torch.device) -> Operands:
+        """One bias for all ranks, where the one rank that adds it does so for all."""
+        drawn = super().draw(rank, group_size, device)
+        if self.op == "linear_all_reduce" and rank:
+            drawn.bias = super().draw(0, group_size, device).bias
+        return drawn
+
     def allowed(self, group_size: int, expected: Results) -> dict[str, float]:
         """By how many products (of numbers of standard deviation 1) each element sums, over all ranks."""
         tokens = max(1, self.rows * self.batch)
-        ranks_in_y, ranks_in_dx = (1, group_size) if self.op == "all_gather_linear" else (group_size, 1)
+        is_row = self.op in ("linear_reduce_scatter", "linear_all_reduce")
+        ranks_in_y, ranks_in_dx = (group_size, 1) if is_row else (1, group_size)
         terms = {"y": self.K * ranks_in_y + 1, "x.grad": self.N * ranks_in_dx}
         terms |= {"weight.grad": tokens, "bias.grad": tokens}
         return {name: tolerance(self, group_size, number) for name, number in terms.items()}

@@ -22,6 +22,7 @@ from commfuse_megatron.kernels.attention_cudnn import cudnn_attention_unavailabl
 from commfuse_megatron.problem import chunk_ranges
 from commfuse_megatron.tools.common.modes import MODES, Mode
 from commfuse_megatron.tools.verify.calls import (
+    ALL_REDUCES,
     OPS,
     AttentionCall,
     BlockCall,
@@ -48,9 +49,9 @@ class Case:
     call: LinearCall | EmbeddingCall | AttentionCall | UlyssesCall
     other_rows: tuple[int, ...]
     path: Literal["sliced", "grouped", "sequential", "query_split", "overlapped"] = "sliced"
-    backward_path: Literal["sliced", "grouped", "bulk", "sequential", "query_split", "row_parallel", "overlapped"] = (
-        "sliced"
-    )
+    backward_path: Literal[
+        "sliced", "grouped", "bulk", "async", "sequential", "query_split", "row_parallel", "overlapped"
+    ] = "sliced"
     algorithm: Literal["ring", "direct"] = "direct"
     chunks_per_shard: int = 1
     keep_gathered_input: bool = False
@@ -77,8 +78,9 @@ class Case:
         return dataclasses.replace(self.call, rows=rows, seed=seed)
 
     def expected_path(self, pass_name: str) -> str:
-        """The path that the report must name; a group of one rank sends nothing."""
-        return "local" if self.group_size == 1 else self._asked_path(pass_name)
+        """The path that the report must name; a group of one rank sends nothing, and some passes have nothing to."""
+        sends = not isinstance(self.call, LinearCall) or self.call.sends(pass_name)
+        return self._asked_path(pass_name) if sends and self.group_size > 1 else "local"
 
     def config(self) -> OverlapConfig:
         """The configuration that a context for this case must have; equal for many cases."""
@@ -121,7 +123,8 @@ def modes_of(case: Case, pass_name: str, rows: int, transport: str, device: torc
     16 bits, whose GEMMs cuBLASLt takes and whose attention cuDNN does.
     """
     path, call = case.expected_path(pass_name), case.call
-    if path == "sequential" or (path == "local" and isinstance(call, UlyssesCall)):
+    is_whole = path == "local" and (isinstance(call, UlyssesCall) or call.op in ALL_REDUCES)
+    if path in ("sequential", "async") or is_whole:
         return ()
     is_direct = transport == "copy_engine" and path != "local" and case.algorithm == "direct"
     if not is_direct or call.dtype.itemsize != 2:
@@ -207,6 +210,10 @@ def _linear_cases(group_size: int, device_type: str, dtype: torch.dtype) -> Iter
     ways += [({"keep_gathered_input": True}, [kept]), (_way("sequential"), [asked_for])]
     for (way, chosen), op in product(ways, OPS):
         yield from _cases(LinearCall, chosen, [way], group_size, op=op, dtype=dtype)
+    ways = [({"chunks_per_shard": chunks}, variants) for chunks in (1, 2, 3)]
+    ways += [(_way("sequential"), [asked_for]), ({"path": "sequential", "backward_path": "async"}, [asked_for])]
+    for (way, chosen), op in product(ways, ALL_REDUCES):
+        yield from _cases(LinearCall, chosen, [way], group_size, op=op, dtype=dtype)
 
 
 def _linear_variants(group_size: int, device_type: str) -> Iterator[dict[str, Any]]:
@@ -274,10 +281,8 @@ def _ulysses_cases(group_size: int, dtype: torch.dtype) -> Iterator[Case]:
     variants = [{**plain, "head_dim": 8 * number} | each for number, each in enumerate(variants, start=1)]
     ways = [_way("overlapped", 1), _way("overlapped", 2), _way("sequential")]
     yield from _cases(UlyssesCall, variants, ways, group_size, dtype=dtype)
-    # As many features as no attention alone has here, so that the report tells them apart.
     names = ("zigzag", "one key for all heads", "causal", "uneven", "S changes", "one row")
-    by_name = {each["variant"]: {**each, "heads": 6 * group_size, "N": 24} for each in variants}
-    blocks = [{**by_name[name], "head_dim": 8 + 16 * number} for number, name in enumerate(names)]
+    blocks = [{**each, "N": 24} for each in variants if each["variant"] in names]
     yield from _cases(BlockCall, blocks, ways, group_size, dtype=dtype, exact=False)
 
 

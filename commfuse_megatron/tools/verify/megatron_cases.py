@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 from commfuse_megatron.errors import ConfigError
 
+#: Names of row-parallel linears.
+_ROW_PARALLEL = ("linear_proj", "linear_fc2")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
@@ -26,9 +29,9 @@ class Adapters:
 
         Empty where it is overlapped.
         """
-        if self.norm_output == "rows" and linear.endswith("linear_in"):
-            return ()
-        return ("sequence_parallel is off", "disable_grad_reduce is set")
+        is_beside_row = any(f"{name}." in linear for name in _ROW_PARALLEL)
+        reduces_outside = self.norm_output == "gathered" and linear.endswith("linear_in") and not is_beside_row
+        return ("disable_grad_reduce is set",) if reduces_outside else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,6 @@ class Configuration:
     trained: tuple[str, ...] = ()
     without_backward: tuple[str, ...] = ()
     stock: tuple[str, ...] = ()
-    is_all_stock: bool = False
     is_fused: bool = False
     adapters: Adapters | None = None
 
@@ -163,8 +165,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     Configuration(
         name="sequence_parallel_off",
         options={"sequence_parallel": False},
-        stock=("sequence_parallel is off", "the embedding all-reduces"),
-        is_all_stock=True,
+        stock=("the embedding all-reduces",),
     ),
     Configuration(
         name="moe_expert_parallel",
