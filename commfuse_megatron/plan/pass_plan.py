@@ -17,7 +17,8 @@ class PassPlan:
     own, see `UlyssesProblem.beside`; or "local" (a group of one rank: nothing to send). reason: one sentence, for the
     report. chunks_per_shard: of "overlapped", groups of heads. keep_gathered_input: see `WgradConfig`.
     predicted_us, measured_us: what the cost model said and what the trial found, where they were asked.
-    backward_path: of an attention, the path of its backward pass, where that is another one.
+    backward_path: of an attention, the path of its backward pass, where that is another one. sums_on_the_way: what
+    arrives is added up while the rest travels, see `Lowering.sum_own`.
     """
 
     path: str
@@ -28,6 +29,7 @@ class PassPlan:
     predicted_us: float | None = None
     measured_us: float | None = None
     backward_path: str | None = None
+    sums_on_the_way: bool = False
 
     @property
     def is_scheduled(self) -> bool:

@@ -95,7 +95,7 @@ def bind_plan(problem: Problem, plan: PassPlan, collective: Collective, group_ra
 
 def lower_pass(problem: Problem, plan: PassPlan, policy: Policy, asked: Asked, group_rank: int) -> Program:
     """The program of a rank for what is asked of a pass that is scheduled."""
-    policy = dataclasses.replace(policy, grows=plan.path == "grouped")
+    policy = dataclasses.replace(policy, grows=plan.path == "grouped", sums_on_the_way=plan.sums_on_the_way)
 
     def bound(collective: Collective) -> BoundSchedule:
         return bind_plan(problem, plan, collective, group_rank)

@@ -30,6 +30,8 @@ from commfuse_megatron.schedule.program_checks import validate_programs
 
 ANY_NUMBER = 1 << 30
 
+TAPE = Policy(has_windows=True, most_adds=1, adds_bias_too=True, is_tape=True)
+
 #: What a call may ask, by the pass that is lowered for it.
 Lower = Callable[[BoundSchedule, BoundSchedule, Policy, Asked], Program]
 
@@ -163,13 +165,14 @@ class Case:
 @st.composite
 def policies(draw: st.DrawFn, *, is_tape: bool, has_lanes: bool) -> Policy:
     """Those that passes are run by: on tapes, or on tensors over gloo, NCCL or the copy engine."""
-    lanes = draw(st.integers(0, 4)) if has_lanes else 0
+    lanes, on_the_way = draw(st.integers(0, 4)) if has_lanes else 0, draw(st.booleans())
     if is_tape:
-        return Policy(has_windows=True, most_adds=1, adds_bias_too=True, lanes=lanes, is_tape=True)
+        return replace(TAPE, lanes=lanes, sums_on_the_way=on_the_way)
     return Policy(
         has_windows=draw(st.booleans()),
         most_adds=draw(st.sampled_from([0, 1, 2, ANY_NUMBER])),
         keeps_own_apart=draw(st.booleans()),
+        sums_on_the_way=on_the_way,
         lanes=lanes,
     )
 
