@@ -384,7 +384,7 @@ class TapeBinder:
         shape = (op.out.count, self._features(op.out.operand))
         bias = self.at("bias") if op.has_bias else None
         dtypes = self._dtype_of(op.own.operand), self._dtype_of(op.out.operand)
-        self.sum(shape, (self.rows(op.own), adds[0], self.rows(op.out)), dtypes, len(adds), distance, bias)
+        self.sum(shape, (self.rows(op.own), adds[0], self.rows(op.out)), len(adds), distance, bias, dtypes)
 
     def _add_weight_grad(self, op: prog.WeightGrad) -> None:
         out = self.tensors["grad_weight"]
@@ -445,18 +445,18 @@ class TapeBinder:
         self,
         shape: tuple[int, int],
         refs: tuple[Ref, Ref, Ref],
-        dtypes: tuple[torch.dtype, torch.dtype],
         num_partials: int,
         distance_bytes: int,
         bias: Ref | None = None,
+        dtypes: tuple[torch.dtype, torch.dtype] | None = None,
     ) -> None:
-        """refs: own, partials, out; dtypes: of own and out. out = own + so many partials, each that many bytes behind
-        the one before (+ bias); all [rows, cols]."""
+        """refs: own, partials, out. out = own + so many partials, each that many bytes behind the one before (+ bias);
+        all [rows, cols]. dtypes: of own and out, if not the pass's."""
         offsets = [ref.offset for ref in (*refs, bias) if ref is not None]
         if any(size % 16 for size in (shape[1] * self.itemsize, distance_bytes, *offsets)):
             raise Unservable  # sums are bound for rows that begin on 16 bytes
         like = functools.partial(torch.empty, dtype=self.dtype, device="meta")
-        own, out = (torch.empty(shape, dtype=dtype, device="meta") for dtype in dtypes)
+        own, out = (torch.empty(shape, dtype=dtype, device="meta") for dtype in dtypes or 2 * (self.dtype,))
         stride = distance_bytes // self.itemsize
         others = like(stride * max(0, num_partials - 1) + shape[0] * shape[1])
         others = others.as_strided((num_partials, *shape), (stride, shape[1], 1))

@@ -28,7 +28,8 @@ class Policy:
     sums_on_the_way: sums of a direct reduce-scatter take what has arrived while the rest travels, see `sum_own`.
     lanes: between which pieces take turns; 0 for none.
     is_tape: the program is put on a tape, so that what runs side by side can be submitted in any order.
-    grows: GEMMs of a linear take the rows of more and more owners (in a reduce-scatter of fewer and fewer).
+    pieces: of how many other owners GEMMs of a linear take the rows, in the order of a gather's arrivals (backwards in
+    a reduce-scatter); empty: of one, chunk by chunk.
     """
 
     has_windows: bool
@@ -38,7 +39,7 @@ class Policy:
     sums_on_the_way: bool = False
     lanes: int = 0
     is_tape: bool = False
-    grows: bool = False
+    pieces: tuple[int, ...] = ()
 
 
 class Lowering:
