@@ -6,7 +6,7 @@ get the same list in the same order.
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from commfuse_megatron.config import AttentionConfig, OverlapConfig, PassConfig, UlyssesConfig
 from commfuse_megatron.plan.attention import list_attention_plans
@@ -22,6 +22,10 @@ _CHUNKS = (1, 2, 4)
 _CHUNKS_ON_SLOW_LINKS = (1, 2, 4, 8)
 # Programs have group_size * m steps: with more ranks than this, m beyond 2 only makes slices small.
 _MOST_RANKS_FOR_MANY_CHUNKS = 16
+
+# One pass over own partials, P others and the result moves P + 2 rows of 16 bits each, the last pass of several the
+# running sum, of 32 bits, one and the result: four.
+_LEAST_PARTIALS = 3
 
 _MIB = 1 << 20
 
@@ -106,7 +110,13 @@ def _list_linear_plans(
         for path in paths
         for algorithm, chunks in _variants(problem, chosen, path, is_link_slow=is_link_slow, with_rings=with_rings)
     ]
-    return plans, note
+    return [replace(plan, sums_on_the_way=_may_sum_on_the_way(problem, plan)) for plan in plans], note
+
+
+def _may_sum_on_the_way(problem: GemmProblem, plan: PassPlan) -> bool:
+    """Of fewer than three partials the last pass is no shorter for the one before it."""
+    is_direct = plan.is_scheduled and plan.algorithm is Algorithm.DIRECT
+    return is_direct and parts_of(problem, plan).scatters and problem.group_size - 1 >= _LEAST_PARTIALS
 
 
 def buffer_needs(problem: Problem, plan: PassPlan) -> dict[str, int]:

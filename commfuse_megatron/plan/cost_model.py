@@ -4,17 +4,23 @@ A prediction is the longer of two times: what the GPU needs (the program that wo
 `schedule.simulate`) and what the host needs to issue it. Where predictions are close, `ops.trial` measures.
 """
 
+import dataclasses
+
 from commfuse_megatron.plan.machine import HostTimes, MachineModel
 from commfuse_megatron.plan.pass_plan import PassPlan, parts_of
 from commfuse_megatron.plan.passes import is_replayed, lower_plan
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem
 from commfuse_megatron.schedule import Costs, Simulation, Work, simulate
-from commfuse_megatron.schedule.program import Channel, Compute, Copy, Gemm, Issue, Program, Sum, WeightGrad
+from commfuse_megatron.schedule.pieces import doubling, soonest
+from commfuse_megatron.schedule.program import Channel, Compute, Copy, Gemm, Issue, Program, Rows, Sum, WeightGrad
 
 # How much of the shorter of a whole GEMM and a collective beside it is not hidden: a collective's kernel takes SMs that
 # cuBLAS counts on, so they run one after the other in part. Megatron's backward passes of column-parallel linears, from
 # M 4096: 0.06 to 0.75 in 22 of two ranks, 0.41 to 1.27 in 12 of four, here the medians (H200, November 2026).
 _UNHIDDEN_OF_TWO, _UNHIDDEN_OF_MORE = 0.35, 0.8
+
+# How much later than alone, one after the other, transfers of a pass may come, as far as sizes of pieces are concerned.
+_LATE = (1.0, 1.25, 1.6)
 
 # A look-up reads rows and writes them, then puts zeros where the id is another rank's.
 _PASSES_OF_A_LOOK_UP = 4
@@ -32,6 +38,36 @@ def predict_parts_us(problem: GemmProblem, plan: PassPlan, machine: MachineModel
         return simulation.total_us, host_us
     costs = PassCosts(problem, machine)
     return costs.collectives_us(plan), costs.host_us_of_collectives(plan)
+
+
+def settle(problem: GemmProblem, plan: PassPlan, machine: MachineModel) -> PassPlan:
+    """A candidate with what costs decide of it, and its predicted time: the sizes of pieces, and when sums are made.
+
+    Where calls are replayed, as graphs in the end, the host's time decides nothing of that. Of equal ones the simpler.
+    """
+    if not plan.is_scheduled:
+        return dataclasses.replace(plan, predicted_us=predict_us(problem, plan, machine))
+    pieces = _pieces_worth_considering(problem, machine) if plan.path == "grouped" else [()]
+    found = [
+        dataclasses.replace(plan, pieces=sizes, sums_on_the_way=on_the_way)
+        for on_the_way in ([False, True] if plan.sums_on_the_way else [False])
+        for sizes in pieces
+    ]
+    times = [predict_parts_us(problem, each, machine) for each in found]
+    deciding = [parts[0] if is_replayed(plan, machine.traits) else max(parts) for parts in times]
+    best = deciding.index(min(deciding))
+    return dataclasses.replace(found[best], predicted_us=max(times[best]))
+
+
+def _pieces_worth_considering(problem: GemmProblem, machine: MachineModel) -> list[tuple[int, ...]]:
+    """Sizes of pieces: by the times of shards, transfers being as fast as they can be or held up by others; doubling.
+
+    Pieces of one are the path "sliced". What holds up which transfer, the simulation of each knows.
+    """
+    costs, rows, others = PassCosts(problem, machine), problem.M // problem.group_size, problem.group_size - 1
+    transfer_us = costs.transfer_us(rows)
+    found = [soonest(others, late * transfer_us, lambda size: costs.product_us(size * rows)) for late in _LATE]
+    return list(dict.fromkeys([*(sizes for sizes in found if max(sizes) > 1), doubling(others)]))
 
 
 def simulate_plan(problem: GemmProblem, plan: PassPlan, machine: MachineModel) -> tuple[Simulation, float]:
@@ -83,7 +119,7 @@ class PassCosts:
             case WeightGrad():
                 return self.weight_gradient_us(beside_us)
             case Sum():
-                return self.pass_us((2 + len(op.adds)) * op.out.count)
+                return self.pass_us(sum(map(self._wire_rows, (op.own, *op.adds, op.out))))
             case Copy():
                 return self.pass_us(2 * op.target.count)
             case Compute():
@@ -104,7 +140,11 @@ class PassCosts:
         """One message of so many rows."""
         return self.machine.link.time_us(rows * self._row_bytes)
 
-    def pass_us(self, rows: int) -> float:
+    def _wire_rows(self, rows: Rows) -> float:
+        """As how many of those that travel these count, by their bytes: running sums are kept in fp32 or wider."""
+        return rows.count * (max(4, self._itemsize) / self._itemsize if rows.operand == "running" else 1)
+
+    def pass_us(self, rows: float) -> float:
         """A kernel that reads and writes so many rows in all."""
         gemm = self.machine.gemm
         return gemm.launch_us + gemm.pass_us(rows * self._row_bytes) if rows else 0.0

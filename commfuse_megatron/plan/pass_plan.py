@@ -17,7 +17,9 @@ class PassPlan:
     own, see `UlyssesProblem.beside`; or "local" (nothing to send: one rank, or such a pass). reason: one sentence, for
     the report. chunks_per_shard: of "overlapped", groups of heads. keep_gathered_input: see `WgradConfig`.
     predicted_us, measured_us: what the cost model said and what the trial found, where they were asked.
-    backward_path: of an attention, the path of its backward pass, where that is another one.
+    backward_path: of an attention, the path of its backward pass, where that is another one. sums_on_the_way: what
+    arrives is added up while the rest travels, see `Lowering.sum_own`. pieces: of "grouped", of how many other owners a
+    GEMM takes the rows, in the order of a gather's arrivals (backwards in a reduce-scatter); empty: one, two, four ....
     """
 
     path: str
@@ -28,6 +30,8 @@ class PassPlan:
     predicted_us: float | None = None
     measured_us: float | None = None
     backward_path: str | None = None
+    sums_on_the_way: bool = False
+    pieces: tuple[int, ...] = ()
 
     @property
     def is_scheduled(self) -> bool:
@@ -47,6 +51,19 @@ class PassPlan:
         ring = " ring" if self.algorithm is Algorithm.RING else ""
         backward = "" if self.backward_path is None else f", {self.backward_path} backward"
         return f"{self.path}{ring} m={self.chunks_per_shard}{backward}"
+
+    @property
+    def details(self) -> str:
+        """What the cost model settles of a candidate, such as "pieces of 1, 2 and 4, sums on the way"; often empty."""
+        *first, last = map(str, self.pieces or ("",))
+        pieces = f"pieces of {', '.join(first)} and {last}" if first else f"a piece of {last}" if last else ""
+        return ", ".join(filter(None, (pieces, "sums on the way" if self.sums_on_the_way else "")))
+
+    @property
+    def candidate(self) -> "PassPlan":
+        """The plan without what is settled, known and said of it."""
+        blank = {"reason": "", "predicted_us": None, "measured_us": None, "sums_on_the_way": False, "pieces": ()}
+        return dataclasses.replace(self, **blank)  # type: ignore[arg-type]
 
     @property
     def for_backward(self) -> "PassPlan":

@@ -26,6 +26,7 @@ from commfuse_megatron.schedule.lower_linear import (
 )
 from commfuse_megatron.schedule.lower_ulysses import lower_ulysses
 from commfuse_megatron.schedule.lowering import Policy
+from commfuse_megatron.schedule.pieces import doubling
 from commfuse_megatron.schedule.program import Program
 
 # Lanes for the GEMMs of a forward pass, of up to so many FLOP each. 2 x H200, two lanes against none, M 8192, over the
@@ -96,7 +97,8 @@ def bind_plan(problem: Problem, plan: PassPlan, collective: Collective, group_ra
 
 def lower_pass(problem: Problem, plan: PassPlan, policy: Policy, asked: Asked, group_rank: int) -> Program:
     """The program of a rank for what is asked of a pass that is scheduled."""
-    policy = dataclasses.replace(policy, grows=plan.path == "grouped")
+    pieces = (plan.pieces or doubling(problem.group_size - 1)) if plan.path == "grouped" else ()
+    policy = dataclasses.replace(policy, pieces=pieces, sums_on_the_way=plan.sums_on_the_way)
 
     def bound(collective: Collective) -> BoundSchedule:
         return bind_plan(problem, plan, collective, group_rank)

@@ -9,7 +9,7 @@ import difflib
 import json
 import logging
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,8 @@ def read_sections(path: Path) -> list[dict[str, Any]]:
 def plan_of(entry: Mapping[str, Any]) -> PassPlan:
     """The plan whose fields these are; else TypeError, ValueError or KeyError."""
     values = {field.name: entry[field.name] for field in dataclasses.fields(PassPlan)}
-    return PassPlan(**values | {"algorithm": Algorithm(values["algorithm"])})
+    values |= {"algorithm": Algorithm(values["algorithm"]), "pieces": tuple(values["pieces"])}
+    return PassPlan(**values)
 
 
 class PlanStore:
@@ -83,7 +84,7 @@ class PlanStore:
         #: Problems that were there before: this run's own tell nothing of why another one is not.
         self._at_first = [text for section in self._read() or () for text in section["plans"]]
 
-    def find(self, conditions: dict[str, Any], problem: Problem, possible: Container[PassPlan]) -> PassPlan | str:
+    def find(self, conditions: dict[str, Any], problem: Problem, possible: Iterable[PassPlan]) -> PassPlan | str:
         """The plan of `problem`, whose reason says where it is from; or why there is none, "" in a new file."""
         name, sections = self._path.name, self._read()
         if sections is None:
@@ -95,7 +96,7 @@ class PlanStore:
         for wanted in fitting:
             for there, entry in held:
                 if there == wanted:
-                    plan = _possible(entry, possible)
+                    plan = _possible(entry, possible, problem)
                     if plan is None:
                         return f"what {name} has cannot be run here"
                     return dataclasses.replace(plan, reason=f"{STORED}{name} {entry.get('stored')}: {plan.reason}")
@@ -105,7 +106,7 @@ class PlanStore:
         return f"{name} does not have it, but {nearest[0]}" if nearest else ""
 
     def add(
-        self, conditions: dict[str, Any], problem: Problem, possible: Container[PassPlan], plan: PassPlan
+        self, conditions: dict[str, Any], problem: Problem, possible: Iterable[PassPlan], plan: PassPlan
     ) -> PassPlan:
         """What the file holds for `problem` then: `plan`, or what another group has written meanwhile."""
         if self.complaints:  # once is enough: who waits for a lock would wait at every problem
@@ -119,7 +120,7 @@ class PlanStore:
                 if plans is None:
                     plans = {}
                     sections.append({"conditions": conditions, "plans": plans})
-                held = _possible(plans.get(str(problem)), possible)
+                held = _possible(plans.get(str(problem)), possible, problem)
                 if held is not None:
                     return held
                 if sum(len(each["plans"]) for each in sections) >= _MOST_PLANS:
@@ -153,12 +154,12 @@ class PlanStore:
             logger.warning("%s", complaint)
 
 
-def _possible(entry: Any, possible: Container[PassPlan]) -> PassPlan | None:
+def _possible(entry: Any, possible: Iterable[PassPlan], problem: Problem) -> PassPlan | None:
     """The plan of an entry; None if it is none, or may not be run."""
     try:
         plan = plan_of(entry)
-        blank = dataclasses.replace(plan, reason="", predicted_us=None, measured_us=None)
-        return plan if blank in possible else None
+        is_whole = not plan.pieces or (sum(plan.pieces) == problem.group_size - 1 and min(plan.pieces) > 0)
+        return plan if is_whole and plan.candidate in [each.candidate for each in possible] else None
     except (TypeError, ValueError, KeyError):  # there is none, or somebody has edited it
         return None
 

@@ -20,11 +20,11 @@ _FIRST_SCATTER_FLAG = MOST_CHUNKS
 # each, none wants more (one H200, December 2026, 7bdea3f).
 _WORKSPACE_STEP_BYTES = 4 << 20
 
-_ORDER = ("gathered", "arrived", "sent", "own")
+_ORDER = ("gathered", "arrived", "sent", "own", "running")
 
 
 class PassBuffers:
-    """Buffers by the names of operands: "gathered", "sent", "arrived" and "own", each [rows, features].
+    """Buffers by the names of operands: "gathered", "sent", "arrived", "own" and "running", each [rows, features].
 
     Args:
         features: of the rows that travel. dtype: of those; own_dtype: of own partials until their sum.
@@ -33,6 +33,7 @@ class PassBuffers:
     def __init__(self, slots: Slots, features: int, dtype: torch.dtype, own_dtype: torch.dtype) -> None:
         self.slots, self.device = slots, slots.device
         self.features, self.dtype, self._own_dtype = features, dtype, own_dtype
+        self._running_dtype = torch.promote_types(dtype, torch.float32)  # what sums accumulate in
 
     @property
     def generation(self) -> int:
@@ -62,6 +63,8 @@ class PassBuffers:
             return slots.carve_window("receive", (bound.arrived_rows, features), self.dtype, most)
         if name == "sent":
             return slots.carve("send", (bound.total_rows - bound.own_rows, features), self.dtype)
+        if name == "running":  # where it is used, "own" is not
+            return slots.carve("own", (bound.own_rows, features), self._running_dtype)
         is_ring = bound.schedule.algorithm is Algorithm.RING
         return slots.carve("own", (max(bound.chunk_rows) if is_ring else bound.own_rows, features), self._own_dtype)
 
@@ -89,5 +92,5 @@ def buffers_of(program: Program, brings: Collection[str]) -> dict[str, BoundSche
         needed["gathered"] = program.gather
     if program.scatter is not None:
         needed["arrived"] = program.scatter
-        needed |= {name: program.scatter for name in ("sent", "own") if name in program.operands}
+        needed |= {name: program.scatter for name in ("sent", "own", "running") if name in program.operands}
     return {name: bound for name, bound in needed.items() if name not in brings}

@@ -181,6 +181,7 @@ class OverlapContext(PassContext):
                 attention=None if entry.attention is None else entry.attention.name,
                 attention_reason=entry.attention_reason,
                 modes={mode: number for mode, number in entry.modes.items() if number},
+                details=entry.plan.details,
             )
             for entry in self._prepared.values()
         ]

@@ -15,7 +15,8 @@ class OpRecord:
     attention; None for a linear, and where Megatron's own attention runs. attention_reason: why that and no faster one.
     gemm: what multiplied: "cuBLASLt" from tapes and graphs, the context's GEMM otherwise, "none" without a weight.
     modes: how many of the calls that a schedule carried ran "stepped", from a "tape" or as a "graph"; trials are not
-    counted. Of attention over a split sequence N and K are features of all heads of the result and of queries.
+    counted. details: what the planner settled of the path, in words. Of attention over a split sequence N and K are
+    features of all heads of the result and of queries.
     """
 
     op: str
@@ -38,11 +39,13 @@ class OpRecord:
     attention: str | None = None
     attention_reason: str = ""
     modes: dict[str, int] = field(default_factory=dict)
+    details: str = ""
 
     def __str__(self) -> str:
         how = self.path if self.path != "sliced" else f"sliced, {self.algorithm}, m={self.chunks_per_shard}"
         if self.path == "overlapped":
             how = f"overlapped, m={self.chunks_per_shard}"
+        how = ", ".join(filter(None, (how, self.details)))
         kernel = "" if self.attention is None else f", {self.attention} attention"
         modes = ": " + ", ".join(f"{number} {mode}" for mode, number in self.modes.items()) if self.modes else ""
         # An attention that Megatron then runs itself, for one.

@@ -411,7 +411,8 @@ class PassContext:
                 return
             plan = prepared.plan
             of_call = "".join(f", {name} {number!r}" for name, number in numbers)
-            statement = f"{prepared.problem}, {plan.path} {plan.algorithm} {plan.chunks_per_shard}{of_call}"
+            how = f"{plan.path} {plan.algorithm} {plan.chunks_per_shard} {plan.details}".rstrip()
+            statement = f"{prepared.problem}, {how}{of_call}"
             self.consensus.agree(statement, topic=prepared.problem.call)
         if not is_known:
             if len(prepared.agreed) >= _MOST_AGREED:  # on all ranks at the same call

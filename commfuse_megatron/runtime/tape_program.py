@@ -235,7 +235,7 @@ class TapeBinder:
 
     def rows(self, rows: prog.Rows) -> Ref:
         """Where rows begin."""
-        return self.at(rows.operand, rows.start * self._features(rows.operand) * self.itemsize)
+        return self.at(rows.operand, rows.start * self._features(rows.operand) * self._dtype_of(rows.operand).itemsize)
 
     def matrix(self, rows: prog.Rows) -> Matrix:
         """Rows as operand of a GEMM."""
@@ -244,6 +244,9 @@ class TapeBinder:
 
     def _features(self, name: str) -> int:
         return self._buffers.features if name in self._bounds else self.tensors[name].size(-1)
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return self.operand(name).dtype if name in self._bounds else self.dtype
 
     def _alignment_at(self, ref: Ref) -> int:
         alignment = min(self._alignment, alignment_of(ref.offset))
@@ -383,7 +386,8 @@ class TapeBinder:
         distance = adds[1].offset - adds[0].offset if len(adds) > 1 else 0
         shape = (op.out.count, self._features(op.out.operand))
         bias = self.at("bias") if op.has_bias else None
-        self.sum(shape, (self.rows(op.own), adds[0], self.rows(op.out)), len(adds), distance, bias)
+        dtypes = self._dtype_of(op.own.operand), self._dtype_of(op.out.operand)
+        self.sum(shape, (self.rows(op.own), adds[0], self.rows(op.out)), len(adds), distance, bias, dtypes)
 
     def _add_weight_grad(self, op: prog.WeightGrad) -> None:
         out = self.tensors["grad_weight"]
@@ -448,18 +452,20 @@ class TapeBinder:
         num_partials: int,
         distance_bytes: int,
         bias: Ref | None = None,
+        dtypes: tuple[torch.dtype, torch.dtype] | None = None,
     ) -> None:
         """refs: own, partials, out. out = own + so many partials, each that many bytes behind the one before (+ bias);
-        all [rows, cols]."""
+        all [rows, cols]. dtypes: of own and out, if not the pass's."""
         offsets = [ref.offset for ref in (*refs, bias) if ref is not None]
         if any(size % 16 for size in (shape[1] * self.itemsize, distance_bytes, *offsets)):
             raise Unservable  # sums are bound for rows that begin on 16 bytes
         like = functools.partial(torch.empty, dtype=self.dtype, device="meta")
-        rows, stride = like(shape), distance_bytes // self.itemsize
+        own, out = (torch.empty(shape, dtype=dtype, device="meta") for dtype in dtypes or 2 * (self.dtype,))
+        stride = distance_bytes // self.itemsize
         others = like(stride * max(0, num_partials - 1) + shape[0] * shape[1])
         others = others.as_strided((num_partials, *shape), (stride, shape[1], 1))
         row = None if bias is None else like(shape[1])
-        add = self._hardware.sum(rows, others, bias=row, out=rows, device=self.device)
+        add = self._hardware.sum(own, others, bias=row, out=out, device=self.device)
         if add is None:
             raise Unservable
         (own_slot, own_at), (partials_slot, partials_at), (out_slot, out_at) = refs

@@ -7,12 +7,13 @@ So the backward pass of one is the other's with other operands, and the weight's
 an all-gather linear need the rows of all ranks again: they are gathered along with what is scattered.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from commfuse_megatron.schedule.actions import Algorithm
 from commfuse_megatron.schedule.binding import BoundSchedule
 from commfuse_megatron.schedule.lowering import Lowering, Policy
+from commfuse_megatron.schedule.pieces import cut_into_pieces
 from commfuse_megatron.schedule.program import GATHER, Compute, Program, Rows, Sum, WeightGrad
 
 _AGAIN = "re-gather of the input"
@@ -61,7 +62,7 @@ def lower_gather_pass(
     needs_all = asked.keeps_gathered or asked.weight_grad != "none"
     if not asked.has_product:
         _gather_alone(low)
-    elif asked.is_bulk or policy.grows:
+    elif asked.is_bulk or policy.pieces:
         copies_late = _copy_own_first(low, needs_all=needs_all)
         _gather_in_pieces(low, gather, asked, copies_late=copies_late)
     else:
@@ -130,7 +131,8 @@ def _gather_in_pieces(low: Lowering, gather: BoundSchedule, asked: Asked, *, cop
     piece begin with the one before it."""
     is_ahead = asked.is_bulk or (low.can_gather_ahead and asked.is_backward)
     me, size = gather.group_rank, gather.schedule.group_size
-    pieces = [range(me, me + 1), *owners_in_pieces([(me - far) % size for far in range(1, size)], low.policy, asked)]
+    others = [(me - far) % size for far in range(1, size)]
+    pieces = [range(me, me + 1), *cut_into_pieces(others, _sizes(len(others), low.policy, asked))]
     pieces = [owners for owners in pieces if low.rows_of("out", owners).count]
     batches = [[(me - owner) % size - 1 for owner in reversed(owners) if owner != me] for owners in pieces]
     if is_ahead:
@@ -153,22 +155,9 @@ def _gather_in_pieces(low: Lowering, gather: BoundSchedule, asked: Asked, *, cop
     low.join()
 
 
-def owners_in_pieces(order: Sequence[int], policy: Policy, asked: Asked) -> list[range]:
-    """Owners whose rows are multiplied at a time, each piece one range of rows. order: of arrival.
-
-    In bulk there are as few as possible. Growing ones take all that has arrived by then: one, two, four ... owners'; a
-    small rest goes with the piece before it.
-    """
-    wrap = next((at for at in range(1, len(order)) if abs(order[at] - order[at - 1]) != 1), len(order))
-    pieces, start, size = list[range](), 0, 1 if policy.grows and not asked.is_bulk else len(order)
-    while start < len(order):
-        end = wrap if start < wrap else len(order)
-        stop = min(start + size, end)
-        if end - stop <= size // 2:
-            stop = end
-        pieces.append(range(min(order[start:stop]), max(order[start:stop]) + 1))
-        start, size = stop, 2 * size
-    return pieces
+def _sizes(count: int, policy: Policy, asked: Asked) -> tuple[int, ...]:
+    """In bulk there are as few pieces as possible."""
+    return (count,) if asked.is_bulk else policy.pieces
 
 
 def lower_scatter_pass(scatter: BoundSchedule, gather: BoundSchedule | None, policy: Policy, asked: Asked) -> Program:
@@ -203,7 +192,7 @@ class _ScatterPass:
     def lower(self) -> Program:
         low, asked, regathers = self._low, self._asked, self._regathers
         copies_late = regathers and _copy_own_first(low, needs_all=True)
-        in_pieces = asked.is_bulk or low.policy.grows
+        in_pieces = asked.is_bulk or bool(low.policy.pieces)
         if regathers and (low.can_gather_ahead or in_pieces):
             low.issue_gather()
 
@@ -216,7 +205,7 @@ class _ScatterPass:
             copy_late()
             self._produce_others_in_pieces()
             self._weight_gradient()
-        elif low.policy.grows:
+        elif low.policy.pieces:
             self._produce_others_in_pieces()
             copy_late()
         low.scatter_from(
@@ -261,12 +250,11 @@ class _ScatterPass:
             self._low.ops.append(Sum(target, target, addend))
 
     def _produce_others_in_pieces(self) -> None:
-        """The partials of several owners at a time, sent when they are done; fewer and fewer, if they grow the other
-        way round."""
+        """The partials of several owners at a time, sent when they are done: the pieces of a gather, backwards."""
         low, bound = self._low, self._scatter
         me, size = bound.group_rank, bound.schedule.group_size
         order = [(me + far) % size for far in range(size - 1, 0, -1)]
-        for owners in reversed(owners_in_pieces(order, low.policy, self._asked)):
+        for owners in reversed(cut_into_pieces(order, _sizes(len(order), low.policy, self._asked))):
             if not self._asked.is_bulk:
                 low.turn()
             self._multiply(low.rows_of("a", owners), low.partials(owners))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from commfuse_megatron.schedule import program as prog
 from commfuse_megatron.schedule.actions import Algorithm
 from commfuse_megatron.schedule.binding import BoundSchedule, Transfer
+from commfuse_megatron.schedule.pieces import cut_into_halves
 
 #: Computes what belongs to a chunk: (chunk, where its result goes, what has arrived and is to be added to it).
 Produce = Callable[[int, prog.Rows, tuple[prog.Rows, ...]], None]
@@ -24,18 +25,21 @@ class Policy:
     issued at once, and the own rows are copied by the transport beside the last GEMM. Without, own rows come first.
     most_adds: how many arrived partials a GEMM adds on the way out. adds_bias_too: beside them.
     keeps_own_apart: own partials are un-rounded until their sum.
+    sums_on_the_way: sums of a direct reduce-scatter take what has arrived while the rest travels, see `sum_own`.
     lanes: between which pieces take turns; 0 for none.
     is_tape: the program is put on a tape, so that what runs side by side can be submitted in any order.
-    grows: GEMMs of a linear take the rows of more and more owners (in a reduce-scatter of fewer and fewer).
+    pieces: of how many other owners GEMMs of a linear take the rows, in the order of a gather's arrivals (backwards in
+    a reduce-scatter); empty: of one, chunk by chunk.
     """
 
     has_windows: bool
     most_adds: int = 0
     adds_bias_too: bool = False
     keeps_own_apart: bool = False
+    sums_on_the_way: bool = False
     lanes: int = 0
     is_tape: bool = False
-    grows: bool = False
+    pieces: tuple[int, ...] = ()
 
 
 class Lowering:
@@ -315,19 +319,38 @@ class Lowering:
         """Wait for all partials of an own chunk; where they lie."""
         bound = self._scatter
         assert bound is not None
-        chunks_per_shard, senders = bound.schedule.chunks_per_shard, bound.schedule.group_size - 1
-        self.wait((prog.SCATTER, sender * chunks_per_shard + own_number + 1) for sender in range(senders))
+        self._wait_for_senders(range(bound.schedule.group_size - 1), [own_number])
         return self.arrived(own_number)
 
+    def _wait_for_senders(self, senders: range, own_numbers: Iterable[int]) -> None:
+        """Wait for what these, by the order of arrival, bring of own chunks."""
+        assert self._scatter is not None
+        per_shard = self._scatter.schedule.chunks_per_shard
+        self.wait((prog.SCATTER, sender * per_shard + own + 1) for own in own_numbers for sender in senders)
+
     def sum_own(self, *, has_bias: bool) -> None:
-        """Of a direct reduce-scatter whose GEMMs add nothing: add what arrived to the own partials, chunk by chunk."""
-        bound = self._scatter
+        """Of a direct reduce-scatter whose GEMMs add nothing: add what arrived to the own partials.
+
+        In one pass at the end, chunk by chunk; or, on the way, in passes of fewer and fewer senders, so that the last
+        one adds one. Between passes the sum is un-rounded, so both add in the same order, to the same bits.
+        """
+        bound, total = self._scatter, self._own_operand
         assert bound is not None
-        for own_number, chunk in enumerate(bound.own_chunks):
+        num_senders, chunks = bound.schedule.group_size - 1, bound.own_chunks
+        senders = cut_into_halves(num_senders) if self.policy.sums_on_the_way else [range(num_senders)]
+        for early in senders[:-1]:
+            self._wait_for_senders(early, range(len(chunks)))
+            running = "own" if self.policy.keeps_own_apart else "running"
+            whole = prog.Rows(running, 0, bound.own_rows)
+            adds = tuple(prog.Rows("arrived", sender * bound.own_rows, bound.own_rows) for sender in early)
+            self.ops.append(prog.Sum(whole, prog.Rows(total, 0, bound.own_rows), adds))
+            total = running
+        late = senders[-1]
+        for own_number, chunk in enumerate(chunks):
             if bound.chunk_rows[chunk]:
-                arrived = self.wait_for_arrived(own_number)
-                out = self.own_chunk("out", chunk)
-                self.ops.append(prog.Sum(out, self.own_chunk(self._own_operand, chunk), arrived, has_bias))
+                self._wait_for_senders(late, [own_number])
+                own, adds = self.own_chunk(total, chunk), self.arrived(own_number)[late.start : late.stop]
+                self.ops.append(prog.Sum(self.own_chunk("out", chunk), own, adds, has_bias))
 
     def add_bias(self) -> None:
         """Of a ring: add the bias to the sums, which have been rounded."""

@@ -6,6 +6,7 @@
     shard     what this rank sends in an all-gather    sent      partials for other ranks, until they have left
     gathered  where an all-gather arrives              arrived   where a reduce-scatter arrives
     own       own partials that are not yet summed     out       the result
+    running   their un-rounded sums with what arrived
 
 Other names are the operation's: its lowering says what they are. Work of one lane is in order; lanes are ordered
 against each other by `Fork`, `Join`, `After` and by waiting for the same message. Order on other lanes is nobody's
@@ -101,7 +102,10 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """out = own + all of `adds`, in that order (+ bias), rounded once; `own` may be `out`."""
+    """out = own + all of `adds`, in that order (+ bias), rounded once; `own` may be `out`.
+
+    Into "running" nothing is rounded: it holds what sums accumulate in.
+    """
 
     out: Rows
     own: Rows

@@ -353,13 +353,13 @@ def _check_cover(rank: Checked, before: list[int]) -> None:
         is_bulk_scatter = rank.asked.is_bulk and not is_gather
         covers = [number for number, is_own in products if is_own] if is_bulk_scatter else numbers
         first = 0 if is_bulk_scatter else sum(step.compute is not None for step in bound.steps[: op.step])
-        if rank.policy.grows and not rank.asked.is_bulk:
-            first = _growing_cover(rank, op, bound.chunk_rows, numbers, is_gather=is_gather)
+        if rank.policy.pieces and not rank.asked.is_bulk:
+            first = _cover_of_pieces(rank, op, bound.chunk_rows, numbers, is_gather=is_gather)
         if first < len(covers) and issue > covers[first]:
             rank.fail(issue, f"begins behind op {covers[first]}, which is to cover it.")
 
 
-def _growing_cover(
+def _cover_of_pieces(
     rank: Checked, op: prog.Issue, chunk_rows: Sequence[int], numbers: list[int], *, is_gather: bool
 ) -> int:
     """Which product is the last that a batch may begin before: the one before that of the rows it brings, or behind

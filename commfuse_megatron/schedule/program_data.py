@@ -51,7 +51,7 @@ class Checked:
         self.sizes = dict.fromkeys(("gathered", "kept", "a", "x", "x_full", "addend"), total)
         self.sizes |= {"shard": own, "sent": total - own, "own": max(self._chunk_rows) if is_ring else own}
         self.sizes |= {"arrived": self.scatter.arrived_rows if self.scatter is not None else 0}
-        self.sizes |= {"out": total if self.scatter is None else own}
+        self.sizes |= {"running": own, "out": total if self.scatter is None else own}
         self._total = total
         is_forward = attends and not asked.is_backward
         self._brought = tuple(name for name in _BROUGHT if not (is_forward and name == "a"))
@@ -208,6 +208,7 @@ class Checked:
             left = "kept" if self.policy.has_windows else "gathered"
             self._require(left, {row: [("shard", row)] for row in everything})
         self._require("out", dict(enumerate(self._result())), is_all=True)
+        self._check_order_of_addition()
         self._check_weight_gradient(last)
         due = everything if self._attends and asked.is_backward and asked.has_product else ()
         if self._attended != Counter(("product", self.rank, ("shard", row), False) for row in due):
@@ -234,6 +235,19 @@ class Checked:
             due = tuple(expected.get(row, ()))
             if Counter(value) != Counter(due):
                 self.fail(op, f"at the end {operand}[{row}] holds {_say(value)}, and not {_say(due)}.")
+
+    def _check_order_of_addition(self) -> None:
+        """Fail where a direct reduce-scatter adds partials in another order than own ones, then as they are sent."""
+        bound = self.scatter
+        if bound is None or bound.schedule.algorithm is Algorithm.RING:
+            return
+        received = [step.receive.peer for step in bound.steps if step.receive is not None]
+        due = [self.rank, *dict.fromkeys(received)]
+        for row in range(len(self._own) if self.asked.has_product else 0):
+            value, op = self._held["out", row]
+            found = [term[1] for term in value if term[0] == "product"]
+            if found != due:
+                self.fail(op, f"adds the partials of out[{row}] in the order of ranks {found}, and not {due}.")
 
     def _check_weight_gradient(self, last: int) -> None:
         count = int(self.asked.weight_grad == "now")

@@ -26,6 +26,7 @@ from torch import distributed as dist
 from commfuse_megatron.kernels.attention import AttentionKernel, BoundAttention, MathAttention, Operands, SplitMask
 from commfuse_megatron.kernels.attention_choice import AttentionKernels
 from commfuse_megatron.kernels.blas import Matrix
+from commfuse_megatron.kernels.sum_partials import sum_partials
 from commfuse_megatron.runtime import hardware
 from commfuse_megatron.runtime.context import OverlapContext
 from commfuse_megatron.runtime.hardware import Hardware
@@ -408,16 +409,12 @@ def _bind_sum(
     out: torch.Tensor,
     device: torch.device | None = None,
 ):
-    rows, row = _rows(*own.shape, dtype=own.dtype), _rows(1, own.size(1), dtype=own.dtype)
-    others = _layout(partials)
+    rows, others, sums = _layout(own), _layout(partials), _layout(out)
+    row = None if bias is None else _layout(bias)
 
     def total(own_at: int, partials_at: int, bias_at: int | None, out_at: int) -> None:
-        total = _view(rows, own_at).double()
-        if others[0][0]:
-            total += _view(others, partials_at).double().sum(0)
-        if bias_at is not None:
-            total += _view(row, bias_at)
-        _view(rows, out_at).copy_(total)
+        added = None if row is None else _view(row, bias_at)
+        sum_partials(_view(rows, own_at), _view(others, partials_at), bias=added, out=_view(sums, out_at))
 
     return lambda stream, *addresses: _submit(stream, functools.partial(total, *addresses))
 

@@ -31,6 +31,8 @@ from commfuse_megatron.schedule.program_checks import validate_programs
 
 ANY_NUMBER = 1 << 30
 
+TAPE = Policy(has_windows=True, most_adds=1, adds_bias_too=True, is_tape=True)
+
 #: What a call may ask, by the pass that is lowered for it.
 Lower = Callable[[BoundSchedule, BoundSchedule, Policy, Asked], Program]
 
@@ -49,7 +51,7 @@ class Kind:
     has_lanes_on_tensors: bool = False
     only_tapes: bool = False
     only_direct: bool = False
-    may_grow: bool = False
+    may_be_in_pieces: bool = False
     problem: Callable[[int, int, int, int], UlyssesProblem] | None = None
 
 
@@ -91,11 +93,11 @@ _WHOLE_BACKWARD = tuple(asked for asked in _GATHER_BACKWARD if asked.has_product
 
 KINDS = {
     "all_gather_linear": Kind(lambda g, s, policy, asked: lower_gather_pass(g, policy, asked), _GATHER_FORWARD,
-     may_grow=True),
-    "linear_reduce_scatter": Kind(_scatter_pass, (Asked(), Asked(has_bias=True)), may_grow=True),
-    "all_gather_linear backward": Kind(_scatter_pass, _SCATTER_BACKWARD, may_grow=True),
+     may_be_in_pieces=True),
+    "linear_reduce_scatter": Kind(_scatter_pass, (Asked(), Asked(has_bias=True)), may_be_in_pieces=True),
+    "all_gather_linear backward": Kind(_scatter_pass, _SCATTER_BACKWARD, may_be_in_pieces=True),
     "linear_reduce_scatter backward": Kind(lambda g, s, policy, asked: lower_gather_pass(g, policy, asked),
-     _GATHER_BACKWARD, may_grow=True),
+     _GATHER_BACKWARD, may_be_in_pieces=True),
     "linear_all_reduce": Kind(lambda g, s, policy, asked: lower_all_reduce(s, g, policy, asked), (Asked(),
      Asked(has_bias=True)), all_reduces=True, only_direct=True),
     "linear_grad_all_reduce backward": Kind(lambda g, s, policy, asked: lower_all_reduce(s, g, policy, asked),
@@ -171,15 +173,25 @@ class Case:
 @st.composite
 def policies(draw: st.DrawFn, *, is_tape: bool, has_lanes: bool) -> Policy:
     """Those that passes are run by: on tapes, or on tensors over gloo, NCCL or the copy engine."""
-    lanes = draw(st.integers(0, 4)) if has_lanes else 0
+    lanes, on_the_way = draw(st.integers(0, 4)) if has_lanes else 0, draw(st.booleans())
     if is_tape:
-        return Policy(has_windows=True, most_adds=1, adds_bias_too=True, lanes=lanes, is_tape=True)
+        return replace(TAPE, lanes=lanes, sums_on_the_way=on_the_way)
     return Policy(
         has_windows=draw(st.booleans()),
         most_adds=draw(st.sampled_from([0, 1, 2, ANY_NUMBER])),
         keeps_own_apart=draw(st.booleans()),
+        sums_on_the_way=on_the_way,
         lanes=lanes,
     )
+
+
+@st.composite
+def sizes_of_pieces(draw: st.DrawFn, count: int) -> tuple[int, ...]:
+    """Any that are `count` together."""
+    sizes = list[int]()
+    while sum(sizes) < count:
+        sizes.append(draw(st.integers(1, count - sum(sizes))))
+    return tuple(sizes)
 
 
 @st.composite
@@ -193,14 +205,16 @@ def cases(draw: st.DrawFn, kind: str, most_ranks: int = 16) -> Case:
     is_tape = what.only_tapes or (algorithm is Algorithm.DIRECT and draw(st.booleans()))
     has_lanes = (is_tape and not asked.is_bulk) or (what.has_lanes_on_tensors and not is_tape)
     group_size = draw(st.integers(1, most_ranks))
-    grows = what.may_grow and algorithm is Algorithm.DIRECT and not asked.is_bulk and draw(st.booleans())
+    pieces = ()
+    if what.may_be_in_pieces and algorithm is Algorithm.DIRECT and not asked.is_bulk and draw(st.booleans()):
+        pieces = draw(sizes_of_pieces(group_size - 1))
     return Case(
         kind,
-        replace(draw(policies(is_tape=is_tape, has_lanes=has_lanes)), grows=grows),
+        replace(draw(policies(is_tape=is_tape, has_lanes=has_lanes)), pieces=pieces),
         asked,
         algorithm,
         group_size,
-        1 if asked.is_bulk or grows else draw(st.integers(1, 4)),
+        1 if asked.is_bulk or pieces else draw(st.integers(1, 4)),
         draw(st.one_of(st.integers(int(is_tape), 2 * group_size), st.sampled_from([4 * group_size]))),
         draw(st.integers(1, 2)),
     )

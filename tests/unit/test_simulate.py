@@ -138,7 +138,7 @@ def is_beside(op) -> bool:
 @given(st.data(), TIMES_US, TIMES_US, st.booleans())
 @settings(deadline=None, max_examples=25)
 def test_of_equal_shards_one_rank_stands_for_all(kind, data, gemm_us, wire_us, is_beside):
-    is_alike = lambda case: not (case.asked.is_bulk or case.policy.grows) or case.group_size == 2  # noqa: E731
+    is_alike = lambda case: not (case.asked.is_bulk or case.policy.pieces) or case.group_size == 2  # noqa: E731
     case = data.draw(cases(kind, 6).filter(is_alike))
     if case.rows % (case.group_size * case.chunks_per_shard):
         return
