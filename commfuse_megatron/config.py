@@ -75,8 +75,8 @@ class PassConfig(_Checked):
     What is "auto" (or None) the planner chooses; the rest is forced.
 
     path: "sliced": partial GEMMs over point-to-point transfers, one for every shard; "grouped", of more than two ranks:
-    one for more and more shards, all that have arrived (of a reduce-scatter for fewer and fewer); "bulk", backward
-    passes only: as few GEMMs as possible, the weight gradient put where it covers the transfer; "async": the
+    one for several shards, as many as have arrived by the cost model (of a reduce-scatter the other way round); "bulk",
+    backward passes only: as few GEMMs as possible, the weight gradient put where it covers the transfer; "async": the
     group's own collectives beside whole GEMMs, as Megatron's own layers do in backward; "sequential": the plain
     collective followed by (or following) one GEMM.
     algorithm: "direct" sends between owner and user, "ring" hop by hop through the neighbours.

@@ -97,6 +97,18 @@ def test_what_is_no_candidate_or_was_edited_is_replaced(tmp_path):
     assert find(file).measured_us == PLAN.measured_us
 
 
+@pytest.mark.parametrize(("pieces", "is_taken"), [((3, 4), True), ((), True), ((3, 3), False), ((8, -1), False)])
+def test_what_was_settled_is_stored_where_it_is_whole(pieces, is_taken, tmp_path):
+    """Of pieces that somebody has edited, an owner's rows would be missed."""
+    problem = layer_problem("70b.fc2", 8192, 8)
+    plan = PassPlan("grouped", "measured: so", measured_us=1.0, sums_on_the_way=True, pieces=pieces)
+    candidates = [PassPlan("grouped", sums_on_the_way=True)]
+    PlanStore(str(tmp_path / "plans.json")).add(HERE, problem, candidates, plan)
+    found = find(tmp_path / "plans.json", HERE, problem, candidates)
+    assert (found == "what plans.json has cannot be run here") == (not is_taken)
+    assert not is_taken or (found.pieces, found.sums_on_the_way) == (pieces, True)
+
+
 @pytest.mark.parametrize(
     "text", ["{", "[]", "\xff", "{}", '{"format": 2, "sections": []}', '{"format": 1, "sections": [3]}']
 )

@@ -44,6 +44,7 @@ TRANSFERS = Case("transfers", NCCL, Asked(has_product=False), DIRECT, 3, 1, 6)
 PAIR = Case("transfers", NCCL, Asked(has_product=False), DIRECT, 2, 2, 8)
 SCATTER = Case("linear_reduce_scatter", NCCL, WITH_BIAS, DIRECT, 3, 1, 10)
 RUNNING_SUM = Case("linear_reduce_scatter", NCCL, FORWARD, RING, 3, 2, 13)
+ON_THE_WAY = Case("linear_reduce_scatter", replace(TAPE, sums_on_the_way=True), FORWARD, DIRECT, 5, 1, 10)
 IN_EPILOGUE = Case("linear_reduce_scatter", replace(WINDOWS, adds_bias_too=True), WITH_BIAS, DIRECT, 3, 2, 12)
 BULK = Case("all_gather_linear backward", TAPE, BACKWARD._replace(is_bulk=True, has_addend=True), DIRECT, 3, 1, 10)
 LATER = Case("all_gather_linear backward", WINDOWS, Asked(True, weight_grad="later"), RING, 3, 1, 10)
@@ -266,6 +267,9 @@ BROKEN: dict[str, tuple[Case, Break, str]] = {
      r"the gradients of heads are not those of all queries"),
     "attends twice": (ATTENTION, lambda p: repeat(p, 0, Compute), r"computes what op 2 did for attended\[4\]"),
     "slabs added twice": (BACK, lambda p: repeat(p, 0, Compute, -1), r"computes what op \d+ did"),
+    "another order of addition": (ON_THE_WAY, lambda p: edit(p, 0, Sum, adds=lambda adds: adds[::-1]),
+     r"adds the partials of out\[0\] in the order of ranks \[0, 3, 4, 2, 1\], and not \[0, 4, 3, 2, 1\]"),
+    "a running sum left out": (ON_THE_WAY, lambda p: edit(p, 0, Sum, 1, own=Rows("out", 0, 2)), r"writes over running"),
     "a partial is not added": (SCATTER, lambda p: edit(p, 1, Sum, adds=lambda adds: adds[:1]),
      r"rank 1, op \d+: at the end out\[0\] holds rank 1's product of a\[4\] of rank 1 \+ rank 0's .* and not"),
     "a running sum is not added": (RUNNING_SUM, lambda p: edit(p, 0, Gemm, -1, adds=()), r"at the end out\[.\] holds"),
