@@ -32,6 +32,8 @@ OPS = {
     for op in (
         ops.all_gather_linear,
         ops.linear_reduce_scatter,
+        ops.linear_all_reduce,
+        ops.linear_grad_all_reduce,
         ops.query_split_attention,
         ops.embedding_reduce_scatter,
         ops.ulysses_attention,
