@@ -25,7 +25,7 @@ from commfuse_megatron.plugin.compat import fuses_weight_gradient, group_of
 from commfuse_megatron.plugin.contexts import context_for, existing_context
 from commfuse_megatron.plugin.main_grad import DelayedWeightGrads, main_grad_target
 from commfuse_megatron.plugin.stand_in import class_name
-from commfuse_megatron.plugin.support import misses_nothing, unsupported_reason
+from commfuse_megatron.plugin.support import ALL_REDUCE_NOT_RUN, misses_nothing, unsupported_reason
 from commfuse_megatron.problem import Problem
 
 logger = logging.getLogger(__name__)
@@ -121,10 +121,20 @@ def overlap_context(
         problems: what the op would state (`ops.problems`); asked for while a CUDA graph is captured only.
     """
     reason = unsupported_reason(layer, input_, weight=weight, grad_output_buffer=grad_output_buffer)
+    if reason is None and not asks_for_all_reduce(layer, is_cuda=input_.is_cuda):
+        reason = ALL_REDUCE_NOT_RUN
     if reason is None and capture.is_capturing(input_):
         existing = existing_context_of(layer)
         reason = capture.reason_not_to_capture(existing, () if existing is None else problems(existing))
     return context_unless(layer, input_, reason)
+
+
+def asks_for_all_reduce(layer: Any, *, is_cuda: bool) -> bool:
+    """Whether a call may all-reduce under its GEMMs, if it does that: on GPUs where the configuration asks for it."""
+    if not is_cuda or getattr(layer, "sequence_parallel", True):
+        return True
+    linear = state_of(layer).config(layer.config).linear
+    return "sliced" in (linear.fprop.path, linear.dgrad.path)
 
 
 def context_unless(

@@ -30,6 +30,12 @@ DECODING = (
     " few to cut"
 )
 
+#: On GPUs, without sequence parallelism.
+ALL_REDUCE_NOT_RUN = (
+    "sequence_parallel is off, and all-reduces under GEMMs have not run on GPUs yet: linear.fprop.path or"
+    " linear.dgrad.path: sliced asks for them"
+)
+
 _NOTHING_MISSED = frozenset({SWITCHED_OFF, ONE_RANK, DECODING})
 
 #: How the reason begins for what the planner left to Megatron.

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from commfuse_megatron import OverlapConfig
 from commfuse_megatron.plugin import (
     CommFuseColumnParallelLinear,
     CommFuseRowParallelLinear,
@@ -13,6 +14,7 @@ from commfuse_megatron.plugin import (
     capture,
     unsupported_reason,
 )
+from commfuse_megatron.plugin.decision import asks_for_all_reduce, state_of
 
 GROUP_SIZE = 2
 
@@ -94,6 +96,18 @@ def test_without_sequence_parallelism(cls: type) -> None:
         layer.train()
     layer.allreduce_dgrad = False  # of a row-parallel one it means nothing
     says("allreduce_dgrad are off" if cls is CommFuseColumnParallelLinear else None, layer)
+
+
+@BOTH
+def test_gpus_are_asked_to_all_reduce(cls: type) -> None:
+    alone = make_layer(cls, sequence_parallel=False, allreduce_dgrad=True)
+    shared = make_layer(cls)
+    for config, is_asked in (({}, False), ({"fprop": {"path": "sliced"}}, True), ({"dgrad": {"path": "sliced"}}, True)):
+        for layer in (alone, shared):
+            state_of(layer).overlap_config = OverlapConfig.from_dict({"linear": config})
+        assert asks_for_all_reduce(alone, is_cuda=True) == is_asked
+        assert asks_for_all_reduce(alone, is_cuda=False)
+        assert asks_for_all_reduce(shared, is_cuda=True)
 
 
 def test_only_one_kind() -> None:
