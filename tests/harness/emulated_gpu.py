@@ -278,6 +278,8 @@ def _rows(*shape: int, dtype: torch.dtype) -> _Layout:
 
 def _view(layout: _Layout, address: int) -> torch.Tensor:
     shape, strides, dtype = layout
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
     count = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
     memory = (ctypes.c_byte * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
