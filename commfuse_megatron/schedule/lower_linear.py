@@ -157,7 +157,9 @@ def _gather_in_pieces(low: Lowering, gather: BoundSchedule, asked: Asked, *, cop
 
 def _sizes(count: int, policy: Policy, asked: Asked) -> tuple[int, ...]:
     """In bulk there are as few pieces as possible."""
-    return (count,) * bool(count) if asked.is_bulk else policy.pieces
+    if asked.is_bulk:
+        return (count,) if count else ()
+    return policy.pieces
 
 
 def lower_scatter_pass(scatter: BoundSchedule, gather: BoundSchedule | None, policy: Policy, asked: Asked) -> Program:

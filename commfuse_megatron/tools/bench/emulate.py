@@ -31,6 +31,8 @@ from commfuse_megatron.ops.linear_reduce_scatter import scatter_backward, scatte
 from commfuse_megatron.ops.split_attention import Heads
 from commfuse_megatron.ops.ulysses_pass import UlyssesCall
 from commfuse_megatron.ops.ulysses_passes import ulysses_forward
+from commfuse_megatron.plan.cost_model import settle
+from commfuse_megatron.plan.machine import Traits, assumed_machine
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import GemmProblem, Problem
 from commfuse_megatron.runtime.prepared import PreparedPass
@@ -167,10 +169,17 @@ def emulate(program: Program, peer: int) -> Program:
 
 
 class EmulatedPass(PreparedPass):
-    """A pass of the rank of a larger group that this one plays, by the direct schedule."""
+    """A pass of the rank of a larger group that this one plays, by the direct schedule.
+
+    Sizes of groups, and when sums are made, are settled from assumed numbers: nobody knows what it would measure.
+    """
 
     def __init__(self, context: OverlapContext, problem: Problem, path: str = "sliced", chunks: int = 1) -> None:
         plan = PassPlan(path, "emulated", Algorithm.DIRECT, chunks, keep_gathered_input=False)
+        if isinstance(problem, GemmProblem):
+            transport = context.transport_name
+            machine = assumed_machine(Traits(transport=transport, replays=transport == "copy_engine"), problem.dtype)
+            plan = settle(problem, dataclasses.replace(plan, sums_on_the_way=True), machine)
         super().__init__(context, problem, plan, context.slice_gemm(getattr(torch, problem.dtype)))
         self.group_rank = rank_played(problem.group_size)
         self._peer = 1 - context.group_rank
