@@ -356,8 +356,11 @@ class TapeBinder:
         return begin, end
 
     def _add_copy(self, op: prog.Copy) -> None:
-        self._order(op.source)
         size_bytes = op.source.count * self._features(op.source.operand) * self.itemsize
+        if not op.is_beside:
+            self.tape.compute(self._transport.bind_copy_in_turn(self.rows(op.target), self.rows(op.source), size_bytes))
+            return
+        self._order(op.source)
         key = self.tape.copy(self.rows(op.target), self.rows(op.source), size_bytes, flag=op.number)
         batch = (prog.COPIES, op.number)
         self._arriving[batch] = self._unawaited[batch] = key

@@ -118,7 +118,8 @@ class _AllReduce:
             return
         low.wait((GATHER, self._batch(distance, each)) for distance in range(1, self._size) for each in numbers)
         for rows in self._runs(numbers):
-            low.copy(Rows(self._result, rows.start, rows.count), rows, is_beside=True)
+            # In turn, not by the transport: there they would stand in line behind the last sums on their way to others.
+            low.copy(Rows(self._result, rows.start, rows.count), rows, is_beside=False)
 
     def _runs(self, numbers: range) -> Iterator[Rows]:
         """The rows of these chunks of all others, in as few runs as there are."""

@@ -259,8 +259,6 @@ def _check_op(rank: Checked, number: int, op: prog.Op) -> None:
             rank.fail(number, f"{say_rows(rows)} lies outside of the {size} rows of {rows.operand!r}.")
     if isinstance(op, prog.Gemm | prog.Compute) and not -1 <= op.chunk < rank.num_chunks:
         rank.fail(number, f"there is no chunk {op.chunk}.")
-    if isinstance(op, prog.Copy) and rank.policy.is_tape and not op.is_beside:
-        rank.fail(number, "a tape copies beside other things only.")
     if isinstance(op, prog.Gemm) and len(op.adds) > max(1, rank.policy.most_adds):
         rank.fail(number, f"adds {len(op.adds)} partials, and a GEMM adds {rank.policy.most_adds}.")
     if isinstance(op, prog.Gemm) and op.adds and op.has_bias and not rank.policy.adds_bias_too:

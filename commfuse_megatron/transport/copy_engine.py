@@ -292,6 +292,13 @@ class CopyEngineTransport(Transport):
         ops = self._driver.batch(self._flags.copied(self._rank, flag))
         return self._bind_copy(target, source, size_bytes, ops)
 
+    def bind_copy_in_turn(self, target: Ref, source: Ref, size_bytes: int) -> Step:
+        """Copy within this device on the stream in use."""
+        copy, (target_slot, target_offset), (source_slot, source_offset) = self._memory.copy, target, source
+        return lambda at, stream: copy(
+            stream, at[target_slot] + target_offset, at[source_slot] + source_offset, size_bytes
+        )
+
     def key_of_copy(self, flag: int) -> Key:
         """The key of a copy within this device."""
         return (-1, -1, self._rank, flag)

@@ -233,8 +233,6 @@ BROKEN: dict[str, tuple[Case, Break, str]] = {
     "an operand that is not": (SCATTER, lambda p: edit(p, 0, Gemm, a=Rows("b", 0, 3)),
      r"b\[0:3\] lies outside of the 0 rows of 'b'"),
     "a chunk that is not": (EMBEDDING, lambda p: edit(p, 0, Compute, chunk=3), r"there is no chunk 3"),
-    "a tape copies in place": (GATHER_LANES, lambda p: edit(p, 0, Copy, -1, is_beside=False),
-     r"a tape copies beside other things only"),
     "adds too many": (replace(IN_EPILOGUE, policy=replace(TAPE, most_adds=1)), lambda p: IN_EPILOGUE.programs(),
      r"adds 2 partials, and a GEMM adds 1"),
     "a bias beside partials": (replace(IN_EPILOGUE, policy=WINDOWS), lambda p: IN_EPILOGUE.programs(),
