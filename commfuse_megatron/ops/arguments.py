@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from commfuse_megatron.errors import ConfigError, ShapeError
 from commfuse_megatron.ops.kinds import OF_TORCH, find_kind_complaint, stands_for_others
-from commfuse_megatron.ops.trial import Rehearse, run_trial
+from commfuse_megatron.ops.trial import Given, Rehearse, run_trial
 from commfuse_megatron.ops.weight_grad import DeferredWeightGrad, WeightGrad, WeightGradQueue, target_of
 from commfuse_megatron.problem import DTYPE_BYTES, GemmProblem, Problem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
@@ -229,7 +229,7 @@ def prepare(
         find_complaint = functools.partial(_find_complaint, context, x, weight, bias, weight_grad, total_rows)
         require_fitting(operation, given, find_complaint, context)
         problem = state_problem(operation.name, x, weight, total_rows, context)
-        prepared = remember(context, key, problem, operation)
+        prepared = remember(context, key, problem, operation, (x, weight))
     return prepared
 
 
@@ -239,23 +239,29 @@ def join_needs(*, needs_input: bool, needs_weight: bool) -> str:
 
 
 def prepare_backward(
-    operation: Operation, forward: PreparedPass, *, needs_input: bool, needs_weight: bool
+    operation: Operation, forward: PreparedPass, *, needs_input: bool, needs_weight: bool, given: Given = ()
 ) -> PreparedPass:
-    """The backward pass of the same call; which gradients are due decides what is sent."""
+    """The backward pass of the same call; which gradients are due decides what is sent. given: see `remember`."""
     key = (forward.problem, needs_input, needs_weight)
     prepared = forward.context.known_calls.get(key)
     if prepared is None:
         needs = join_needs(needs_input=needs_input, needs_weight=needs_weight)
         problem = dataclasses.replace(forward.problem, pass_name="backward", needs=needs)
-        prepared = remember(forward.context, key, problem, operation)
+        prepared = remember(forward.context, key, problem, operation, given)
     return prepared
 
 
-def remember(context: PassContext, key: Hashable, problem: Problem, operation: Operation) -> PreparedPass:
-    """The pass of a problem, planned if it is new, and found again under `key`."""
+def remember(
+    context: PassContext, key: Hashable, problem: Problem, operation: Operation, given: Given = ()
+) -> PreparedPass:
+    """The pass of a problem, planned if it is new, and found again under `key`.
+
+    given: operands of the call, which a trial may read.
+    """
     if len(context.known_calls) >= _MOST_KNOWN_CALLS:
         context.forget_programs()
-    try_out = functools.partial(run_trial, operation.rehearse, context, problem)
+    rehearse = functools.partial(operation.rehearse, given=given) if given else operation.rehearse
+    try_out = functools.partial(run_trial, rehearse, context, problem)
     prepared = context.known_calls[key] = context.prepare(problem, try_out)
     return prepared
 

@@ -123,7 +123,8 @@ class _Linear(torch.autograd.Function):
             else:
                 grad = without_marks(grad_y).contiguous().flatten(0, -2)
             if needs_input or needs_weight:
-                p = prepare_backward(linear.operation, forward, needs_input=needs_input, needs_weight=needs_weight)
+                needs = {"needs_input": needs_input, "needs_weight": needs_weight}
+                p = prepare_backward(linear.operation, forward, **needs, given=(x, weight, grad, kept))
                 p.begin()
                 operands = LinearOperands(
                     grad,

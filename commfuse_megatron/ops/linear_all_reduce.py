@@ -16,7 +16,7 @@ import torch
 from commfuse_megatron.ops.arguments import Operation, with_unit_stride
 from commfuse_megatron.ops.collectives import start_all_reduce
 from commfuse_megatron.ops.linear import Linear, LinearOperands, call_linear
-from commfuse_megatron.ops.trial import Scratch
+from commfuse_megatron.ops.trial import Given, Scratch
 from commfuse_megatron.ops.weight_grad import DueWeightGrad, WeightGrad, ask_backward, compute_weight_gradient
 from commfuse_megatron.problem import GemmProblem
 from commfuse_megatron.runtime.context import OverlapContext
@@ -146,9 +146,9 @@ def _multiply_whole(
     return grad_weight
 
 
-def _rehearse(problem: GemmProblem, context: PassContext) -> Callable[[PreparedPass], object]:
-    """Scratch operands of `problem`, and what runs a pass of it on them."""
-    scratch = Scratch(problem, context.device)
+def _rehearse(problem: GemmProblem, context: PassContext, given: Given = ()) -> Callable[[PreparedPass], object]:
+    """Scratch operands of `problem`, or those given, and what runs a pass of it on them."""
+    scratch = Scratch(problem, context.device, given)
     x, weight = scratch.draw(problem.rows, problem.batch, problem.K), scratch.draw(problem.N, problem.K)
     if problem.pass_name == "fprop":
         return lambda p: _forward(p, x, weight, None)

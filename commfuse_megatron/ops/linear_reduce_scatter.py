@@ -11,7 +11,7 @@ import torch
 from commfuse_megatron.ops.arguments import Operation, with_unit_stride
 from commfuse_megatron.ops.collectives import gather_rows, reduce_scatter_rows
 from commfuse_megatron.ops.linear import Linear, LinearOperands, call_linear
-from commfuse_megatron.ops.trial import Scratch
+from commfuse_megatron.ops.trial import Given, Scratch
 from commfuse_megatron.ops.weight_grad import DueWeightGrad, WeightGrad, ask_backward, compute_weight_gradient
 from commfuse_megatron.problem import GemmProblem, shard_range
 from commfuse_megatron.runtime.context import OverlapContext
@@ -115,9 +115,9 @@ def _gather_by_collective(p: PreparedPass, grad_shard: torch.Tensor) -> torch.Te
     return gather_rows(rows, problem.rows, p.context.group).view(problem.M, problem.N)
 
 
-def _rehearse(problem: GemmProblem, context: PassContext) -> Callable[[PreparedPass], object]:
-    """Scratch operands of `problem`, and what runs a pass of it on them."""
-    scratch = Scratch(problem, context.device)
+def _rehearse(problem: GemmProblem, context: PassContext, given: Given = ()) -> Callable[[PreparedPass], object]:
+    """Scratch operands of `problem`, or those given, and what runs a pass of it on them."""
+    scratch = Scratch(problem, context.device, given)
     own = shard_range(problem.rows, context.group_size, context.group_rank)
     x, weight = scratch.draw(problem.rows, problem.batch, problem.K), scratch.draw(problem.N, problem.K)
     if problem.pass_name == "fprop":

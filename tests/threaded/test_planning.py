@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import threading
 from collections import defaultdict
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from commfuse_megatron import OverlapConfig, OverlapContext, ops
 from commfuse_megatron.config import LinearConfig, PassConfig, PlanConfig, TransportConfig, WgradConfig
 from commfuse_megatron.errors import ShapeError, TransportError
-from commfuse_megatron.ops.trial import run_trial
+from commfuse_megatron.ops.trial import Scratch, run_trial
 from commfuse_megatron.plan.choose import choose_measured
 from commfuse_megatron.plan.machine import Channel, GemmRate, HostTimes, MachineModel, Traits
 from commfuse_megatron.plan.pass_plan import PassPlan
@@ -228,6 +229,40 @@ def test_a_rank_without_memory_for_a_trial_lets_the_model_decide(group, context)
     for record in agreed(context):
         assert record.reason.startswith("predicted: sequential")
         assert record.reason.endswith("not measured: group rank 1: no memory")
+
+
+@pytest.fixture
+def given_to_trials(monkeypatch):
+    """By thread: where operands of trials lie."""
+    found, draw = defaultdict(set), Scratch.draw
+
+    def noted(scratch, *shape):
+        operand = draw(scratch, *shape)
+        found[threading.get_ident()].add(operand.data_ptr())
+        return operand
+
+    monkeypatch.setattr(Scratch, "draw", noted)
+    return found
+
+
+@pytest.mark.usefixtures("trial")
+@pytest.mark.parametrize("op", OPS)
+@in_context(2, config())
+def test_trials_read_the_operands_of_their_call(group, context, op, given_to_trials):
+    """Operands of their own raised the peak of a step's memory."""
+    plan_by_cost(context)
+    case = Case(op=op, rows=8, has_bias=False)
+    given = draw_own(case, group)
+    x, weight = (each.detach().requires_grad_() for each in (given.x, given.weight))
+    y = getattr(ops, op)(x, weight, context=context)
+    here = given_to_trials[threading.get_ident()]
+    assert here == {x.data_ptr(), weight.data_ptr()}
+    before = x.detach().clone(), weight.detach().clone(), given.grad_y.clone()
+    torch.autograd.grad(y, (x, weight), given.grad_y)
+    assert [record.reason.startswith("measured") for record in agreed(context)] == [True, True]
+    assert all(map(torch.equal, before, (x.detach(), weight.detach(), given.grad_y)))
+    backward = set().union(*given_to_trials.values())
+    assert given.grad_y.data_ptr() in backward
 
 
 def try_three_ways(context, rehearse=lambda problem, context: lambda prepared: None, m=(1, 2, 4)):
