@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.harness import run_on_ranks, run_python
 from tests.megatron.pretraining_runs import load_example
@@ -24,10 +25,27 @@ PROMISED = {
 IN_PLACE = {"check_training.py", "swap_layers_in_gpt.py", "trace_a_step.py"}
 #: Run by `test_pretraining_examples.py`: one needs what the other writes.
 IN_A_ROW = {"prepare_text.py", "pretrain_gpt.py", "compare_curves.py"}
+#: Without a GPU it says what is missing.
+NEEDS_GPU = {"probe_fp8.py"}
 
 
 def test_every_example_is_run() -> None:
-    assert {script.name for script in SCRIPTS} == PROMISED.keys() | IN_A_ROW
+    assert {script.name for script in SCRIPTS} == PROMISED.keys() | IN_A_ROW | NEEDS_GPU
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ((), "probe_fp8.py: a Hopper GPU is needed"), (("--rows", "100"), "--rows [100]: multiples of 1024"),
+])  # fmt: skip
+def test_a_probe_says_what_it_needs(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["examples/probe_fp8.py", *arguments])
+    code = None
+    try:
+        code = load_example("probe_fp8").main()
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert words in capsys.readouterr().err
 
 
 def is_a_rank(script: Path) -> bool:
