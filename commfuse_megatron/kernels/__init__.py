@@ -5,18 +5,7 @@ CUDA.
 """
 
 from commfuse_megatron.kernels.persistent_matmul import TileShare, persistent_matmul
-from commfuse_megatron.kernels.signal_matmul import TileTable, signal_matmul
-from commfuse_megatron.kernels.signal_variant import RowChunk, SignalTile
 from commfuse_megatron.kernels.sum_partials import sum_partials
 from commfuse_megatron.kernels.support import persistent_matmul_unavailable_reason
 
-__all__ = [
-    "RowChunk",
-    "SignalTile",
-    "TileShare",
-    "TileTable",
-    "persistent_matmul",
-    "persistent_matmul_unavailable_reason",
-    "signal_matmul",
-    "sum_partials",
-]
+__all__ = ["TileShare", "persistent_matmul", "persistent_matmul_unavailable_reason", "sum_partials"]

@@ -4,7 +4,6 @@ Knows devices and versions; must not know shapes.
 """
 
 import functools
-import importlib.metadata
 import importlib.util
 
 import torch
@@ -54,23 +53,4 @@ def persistent_matmul_unavailable_reason(device: torch.device | str, dtype: torc
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         return f"persistent_matmul needs compute capability 8.0, and {device} has {capability[0]}.{capability[1]}"
-    return None
-
-
-def signal_matmul_unavailable_reason(device: torch.device) -> str | None:
-    """Why `signal_matmul` cannot run on `device`; None when it can.
-
-    Its kernel is made of Hopper's instructions, in the Gluon of Triton 3.6, whose interface is not a stable one.
-    """
-    if device.type != "cuda":
-        return f"signal_matmul needs a CUDA device, not {device.type!r}"
-    if not torch.cuda.is_available():
-        return "signal_matmul needs a CUDA device, and torch finds none"
-    if torch.cuda.get_device_capability(device)[0] != TMA_CAPABILITY[0]:
-        return f"signal_matmul needs compute capability 9.0, and {device} has another"
-    if not has_triton():
-        return "signal_matmul needs Triton, which is not installed"
-    version = importlib.metadata.version("triton")
-    if not version.startswith("3.6."):
-        return f"signal_matmul needs Triton 3.6, and {version} is installed"
     return None

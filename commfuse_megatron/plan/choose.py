@@ -12,7 +12,7 @@ from typing import NamedTuple
 from commfuse_megatron.config import PlanConfig
 from commfuse_megatron.plan.attention import predict_attention_us
 from commfuse_megatron.plan.candidates import Candidates
-from commfuse_megatron.plan.cost_model import settle
+from commfuse_megatron.plan.cost_model import choose_details
 from commfuse_megatron.plan.machine import MachineModel
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.plan.ulysses import predict_ulysses_us
@@ -69,7 +69,7 @@ def choose_by_default(candidates: Candidates, reason: str) -> PassPlan:
 def predict(problem: Problem, candidates: Candidates, machine: MachineModel) -> Candidates:
     """The same candidates, each with its predicted time, those of linears settled."""
     if isinstance(problem, GemmProblem):
-        return replace(candidates, plans=tuple(settle(problem, plan, machine) for plan in candidates.plans))
+        return replace(candidates, plans=tuple(choose_details(problem, plan, machine) for plan in candidates.plans))
     predict_plan_us = _PREDICTIONS[type(problem)]
     plans = (replace(plan, predicted_us=predict_plan_us(problem, plan, machine)) for plan in candidates.plans)
     return replace(candidates, plans=tuple(plans))

@@ -40,7 +40,7 @@ def predict_parts_us(problem: GemmProblem, plan: PassPlan, machine: MachineModel
     return costs.collectives_us(plan), costs.host_us_of_collectives(plan)
 
 
-def settle(problem: GemmProblem, plan: PassPlan, machine: MachineModel) -> PassPlan:
+def choose_details(problem: GemmProblem, plan: PassPlan, machine: MachineModel) -> PassPlan:
     """A candidate with what costs decide of it, and its predicted time: the sizes of pieces, and when sums are made.
 
     Where calls are replayed, as graphs in the end, the host's time decides nothing of that. Of equal ones the simpler.

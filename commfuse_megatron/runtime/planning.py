@@ -23,7 +23,7 @@ from commfuse_megatron.plan.choose import (
     predict,
     select_for_trial,
 )
-from commfuse_megatron.plan.cost_model import is_link_slow, settle
+from commfuse_megatron.plan.cost_model import choose_details, is_link_slow
 from commfuse_megatron.plan.machine import MachineModel, Traits, assumed_machine
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import GemmProblem, Problem, UlyssesProblem
@@ -85,7 +85,7 @@ class Planner:
         config = self._context.config
         candidates = list_candidates(problem, config, held=self._buffers)
         if len(candidates.plans) == 1:
-            return choose_only(self._settled(problem, candidates))
+            return choose_only(self._with_details(problem, candidates))
         if self.default_reason is not None or not problem.M * problem.N * problem.K:
             reason = self.default_reason or "the problem has a size of zero"
             return choose_by_default(
@@ -95,14 +95,14 @@ class Planner:
             return choose_by_default(candidates, "default for attention where nothing is measured")
         return self._reuse(problem) or self._choose_by_cost(problem, try_out)
 
-    def _settled(self, problem: Problem, candidates: Candidates) -> Candidates:
+    def _with_details(self, problem: Problem, candidates: Candidates) -> Candidates:
         """The only candidate, with what costs decide of it where they count: nothing is measured for that."""
         if not isinstance(problem, GemmProblem) or self.default_reason is not None:
             return candidates
         machine = self.machines.get(problem.dtype)
         if machine is None:
             machine = assumed_machine(self._traits(getattr(torch, problem.dtype)), problem.dtype)
-        plans = [settle(problem, plan, machine) for plan in candidates.plans]
+        plans = [choose_details(problem, plan, machine) for plan in candidates.plans]
         plans = [dataclasses.replace(plan, predicted_us=None) for plan in plans]  # of no other plan to compare with
         return dataclasses.replace(candidates, plans=tuple(plans))
 

@@ -10,7 +10,7 @@ import torch
 from commfuse_megatron import OverlapContext, ops
 from commfuse_megatron.config import TransportConfig
 from commfuse_megatron.plan.candidates import list_candidates
-from commfuse_megatron.plan.cost_model import predict_parts_us, settle
+from commfuse_megatron.plan.cost_model import choose_details, predict_parts_us
 from commfuse_megatron.plan.machine import Traits, assumed_machine
 from commfuse_megatron.plan.passes import lower_pass, tape_policy
 from commfuse_megatron.runtime.planning import Planner
@@ -115,7 +115,7 @@ def test_the_last_pass_is_predicted_by_its_bytes():
     for layer, on_the_way in (("70b.proj", True), ("70b.fc2", False)):
         problem = layer_problem(layer, 8192, 8)
         (plan,) = list_candidates(problem, linear_config()).plans
-        found, at_end = settle(problem, plan, machine), dataclasses.replace(plan, sums_on_the_way=False)
+        found, at_end = choose_details(problem, plan, machine), dataclasses.replace(plan, sums_on_the_way=False)
         assert found.sums_on_the_way == on_the_way
         gained_us = predict_parts_us(problem, at_end, machine)[0] - predict_parts_us(problem, found, machine)[0]
         rows = (7 + 2) - (2 + 1 + 1) if on_the_way else 0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commfuse_megatron.errors import ScheduleError
-from commfuse_megatron.plan.cost_model import predict_parts_us, settle
+from commfuse_megatron.plan.cost_model import choose_details, predict_parts_us
 from commfuse_megatron.plan.machine import Channel, Traits, assumed_machine
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.schedule import pieces
@@ -68,7 +68,7 @@ def test_doubling_sizes_and_the_example():
 def test_settled_sizes_are_no_worse_than_doubling_ones(layer, bandwidth_gb_s):
     machine = dataclasses.replace(MACHINE, link=Channel(latency_us=11.0, bandwidth_gb_s=bandwidth_gb_s))
     problem = layer_problem(layer, 8192, 8)
-    found = settle(problem, PassPlan("grouped"), machine)
+    found = choose_details(problem, PassPlan("grouped"), machine)
     assert sum(found.pieces) == 7
     assert f"pieces of {found.pieces[0]}" in found.details or found.pieces == (7,)
     us, doubling_us = (predict_parts_us(problem, each, machine)[0] for each in (found, PassPlan("grouped")))

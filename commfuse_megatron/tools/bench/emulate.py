@@ -31,7 +31,7 @@ from commfuse_megatron.ops.linear_reduce_scatter import scatter_backward, scatte
 from commfuse_megatron.ops.split_attention import Heads
 from commfuse_megatron.ops.ulysses_pass import UlyssesCall
 from commfuse_megatron.ops.ulysses_passes import ulysses_forward
-from commfuse_megatron.plan.cost_model import settle
+from commfuse_megatron.plan.cost_model import choose_details
 from commfuse_megatron.plan.machine import Traits, assumed_machine
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import GemmProblem, Problem
@@ -179,7 +179,7 @@ class EmulatedPass(PreparedPass):
         if isinstance(problem, GemmProblem):
             transport = context.transport_name
             machine = assumed_machine(Traits(transport=transport, replays=transport == "copy_engine"), problem.dtype)
-            plan = settle(problem, dataclasses.replace(plan, sums_on_the_way=True), machine)
+            plan = choose_details(problem, dataclasses.replace(plan, sums_on_the_way=True), machine)
         super().__init__(context, problem, plan, context.slice_gemm(getattr(torch, problem.dtype)))
         self.group_rank = rank_played(problem.group_size)
         self._peer = 1 - context.group_rank

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from commfuse_megatron.config import OverlapConfig
 from commfuse_megatron.plan.candidates import list_candidates
-from commfuse_megatron.plan.cost_model import PassCosts, is_link_slow, predict_us, settle, simulate_plan
+from commfuse_megatron.plan.cost_model import PassCosts, choose_details, is_link_slow, predict_us, simulate_plan
 from commfuse_megatron.plan.machine import MachineModel
 from commfuse_megatron.plan.pass_plan import PassPlan
 from commfuse_megatron.problem import GemmProblem
@@ -130,7 +130,7 @@ def candidates_on(problem: GemmProblem, machine: MachineModel) -> tuple[PassPlan
     """All plans that the planner would consider there, unless configured."""
     slow, with_rings = is_link_slow(problem, machine), not machine.traits.replays
     plans = list_candidates(problem, OverlapConfig(), is_link_slow=slow, with_rings=with_rings).plans
-    return tuple(settle(problem, plan, machine) for plan in plans)
+    return tuple(choose_details(problem, plan, machine) for plan in plans)
 
 
 def deviations(rows: Iterable[Row], machines: Machines) -> list[Deviation]:

@@ -246,17 +246,22 @@ class UlyssesCall(_HeadsCall):
 
     def problem(self, group_size: int) -> UlyssesProblem:
         """The forward pass, as the operation states it."""
-        q, k, v = self._heads(self.draw(0, group_size, torch.device("cpu")).x)
+        own_rows = shard_range(self.rows, group_size, 0).size
+        q, k, v = self._heads(torch.empty(own_rows, self.batch, self.features, dtype=self.dtype))
         inputs = UlyssesInputs(q, k, v, self.causal, self.order, self.window, None, 0.0, total_rows=self.rows)
         return state_ulysses_problem(inputs, group_size)
 
     def _shapes(self, own_rows: int) -> tuple[_Shape, _Shape, _Shape]:
         return (own_rows, self.batch, self.features), (0, 0), (own_rows, self.batch, self.K)
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What an operation is told of the attention."""
+        return {"causal": self.causal, "window": self.window, "order": self.order, "total_rows": self.rows}
+
     def forward(self, op: Callable[..., torch.Tensor], operands: Operands, **where: Any) -> torch.Tensor:
         """Without a projection."""
-        how = {"causal": self.causal, "window": self.window, "order": self.order, "total_rows": self.rows}
-        return op(*self._heads(operands.x), **how, **where)
+        return op(*self._heads(operands.x), **self.keywords, **where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,11 +285,6 @@ class BlockCall(UlyssesCall):
         """One for each feature of queries, keys and values."""
         return self.features
 
-    def problem(self, group_size: int) -> UlyssesProblem:
-        """Of the attention between the projections."""
-        names = {each.name for each in dataclasses.fields(UlyssesCall)} - {"op", "needs", "has_bias"}
-        return UlyssesCall(**{name: getattr(self, name) for name in names}).problem(group_size)
-
     def draw(self, rank: int, group_size: int, device: torch.device) -> Operands:
         """With weights that keep the size of what they multiply."""
         drawn = super().draw(rank, group_size, device)
@@ -295,12 +295,11 @@ class BlockCall(UlyssesCall):
 
     def forward(self, op: Callable[..., torch.Tensor], operands: Operands, **where: Any) -> torch.Tensor:
         """With its two projections."""
-        how = {"causal": self.causal, "window": self.window, "order": self.order, "total_rows": self.rows}
-        how |= {"heads": self.heads, "kv_heads": self.kv_heads}
+        sizes = {"heads": self.heads, "kv_heads": self.kv_heads}
         if "group" in where:
-            how["head_dim"] = self.head_dim  # the reference does not find it by itself
-        weight = operands.weight
-        return op(operands.x, weight[: self.features], weight[self.features :], operands.bias, **how, **where)
+            sizes["head_dim"] = self.head_dim  # the reference does not find it by itself
+        weights = operands.weight.split((self.features, self.N))
+        return op(operands.x, *weights, operands.bias, **sizes, **self.keywords, **where)
 
 
 @dataclass(frozen=True, kw_only=True)
