@@ -150,11 +150,14 @@ def test_every_tile_of_the_table_is_chosen_by_some_size() -> None:
     assert chosen == set(TILES)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32, torch.float64])
+@pytest.mark.parametrize(("dtype", "own", "out"), [
+    (BF16, BF16, BF16), (FP32, FP32, FP32), (torch.float64,) * 3, (BF16, FP32, FP32), (BF16, BF16, FP32),
+    (BF16, FP32, BF16),
+])  # fmt: skip
 @pytest.mark.parametrize(("num_partials", "has_bias"), [(0, False), (1, True), (7, False), (63, True)])
 @pytest.mark.parametrize("is_aligned", [True, False])
-def test_sum_partials_compiles_for_hopper(dtype, num_partials, has_bias, is_aligned):
-    kind = _Kind(dtype, dtype, dtype if has_bias else None, dtype, num_partials, is_aligned)
+def test_sum_partials_compiles_for_hopper(dtype, own, out, num_partials, has_bias, is_aligned):
+    kind = _Kind(own, dtype, dtype if has_bias else None, out, num_partials, is_aligned)
     compiled = compile_sum(kind, HOPPER)
     assert list(compiled.src.signature) == sum_partials_kernel.arg_names, "launchers pass arguments by position"
     ptx = compiled.asm["ptx"]
